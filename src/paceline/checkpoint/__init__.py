@@ -1,0 +1,1 @@
+"""Keep tensors on disk: write, commit, find, read, export."""

@@ -1,0 +1,91 @@
+"""What the sub-commands share: a parser that fails in one line, and the split between our options and the script's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, TypeAlias
+
+from paceline.config import suggest
+from paceline.errors import PlanError
+
+__all__ = ["Commands", "Parser", "add_command", "split_script"]
+
+NEAR = 0.8  # an unknown option this similar to one of ours is taken for a slip, not for the script's
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises PlanError where argparse would print its usage and exit: one clear message, made in one place."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(f"{message}\nSee `{self.prog} --help`.")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # pyright: ignore[reportPrivateUsage]
+
+
+def add_command(
+    commands: Commands, name: str, *, summary: str, description: str, usage: str | None = None, examples: str = ""
+) -> Parser:
+    """Declare a sub-command; `summary` is its line in `paceline --help`."""
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        usage=usage,
+        epilog=f"examples:\n{examples}" if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def split_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], tuple[str, ...]]:
+    """Split a command's words into those for `parser` and the script's own arguments, which follow the script's name.
+
+    After the script, our options are ours wherever they stand; everything else goes to the script in its order, and
+    after "--" really everything. A word that looks like a misspelt option of ours is refused: passing it on would hide
+    the mistake.
+    """
+    takes_value = {option: action.nargs != 0 for action in _options(parser) for option in action.option_strings}
+    ours: list[str] = []
+    script_args: list[str] = []
+    script: str | None = None
+    rest = iter(words)
+    for word in rest:
+        option, equals, _ = word.partition("=")
+        if word == "--" and script is not None:
+            script_args += rest
+        elif option in takes_value:
+            ours.append(word)
+            if takes_value[option] and not equals:
+                ours += [value for value in [next(rest, None)] if value is not None]
+        elif script is None:
+            _refuse_unknown(word, option, takes_value, command=parser.prog)
+            ours.append(word)
+            script = word
+        else:
+            _refuse_slip(option, takes_value)
+            script_args.append(word)
+    return ours, tuple(script_args)
+
+
+def _refuse_unknown(word: str, option: str, ours: Iterable[str], *, command: str) -> None:
+    if word.startswith("-"):
+        raise PlanError(
+            f"unknown option {option}.{suggest(option, ours)} Arguments of the script follow its name. See `{command} --help`."
+        )
+
+
+def _refuse_slip(option: str, ours: Iterable[str]) -> None:
+    import difflib
+
+    near = difflib.get_close_matches(option, list(ours), n=1, cutoff=NEAR) if option.startswith("--") else []
+    if near:
+        raise PlanError(
+            f"unknown option {option}: did you mean {near[0]}? "
+            f"If it is the script's own, write it after '--', as in `train.py -- {option}`."
+        )
+
+
+def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.option_strings]  # pyright: ignore[reportPrivateUsage]

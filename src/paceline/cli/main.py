@@ -1,0 +1,92 @@
+"""The `paceline` command: runs a sub-command, and turns what went wrong into one message and an exit status.
+
+Exit status: 0 done, 1 the run (or a proof) failed, 2 the command, job or plan cannot work, 130 interrupted. Each
+sub-command is a file with `add(commands)`, which declares its arguments and must stay cheap, and `run(arguments)`,
+which imports what it needs and returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from paceline.cli import audit, export, logs, parity, plan, run, status, stop
+from paceline.cli.arguments import Commands, Parser, split_script
+from paceline.errors import LaunchError, PacelineError, PlanError
+
+__all__ = ["main"]
+
+STARTS_A_SCRIPT = ("run", "parity")  # and a script has arguments of its own
+COMMANDS = (run, plan, parity, status, logs, stop, audit, export)
+
+EXAMPLES = """\
+examples:
+  paceline run train.py --workers 4                        4 workers on this machine
+  paceline run train.py --workers 4 --lr 0.1               what paceline does not know goes to the script
+  paceline run job.toml --set plan.batch.size=64           a job file, and one value changed
+  paceline run train.py --workers 8 --hosts 2 --head node1:29500 --token-file token
+                                                           the same command on each of 2 hosts
+  paceline plan "replicas=4+batch(size=64)"                is this plan sound, and what does it mean?
+  paceline parity train.py --workers 1,2,4                 the same loss on 1, 2 and 4 workers?
+  paceline status runs/train-20260101-120000               how is it going?
+
+`paceline COMMAND --help` tells more about a command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments (default: those of the process) and return its exit status."""
+    command_started = time.time()
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parser()
+    try:
+        script_args: tuple[str, ...] = ()
+        if words and words[0] in STARTS_A_SCRIPT:
+            words[1:], script_args = split_script(words[1:], commands.choices[words[0]])
+        arguments = parser.parse_args(words)
+        arguments.script_args, arguments.command_started = script_args, command_started
+        return arguments.run(arguments)
+    except (PlanError, LaunchError) as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone (`paceline logs RUN | head`); keep the exit quiet, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> tuple[Parser, Commands]:
+    parser = Parser(
+        prog="paceline",
+        description="Train a PyTorch model on many workers from one script, with the same loss on any number of them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    for command in COMMANDS:
+        command.add(commands)
+    return parser, commands
+
+
+class Version(argparse.Action):
+    """Prints the installed version; looked up only when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        try:
+            version = metadata.version("paceline")
+        except metadata.PackageNotFoundError:
+            version = "(run from its sources, not installed)"
+        print(f"paceline {version}")
+        parser.exit()

@@ -1,0 +1,176 @@
+"""`paceline run`: starts a script or a job file on many workers.
+
+The options are the fields of Job, one each; a value is read by its field's annotation. `OPTIONS` adds only the help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from paceline import config
+from paceline.cli.arguments import Commands, Parser, add_command
+from paceline.errors import PlanError
+from paceline.plan import Job, Plan, read_job_file
+
+__all__ = ["OPTIONS", "add", "run"]
+
+# Job field: what stands for the value in the help, and the help. "program" and "args" are the positional arguments.
+OPTIONS = {
+    "workers": ("N", "workers of the whole job, over all hosts (default: the plan's replicas, or 1)"),
+    "launcher": (
+        "NAME",
+        "local: every worker is a process; inline: worker 0 runs in this process, for pdb (default: local)",
+    ),
+    "hosts": ("N", "hosts of the job; start the same command once on each (default: 1)"),
+    "head": ("HOST:PORT", "where several hosts meet: an address of one of them, the same on all"),
+    "token_file": ("FILE", "file with the job's token, which several hosts need (default: what PACELINE_TOKEN holds)"),
+    "run_dir": (
+        "DIR",
+        "directory of the run; one that has checkpoints is continued (default: runs/<program>-<date>-<time>)",
+    ),
+    "fresh": ("", "start over, even if the run directory has checkpoints"),
+    "save_every": ("STEPS", "save a checkpoint every so many steps (default: only when the script does)"),
+    "save_at_end": ("", "save no checkpoint after the last step"),
+    "keep": ("N", "newest complete checkpoints that are kept (default: 3)"),
+    "timeout_s": ("SECONDS", "how long a worker waits for the others before it gives up (default: 600)"),
+    "threads": ("N", "CPU threads of each worker (default: cores of the host / workers on it)"),
+    "metrics_port": ("PORT", "serve metrics for Prometheus on this port; 0: any free one (default: do not)"),
+    "metrics_host": ("ADDRESS", "address on which metrics are served (default: 127.0.0.1, this machine only)"),
+    "tensorboard": ("", "write no TensorBoard files"),
+    "show": ("WHOSE", "whose standard output the console shows: first (worker 0's) or all (default: first)"),
+    "max_steps": ("STEPS", "stop after this step"),
+}
+
+EXAMPLES = """\
+  paceline run train.py --workers 4
+  paceline run train.py --workers 4 --plan "cast(dtype=bf16)+batch(size=64)" --lr 0.1
+  paceline run job.toml --set plan.batch.size=64 --set keep=5
+  paceline run train.py --launcher inline --workers 2       then breakpoint() works in worker 0
+
+All of the script's standard output, its errors, checkpoints and metrics are in the run directory. Plans: `paceline
+plan --help`.
+"""
+
+
+def add(commands: Commands) -> None:
+    """Declare the command and its options."""
+    parser = add_command(
+        commands,
+        "run",
+        summary="run a script or a job file on many workers",
+        description="Run a training script, or the job that a TOML file describes, on many workers.",
+        usage="paceline run [options] SCRIPT.py|JOB.toml [options] [the script's arguments] [-- more of them]",
+        examples=EXAMPLES,
+    )
+    parser.add_argument("program", metavar="SCRIPT.py|JOB.toml", help="a Python script, or a job file")
+    parser.add_argument(
+        "--plan", metavar="TEXT", help="the plan, as one line of text; wins over the script's and the job file's"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="set one value of the plan (plan.batch.size=64) or of the job (keep=5); may be given many times",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the job, the plan and what would be started, and exit"
+    )
+    add_job_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_job_options(parser: Parser) -> None:
+    """Declare one option for each Job field of the table; values stay text, absent options are None."""
+    group = parser.add_argument_group("job")
+    for field in dataclasses.fields(Job):
+        if field.name not in OPTIONS:
+            continue
+        metavar, text = OPTIONS[field.name]
+        if isinstance(field.default, bool):
+            word = str(not field.default).lower()
+            group.add_argument(_flag(field), dest=field.name, action="store_const", const=word, help=text)
+        else:
+            group.add_argument(_flag(field), dest=field.name, metavar=metavar, help=text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the job, or show it with --dry-run; returns the run's exit status."""
+    job, plan, given, overrides = job_of(arguments)
+    if arguments.dry_run:
+        from paceline.cli.dry_run import show
+
+        return show(job, plan=plan, overrides=overrides)
+    from paceline.run import start
+
+    return start(job, plan=plan, overrides=overrides, given=given, command_started=arguments.command_started)
+
+
+def job_of(arguments: argparse.Namespace) -> tuple[Job, Plan | None, tuple[str, ...], tuple[str, ...]]:
+    """Return the job, the plan where the command or job file gives one, the Job fields that they set, and the plan's overrides."""
+    fields = config.annotations_of(Job)
+    changes: dict[str, Any] = {}
+    for name in OPTIONS:
+        text = getattr(arguments, name)
+        if text is not None:
+            changes[name] = config.parse_value(
+                text, fields[name], path=f"--{name.replace('_', '-')}", owner=Job, name=name
+            )
+    overrides = tuple(text for text in arguments.overrides if _is_for_plan(text))
+    for text in arguments.overrides:
+        if text not in overrides:
+            name, value = _job_override(text, fields)
+            changes[name] = value
+    if arguments.script_args:
+        changes["args"] = arguments.script_args
+    job, plan, given = _read_program(Path(arguments.program), changes)
+    if arguments.plan is not None:
+        plan = Plan.parse(arguments.plan)
+    if plan is not None:
+        config.apply(plan, *overrides)  # a mistake in them is found before anything starts
+    return job, plan, given, overrides
+
+
+def _read_program(path: Path, changes: dict[str, Any]) -> tuple[Job, Plan | None, tuple[str, ...]]:
+    if not path.is_file():
+        raise PlanError(
+            f"There is no file {path}. Name a Python script or a job file (.toml), for example: paceline run train.py"
+        )
+    if path.suffix != ".toml":
+        changes = {"program": str(path)} | changes
+        return Job(**changes), None, tuple(changes)
+    job, plan, given = read_job_file(path, changes)
+    if not job.program:
+        raise PlanError(f'{path} does not say what to run. Add a line: program = "train.py"')
+    if not Path(job.program).is_file():
+        raise PlanError(
+            f"{path} names the program {job.program}, which does not exist (a relative path starts at the job file's folder)."
+        )
+    return job, plan, given
+
+
+def _is_for_plan(override: str) -> bool:
+    return override.partition("=")[0].strip().partition(".")[0] == "plan"
+
+
+def _job_override(override: str, fields: dict[str, Any]) -> tuple[str, Any]:
+    """Return the Job field that an override such as "keep=5" or "job.keep=5" sets, and its value."""
+    dotted, equals, text = override.partition("=")
+    name = dotted.strip().removeprefix("job.")
+    if not equals:
+        raise PlanError(f"--set {override} sets nothing: write it as name=value, for example --set plan.batch.size=64.")
+    parts = config.annotations_of(Plan)
+    if name.partition(".")[0] in parts:
+        raise PlanError(f"--set {override}: {name} belongs to the plan; write --set plan.{name}={text}.")
+    if name not in fields:
+        raise config.unknown_name(Job, name, text, path="job")
+    return name, config.parse_value(text, fields[name], path=f"--set {name}", owner=Job, name=name)
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    """Return the option of a field: what is on by default gets the option that turns it off."""
+    return f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"

@@ -1,0 +1,1 @@
+"""Shrink what travels between replicas: the running form of a Wire."""

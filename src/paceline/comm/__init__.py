@@ -1,0 +1,1 @@
+"""Move tensors and small messages between workers."""

@@ -1,0 +1,127 @@
+"""Messages between the processes of a job: one JSON object a line, over a stream socket.
+
+Nothing is unpickled and nothing is evaluated: a message is plain data, bounded in size. `LineBuffer` turns the bytes of any
+stream into messages; `Channel` is a worker's own end of the socket to the supervisor of its host: a request goes out, its reply
+comes back, and several threads may ask.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["MAX_MESSAGE_BYTES", "Channel", "ChannelClosed", "LineBuffer", "decode", "encode"]
+
+MAX_MESSAGE_BYTES = 16 * 2**20  # of one line; torch's process groups exchange addresses of a few hundred bytes
+
+CHUNK_BYTES = 1 << 16
+
+
+class ChannelClosed(ConnectionError):
+    """The other end has gone, or what it said made no sense; the message says which."""
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One line. Raises ValueError where the message is too long, TypeError where it is not plain data."""
+    line = json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    if len(line) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(line)} bytes is too long: at most {MAX_MESSAGE_BYTES} bytes travel in one")
+    return line
+
+
+def decode(line: bytes | bytearray) -> dict[str, Any]:
+    """Read one line; raises ValueError where it is not a JSON object."""
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"a message is nested too deeply: {_shown(line)}") from None
+    except ValueError:  # not JSON, or not UTF-8
+        raise ValueError(f"a message is not JSON: {_shown(line)}") from None
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is not a JSON object: {_shown(line)}")
+    return message
+
+
+class LineBuffer:
+    """Collects the bytes of a stream and gives out the messages in them."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Yield each message that `data` completes; raises ValueError at the first that is malformed or too long."""
+        searched = len(self._bytes)  # there is no line end before this
+        self._bytes += data
+        while (end := self._bytes.find(b"\n", searched)) >= 0:
+            line, searched = self._bytes[:end], 0
+            del self._bytes[: end + 1]
+            if len(line) >= MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {len(line)} bytes is too long: at most {MAX_MESSAGE_BYTES} bytes travel in one")
+            yield decode(line)
+        if len(self._bytes) >= MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message is too long: {len(self._bytes)} bytes and no end; at most {MAX_MESSAGE_BYTES} travel in one")
+
+
+class Channel:
+    """A worker's end of the socket to its supervisor. Blocking; safe for several threads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sock.setblocking(True)
+        self._lines = LineBuffer()
+        self._arrived: list[dict[str, Any]] = []
+        self._sending, self._calling = threading.Lock(), threading.Lock()
+        self._last_id = 0
+
+    @classmethod
+    def inherited(cls, fd: int) -> Channel:
+        """The channel over the socket that this process was started with (`Assignment.channel_fd`)."""
+        os.set_inheritable(fd, False)  # programs that the user's code starts have no business with it
+        return cls(socket.socket(fileno=fd))
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message; blocks while the other end does not read. Raises ChannelClosed."""
+        line = encode(message)
+        try:
+            with self._sending:
+                self._sock.sendall(line)
+        except OSError as error:
+            raise ChannelClosed(f"the other end has gone ({error.strerror or error})") from None
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next message. Raises ChannelClosed."""
+        while not self._arrived:
+            try:
+                data = self._sock.recv(CHUNK_BYTES)
+                self._arrived += self._lines.feed(data)
+            except ValueError as error:
+                self.close()
+                raise ChannelClosed(str(error)) from None
+            except OSError as error:
+                raise ChannelClosed(f"the other end has gone ({error.strerror or error})") from None
+            if not data:
+                raise ChannelClosed("the other end has gone")
+        return self._arrived.pop(0)
+
+    def call(self, op: str, **fields: Any) -> Any:
+        """Ask for `op` and wait for the answer's value. Raises ChannelClosed; ValueError where the other end refuses the request."""
+        with self._calling:
+            self._last_id += 1
+            self.send({"id": self._last_id, "op": op, **fields})
+            reply = self.receive()
+            while reply.get("id", self._last_id) < self._last_id:  # the answer to a call that an exception cut short
+                reply = self.receive()
+        if "error" in reply:
+            raise ValueError(f"{op}: {reply['error']}")
+        return reply.get("value")
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _shown(line: bytes | bytearray) -> str:
+    return repr(bytes(line[:80])) + ("..." if len(line) > 80 else "")

@@ -1,0 +1,167 @@
+"""A group of workers that move tensors and small objects among themselves.
+
+`Group` wraps a torch process group; `Alone` is the group of one, where nothing moves. Code above never asks how many there are.
+All workers of a group must make the same calls in the same order; tensors must have the same shape and type everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import SyncError
+
+__all__ = ["Alone", "Group", "Landed", "Transfer", "WorkerGroup"]
+
+
+class Transfer(Protocol):
+    """A transfer under way: `wait` returns when the tensor holds the result."""
+
+    def wait(self) -> None: ...
+
+
+class WorkerGroup(Protocol):
+    """What `Group` and `Alone` have in common."""
+
+    index: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+        """Begin to replace `tensor` by its sum over the group, in place."""
+        ...
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
+        """Overwrite `tensor` by the source's, in place; blocks."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return everybody's value, by index, on every worker; values are pickled; blocks."""
+        ...
+
+    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
+        """Return the source's value on every worker; it is pickled; blocks."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when all have called it."""
+        ...
+
+
+class Landed:
+    """A transfer that has nothing to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+class Alone:
+    """The group of one worker."""
+
+    index = 0
+    size = 1
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+        return Landed()
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
+        return
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        return
+
+
+class Group:
+    """Two or more workers, over a torch process group. `device` is where small objects travel (the back end's own device)."""
+
+    def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
+        self.index = process_group.rank()
+        self.size = process_group.size()
+        self._group = process_group
+        self._device = device
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+        try:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        except RuntimeError as error:  # torch has no narrower type for a lost peer
+            raise _lost(what, error) from error
+        return _Flight(work, what) if work is not None else Landed()
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
+        try:
+            dist.broadcast(tensor, group=self._group, group_src=source)
+        except RuntimeError as error:
+            raise _lost(what, error) from error
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        payload = _to_bytes(value)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        sizes[self.index] = payload.numel()
+        self.all_reduce(sizes, what="sizes of gathered objects").wait()
+        parts = []
+        for index, size in enumerate(sizes.tolist()):
+            part = payload.to(self._device) if index == self.index else torch.empty(size, dtype=torch.uint8, device=self._device)
+            self.broadcast(part, source=index, what="gathered objects")
+            parts.append(part)
+        return [_from_bytes(part) for part in parts]
+
+    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
+        payload = _to_bytes(value if self.index == source else None)
+        size = torch.tensor([payload.numel()], dtype=torch.int64, device=self._device)
+        self.broadcast(size, source=source, what="size of a broadcast object")
+        same = self.index == source
+        part = payload.to(self._device) if same else torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        self.broadcast(part, source=source, what="broadcast object")
+        return value if same else _from_bytes(part)
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1, device=self._device), what="barrier").wait()
+
+
+class _Flight:
+    """A pending collective; a lost peer surfaces in `wait` as SyncError."""
+
+    def __init__(self, work: dist.Work, what: str) -> None:
+        self._work = work
+        self._what = what
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _lost(self._what, error) from error
+
+
+def _lost(what: str, error: RuntimeError) -> SyncError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return SyncError(f"lost contact with a peer during {what}: {first_line}")
+
+
+def _to_bytes(value: Any) -> Tensor:
+    stream = io.BytesIO()
+    pickle.dump(value, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    return torch.from_numpy(np.frombuffer(stream.getvalue(), dtype=np.uint8).copy())
+
+
+def _from_bytes(payload: Tensor) -> Any:
+    # Bytes of a peer of the same job, over connections that were made through the job's own board.
+    return pickle.loads(payload.cpu().numpy().tobytes())
+
+
+def total(group: WorkerGroup, values: Sequence[float], *, what: str, device: torch.device | None = None) -> list[float]:
+    """Return the element-wise sums of `values` over the group, in float64; blocks."""
+    tally = torch.tensor(values, dtype=torch.float64, device=device)
+    group.all_reduce(tally, what=what).wait()
+    return tally.tolist()

@@ -1,0 +1,161 @@
+"""Workers that an engine started (srun, mpirun) meet at worker 0, which serves the board from a thread.
+
+On one host they meet at a Unix socket without a name in the file system, reachable only from this host and refused to other users. Over several
+hosts worker 0 listens on the head's address, and every worker proves the job's token first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from paceline.comm.board import Board
+from paceline.comm.channel import Channel, ChannelClosed
+from paceline.comm.token import HANDSHAKE_TIMEOUT_S, Handshake, Refused
+from paceline.errors import LaunchError
+
+__all__ = ["BoardThread", "meet", "meeting_port"]
+
+RETRY_S = 0.02
+Address = str | tuple[str, int]
+
+
+def meeting_port(job_id: str) -> int:
+    """The port at which the workers of an engine's job meet: all compute the same from the job's id (20000 to 29999)."""
+    number = 0
+    for letter in job_id.encode():
+        number = (number * 131 + letter) % 1_000_003
+    return 20_000 + number % 10_000
+
+
+def meet(
+    *, worker_rank: int, address: Address, token: bytes | None, timeout_s: float, log: Callable[[str], None]
+) -> tuple[Channel, BoardThread | None]:
+    """Return this worker's channel to the board; worker 0 also gets the thread that serves it, to be closed at the end.
+
+    `address` is (host, port), or the name of a Unix socket. Raises LaunchError when worker 0 does not show up in time, or refuses.
+    """
+    server = BoardThread(address, token, log) if worker_rank == 0 else None
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock = _connect(address)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"worker {worker_rank} could not reach worker 0 at {_shown(address)} within {timeout_s:.0f} s ({error.strerror}). "
+                    "Is worker 0 running, and is that address reachable from here?"
+                ) from error
+            time.sleep(RETRY_S)
+    if token is not None:
+        try:
+            _shake(sock, Handshake(token, is_head=False))
+        except (Refused, OSError) as error:
+            raise LaunchError(f"worker 0 at {_shown(address)} refused worker {worker_rank}: {error}") from error
+    sock.settimeout(None)
+    return Channel(sock), server
+
+
+class BoardThread:
+    """Serves a board to everybody who may ask: one daemon thread that accepts, one for each connection."""
+
+    def __init__(self, address: Address, token: bytes | None, log: Callable[[str], None]) -> None:
+        self._token, self._log = token, log
+        self._board, self._lock = Board(), threading.Lock()
+        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if not isinstance(address, str):
+                self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(address)
+        except OSError as error:
+            self._listener.close()
+            raise LaunchError(
+                f"worker 0 cannot listen at {_shown(address)} ({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of "
+                "its host and a free port, for all workers"
+            ) from error
+        self._listener.listen(1024)
+        threading.Thread(target=self._accept, name="paceline-board", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections; those that are open end with their workers."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(sock, peer), daemon=True).start()
+
+    def _serve(self, sock: socket.socket, peer: object) -> None:
+        try:
+            if self._token is not None:
+                _shake(sock, Handshake(self._token, is_head=True))
+            elif (user := _peer_user(sock)) != os.getuid():
+                raise Refused(f"it runs as user {user}")
+        except (Refused, OSError) as error:
+            self._log(f"refused a connection from {peer or 'another process'}: {error}")
+            sock.close()
+            return
+        sock.settimeout(None)
+        channel = Channel(sock)
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                request = channel.receive()
+                with self._lock:
+                    reply = self._board.handle(request)
+                channel.send(reply)
+
+
+def _shake(sock: socket.socket, handshake: Handshake) -> None:
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    sock.sendall(handshake.greeting)
+    while handshake.wanted:
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        data = sock.recv(handshake.wanted)
+        if not data:
+            raise Refused("it closed the connection")
+        try:
+            sock.sendall(handshake.feed(data))
+        except Refused as refused:
+            if refused.farewell:
+                sock.sendall(refused.farewell)
+            raise
+
+
+def _connect(address: Address) -> socket.socket:
+    if isinstance(address, str):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
+        if (user := _peer_user(sock)) != os.getuid():
+            sock.close()
+            raise LaunchError(f"the socket at which this job's workers meet belongs to user {user}, not to you")
+        return sock
+    return socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+
+
+def _peer_user(sock: socket.socket) -> int:
+    if sys.platform != "linux":
+        return os.getuid()
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user
+
+
+def _shown(address: Address) -> str:
+    return repr(address) if isinstance(address, str) else f"{address[0]}:{address[1]}"

@@ -1,0 +1,193 @@
+"""The one file that reads or writes environment variables: this process's place, the job's token, what children inherit.
+
+A worker that we started carries its assignment in PACELINE_ASSIGNMENT, valid only in the process that PACELINE_PID
+names: what a worker starts in turn (loader processes, commands) inherits the variables, but is not a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from paceline.errors import LaunchError
+from paceline.plan.job import Assignment, Job, assignment_from_json, assignment_to_json
+from paceline.worlds import World, find_world
+
+__all__ = [
+    "World",
+    "assignment",
+    "child_environment",
+    "default_threads",
+    "detect",
+    "enter",
+    "leave",
+    "quiet",
+    "set_gloo_interface",
+    "token",
+    "world_variables",
+]
+
+OWN_ASSIGNMENT, OWN_PID, TOKEN = "PACELINE_ASSIGNMENT", "PACELINE_PID", "PACELINE_TOKEN"
+SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
+PREFIXES = ("PACELINE_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTIC_")
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+MORE_NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+
+
+def detect() -> World | None:
+    """Return the world that this process is in, or None; LaunchError where the environment's sources disagree or are incomplete."""
+    own = assignment()
+    if own is not None:
+        return World(
+            source="paceline",
+            worker_rank=own.rank,
+            workers=own.workers,
+            local_rank=own.local_rank,
+            local_workers=own.local_workers,
+        )
+    if (
+        OWN_PID in os.environ
+    ):  # a worker started this process: whatever world the worker is in, its child is not a member
+        return None
+    return find_world(os.environ)
+
+
+def enter(assignment: Assignment) -> None:
+    """Make this process the worker of `assignment`: from now on `assignment()` and `detect()` tell it, here and not in children."""
+    os.environ[OWN_ASSIGNMENT] = assignment_to_json(assignment)
+    os.environ[OWN_PID] = str(os.getpid())
+
+
+def leave() -> None:
+    """Undo `enter`: for a process that outlives its run, such as a notebook that was worker 0."""
+    os.environ.pop(OWN_ASSIGNMENT, None)
+    os.environ.pop(OWN_PID, None)
+
+
+def assignment() -> Assignment | None:
+    """Return what this process was told by `enter`; None in every other process, also in children of a worker."""
+    if os.environ.get(OWN_PID) != str(os.getpid()):
+        return None
+    try:
+        return assignment_from_json(os.environ[OWN_ASSIGNMENT])
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"{OWN_ASSIGNMENT} is not what Paceline wrote ({error}). Unset {OWN_ASSIGNMENT} and {OWN_PID}."
+        ) from error
+
+
+def token(job: Job) -> bytes:
+    """Return the job's token: what is in `job.token_file`, else in PACELINE_TOKEN, without surrounding blanks.
+
+    Raises LaunchError where there is none, where it is shorter than 16 bytes, or where others can read the file.
+    """
+    make = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
+    if job.token_file is not None:
+        path = Path(job.token_file)
+        where, secret = str(path), _read_secret(path, make)
+    else:
+        where, secret = TOKEN, os.environ.get(TOKEN, "").encode().strip()
+        if not secret:
+            raise LaunchError(
+                "The job has no token, which its hosts need to trust each other. Make one with "
+                f"`(umask 077; {make} > token)`, give every host the same file, and use token_file='token' (--token-file token), "
+                f"or set {TOKEN} to its content."
+            )
+    if len(secret) < SHORTEST_TOKEN:
+        raise LaunchError(
+            f"The token in {where} has {len(secret)} bytes; it needs at least {SHORTEST_TOKEN}. Make one with `{make}`."
+        )
+    return secret
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """Return the environment for a process that we start: ours without the token and our own place, and `extra`."""
+    private = (OWN_ASSIGNMENT, OWN_PID, TOKEN)
+    return {name: value for name, value in os.environ.items() if name not in private} | extra
+
+
+def world_variables() -> dict[str, str]:
+    """Return the variables that this file looks at and that are set, sorted by name; the token is not shown."""
+    chosen = {
+        name: value for name, value in os.environ.items() if name in NAMES + MORE_NAMES or name.startswith(PREFIXES)
+    }
+    if TOKEN in chosen:
+        chosen[TOKEN] = "(set, not shown)"
+    return dict(sorted(chosen.items()))
+
+
+def set_gloo_interface(name: str) -> bool:
+    """Make gloo use network interface `name`, unless the user has chosen one; return whether it was set."""
+    return _set_default("GLOO_SOCKET_IFNAME", name)
+
+
+def quiet() -> None:
+    """Keep informational messages of torch's C++ parts off the workers' stderr, unless the user has chosen a level."""
+    _set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def default_threads(local_workers: int) -> int:
+    """Return CPU threads for each of `local_workers` workers here: OMP_NUM_THREADS where set, else an equal share of the cores.
+
+    Counted are the cores that this process may use (its affinity and its cgroup's quota), not those of the machine.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if chosen:
+        if not chosen.isdecimal() or int(chosen) < 1:
+            raise LaunchError(
+                f"OMP_NUM_THREADS is {os.environ['OMP_NUM_THREADS']!r}; it must be a number from 1 up. Correct or unset it."
+            )
+        return int(chosen)
+    return max(1, _usable_cores() // local_workers)
+
+
+def _read_secret(path: Path, make: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            secret = file.read().strip()
+    except OSError as error:
+        raise LaunchError(
+            f"Cannot read the token file {path}: {error.strerror}. Make one with `(umask 077; {make} > {path})`."
+        ) from error
+    if mode & 0o077:
+        raise LaunchError(
+            f"The token file {path} can be read by others (mode {mode:04o}). Use `chmod 600 {path}`, "
+            f"or put the token into {TOKEN} where the mode cannot be changed."
+        )
+    return secret
+
+
+def _set_default(name: str, value: str) -> bool:
+    if name in os.environ:
+        return False
+    os.environ[name] = value
+    return True
+
+
+def _usable_cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota_cores(Path("/sys/fs/cgroup"))
+    return cores if quota is None else max(1, min(cores, quota))
+
+
+def _quota_cores(cgroup: Path) -> int | None:
+    """Whole cores that a container's quota allows, rounded up; None without a quota (cgroup v2, then v1)."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((cgroup / name).read_text() for name in files).split()[:2]
+        except (OSError, ValueError):  # no such controller here, or a format that we do not know: no quota is known
+            continue
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            return -(-int(quota) // int(period))
+    return None

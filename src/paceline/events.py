@@ -1,0 +1,211 @@
+"""What happens in a run, as typed records: one JSON line each, the only way out of a worker.
+
+Workers and the supervisor append; the console, TensorBoard, Prometheus, `paceline status` and the summary only read. Times are seconds
+since the epoch (`time.time()`), durations are seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+__all__ = [
+    "CheckpointFailed",
+    "CheckpointSaved",
+    "CheckpointSkipped",
+    "Evaluated",
+    "Event",
+    "EventLog",
+    "Note",
+    "Record",
+    "RunFinished",
+    "RunStarted",
+    "StepDone",
+    "Warned",
+    "WorkerFailed",
+    "WorkerFinished",
+    "WorkerStarted",
+    "decode",
+]
+
+
+class Event:
+    """Base of all events; subclasses are frozen dataclasses registered by their class name."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[cls.__name__] = cls
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """The supervisor begins an attempt (or worker 0 does, in a world that somebody else started)."""
+
+    run_dir: str
+    attempt: int
+    workers: int
+    hosts: int
+    program: str
+    launcher: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Event):
+    """A worker is in its group and about to run the user's function; `startup_s` counts from the user's command."""
+
+    rank: int
+    workers: int
+    host: str
+    pid: int
+    device: str
+    startup_s: float
+    plan: str
+    resumed_from_step: int  # 0: from the beginning
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """A step was committed. `loss` is that of the whole global batch; `metrics` are this worker's own reported values."""
+
+    step: int
+    epoch: int
+    num_samples: int  # real samples of the global batch
+    loss: float | None
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]  # data, compute (forward and backward), communication (waited for), optimizer, total
+    skipped: bool = False  # gradients were not finite: no worker took the step
+    num_bytes_sent: int = 0  # handed to the wire by this worker, after the codec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """`worker.evaluate` finished; the values are exact over all workers."""
+
+    step: int
+    num_samples: int
+    metrics: Mapping[str, float]
+    duration_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    step: int
+    path: str
+    num_bytes: int
+    stall_s: float  # training stood still
+    write_s: float  # in the background
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    step: int
+    path: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSkipped(Event):
+    """An incomplete or damaged checkpoint was passed over when looking for the newest one."""
+
+    path: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Note(Event):
+    """One sentence for the console that is not a warning ("resumed from step 400")."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """A warning of Paceline itself (Python warnings of the user's code are found in stderr.log)."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerFailed(Event):
+    """Seen by the supervisor: exit status or signal, and what `error.json` says."""
+
+    rank: int
+    host: str
+    step: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerFinished(Event):
+    rank: int
+    step: int
+    peak_memory_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    state: str  # finished | failed | stopped
+    exit_code: int
+    duration_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """An event with when it happened and who said it (`worker` is None for the supervisor)."""
+
+    time: float
+    worker: int | None
+    event: Event
+
+
+class EventLog:
+    """Appends events to one file, a line each, flushed at once: a killed process loses nothing it had said."""
+
+    def __init__(self, path: Path, *, worker: int | None) -> None:
+        self.worker = worker
+        self._lock = threading.Lock()  # checkpoints are announced by the thread that writes them
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def emit(self, event: Event) -> None:
+        fields = {"event": type(event).__name__, "time": round(time.time(), 6), "worker": self.worker}
+        fields.update(vars(event))
+        line = json.dumps(_plain(fields), allow_nan=False) + "\n"
+        with self._lock:
+            self._file.write(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def decode(line: str) -> Record:
+    """Read one line written by `EventLog`; raises ValueError where it is not one."""
+    fields: dict[str, Any] = json.loads(line)
+    kind = Event.kinds.get(fields.pop("event", ""))
+    if kind is None:
+        raise ValueError(f"not an event: {line[:80]!r}")
+    when, worker = fields.pop("time"), fields.pop("worker")
+    return Record(when, worker, kind(**{name: _real(value) for name, value in fields.items()}))
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they travel as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def _real(value: Any) -> Any:
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _real(item) for key, item in value.items()}
+    return value

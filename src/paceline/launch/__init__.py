@@ -1,0 +1,1 @@
+"""Start workers somewhere and see them end."""

@@ -1,0 +1,197 @@
+"""The workers of this host: asks the warm parent for them, answers their channels, tells when they end, ends them when told to.
+
+It decides nothing about the job: the side (`paceline.launch.head`, `paceline.launch.member`) does.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.errors import LaunchError
+from paceline.launch.link import Link
+from paceline.launch.loop import Loop
+from paceline.launch.outcome import WorkerExit, lost, read_error
+from paceline.launch.parent import WarmParent
+from paceline.plan.job import Assignment
+
+__all__ = ["Crew", "Listener"]
+
+LAST_S = 2.0  # from SIGKILL until a worker that is still there is given up
+
+
+class Listener(Protocol):
+    """What a crew tells; `Head` and `Member` are listeners."""
+
+    def request(self, worker: int, request: Mapping[str, Any]) -> None: ...
+
+    def started(self, worker: int, pid: int) -> None: ...
+
+    def exited(self, ended: WorkerExit) -> None: ...
+
+
+class Crew:
+    """The workers of this host. Every worker is reported as exited exactly once, also when it could not be started."""
+
+    def __init__(
+        self,
+        assignments: Sequence[Assignment],
+        *,
+        parent: WarmParent | None,
+        loop: Loop,
+        listener: Listener,
+        say: Callable[[str], None],
+    ) -> None:
+        self.alive = {assignment.rank: assignment for assignment in assignments}
+        self._parent, self._loop, self._listener, self._say = parent, loop, listener, say
+        self._links: dict[int, Link] = {}
+        self._pids: dict[int, int] = {}
+        self._guests: set[int] = set()
+        self._forked = False
+        self._told = False  # to end
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+
+    def start(self) -> None:
+        """Make the workers' directories, and fork them as soon as the warm parent is ready."""
+        for assignment in self.alive.values():
+            directory = Path(assignment.worker_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "error.json").unlink(missing_ok=True)  # of an earlier start that came no further
+        if self._parent is not None:
+            self._parent.attach(self._loop, on_message=self._heard, on_lost=self._parent_lost)
+
+    def seat(self, worker: int, channel: socket.socket) -> None:
+        """Serve a worker that runs in this very process; it is sent no signals, and `left` tells its end."""
+        self._guests.add(worker)
+        self._serve(worker, channel)
+
+    def left(self, worker: int, *, pid: int, exit_code: int, peak_memory_bytes: int) -> None:
+        """A seated worker has come to its end."""
+        self._pids[worker] = pid
+        self._exited(worker, exit_code, None, peak_memory_bytes)
+
+    def reply(self, worker: int, reply: Mapping[str, Any]) -> None:
+        """Answer a worker's request; nothing happens where it has ended."""
+        if worker in self._links:
+            self._links[worker].send(reply)
+
+    def terminate(self, grace_s: float) -> None:
+        """Send SIGTERM to all process groups, and SIGKILL after `grace_s` seconds to those that are still there."""
+        if not self._told:
+            self._told = True
+            self._signal(signal.SIGTERM)
+            self._kill_at = time.monotonic() + grace_s
+
+    def kill(self) -> None:
+        """Send SIGKILL to all process groups."""
+        self._told = True
+        self._kill_at, self._give_up_at = None, time.monotonic() + LAST_S
+        self._signal(signal.SIGKILL)
+
+    def tick(self, now: float) -> None:
+        """Do what has become due."""
+        if self._kill_at is not None and now >= self._kill_at:
+            self.kill()
+        if self._give_up_at is not None and now >= self._give_up_at:
+            self._give_up_at = None
+            for worker in [*self.alive.keys() - self._guests]:
+                self._lost(worker, "WorkerStuck", f"worker {worker} did not end within {LAST_S:.0f} s of SIGKILL")
+
+    def close(self) -> None:
+        """End everything; bounded in time."""
+        if self._parent is not None:
+            self._parent.close()
+        while self._links:
+            self._links.popitem()[1].close()
+
+    def _fork_all(self) -> None:
+        self._forked = True
+        for worker, assignment in self.alive.items():
+            if worker not in self._guests and self._parent is not None:
+                ours, theirs = socket.socketpair()
+                self._serve(worker, ours)
+                self._parent.fork(assignment, theirs)
+
+    def _serve(self, worker: int, channel: socket.socket) -> None:
+        def closed(reason: str) -> None:
+            del self._links[worker]
+            if "message" in reason:  # it is not just its end
+                self._say(f"worker {worker}'s channel was closed: {reason}")
+
+        self._links[worker] = Link(
+            channel, self._loop, on_message=lambda request: self._listener.request(worker, request), on_close=closed
+        )
+
+    def _heard(self, message: Mapping[str, Any]) -> None:
+        match message["op"]:
+            case "ready":
+                self._check_ready(message)
+                if not self._told:
+                    self._fork_all()
+            case "failed":
+                raise LaunchError(
+                    f"{message['kind']} while importing what workers need: {message['message']}\n\n{message['traceback'].rstrip()}"
+                )
+            case "started":
+                self._pids[message["worker"]] = message["pid"]
+                self._listener.started(message["worker"], message["pid"])
+            case "not_started":
+                raise LaunchError(
+                    f"worker {message['worker']} could not be forked: {message['reason']}. Free memory or processes "
+                    "(ulimit -u, the container's pids limit), or use fewer workers."
+                )
+            case "exited":
+                self._exited(message["worker"], message["exit_code"], message["signal"], message["peak_memory_bytes"])
+            case op:
+                raise LaunchError(f"the warm parent said {op!r}, which this version of Paceline does not know")
+
+    def _check_ready(self, message: Mapping[str, Any]) -> None:
+        if message["devices_touched"]:
+            raise LaunchError("An accelerator was opened while workers' modules were imported; forked workers could not use it.")
+        if message["threads"]:
+            self._say(f"threads are running before the workers are forked, which may stall them: {', '.join(message['threads'])}")
+        if self._parent is not None and (output := self._parent.output()):
+            self._say(f"while importing: {output}")
+
+    def _signal(self, signum: int) -> None:
+        for worker in [*self.alive.keys() - self._guests]:
+            if self._forked and self._parent is not None:
+                self._parent.signal(worker, signum)
+            else:
+                self._exited(worker, None, signum, 0)  # there is no such process, and none will come
+
+    def _exited(self, worker: int, exit_code: int | None, signum: int | None, peak_memory_bytes: int) -> None:
+        error = read_error(Path(self.alive[worker].worker_dir)) if exit_code != 0 else None
+        self._report(
+            WorkerExit(
+                worker=worker,
+                host=self.alive[worker].host,
+                pid=self._pids.get(worker, 0),
+                exit_code=exit_code,
+                signal=signum,
+                peak_memory_bytes=peak_memory_bytes,
+                error=error,
+                sent_by_us=self._told,
+            )
+        )
+
+    def _lost(self, worker: int, kind: str, message: str, *, echo: bool = False) -> None:
+        pid = self._pids.get(worker, 0)
+        self._report(lost(worker, host=self.alive[worker].host, pid=pid, kind=kind, message=message, echo=echo))
+
+    def _report(self, ended: WorkerExit) -> None:
+        del self.alive[ended.worker]
+        self._listener.exited(ended)
+
+    def _parent_lost(self, how: str) -> None:
+        output = f"\n{self._parent.output()}" if self._parent is not None else ""
+        if not self._forked:
+            raise LaunchError(f"The process that imports what workers need {how}.{output}")
+        for worker in [*self.alive.keys() - self._guests]:
+            others = len(self.alive.keys() - self._guests) < len(self._pids.keys() - self._guests)
+            self._lost(worker, "WarmParentLost", f"the process that the workers were forked from {how}{output}", echo=others)

@@ -1,0 +1,47 @@
+"""What ties the life of one process to another's, asked of the kernel (Linux; elsewhere only a closing socket tells)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["adopt_orphans", "children", "name_process", "signal_at_parents_death"]
+
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+
+def signal_at_parents_death(signum: int) -> None:
+    """Have the kernel send `signum` to this process when the *thread* that forked it ends (its process, when that has one thread).
+
+    A parent that died before this call sends nothing: compare `os.getppid()` afterwards.
+    """
+    _prctl(PR_SET_PDEATHSIG, signum)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def name_process(name: str) -> None:
+    """Set what `ps` and `top` call this process; the kernel keeps 15 bytes."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def children() -> list[int]:
+    """Numbers of this process's children, adopted ones included; empty where the kernel does not tell."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if sys.platform != "linux":
+        return
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")

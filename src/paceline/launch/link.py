@@ -1,0 +1,127 @@
+"""A message stream that never blocks: the supervisor's end of every socket (workers, warm parent, other hosts)."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.comm.channel import LineBuffer, encode
+from paceline.launch.loop import READ, WRITE, Loop
+
+__all__ = ["Link"]
+
+CHUNK_BYTES = 1 << 16
+
+
+class Link:
+    """Sends and receives messages over a socket that it owns; `on_close(reason)` is called once, when the other end closes it."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: Loop,
+        *,
+        on_message: Callable[[dict[str, Any]], None],
+        on_close: Callable[[str], None],
+    ) -> None:
+        self._sock, self._loop = sock, loop
+        self._on_message, self._on_close = on_message, on_close
+        self._lines = LineBuffer()
+        self._outgoing: deque[tuple[bytes, Sequence[socket.socket]]] = deque()
+        self._blocked = False  # the system took no more: also waiting until it can be written to
+        self.closed = False
+        self.heard = time.monotonic()  # when something last came in
+        sock.setblocking(False)
+        loop.watch(sock, READ, self._ready)
+
+    def send(self, message: Mapping[str, Any], *, passing: Sequence[socket.socket] = ()) -> None:
+        """Send a message as soon as the other end takes it; `passing` are sockets handed over with it, and closed here."""
+        if self.closed:
+            _close_all(passing)
+            return
+        self._outgoing.append((encode(message), passing))
+        self._write()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything was handed to the system, the other end has closed, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while self._outgoing and not self.closed and (left := deadline - time.monotonic()) > 0:
+            self._loop.turn(left)
+
+    def close(self) -> None:
+        """Close this end; nothing is called any more."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.forget(self._sock)
+        self._sock.close()
+        self._drop()
+
+    def _ready(self, events: int) -> None:
+        if events & WRITE:
+            self._write()
+        if events & READ and not self.closed:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(CHUNK_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._lost(error.strerror or str(error))
+            return
+        if not data:
+            self._lost("the other end closed the connection")
+            return
+        self.heard = time.monotonic()
+        messages = self._lines.feed(data)
+        while not self.closed:
+            try:
+                message = next(messages, None)
+            except ValueError as error:
+                self._lost(str(error))
+                return
+            if message is None:
+                return
+            self._on_message(message)
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                data, passing = self._outgoing[0]
+                if passing:  # they travel with the first byte of the message
+                    sent = socket.send_fds(self._sock, [data], [sock.fileno() for sock in passing])
+                    _close_all(passing)
+                else:
+                    sent = self._sock.send(data)
+                self._outgoing.popleft()
+                if sent < len(data):
+                    self._outgoing.appendleft((data[sent:], ()))
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            # Nobody will read this. What the other end said before it closed is still to be read, and reading finds the end.
+            self._drop()
+        if self._blocked != bool(self._outgoing):
+            self._blocked = not self._blocked
+            self._loop.watch(self._sock, READ | WRITE if self._blocked else READ, self._ready)
+
+    def _drop(self) -> None:
+        for _, passing in self._outgoing:
+            _close_all(passing)
+        self._outgoing.clear()
+
+    def _lost(self, reason: str) -> None:
+        self.close()
+        self._on_close(reason)
+
+
+def _close_all(sockets: Sequence[socket.socket]) -> None:
+    for sock in sockets:
+        with contextlib.suppress(OSError):
+            sock.close()

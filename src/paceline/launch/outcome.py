@@ -1,0 +1,102 @@
+"""How workers ended, and what follows for the job: data, and the one function that judges."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Failure", "Outcome", "WorkerExit", "interrupted", "lost", "read_error", "verdict"]
+
+ERROR_BYTES = 1 << 20  # of an error.json, at most: a longer one is not what Paceline writes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerExit:
+    """How one worker ended."""
+
+    worker: int
+    host: str
+    pid: int
+    exit_code: int | None  # None: killed by `signal`, or lost
+    signal: int | None
+    peak_memory_bytes: int
+    error: Mapping[str, Any] | None  # what is in error.json
+    sent_by_us: bool  # it ended after it was told to
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code != 0
+
+
+Failure = WorkerExit  # one that `failed`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the job ended on all hosts. Exit codes: 0, 1 failed, 2 a usage error, 128 + n stopped by signal n."""
+
+    state: str  # "finished" | "failed" | "stopped"
+    exit_code: int
+    failures: tuple[Failure, ...] = ()
+    reason: str = ""  # one sentence, where `failures` do not say it all
+    exits: tuple[WorkerExit, ...] = ()  # of all workers, by worker
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, from which `from_json` makes an equal outcome."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """Read it back; raises TypeError or KeyError where it is not one."""
+        parts = {name: tuple(WorkerExit(**fields) for fields in data[name]) for name in ("failures", "exits")}
+        return cls(**{**data, **parts})
+
+
+def verdict(exits: Sequence[WorkerExit]) -> Outcome:
+    """The outcome when all workers have ended and nobody stopped the job."""
+    failures = tuple(exit for exit in exits if exit.failed)
+    if not failures:
+        return Outcome(state="finished", exit_code=0, exits=tuple(exits))
+    causes = [exit.error or {} for exit in failures if not exit.sent_by_us and not (exit.error or {}).get("echo")]
+    usage = bool(causes) and all(error.get("usage") for error in causes)
+    return Outcome(state="failed", exit_code=2 if usage else 1, failures=failures, exits=tuple(exits))
+
+
+def interrupted(signum: int, exits: Sequence[WorkerExit], *, by: str = "") -> Outcome:
+    """The outcome of a job that was stopped by a signal to a supervisor: its workers' ends are no failures."""
+    reason = f"stopped by {signal.Signals(signum).name}{by}"
+    return Outcome(state="stopped", exit_code=128 + signum, reason=reason, exits=tuple(exits))
+
+
+def lost(worker: int, *, host: str, pid: int, kind: str, message: str, echo: bool = False) -> WorkerExit:
+    """The end of a worker of which nothing is known but what `message` says."""
+    error = {
+        "kind": kind,
+        "message": message,
+        "traceback": "",
+        "worker": worker,
+        "host": host,
+        "pid": pid,
+        "step": 0,
+        "time": time.time(),
+        "usage": False,
+        "echo": echo,
+    }
+    return WorkerExit(
+        worker=worker, host=host, pid=pid, exit_code=None, signal=None, peak_memory_bytes=0, error=error, sent_by_us=False
+    )
+
+
+def read_error(worker_dir: Path) -> dict[str, Any] | None:
+    """What a worker left in error.json; None where there is none, or where its writer was killed."""
+    try:
+        with open(worker_dir / "error.json", "rb") as file:
+            error = json.loads(file.read(ERROR_BYTES))
+    except (OSError, ValueError):
+        return None
+    return error if isinstance(error, dict) else None

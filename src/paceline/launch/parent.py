@@ -1,0 +1,171 @@
+"""The supervisor's end of the warm parent (`paceline.launch.warm` is the other): start it early, then ask it for workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.environment import child_environment
+from paceline.errors import LaunchError
+from paceline.launch.link import Link
+from paceline.launch.loop import Loop
+from paceline.plan.job import Assignment, assignment_to_json
+
+__all__ = ["ENTRY", "MODULES", "WarmParent"]
+
+ENTRY = "paceline.worker.main:work"  # what a worker runs, by name: this room knows nothing of workers
+MODULES = ("torch", "torch.distributed", "numpy", "paceline.worker.main")
+END_S = 4.0  # more than the warm parent gives to what the workers left behind
+
+# The interpreter's search path comes first: Paceline itself may be found through what the user's program added to it.
+START = """
+import json, sys
+start = json.loads(sys.argv[1])
+sys.path[:] = start["paths"]
+from paceline.launch.warm import main
+main(start)
+"""
+
+
+class WarmParent:
+    """A process that imports what workers need, and then forks them. Close it on every path."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, output: Any, entry: str) -> None:
+        self.entry = entry
+        self._process, self._sock, self._output = process, sock, output
+        self._link: Link | None = None
+        self._pids: dict[int, int] = {}  # of workers that have not been reported as ended
+        self._asked = False  # for any worker
+        self._closed = False
+
+    @classmethod
+    def start(cls, *, modules: Sequence[str] = MODULES, entry: str = ENTRY) -> WarmParent:
+        """Start it and return at once, while it imports `modules`. Raises LaunchError where no process can be started."""
+        if not sys.executable:
+            raise LaunchError("Python does not know its own executable (sys.executable is empty): start the program with `python`.")
+        ours, theirs = socket.socketpair()
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        start = {"fd": theirs.fileno(), "supervisor": os.getpid(), "modules": list(modules), "paths": sys.path}
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *flags, "-P", "-c", START, json.dumps(start)],
+                env=child_environment(),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the supervisor
+            )
+        except OSError as error:
+            ours.close()
+            output.close()
+            raise LaunchError(f"Cannot start {sys.executable}: {error.strerror}.") from error
+        finally:
+            theirs.close()
+        return cls(process, ours, output, entry)
+
+    def __enter__(self) -> WarmParent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def attach(self, loop: Loop, *, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
+        """Hear what it says (see `paceline.launch.warm`) from `loop`; `on_lost(how)` when it has ended by itself."""
+
+        def heard(message: dict[str, Any]) -> None:
+            if message["op"] == "started":
+                self._pids[message["worker"]] = message["pid"]
+            elif message["op"] == "exited":
+                self._pids.pop(message["worker"], None)
+            on_message(message)
+
+        def gone(_: str) -> None:
+            how = self._how_it_ended()
+            self._kill()
+            on_lost(how)
+
+        self._link = Link(self._sock, loop, on_message=heard, on_close=gone)
+
+    def fork(self, assignment: Assignment, channel: socket.socket) -> None:
+        """Ask for a worker; `channel` is its end of the socket to the supervisor, and is closed here."""
+        self._asked = True
+        request = {
+            "op": "fork",
+            "worker": assignment.rank,
+            "assignment": assignment_to_json(assignment),
+            "entry": self.entry,
+            "folder": os.getcwd(),
+            "paths": sys.path,
+            "argv": sys.argv,
+        }
+        self._attached().send(request, passing=[channel])
+
+    def signal(self, worker: int, signum: int) -> None:
+        """Send a signal to a worker's process group, where the worker has not ended."""
+        self._attached().send({"op": "signal", "worker": worker, "signal": signum})
+
+    def output(self) -> str:
+        """What it has written so far (warnings while importing, a crash): nothing of the workers."""
+        if self._output.closed:
+            return ""
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="backslashreplace").strip()
+
+    def close(self) -> None:
+        """End it and everything below it; bounded in time, and safe to repeat."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._link is None:
+                self._sock.close()
+            else:
+                self._link.close()
+            if not self._asked:
+                self._process.kill()  # still importing, perhaps: there is nobody else to end
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            pass  # it does not answer any more
+        finally:
+            self._kill()
+            self._output.close()
+
+    def _kill(self) -> None:
+        """The last resort, and what is left to do after it was killed: its workers died with it, their children did not."""
+        while self._pids:
+            _, pid = self._pids.popitem()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        if self._process.returncode is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _attached(self) -> Link:
+        if self._link is None:
+            raise LaunchError("The warm parent is not attached to a supervisor's loop: call attach() first.")
+        return self._link
+
+    def _how_it_ended(self) -> str:
+        """Say how, in words; it closed its end of the socket, so its end is near."""
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return "closed its socket but goes on"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+        return f"was killed by signal {-code} ({name})"

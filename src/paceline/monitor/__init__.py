@@ -1,0 +1,1 @@
+"""Readers of a run's events."""

@@ -1,0 +1,98 @@
+"""The console as plain lines: one per interval, and one for each thing worth saying. For logs, pipes and notebooks."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from paceline.events import Record
+from paceline.monitor.steps import Step
+from paceline.monitor.wording import Interval
+
+__all__ = ["NoConsole", "PlainConsole", "is_terminal", "write_line"]
+
+EVERY_S = 2.0
+
+
+class PlainConsole:
+    """Writes lines to a stream. When the stream is gone (a closed pipe) the run goes on and says so once on standard error."""
+
+    def __init__(self, stream: TextIO, *, every_s: float = EVERY_S) -> None:
+        self._stream, self._every_s = stream, every_s
+        self._interval = Interval()
+        self._due = 0.0  # the first step is always told
+        self._told_step = 0
+        self._is_lost = False
+
+    def accept(self, item: Record | Step) -> None:
+        if isinstance(item, Step):
+            self._interval.add(item)
+
+    def show(self, text: str) -> None:
+        """Write lines, as they are."""
+        if self._is_lost:
+            return
+        try:
+            write_line(self._stream, text)
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            self._is_lost = True
+            say_lost(error)
+
+    def poll(self, now: float) -> None:
+        """Write a line of progress when one is due; `now` is monotonic, in seconds."""
+        if now >= self._due and self._has_news():
+            self._due = now + self._every_s
+            self._tell()
+
+    def close(self) -> None:
+        """Write the line of the last step, if it was not told yet."""
+        if self._has_news():
+            self._tell()
+
+    def _has_news(self) -> bool:
+        return self._interval.last is not None and self._interval.last.step != self._told_step
+
+    def _tell(self) -> None:
+        self.show(self._interval.line())
+        self._told_step = self._interval.last.step if self._interval.last else 0
+        self._interval.restart()
+
+
+class NoConsole:
+    """Says nothing: for runs that somebody else watches."""
+
+    def accept(self, item: Record | Step) -> None:
+        """Ignore it."""
+
+    def show(self, text: str) -> None:
+        """Ignore it."""
+
+    def poll(self, now: float) -> None:
+        """Nothing is due."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Say whether a stream is a terminal that can show more than ASCII (a notebook's is none)."""
+    encoding = str(getattr(stream, "encoding", "") or "").lower()
+    return bool(getattr(stream, "isatty", bool)()) and encoding.startswith("utf")
+
+
+def write_line(stream: TextIO, text: str) -> None:
+    """Write text and a newline at once; what the stream's encoding cannot say becomes "?"."""
+    try:
+        stream.write(text + "\n")
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
+    stream.flush()
+
+
+def say_lost(error: Exception) -> None:
+    """Say on standard error, if that still goes anywhere, that the console is gone."""
+    try:
+        write_line(sys.stderr, f"paceline: the console is gone ({error}); the run goes on, and its files tell about it")
+    except (OSError, ValueError):
+        return  # nobody listens any more

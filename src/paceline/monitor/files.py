@@ -1,0 +1,99 @@
+"""Files that grow, and files that are replaced: how the monitor reads a run directory while others write in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["Growing", "last_lines", "local_path", "replace_text", "worker_number"]
+
+CHUNK_BYTES = 1 << 18
+
+
+class Growing:
+    """Follows a file that others append to, line by line; the file may not exist yet. A poll costs O(new bytes)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._partial = b""
+
+    def poll(self, limit_bytes: int | None = 1 << 20) -> list[str]:
+        """Return the lines completed since the last call, without their ends; reads about `limit_bytes` (None: to the end)."""
+        if self._file is None:
+            try:
+                self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+            except FileNotFoundError:
+                return []
+        pieces: list[bytes] = []
+        num_bytes = 0
+        while (limit_bytes is None or num_bytes < limit_bytes) and (piece := self._file.read(CHUNK_BYTES)):
+            pieces.append(piece)
+            num_bytes += len(piece)
+        if not pieces:
+            return []
+        *lines, self._partial = (self._partial + b"".join(pieces)).split(b"\n")
+        return [line.decode("utf-8", errors="replace") for line in lines]
+
+    def rest(self) -> str:
+        """Return the last line as far as it has been written, and forget it: for when nobody writes any more."""
+        partial, self._partial = self._partial, b""
+        return partial.decode("utf-8", errors="replace")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def last_lines(path: Path) -> Iterator[str]:
+    """Yield the complete lines of a file from the last to the first, reading from its end; nothing where there is no file."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return
+    with file:
+        place = file.seek(0, os.SEEK_END)
+        rest, is_complete = b"", False  # the beginning of a line whose end lies in the block read before
+        while place > 0:
+            size = min(place, CHUNK_BYTES)
+            place -= size
+            file.seek(place)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            if lines and not is_complete:
+                lines.pop()  # what follows the last newline: nothing, or a line that is still being written
+                is_complete = True
+            for line in reversed(lines):
+                yield line.decode("utf-8", errors="replace")
+        if is_complete:
+            yield rest.decode("utf-8", errors="replace")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file's text in one instant: a reader sees the old text or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def worker_number(directory: str) -> int | None:
+    """Return k for "worker_k", None for another name."""
+    prefix, _, number = directory.rpartition("_")
+    return int(number) if prefix == "worker" and number.isascii() and number.isdigit() else None
+
+
+def local_path(path: Path | str) -> str:
+    """Return a path as a person would type it here: relative where it lies below the working directory."""
+    whole = Path(os.path.abspath(path))
+    try:
+        return str(whole.relative_to(Path.cwd()))
+    except (ValueError, FileNotFoundError):  # elsewhere; or the working directory was deleted
+        return str(whole)

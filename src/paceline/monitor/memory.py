@@ -1,0 +1,93 @@
+"""How much memory this host allows its processes, and whether the kernel has just killed one for want of it."""
+
+from __future__ import annotations
+
+import signal as signals
+from pathlib import Path
+
+__all__ = ["memory_limit_bytes", "oom_kills", "oom_likely"]
+
+NEAR_LIMIT = 0.9  # of the limit: with this peak a SIGKILL from elsewhere is put down to memory
+ROOT = Path("/")
+
+
+def oom_likely(
+    *,
+    signal: int | None,
+    peak_memory_bytes: int | None,
+    memory_limit_bytes: int | None,
+    oom_kills_before: int | None,
+    oom_kills_after: int | None,
+) -> bool:
+    """Say whether a worker that was killed by `signal` (not ours) probably ran out of memory.
+
+    The kernel's counter of such kills is believed first; a peak near the limit is the second sign.
+    """
+    if signal != signals.SIGKILL:
+        return False
+    if oom_kills_before is not None and oom_kills_after is not None and oom_kills_after > oom_kills_before:
+        return True
+    return bool(peak_memory_bytes and memory_limit_bytes and peak_memory_bytes >= NEAR_LIMIT * memory_limit_bytes)
+
+
+def memory_limit_bytes(root: Path = ROOT) -> int | None:
+    """Return the least of the machine's memory and the limits of this process's control groups; None where neither is told.
+
+    `root` is where `proc` and `sys` are found; tests build their own.
+    """
+    limits = [limit for limit in (_total(root), *(_limit(group) for group in _groups(root))) if limit is not None]
+    return min(limits, default=None)
+
+
+def oom_kills(root: Path = ROOT) -> int | None:
+    """Return how many processes the kernel has killed for memory so far, here and machine-wide; None where it does not say."""
+    counts = [_field(root / "proc/vmstat", "oom_kill")]
+    for group in _groups(root):
+        counts += [_field(group / "memory.events", "oom_kill"), _field(group / "memory.oom_control", "oom_kill")]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _groups(root: Path) -> list[Path]:
+    """The directories of this process's memory control groups, from its own to the top; v1 and v2."""
+    groups: list[Path] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        place = top / path.strip("/")  # inside a container this may name a place outside of what is mounted: then only its parents are
+        groups += [group for group in (place, *place.parents) if group.is_relative_to(top) and group.is_dir()]
+    return groups
+
+
+def _limit(group: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        text = _read(group / name).strip()
+        if text.isdigit() and int(text) < 1 << 60:  # v1 writes about 2**63 for "no limit", v2 writes "max"
+            return int(text)
+    return None
+
+
+def _total(root: Path) -> int | None:
+    kilobytes = _field(root / "proc/meminfo", "MemTotal:")
+    return None if kilobytes is None else kilobytes * 1024
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number behind a name in a file of "name number" lines."""
+    for line in _read(path).splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:  # not this kind of kernel, or not allowed to look: the answer is "not told"
+        return ""

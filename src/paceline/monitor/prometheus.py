@@ -1,0 +1,130 @@
+"""Serves a run's state to Prometheus over HTTP: base units, `_total` and `_seconds` names, no label that grows with the run.
+
+The server is one thread that answers scrapes; the numbers are set by whoever reads the run's events. It listens on loopback unless
+told otherwise, and knows nothing but these numbers.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from socketserver import ThreadingMixIn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Summary, make_wsgi_app
+
+from paceline.errors import LaunchError
+from paceline.events import CheckpointFailed, CheckpointSaved, Evaluated, Record, WorkerStarted
+from paceline.monitor.steps import Step
+
+__all__ = ["PrometheusEndpoint"]
+
+SCRAPE_TIMEOUT_S = 5.0
+
+
+class PrometheusEndpoint:
+    """Listens on `host:port` (0: any free port) until `close()`; `url` says where. Raises LaunchError where it cannot listen."""
+
+    def __init__(self, host: str, port: int, *, workers: int) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._steps = Counter("paceline_steps", "Committed steps.", registry=registry)
+        self._skipped = Counter("paceline_skipped_steps", "Steps skipped for non-finite gradients.", registry=registry)
+        self._samples = Counter("paceline_samples", "Samples used in committed steps.", registry=registry)
+        self._sent = Counter("paceline_sent_bytes", "Bytes handed to the wire by all workers.", registry=registry)
+        about = "Seconds of a step, mean over workers, by phase."
+        self._seconds = Summary("paceline_step_seconds", about, ["phase"], registry=registry)
+        about = "Seconds of a checkpoint, by part: stall (training stood still) or write."
+        self._checkpoint = Summary("paceline_checkpoint_seconds", about, ["part"], registry=registry)
+        self._checkpoint_bytes = Gauge("paceline_checkpoint_bytes", "Size of the newest checkpoint.", registry=registry)
+        self._failures = Counter("paceline_checkpoint_failures", "Checkpoints that failed.", registry=registry)
+        self._loss = Gauge("paceline_loss", "Loss of the last step's global batch.", registry=registry)
+        self._metric = Gauge("paceline_metric", "Last value of a reported metric.", ["name"], registry=registry)
+        about = "Last exact evaluation, by measure."
+        self._evaluation = Gauge("paceline_evaluation", about, ["name"], registry=registry)
+        self._epoch = Gauge("paceline_epoch", "Epoch of the last step.", registry=registry)
+        self._commit_time = Gauge("paceline_last_commit_timestamp_seconds", "When it was committed.", registry=registry)
+        self._startup = Gauge("paceline_startup_seconds", "From command to ready, slowest worker.", registry=registry)
+        Gauge("paceline_workers", "Workers of the job.", registry=registry).set(workers)
+        self._server = _listen(host, port, registry)
+        self.url = _url(host, self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True)
+        self._thread.start()
+
+    def accept(self, item: Record | Step) -> None:
+        if isinstance(item, Step):
+            self._step(item)
+            return
+        match item.event:
+            case Evaluated(metrics=metrics):
+                for name, value in metrics.items():
+                    self._evaluation.labels(name).set(value)
+            case CheckpointSaved(num_bytes=num_bytes, stall_s=stall_s, write_s=write_s):
+                self._checkpoint_bytes.set(num_bytes)
+                self._checkpoint.labels("stall").observe(stall_s)
+                self._checkpoint.labels("write").observe(write_s)
+            case CheckpointFailed():
+                self._failures.inc()
+            case WorkerStarted(startup_s=startup_s):
+                self._startup.set(max(startup_s, self._registry.get_sample_value("paceline_startup_seconds") or 0.0))
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Stop listening; scrapes under way are cut."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _step(self, row: Step) -> None:
+        self._steps.inc()
+        self._skipped.inc(row.skipped)
+        self._samples.inc(row.num_samples)
+        self._sent.inc(row.num_bytes_sent)
+        self._epoch.set(row.epoch)
+        self._commit_time.set(row.time)
+        if row.loss is not None:
+            self._loss.set(row.loss)
+        for phase, seconds in row.seconds.items():
+            self._seconds.labels(phase).observe(seconds)
+        for name, value in row.metrics.items():
+            self._metric.labels(name).set(value)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    allow_reuse_port = False  # a second run on the same port is an error, not half of the scrapes
+
+    def server_bind(self) -> None:
+        """Bind without the look-up of the host's full name that the base class does: it can take seconds without a network."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _Quiet(WSGIRequestHandler):
+    timeout = SCRAPE_TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not news."""
+
+
+def _listen(host: str, port: int, registry: CollectorRegistry) -> _Server:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        kind = type("_FamilyServer", (_Server,), {"address_family": family})
+        server = kind((address[0], address[1]), _Quiet)
+    except OSError as error:
+        raise LaunchError(
+            f"The metrics endpoint cannot listen on {host}:{port}: {error.strerror or error}. "
+            "Use another metrics_port (0: any free one), or metrics_host=127.0.0.1."
+        ) from error
+    server.set_app(make_wsgi_app(registry))
+    return server
+
+
+def _url(host: str, port: int) -> str:
+    if host in ("", "0.0.0.0", "::"):  # every address: name the one by which others know this host
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"

@@ -1,0 +1,118 @@
+"""Merges what the workers say about a step into one row.
+
+All workers commit a step together, but each writes its own line, and the files are read one after the other. Nobody finishes step
+k + 2 before everybody has written down step k (they agree in every step), so a row is given out when all workers have spoken, or when
+anybody was two steps ahead of it *before* this reading of the files began: what is still missing then will not come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+
+from paceline.events import Record, StepDone
+
+__all__ = ["PHASES", "Step", "StepMerger", "real"]
+
+PHASES = ("data", "compute", "communication", "optimizer")
+AHEAD = 2  # steps: see above
+OWN_NAMES = frozenset({"step", "epoch", "time", "num_samples", "samples_per_s", "skipped", "seconds"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A committed step as all workers saw it."""
+
+    step: int
+    epoch: int
+    time: float  # when the last worker had committed it
+    num_samples: int
+    loss: float | None
+    metrics: Mapping[str, float]  # means over the workers that reported them
+    samples_per_s: float | None  # from the time between two commits
+    seconds: Mapping[str, float]  # means over the workers
+    skipped: bool
+    num_bytes_sent: int  # of all workers together
+    workers: tuple[int, ...]  # who spoke
+
+
+class StepMerger:
+    """Takes `StepDone` records in any order between workers; gives out rows in the order of steps, each exactly once."""
+
+    def __init__(self, workers: Collection[int]) -> None:
+        self._workers = frozenset(workers)
+        self._open: dict[int, dict[int, Record]] = {}
+        self._given = 0  # last step that was given out
+        self._newest = 0  # that anybody has spoken of
+        self._newest_before = 0  # the same when `rows` was last called
+        self._last_time: float | None = None
+
+    def add(self, record: Record) -> None:
+        """Take one worker's word on a step; a word that comes too late, or twice, changes nothing."""
+        event = record.event
+        if isinstance(event, StepDone) and record.worker is not None and event.step > self._given:
+            self._open.setdefault(event.step, {}).setdefault(record.worker, record)
+            self._newest = max(self._newest, event.step)
+
+    def rows(self) -> list[Step]:
+        """Return the rows that have become complete; call it once after each reading of all files."""
+        complete = [step for step, said in self._open.items() if self._workers <= said.keys()]
+        end = max(max(complete, default=0), self._newest_before - AHEAD)
+        self._newest_before = self._newest
+        return self._give_until(end)
+
+    def rest(self) -> list[Step]:
+        """Return what is left, complete or not: for when nobody writes any more."""
+        return self._give_until(self._newest)
+
+    def _give_until(self, end: int) -> list[Step]:
+        rows = [self._merge(self._open.pop(step)) for step in sorted(step for step in self._open if step <= end)]
+        self._given = max(self._given, end)
+        return rows
+
+    def _merge(self, said: Mapping[int, Record]) -> Step:
+        events = {worker: record.event for worker, record in sorted(said.items()) if isinstance(record.event, StepDone)}
+        first, when = next(iter(events.values())), max(record.time for record in said.values())
+        seconds = _means([event.seconds for event in events.values()])
+        passed = when - self._last_time if self._last_time is not None else seconds.get("total", 0.0)
+        self._last_time = when
+        loss, metrics = _named(first.loss, _means([event.metrics for event in events.values()]))
+        return Step(
+            step=first.step,
+            epoch=first.epoch,
+            time=when,
+            num_samples=first.num_samples,
+            loss=loss,
+            metrics=metrics,
+            samples_per_s=first.num_samples / passed if passed > 0 else None,
+            seconds=seconds,
+            skipped=first.skipped,
+            num_bytes_sent=sum(event.num_bytes_sent for event in events.values()),
+            workers=tuple(events),
+        )
+
+
+def real(value: float | None) -> float | None:
+    """Return a finite number or None: JSON has no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _means(reports: list[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the reports that have it, names in the order of their appearance."""
+    values: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in report.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _named(loss: float | None, metrics: dict[str, float]) -> tuple[float | None, dict[str, float]]:
+    """Keep a user's metric from hiding a column of ours: it becomes `reported_<name>`; a reported loss that says the same is dropped."""
+    reported = metrics.pop("loss", None)
+    named = {f"reported_{name}" if name in OWN_NAMES else name: value for name, value in metrics.items()}
+    if loss is None:
+        loss = reported
+    elif reported is not None and not math.isclose(reported, loss, rel_tol=1e-5) and not math.isnan(loss):
+        named["reported_loss"] = reported
+    return loss, named

@@ -1,0 +1,173 @@
+"""Adds up a run's attempt and writes RUN/summary.json: what is worth knowing once it is over."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Record,
+    RunStarted,
+    WorkerFinished,
+    WorkerStarted,
+)
+from paceline.monitor.files import replace_text
+from paceline.monitor.steps import PHASES, Step, real
+
+__all__ = ["Summary", "shares"]
+
+
+class Summary:
+    """Takes records and steps, and tells at any time what they come to."""
+
+    def __init__(self, run_dir: Path, *, attempt: int, workers: int) -> None:
+        self.run_dir, self.attempt, self.workers = run_dir, attempt, workers
+        self.plan: str | None = None
+        self.startup_s: float | None = None
+        self.checkpoint: CheckpointSaved | None = None
+        self.evaluated: Evaluated | None = None
+        self.seconds: dict[str, float] = {}  # sums over steps
+        self.first: Step | None = None
+        self.last: Step | None = None
+        self.num_steps = self.num_samples = self.num_skipped = self.num_bytes_sent = 0
+        self._opened = time.time()
+        self._commanded: float | None = None  # when the user's command began, told by the workers' start-up times
+        self._started: RunStarted | None = None
+        self._devices: dict[str, None] = {}
+        self._resumed_from_step = 0
+        self._num_checkpoints = self._num_failed_checkpoints = 0
+        self._peaks: dict[int, int] = {}
+        self._epochs: set[int] = set()
+        self._speeds = array("d")  # samples per second, by step
+        self._losses: list[float | None] = [None, None]
+
+    def accept(self, item: Record | Step) -> None:
+        if isinstance(item, Step):
+            self._step(item)
+            return
+        match item.event:
+            case WorkerStarted() as started:
+                self._worker_started(started, item.time)
+            case Evaluated() as evaluated:
+                self.evaluated = evaluated
+            case CheckpointSaved() as saved:
+                self.checkpoint = saved
+                self._num_checkpoints += 1
+            case CheckpointFailed():
+                self._num_failed_checkpoints += 1
+            case WorkerFinished(rank=worker, peak_memory_bytes=peak):
+                self.peak_memory(worker, peak)
+            case RunStarted() as started:
+                self._started = started
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Nothing is held open: `write` writes."""
+
+    def peak_memory(self, worker: int, num_bytes: int) -> None:
+        """Note a worker's peak memory, from itself or from whoever saw it end."""
+        self._peaks[worker] = max(num_bytes, self._peaks.get(worker, 0))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """How the steps' time divides: data, compute, communication, optimizer; the rest is not listed."""
+        return shares(self.seconds)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """From the first commit to the last, everything between them included (evaluations and checkpoints too)."""
+        if self.first is None or self.last is None:
+            return None
+        passed = self.last.time - self.first.time
+        return (self.num_samples - self.first.num_samples) / passed if passed > 0 else self.first.samples_per_s
+
+    def facts(self, state: str, exit_code: int) -> dict[str, Any]:
+        """Return what `summary.json` holds, were the attempt to end now in this state."""
+        first, last, now = self.first, self.last, time.time()
+        begun = self._commanded or self._opened
+        first_began = None if first is None else first.time - first.seconds.get("total", 0.0)
+        return {
+            "state": state,
+            "exit_code": exit_code,
+            "program": self._started.program if self._started else None,
+            "plan": self.plan,
+            "workers": self.workers,
+            "hosts": self._started.hosts if self._started else None,
+            "devices": list(self._devices),
+            "attempt": self.attempt,
+            "resumed_from_step": self._resumed_from_step,
+            "step": last.step if last else self._resumed_from_step,
+            "steps": self.num_steps,
+            "skipped_steps": self.num_skipped,
+            "samples": self.num_samples,
+            "epochs": len(self._epochs),
+            "first_loss": real(self._losses[0]),
+            "last_loss": real(self._losses[1]),
+            "metrics": {name: real(value) for name, value in last.metrics.items()} if last else {},
+            "evaluation": {name: real(value) for name, value in self.evaluated.metrics.items()} if self.evaluated else None,
+            "evaluation_step": self.evaluated.step if self.evaluated else None,
+            "samples_per_s": _rounded(self.samples_per_s),
+            "samples_per_s_median": _rounded(statistics.median(self._speeds)) if self._speeds else None,
+            "share_communication": _rounded(self.shares.get("communication"), 4),
+            "shares": {phase: _rounded(share, 4) for phase, share in self.shares.items()},
+            "num_bytes_sent": self.num_bytes_sent,
+            "startup_s": _rounded(self.startup_s),
+            "first_step_began_s": None if first_began is None else _rounded(first_began - begun),
+            "first_commit_s": None if first is None else _rounded(first.time - begun),
+            "started": round(begun, 3),
+            "duration_s": _rounded(now - begun),
+            "peak_memory_bytes": max(self._peaks.values(), default=None),
+            "checkpoint": self.checkpoint.path if self.checkpoint else None,
+            "checkpoint_step": self.checkpoint.step if self.checkpoint else None,
+            "checkpoints_saved": self._num_checkpoints,
+            "checkpoints_failed": self._num_failed_checkpoints,
+            "run_dir": str(self.run_dir),
+            "log_dir": str(self.run_dir / f"attempt_{self.attempt}"),
+        }
+
+    def write(self, state: str, exit_code: int) -> dict[str, Any]:
+        """Write `summary.json` and return what it holds."""
+        facts = self.facts(state, exit_code)
+        replace_text(self.run_dir / "summary.json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        return facts
+
+    def _worker_started(self, started: WorkerStarted, when: float) -> None:
+        self.plan = started.plan
+        self.startup_s = max(started.startup_s, self.startup_s or 0.0)
+        self._commanded = min(when - started.startup_s, self._commanded or math.inf)
+        self._resumed_from_step = started.resumed_from_step
+        self._devices[started.device] = None
+
+    def _step(self, row: Step) -> None:
+        self.first, self.last = self.first or row, row
+        self.num_steps += 1
+        self.num_skipped += row.skipped
+        self.num_samples += row.num_samples
+        self.num_bytes_sent += row.num_bytes_sent
+        self._epochs.add(row.epoch)
+        if row.samples_per_s is not None:
+            self._speeds.append(row.samples_per_s)
+        if row.loss is not None:
+            self._losses = [row.loss if self._losses[0] is None else self._losses[0], row.loss]
+        for phase, seconds in row.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return each phase's share of the total time; empty where no time was measured."""
+    total = seconds.get("total", 0.0) or sum(seconds.get(phase, 0.0) for phase in PHASES)
+    return {phase: seconds[phase] / total for phase in PHASES if phase in seconds} if total > 0 else {}
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)

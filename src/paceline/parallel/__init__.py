@@ -1,0 +1,1 @@
+"""Place a model on its workers as the layout says."""

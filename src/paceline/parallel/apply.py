@@ -1,0 +1,68 @@
+"""Put a model on its workers as the plan says: the one place where the order of the measures is decided.
+
+The model stays the user's own object; everything is done to it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import WorkerGroup
+from paceline.errors import PlanError
+from paceline.parallel.precision import convert
+from paceline.parallel.recompute import recompute_blocks
+from paceline.plan import Plan
+
+__all__ = ["place", "send_from_first"]
+
+CHUNK_BYTES = 32 << 20
+
+
+def place(model: nn.Module, plan: Plan, *, device: torch.device) -> None:
+    """Convert, move, wrap and compile `model`. Weights are made equal afterwards, by `send_from_first`."""
+    _refuse_sparse(model)
+    convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
+    model.to(device)  # 2. before anything keeps a reference to a parameter's storage
+    if plan.compute.recompute == "blocks":
+        recompute_blocks(model)  # 3. inside the compiled region, so that the compiler sees it
+    if plan.compute.compile:
+        model.compile()  # 4. last: in place, lazily compiled at the first forward
+
+
+def send_from_first(tensors: Iterable[Tensor], group: WorkerGroup) -> None:
+    """Overwrite `tensors` on all workers by those of the first, in place, many small ones at a time; blocks."""
+    if group.size == 1:
+        return
+    waiting: list[Tensor] = []
+    filled = 0
+    kind: tuple[torch.dtype, torch.device] | None = None
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if waiting and (kind != (tensor.dtype, tensor.device) or filled + size > CHUNK_BYTES):
+            _send(waiting, group)
+            waiting, filled = [], 0
+        kind = (tensor.dtype, tensor.device)
+        waiting.append(tensor.detach())
+        filled += size
+    if waiting:
+        _send(waiting, group)
+
+
+def _send(tensors: list[Tensor], group: WorkerGroup) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    group.broadcast(flat, what="state from worker 0")
+    if group.index != 0:
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.size()))
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise PlanError(
+                f"{name} = {module} makes sparse gradients, which are not averaged yet. Use sparse=False (and an optimizer for dense gradients)."
+            )

@@ -1,0 +1,130 @@
+"""A Job is everything about a run that cannot change its numbers; an Assignment is what one worker of it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Literal
+
+from paceline import config
+from paceline.errors import PlanError
+
+__all__ = ["Assignment", "Job", "assignment_from_json", "assignment_to_json", "head_address"]
+
+# Launchers that are known but not built yet: what to use until they are.
+LAUNCHERS_NOT_BUILT = {
+    "slurm": "launcher='local' and start the command inside an allocation: srun paceline run train.py",
+    "mpi": "launcher='local' and start the script with mpirun: mpirun -n 4 python train.py",
+    "torchrun": "launcher='local', or start the script with torchrun: torchrun --nproc-per-node 4 train.py",
+    "ray": "launcher='local'",
+    "kubernetes": "launcher='local' with hosts=n and head='HOST:PORT' in each pod",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Program and place. None means "decided when the run starts"."""
+
+    program: str = ""  # path of a script; "" for paceline.run(fn)
+    args: tuple[str, ...] = ()  # the script's own arguments
+    workers: int | None = None  # of the whole job, over all hosts; None: the plan's replicas, or 1
+    launcher: Literal["local", "inline"] = "local"  # "local" | "inline" (worker 0 in the calling process, for pdb)
+    hosts: int = 1  # the same command is started once on each
+    head: str | None = None  # HOST:PORT where the hosts meet; needed when hosts > 1
+    token_file: str | None = None  # holds the job's token; else the environment's PACELINE_TOKEN; needed when hosts > 1
+    run_dir: str | None = None  # None: runs/<program>-<date>-<time>
+    fresh: bool = False  # do not continue from checkpoints found in run_dir
+    save_every: int | None = None  # steps between checkpoints; None: only worker.save()
+    save_at_end: bool = True  # one more checkpoint after the last step
+    keep: int = 3  # newest complete checkpoints that are kept
+    timeout_s: float = 600.0  # a worker waits this long for its peers
+    device: Literal["auto", "cpu", "cuda"] = (
+        "auto"  # "auto": a GPU for each worker where the host has enough, else the CPU
+    )
+    threads: int | None = None  # CPU threads of each worker; None: cores of the host / workers on it
+    metrics_port: int | None = None  # Prometheus endpoint; 0: any free port; None: no endpoint
+    metrics_host: str = "127.0.0.1"
+    tensorboard: bool = True
+    show: Literal["first", "all"] = "first"  # whose standard output the console shows: "first" | "all"
+    max_steps: int | None = None  # stop after this global step
+    capture_dir: str | None = None  # losses, gradients and weights are written here, for comparison
+
+    def __post_init__(self) -> None:
+        config.check_fields(self)
+        for name in ("workers", "hosts", "save_every", "keep", "threads", "max_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"Job.{name} is {value}; it must be at least 1.")
+        if self.timeout_s <= 0:
+            raise PlanError(f"Job.timeout_s is {self.timeout_s}; it must be more than 0 seconds.")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise PlanError(f"Job.metrics_port is {self.metrics_port}; it must be from 0 (any free port) to 65535.")
+        if self.head is not None:
+            head_address(self.head)
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if self.hosts > 1 and self.head is None:
+            raise PlanError(
+                f"A job on {self.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on every host."
+            )
+        if self.hosts > 1 and self.launcher == "inline":
+            raise PlanError(
+                "launcher='inline' runs worker 0 in this process, on one host: use hosts=1, or launcher='local'."
+            )
+        if self.workers is not None and self.workers < self.hosts:
+            raise PlanError(
+                f"{self.workers} workers cannot fill {self.hosts} hosts: use workers={self.hosts} or more "
+                "(workers counts the whole job)."
+            )
+
+    @staticmethod
+    def refusal(name: str, value: object) -> str | None:
+        """Return why a launcher that is known is not accepted yet; None for everything else."""
+        if name == "launcher" and value in LAUNCHERS_NOT_BUILT:
+            return f"Job(launcher={value!r}) is not built yet. Use {LAUNCHERS_NOT_BUILT[str(value)]}."
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What one worker is told by whoever started it. Travels as JSON, holds no secrets."""
+
+    rank: int
+    workers: int
+    local_rank: int
+    local_workers: int
+    host: str  # this host's name, for people
+    host_index: int
+    hosts: int
+    address: str  # of this host as its peers see it; "127.0.0.1" when there is one host
+    run_dir: str
+    attempt: int
+    worker_dir: str  # RUN/attempt_n/worker_k
+    channel_fd: int  # inherited socket to the supervisor's board; -1 where there is none
+    command_started: float  # time.time() when the user's command began
+    job: Job
+    plan: str | None = None  # --plan or the job file's plan, as text; overrides the script's
+    overrides: tuple[str, ...] = ()  # --set plan.wire.dtype=fp16, applied to whichever plan is used
+    given: tuple[str, ...] = ()  # Job fields that the command or job file set: they win over the script's
+
+
+def head_address(head: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT" ("[::1]:29500" for IPv6); PlanError where it is something else."""
+    host, colon, port = head.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise PlanError(
+            f"Job.head is {head!r}; it must be HOST:PORT with a port from 1 to 65535, for example 'node1:29500'."
+        )
+    return host, int(port)
+
+
+def assignment_to_json(assignment: Assignment) -> str:
+    """Return one line of JSON that `assignment_from_json` reads back."""
+    return json.dumps(dataclasses.asdict(assignment))
+
+
+def assignment_from_json(text: str) -> Assignment:
+    """Read an assignment; raises PlanError where a field is missing, unknown or of another type, ValueError where it is not JSON."""
+    return config.read(Assignment, json.loads(text), path="assignment")

@@ -1,0 +1,96 @@
+"""Words of the plan that have a meaning but are not built yet: each is refused by name, and the message says what to use now.
+
+Building one of them removes its row here and adds a field, a legal value or a class.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["KINDS", "field", "kind"]
+
+# Fields of a part, and single values of a field ("Field=value"): what it is, what to use now.
+FIELDS = {
+    "Layout.shard": (
+        "sharding one replica's state over workers (ZeRO)",
+        "Layout(replicas=n), where every worker holds the whole model",
+    ),
+    "Layout.zero": (
+        "sharding one replica's state over workers (ZeRO)",
+        "Layout(replicas=n), where every worker holds the whole model",
+    ),
+    "Layout.tensor": (
+        "splitting layers over workers (tensor parallelism)",
+        "Layout(replicas=n), where every worker holds the whole model",
+    ),
+    "Layout.stages": (
+        "splitting the model into stages (pipeline parallelism)",
+        "Layout(replicas=n), where every worker holds the whole model",
+    ),
+    "Layout.context": (
+        "splitting sequences over workers (context parallelism)",
+        "shorter sequences, or Compute(recompute='blocks')",
+    ),
+    "Layout.experts": (
+        "spreading experts over workers (expert parallelism)",
+        "Layout(replicas=n), where every worker holds all experts",
+    ),
+    "Compute.offload": (
+        "keeping state in the host's memory (offload)",
+        "Compute(recompute='blocks') or a smaller Batch(micro=...)",
+    ),
+    "Compute.recompute=selective": ("recomputing selected operations", "recompute='blocks' or recompute='none'"),
+    "Compute.precision=fp16": (
+        "fp16 arithmetic (it needs loss scaling)",
+        "precision='bf16', which needs none, or precision='fp32'",
+    ),
+    "Compute.precision=fp8": ("fp8 arithmetic", "precision='bf16'"),
+    "AllReduce.algorithm=ring": ("choosing the all-reduce algorithm", "algorithm='auto'"),
+    "AllReduce.algorithm=tree": ("choosing the all-reduce algorithm", "algorithm='auto'"),
+    "AllReduce.algorithm=halving": ("choosing the all-reduce algorithm", "algorithm='auto'"),
+    "AllReduce.algorithm=hierarchical": ("choosing the all-reduce algorithm", "algorithm='auto'"),
+}
+
+# Classes: syncs, wires, and what belongs to them.
+KINDS = {
+    "ParameterServer": ("agreeing through parameter servers", "AllReduce()"),
+    "LocalSGD": ("agreeing only every few steps (local SGD, DiLoCo)", "AllReduce()"),
+    "Gossip": ("agreeing with neighbours only (gossip)", "AllReduce()"),
+    "Nesterov": ("an outer optimizer for local SGD", "AllReduce()"),
+    "Int8": ("sending 8-bit integers", "Cast(dtype='bf16') or Raw()"),
+    "OneBit": ("sending one bit for each value", "Cast(dtype='bf16') or Raw()"),
+    "TopK": ("sending only the largest values", "Cast(dtype='bf16') or Raw()"),
+    "PowerSGD": ("sending low-rank factors", "Cast(dtype='bf16') or Raw()"),
+    "Sparse": ("sending sparse gradients as such", "Raw(), which sends them dense"),
+}
+
+RANGE = re.compile(r"\d+-\d+")
+
+
+def field(cls: str, name: str, value: object) -> str | None:
+    """Return why field `name` of the class named `cls`, or this value of it, is refused; None where it is not in the tables."""
+    if f"{cls}.{name}" == "Layout.replicas" and _is_range(value):
+        return (
+            f"Layout(replicas={_shown(value)}): a number of replicas that changes during the run (elasticity) is not built yet. "
+            "Use one number, or leave it out: as many replicas as the job has workers. A stopped run continues on any number of workers."
+        )
+    row = FIELDS.get(f"{cls}.{name}") or FIELDS.get(f"{cls}.{name}={value}")
+    return f"{cls}({name}={_shown(value)}): {row[0]} is not built yet. Use {row[1]}." if row else None
+
+
+def kind(name: str) -> str | None:
+    """Return why the class `name` (in any spelling: "PowerSGD", "power_sgd") is refused; None where it is not in the table."""
+    folded = name.replace("_", "").lower()
+    for known, (what, instead) in KINDS.items():
+        if known.lower() == folded:
+            return f"{known}: {what} is not built yet. Use {instead}."
+    return None
+
+
+def _is_range(value: object) -> bool:
+    return isinstance(value, (tuple, list)) or (isinstance(value, str) and RANGE.fullmatch(value.strip()) is not None)
+
+
+def _shown(value: object) -> str:
+    """As Python would write it; a number that came as text needs no quotes."""
+    return value if isinstance(value, str) and re.fullmatch(r"[\d.-]+|true|false", value) else repr(value)

@@ -1,0 +1,135 @@
+"""A Plan is everything about a run that can change its numbers or the bytes it moves: five parts, each with a default.
+
+As text it is one line, short and safe as a file name, and it reads back to the same plan:
+
+    replicas=4+cast(dtype=bf16)+batch(size=512,micro=8)+compute(precision=bf16)
+
+Terms are joined by "+", in any order. A term is a part in its short form, or field=value for a field of the layout.
+Defaults are left out; the plan of defaults alone is "default".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from paceline import config
+from paceline.errors import PlanError
+from paceline.plan.batch import Batch
+from paceline.plan.compute import Compute
+from paceline.plan.layout import Layout
+from paceline.plan.not_built import kind
+from paceline.plan.part import Part
+from paceline.plan.rules import Broken, Facts, broken_rules
+from paceline.plan.sync import AllReduce, Sync
+from paceline.plan.wire import Raw, Wire
+
+__all__ = ["Plan"]
+
+DEFAULT = "default"
+PLUS_OUTSIDE_BRACKETS = re.compile(r"\+(?![^()]*\))")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Plan(Part):
+    """How a model is laid out, how replicas agree, what travels between them, the global batch, and the arithmetic."""
+
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    sync: Sync = dataclasses.field(default_factory=AllReduce)
+    wire: Wire = dataclasses.field(default_factory=Raw)
+    batch: Batch = dataclasses.field(default_factory=Batch)
+    compute: Compute = dataclasses.field(default_factory=Compute)
+
+    def __post_init__(self) -> None:
+        config.check_fields(self)
+
+    def __str__(self) -> str:
+        """One line that `Plan.parse` reads back; only letters, digits and "+-_.,=()"."""
+        terms: list[str] = []
+        for part in config.non_defaults(self).values():
+            short = config.to_short(part)
+            terms.append(short.removeprefix("layout(").removesuffix(")") if isinstance(part, Layout) else short)
+        return "+".join(terms) or DEFAULT
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Return the plan that one line of text describes; PlanError names the term that is wrong and what is legal."""
+        if not text.strip():
+            raise PlanError(
+                f"The plan is empty text; write {DEFAULT!r} for the plan of defaults, or for example 'replicas=2'."
+            )
+        if text.strip() == DEFAULT:
+            return cls()
+        parts: dict[str, Any] = {}
+        layout: dict[str, str] = {}
+        for term in map(str.strip, PLUS_OUTSIDE_BRACKETS.split(text)):
+            name, equals, value = map(str.strip, term.partition("="))
+            if not equals or "(" in name:
+                name, value = _field_of(term, text), term
+            elif name not in config.annotations_of(cls):
+                _require_once(name, layout, text)
+                layout[name] = value
+                continue
+            _require_once(name, parts, text)
+            parts[name] = config.read_short(value, config.annotations_of(cls)[name], path=f"plan.{name}")
+        if layout:
+            _require_once("layout", parts, text)
+            parts["layout"] = _read_layout(layout)
+        return cls(**parts)
+
+    def check(self, *, workers: int | None = None, model: Any = None) -> tuple[Broken, ...]:
+        """Return all rules that this plan breaks on so many workers with this model; rules about what is not given hold."""
+        return broken_rules(Facts(plan=self, workers=workers, model=model))
+
+    def require(self, *, workers: int | None = None, model: Any = None) -> None:
+        """Raise one PlanError that lists all broken rules, each with its remedy."""
+        broken = self.check(workers=workers, model=model)
+        if len(broken) == 1:
+            raise PlanError(str(broken[0]))
+        if broken:
+            raise PlanError("\n  - ".join([f"The plan breaks {len(broken)} rules:", *map(str, broken)]))
+
+    def resolve(self, workers: int) -> Plan:
+        """Return this plan with nothing left open: the number of replicas and the micro-batch filled in."""
+        layout = self.layout if self.layout.replicas is not None else dataclasses.replace(self.layout, replicas=workers)
+        batch = dataclasses.replace(self.batch, micro=self.batch.resolved_micro)
+        return dataclasses.replace(self, layout=layout, batch=batch)
+
+
+def _read_layout(fields: dict[str, str]) -> Layout:
+    """Make the layout from the bare terms field=value; one that belongs to another part is sent there."""
+    legal = config.annotations_of(Layout)
+    for name, value in fields.items():
+        if name not in legal and not Layout.refusal(name, value):
+            raise config.unknown_name(Plan, name, value, path="plan")
+    return config.read_short(
+        f"layout({','.join(f'{name}={value}' for name, value in fields.items())})", Layout, path="plan.layout"
+    )
+
+
+def _require_once(name: str, seen: dict[str, Any], text: str) -> None:
+    if name in seen:
+        raise PlanError(f"The plan {text!r} gives {name} twice; give it once.")
+
+
+def _field_of(term: str, text: str) -> str:
+    """Return which field of Plan a term such as "cast(dtype=bf16)" is for."""
+    name = term.partition("(")[0].strip()
+    folded = name.replace("_", "").lower()
+    known: list[str] = []
+    for field, annotation in config.annotations_of(Plan).items():
+        for choice in config.choices(annotation):
+            if choice.lower() == folded:
+                return field
+            known.append(choice.lower())
+    if refused := kind(name):
+        raise PlanError(refused)
+    if folded == "auto":
+        raise PlanError(
+            f"plan='auto': a planner that chooses the plan is not built yet. Use {DEFAULT!r}, or write the plan."
+        )
+    legal = ", ".join(known)
+    raise PlanError(
+        f"The plan {text!r} has a term {term!r} that is none of {legal}, nor replicas=n.{config.suggest(name, known)}"
+    )

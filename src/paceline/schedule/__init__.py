@@ -1,0 +1,1 @@
+"""Who does what, when: pure functions of numbers, without torch, processes or clocks."""

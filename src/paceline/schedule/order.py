@@ -1,0 +1,71 @@
+"""The order of samples: a pure function of (seed, epoch, position) that needs no memory and no walk to a position.
+
+A shuffled epoch is a pseudo-random permutation of 0..n-1. It is made by a Feistel network (Luby & Rackoff, 1988) over the
+smallest power of two that holds n, with cycle walking (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): a value
+that falls outside 0..n-1 is encrypted again until it falls inside. Each position costs the same, wherever it lies, so a resume
+is O(1), and any worker can find any sample of any step by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["mix", "sample_indices"]
+
+UInts = NDArray[np.uint64]
+NUM_ROUNDS = 12
+LEAST_BITS = 8  # smaller Feistel halves shuffle poorly; a tiny epoch walks a little further instead
+
+
+def sample_indices(
+    *, seed: int, epoch: int, num_samples: int, positions: NDArray[Any], shuffle: bool = True
+) -> NDArray[np.int64]:
+    """Return the dataset indices that stand at `positions` (0 <= position < num_samples) of an epoch's order, same shape."""
+    places = np.asarray(positions, dtype=np.int64)
+    if places.size and not (0 <= places.min() and places.max() < num_samples):
+        raise ValueError(f"positions run from {places.min()} to {places.max()}, outside an epoch of {num_samples} samples")
+    if not shuffle or num_samples < 2:
+        return places.copy()
+    bits = max(LEAST_BITS, (num_samples - 1).bit_length())
+    keys = [np.uint64(mix(seed, epoch, index)) for index in range(NUM_ROUNDS)]
+    flat = _encrypt(places.astype(np.uint64).ravel(), keys, bits)
+    outside = np.flatnonzero(flat >= num_samples)
+    while outside.size:
+        flat[outside] = _encrypt(flat[outside], keys, bits)
+        outside = outside[flat[outside] >= num_samples]
+    return flat.astype(np.int64).reshape(places.shape)
+
+
+def mix(*numbers: int) -> int:
+    """Hash integers (of any size and sign) into 64 well-mixed bits: the source of all of Paceline's seeds."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) & 0xFFFFFFFFFFFFFFFF
+        state = (state + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF  # splitmix64 (Steele, Lea & Flood, OOPSLA 2014)
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
+
+
+def _encrypt(values: UInts, keys: list[np.uint64], bits: int) -> UInts:
+    """One pass of the network: a bijection of 0..2**bits-1; the halves may differ by one bit."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    low, high = values & low_mask, values >> low_bits
+    for number, key in enumerate(keys):
+        if number % 2:
+            low = low ^ (_scramble(high + key) & low_mask)
+        else:
+            high = high ^ (_scramble(low + key) & high_mask)
+    return (high << low_bits) | low
+
+
+def _scramble(values: UInts) -> UInts:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,51 @@
+"""Which micro-batches a step has, and which of them each worker runs.
+
+The list of micro-batches depends on the batch alone; the number of workers decides only who runs which. Contiguous runs keep a
+worker's reads close together and its ledger lines short.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+__all__ = ["Micro", "deal", "micro_batches", "step_ranges"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Micro:
+    """A micro-batch: number `index` of its step, positions [start, stop) of its epoch's order."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+def step_ranges(*, num_samples: int, size: int, drop_last: bool, position: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the [start, stop) positions of each remaining step of an epoch, from `position` on; the last may be short."""
+    while position < num_samples and not (drop_last and position + size > num_samples):
+        stop = min(position + size, num_samples)
+        yield position, stop
+        position = stop
+
+
+def micro_batches(start: int, stop: int, micro: int) -> tuple[Micro, ...]:
+    """Cut positions [start, stop) into the fewest micro-batches of at most `micro` samples, whose sizes differ by at most one.
+
+    Even sizes leave no last micro-batch of a single sample, on which batch norm would fail, and keep workers equally busy.
+    """
+    parts = deal(stop - start, -(-(stop - start) // micro))
+    return tuple(Micro(index, start + part.start, start + part.stop) for index, part in enumerate(parts))
+
+
+def deal(num_micro: int, num_shares: int) -> tuple[range, ...]:
+    """Deal 0..num_micro-1 in contiguous runs whose lengths differ by at most one; some may be empty."""
+    least, extra = divmod(num_micro, num_shares)
+    bounds = [0]
+    for share in range(num_shares):
+        bounds.append(bounds[-1] + least + (share < extra))
+    return tuple(range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))

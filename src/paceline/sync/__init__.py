@@ -1,0 +1,1 @@
+"""Make replicas agree."""

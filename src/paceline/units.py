@@ -1,0 +1,58 @@
+"""Numbers with units, as people read them: sizes, durations, counts.
+
+Names in the code carry their unit (`num_bytes`, `timeout_s`); these functions are for the screen only.
+"""
+
+from __future__ import annotations
+
+__all__ = ["GiB", "KiB", "MiB", "bytes_text", "count_text", "duration_text"]
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return a size in binary units, three digits or more: "512 B", "8.00 MiB", "1.95 GiB"."""
+    return _scaled(num_bytes, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), base=1024)
+
+
+def count_text(count: float) -> str:
+    """Return a count in decimal units, three digits: "950", "12.3 k", "10.7 M", "1.20 G"."""
+    return _scaled(count, ("", "k", "M", "G", "T"), base=1000)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in the unit that fits it: "350 us", "12.5 ms", "1.85 s", "3 min 05 s", "2 h 04 min", "3 d 01 h"."""
+    if seconds < 0:
+        return "-" + duration_text(-seconds)
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.9995e-3:  # the limits are where three digits would round up to the next unit
+        return f"{_three_digits(seconds * 1e6)} us"
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    if seconds < 59.95:
+        return f"{_three_digits(seconds)} s"
+    if (whole := round(seconds)) < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if (minutes := round(seconds / 60)) < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02} h"
+
+
+def _scaled(value: float, units: tuple[str, ...], *, base: int) -> str:
+    size, index = abs(float(value)), 0
+    while size >= base - 0.5 and index < len(units) - 1:  # base - 0.5 would be printed as base
+        size, index = size / base, index + 1
+    digits = f"{size:.0f}" if index == 0 and size == round(size) else _three_digits(size)
+    return f"{'-' if value < 0 else ''}{digits} {units[index]}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+    """Three digits without an exponent; larger values keep all their whole digits."""
+    for decimals, limit in ((2, 9.995), (1, 99.95)):
+        if value < limit:
+            return f"{value:.{decimals}f}"
+    return f"{value:.0f}"

@@ -1,0 +1,1 @@
+"""What lives inside a run: the worker, its step, its data."""

@@ -1,0 +1,95 @@
+"""One step's data as one worker sees it: its micro-batches of the global batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.schedule.share import Micro
+
+__all__ = ["StepBatch", "to_device"]
+
+
+class StepBatch:
+    """This worker's micro-batches of a step. Iterating over it is the plain loop: `for x, y in batch: worker.backward(...)`.
+
+    `step` is the number that the step gets when it is committed, `num_samples` counts the real samples of the whole global batch, and `len()`
+    the micro-batches of this worker, which may be none. It can be walked over again (for a second optimizer); the data is kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: str,
+        step: int,
+        epoch: int,
+        start: int,
+        stop: int,
+        micros: Sequence[Micro],
+        fetch: Callable[[], Any],
+        walk: Callable[[StepBatch], Iterator[Any]],
+    ) -> None:
+        self.stream, self.step, self.epoch = stream, step, epoch
+        self.start, self.stop = start, stop
+        self.micros = tuple(micros)
+        self.num_samples = stop - start
+        self.num_walks = 0
+        self.data_s = 0.0  # waited for data
+        self._fetch, self._walk = fetch, walk
+        self._kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.micros)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._walk(self)
+
+    def __repr__(self) -> str:
+        return f"<step {self.step}, epoch {self.epoch}: {len(self)} micro-batches here of {self.num_samples} samples>"
+
+    def read(self, place: int) -> Any:
+        """Return the data of this worker's micro-batch number `place`, on the CPU; waits for the loader at the first time."""
+        while len(self._kept) <= place:
+            began = time.perf_counter()
+            self._kept.append(self._fetch())
+            self.data_s += time.perf_counter() - began
+        return self._kept[place]
+
+    def drain(self) -> None:
+        """Take what was not read from the loader, so that the next step gets its own."""
+        if self.micros:
+            self.read(len(self.micros) - 1)
+
+
+def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Move every tensor in a tree of dicts, lists, tuples and dataclasses to `device`, floats to `dtype` where it is given."""
+    if isinstance(data, Tensor):
+        target = dtype if data.is_floating_point() else None
+        if data.device == device and (target is None or data.dtype == target):
+            return data
+        return data.to(device=device, dtype=target, non_blocking=True)
+    if isinstance(data, Mapping):
+        moved = {key: to_device(value, device, dtype) for key, value in data.items()}
+        return moved if type(data) is dict else _rebuilt(data, moved)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(value, device, dtype) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(to_device(value, device, dtype) for value in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = {f.name: to_device(getattr(data, f.name), device, dtype) for f in dataclasses.fields(data) if f.init}
+        return dataclasses.replace(data, **fields)
+    own_to = getattr(data, "to", None)  # batch classes of other libraries (tokenizers, graphs)
+    return own_to(device) if callable(own_to) else data
+
+
+def _rebuilt(original: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """A mapping of the original's class where it can be made from a dict; some batch classes have their own `to` instead."""
+    try:
+        return type(original)(moved)  # type: ignore[call-arg]
+    except TypeError:
+        return moved

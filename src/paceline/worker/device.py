@@ -1,0 +1,31 @@
+"""Which device a worker computes on, and which back end moves its tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.errors import PlanError
+
+__all__ = ["backend_for", "choose_device"]
+
+
+def choose_device(wanted: str, *, local_rank: int, local_workers: int) -> torch.device:
+    """Return this worker's device: "auto" takes a GPU for each worker where the host has enough of them, else the CPU.
+
+    Raises PlanError when "cuda" is asked for and the host has fewer GPUs than workers.
+    """
+    num_devices = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted == "cuda" and num_devices < local_workers:
+        raise PlanError(
+            f"device='cuda' needs a GPU for each of the {local_workers} workers on this host, which has {num_devices}. "
+            f"Use workers={max(1, num_devices)}, or device='cpu'"
+        )
+    if num_devices >= local_workers:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def backend_for(device: torch.device) -> str:
+    """The name of torch.distributed's back end: gloo for CPU tensors, NCCL for CUDA tensors."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

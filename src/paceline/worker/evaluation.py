@@ -1,0 +1,95 @@
+"""Exact evaluation over uneven shares: every sample is counted once, by whoever has it, and nothing is padded.
+
+Samples in dataset order are cut into micro-batches that do not depend on the number of workers; each worker runs a contiguous part; sums and
+counts travel once, at the end, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from paceline.comm.group import WorkerGroup, total
+from paceline.parallel.precision import computing, input_dtype
+from paceline.schedule.share import deal, micro_batches
+from paceline.worker.batch import to_device
+from paceline.worker.reading import Collate
+
+__all__ = ["Measure", "evaluate"]
+
+Measure = Callable[[Any, Any], Any]
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    measures: Mapping[str, Measure],
+    *,
+    micro: int,
+    group: WorkerGroup,
+    device: torch.device,
+    precision: str,
+    collate: Collate = default_collate,
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+) -> dict[str, float]:
+    """Return each measure's exact mean over the dataset, equal on all workers; all must call it.
+
+    A measure gets (output, target) of a micro-batch and returns its mean (weighted by the number of samples) or (sum, count).
+    `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is in eval mode meanwhile,
+    without gradients.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    sums = {name: [0.0, 0.0] for name in measures}
+    try:
+        with torch.no_grad():
+            for count, data in _micros(dataset, micro, collate, group):
+                with computing(precision, device):
+                    moved = to_device(data, device, input_dtype(precision))
+                    output, target = forward(model, moved) if forward else _run_pair(model, moved)
+                    for name, measure in measures.items():
+                        value, weight = _sum_and_count(name, measure(output, target), count)
+                        sums[name][0] += value
+                        sums[name][1] += weight
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    flat = total(group, [number for pair in sums.values() for number in pair], what="evaluation", device=device)
+    return {name: flat[2 * i] / flat[2 * i + 1] if flat[2 * i + 1] else math.nan for i, name in enumerate(measures)}
+
+
+def _micros(dataset: Any, micro: int, collate: Collate, group: WorkerGroup) -> Iterator[tuple[int, Any]]:
+    """(number of samples, collated data) of this worker's micro-batches."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(f"worker.evaluate() needs a dataset with len() and [], not a {type(dataset).__name__}")
+    micros = micro_batches(0, len(dataset), micro)
+    share = deal(len(micros), group.size)[group.index]
+    fetch_many = getattr(dataset, "__getitems__", None)
+    for item in micros[share.start : share.stop]:
+        indices = np.arange(item.start, item.stop).tolist()
+        samples = fetch_many(indices) if callable(fetch_many) else [dataset[index] for index in indices]
+        yield item.num_samples, collate(list(samples))
+
+
+def _run_pair(model: nn.Module, data: Any) -> tuple[Any, Any]:
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        raise ValueError(
+            "worker.evaluate() needs (input, target) samples; for others pass forward=fn, where fn(model, micro) returns (output, target)"
+        )
+    return model(data[0]), data[1]
+
+
+def _sum_and_count(name: str, value: Any, num_samples: int) -> tuple[float, float]:
+    if isinstance(value, (tuple, list)):
+        if len(value) != 2:
+            raise ValueError(f"measure {name!r} returned {len(value)} values; return the mean, or (sum, count)")
+        return float(value[0]), float(value[1])
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"measure {name!r} returned shape {list(value.shape)}; return the mean over the micro-batch, or (sum, count)")
+    return float(value) * num_samples, float(num_samples)

@@ -1,0 +1,67 @@
+"""A worker process from its first to its last instruction: the entry that launchers call by name."""
+
+from __future__ import annotations
+
+import faulthandler
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from paceline import environment
+from paceline.errors import PlanError
+from paceline.plan.job import Assignment
+from paceline.worker.failure import write_error
+from paceline.worker.session import live
+
+__all__ = ["work"]
+
+
+def work(assignment: Assignment) -> int:
+    """Run the job's program as this worker; returns the exit status: 0, 1 after an error, 2 after a mistake in the plan or job."""
+    faulthandler.enable()
+    environment.enter(assignment)
+    try:
+        if assignment.job.program:
+            _run_script(assignment)
+        else:
+            _run_function(assignment)
+    except SystemExit as stop:
+        return _exit_status(stop, assignment)
+    except BaseException as error:  # the process boundary: reported in error.json, and in stderr.log for who reads only that
+        write_error(error, assignment, step=0)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 2 if isinstance(error, PlanError) else 1
+    return 0
+
+
+def _run_script(assignment: Assignment) -> None:
+    """Run a script as `python script.py` would; its paceline.run(...) finds that it is in a worker."""
+    path = assignment.job.program
+    sys.argv = [path, *assignment.job.args]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    runpy.run_path(path, run_name="__main__")
+    if not (Path(assignment.worker_dir) / "events.jsonl").exists():
+        raise PlanError(
+            f"{path} ended without calling paceline.run(...): there was nothing to train. "
+            'End the script with: if __name__ == "__main__": paceline.run(train)'
+        )
+
+
+def _run_function(assignment: Assignment) -> None:
+    """Run the function that paceline.run(fn) was called with; its value goes back to the caller through a file."""
+    program = Path(assignment.run_dir) / f"attempt_{assignment.attempt}" / "program.pkl"
+    function, plan, fields = cloudpickle.loads(program.read_bytes())  # written by the caller's own process, on this host
+    value: Any = live(function, assignment, plan=plan, fields=fields)
+    if assignment.rank == 0:
+        result = Path(assignment.worker_dir) / "result.pkl"
+        result.write_bytes(cloudpickle.dumps(value))
+
+
+def _exit_status(stop: SystemExit, assignment: Assignment) -> int:
+    if stop.code is None or stop.code == 0:
+        return 0
+    write_error(stop, assignment, step=0)
+    return stop.code if isinstance(stop.code, int) else 1

@@ -1,0 +1,162 @@
+"""Prepared objects and checkpoints: what is restored when something is prepared, and what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
+from paceline.checkpoint.writer import Writer
+from paceline.comm.group import WorkerGroup
+from paceline.errors import CheckpointError
+from paceline.events import CheckpointSkipped, Warned
+from paceline.parallel.apply import send_from_first
+from paceline.plan import Plan
+from paceline.worker import randomness
+from paceline.worker.buffers import BufferCombiner
+from paceline.worker.record import RunFiles
+from paceline.worker.saving import Registry, load_model, load_object, load_optimizer, restore_rates
+from paceline.worker.stream import Cursor
+
+__all__ = ["Preparation"]
+
+
+class Preparation:
+    """Owns the registry and both ends of checkpoints. Only worker 0 opens files; the plain part of a checkpoint is held by all."""
+
+    def __init__(
+        self, plan: Plan, *, group: WorkerGroup, device: torch.device, buffers: BufferCombiner, files: RunFiles
+    ) -> None:
+        self.registry = Registry()
+        self.step = 0  # of the open checkpoint
+        self.source = ""  # its path
+        self._plan, self._group, self._device, self._buffers, self._files = plan, group, device, buffers, files
+        self._checkpoint: Checkpoint | None = None  # on worker 0
+        self._state: dict[str, Any] | None = None  # its plain part, on all workers
+        self._used: set[str] = set()
+        self._has_begun = False
+        self._writer: Writer | None = None
+
+    def model(self, model: nn.Module, name: str | None) -> str:
+        """Register a model that has been placed, fill it, and make it equal everywhere; returns its name."""
+        if any(model is known for known in self.registry.models.values()):
+            raise ValueError(f"this {type(model).__name__} is prepared already; prepare each model once")
+        full_name = self.registry.name_for("model", name)
+        self.registry.models[full_name] = model
+        self._fill_model(full_name)
+        self._buffers.add(model)
+        return full_name
+
+    def optimizer(self, optimizer: Optimizer, name: str | None) -> None:
+        """Register an optimizer, and fill it."""
+        known = self.registry.parameter_names()
+        strangers = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
+        if strangers:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds {strangers} parameters of no prepared model: call model = worker.prepare(model) first, "
+                "and make the optimizer from that model's parameters"
+            )
+        full_name = self.registry.name_for("optimizer", name)
+        self.registry.optimizers[full_name] = optimizer
+        self._fill_optimizer(full_name)
+
+    def other(self, thing: Any, name: str | None) -> None:
+        """Register a scheduler or another stateful object, and fill it."""
+        is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+        full_name = self.registry.name_for("scheduler" if is_scheduler else "object", name)
+        self.registry.objects[full_name] = thing
+        self._fill_other(full_name)
+
+    def cursor(self, stream: str) -> Cursor:
+        """Where a stream stands."""
+        saved = self._state["streams"].get(stream) if self._state else None
+        return Cursor(saved["epoch"], saved["position"]) if saved else Cursor()
+
+    def begin_training(self) -> None:
+        """Once, before the first batch: put the random state back, and say what of the checkpoint nobody asked for."""
+        if self._has_begun or self._state is None:
+            return
+        self._has_begun = True
+        randomness.restore(self._state["random"])
+        run = self._state["run"]
+        idle = sorted({*run["extra"], *run["optimizers"], *run["objects"]} - self._used)
+        if idle and self._group.index == 0:
+            self._files.emit(Warned(text=f"the checkpoint also holds {', '.join(idle)}, which this script did not prepare: not used"))
+
+    def open(self, path: str | None) -> None:
+        """Open a checkpoint, by default the newest complete one of the run; what is prepared from now on is filled from it."""
+        about: tuple[int, str, dict[str, Any]] | None = None
+        if self._group.index == 0:
+            chosen = Path(path) if path else self._newest()
+            if chosen is not None:
+                self._checkpoint = open_checkpoint(chosen)
+                about = (self._checkpoint.step, str(chosen), self._checkpoint.state)
+        about = self._group.broadcast_object(about)
+        if about is None:
+            if path:
+                raise CheckpointError(f"worker 0 could not open {path}")
+            return
+        self.step, self.source, self._state = about
+        self._used, self._has_begun = set(), False
+
+    def refill(self) -> None:
+        """Fill everything that is prepared already from the open checkpoint."""
+        if self._state is None:
+            return
+        for name in self.registry.models:
+            self._fill_model(name)
+        for name in self.registry.optimizers:
+            self._fill_optimizer(name)
+        for name in self.registry.objects:
+            self._fill_other(name)
+
+    def save(self, *, step: int, cursors: Mapping[str, Cursor]) -> None:
+        """Stage the state on worker 0 and let its background thread write it; the other workers have nothing to do."""
+        if self._group.index != 0:
+            return
+        if self._writer is None:
+            self._writer = Writer(self._files.checkpoint_dir, keep=self._files.keep, on_event=self._files.emit)
+        streams = dict(self._state["streams"]) if self._state else {}
+        streams.update({name: {"epoch": cursor.epoch, "position": cursor.position} for name, cursor in cursors.items()})
+        state = {"run": self.registry.plain(), "random": randomness.capture(), "streams": streams}
+        about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
+        self._writer.save(step, self.registry.tensors(), state, about)
+
+    def close(self) -> None:
+        """Wait for the last save; raises CheckpointError when it could not be committed."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _newest(self) -> Path | None:
+        found = find(self._files.checkpoint_dir)
+        for path, reason in found.skipped:
+            self._files.emit(CheckpointSkipped(path=str(path), reason=reason))
+        return found.newest
+
+    def _fill_model(self, name: str) -> None:
+        model = self.registry.models[name]
+        if self._state is None or name not in self._state["run"]["extra"]:
+            send_from_first([*model.parameters(), *model.buffers()], self._group)
+            if self._state is not None and self._group.index == 0:
+                self._files.emit(Warned(text=f"the checkpoint has no model {name!r}: it starts from its own weights"))
+            return
+        self._used.add(name)
+        load_model(name, model, self._state["run"], self._checkpoint, self._group)
+
+    def _fill_optimizer(self, name: str) -> None:
+        if self._state is not None:
+            self._used.add(name)
+            load_optimizer(
+                name, self.registry.optimizers[name], self.registry, self._state["run"], self._checkpoint, self._group
+            )
+
+    def _fill_other(self, name: str) -> None:
+        if self._state is not None:
+            self._used.add(name)
+            load_object(name, self.registry.objects[name], self._state["run"])
+            restore_rates(self.registry.optimizers, self._state["run"]["optimizers"])

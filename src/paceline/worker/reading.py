@@ -1,0 +1,173 @@
+"""Read micro-batches: the objects that run inside torch's DataLoader, in this process or in loader processes.
+
+A `Request` names a micro-batch by numbers; the reader turns it into data. Random state is seeded from the request, so augmentation in a
+dataset's `__getitem__` gives the same sample wherever and whenever it is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import default_collate
+
+from paceline.schedule.order import sample_indices
+from paceline.schedule.share import Micro
+from paceline.worker import randomness
+
+__all__ = ["Counted", "Reading", "Request", "StreamReader", "open_loader"]
+
+Collate = Callable[[list[Any]], Any]
+PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """A micro-batch of a map-style dataset."""
+
+    epoch: int
+    micro: Micro
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What a data stream reads and how; numbers only, but for the user's dataset and collate function."""
+
+    dataset: Any
+    collate: Collate = default_collate
+    num_samples: int = 0
+    seed: int = 0
+    shuffle: bool = True
+
+
+class MapReader(Dataset[Any]):
+    """Turns a Request into collated data."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+
+    def __getitem__(self, request: Request) -> Any:
+        reading, micro = self._reading, request.micro
+        indices = sample_indices(
+            seed=reading.seed,
+            epoch=request.epoch,
+            num_samples=reading.num_samples,
+            positions=np.arange(micro.start, micro.stop),
+            shuffle=reading.shuffle,
+        ).tolist()
+        with randomness.aside():
+            randomness.seed_all(reading.seed, 1, request.epoch, micro.start)
+            fetch_many = getattr(reading.dataset, "__getitems__", None)
+            samples = fetch_many(indices) if callable(fetch_many) else [reading.dataset[index] for index in indices]
+            return reading.collate(list(samples))
+
+
+class RequestList(Sampler[Request]):
+    """Hands an endless or finite iterable of requests to the DataLoader."""
+
+    def __init__(self, requests: Callable[[], Iterator[Request]]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._requests()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counted:
+    """From an iterable dataset: how many items the whole step has, and the data of this worker's micro-batches."""
+
+    num_samples: int
+    micros: tuple[Micro, ...]
+    data: tuple[Any, ...]
+
+
+class StreamReader(IterableDataset[Any]):
+    """Reads the whole of an iterable dataset and collates this worker's micro-batches of each step.
+
+    Every worker passes over every item, so the steps are the same at any number of workers, provided that the dataset gives the same items in the same
+    order everywhere.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        *,
+        size: int,
+        micro: int,
+        drop_last: bool,
+        first_epoch: int,
+        epochs: int,
+        position: int,
+        mine: Callable[[int, int], Sequence[Micro]],
+    ) -> None:
+        self._reading = reading
+        self._size, self._micro, self._drop_last = size, micro, drop_last
+        self._first_epoch, self._epochs, self._position = first_epoch, epochs, position
+        self._mine = mine
+
+    def __iter__(self) -> Iterator[Counted]:
+        for epoch in range(self._first_epoch, self._epochs):
+            position = self._position if epoch == self._first_epoch else 0
+            yield from self._epoch(epoch, position)
+            yield Counted(0, (), ())  # the end of an epoch
+
+    def _epoch(self, epoch: int, position: int) -> Iterator[Counted]:
+        reading = self._reading
+        set_epoch = getattr(reading.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        with randomness.aside():
+            randomness.seed_all(reading.seed, 2, epoch)
+            items = iter(reading.dataset)
+            for _ in range(position):
+                next(items, None)
+            state = randomness.capture()
+        while True:
+            with randomness.aside():
+                randomness.restore(state)
+                step = [item for _, item in zip(range(self._size), items, strict=False)]
+                state = randomness.capture()
+            if not step or (len(step) < self._size and self._drop_last):
+                return
+            mine = self._mine(position, position + len(step))
+            data = tuple(reading.collate(step[m.start - position : m.stop - position]) for m in mine)
+            yield Counted(len(step), tuple(mine), data)
+            position += len(step)
+
+
+def open_loader(
+    reader: MapReader | StreamReader, requests: Iterable[Request] | None, *, loaders: int, prefetch: int, pin: bool, timeout_s: float
+) -> Iterator[Any]:
+    """Start reading ahead; `loaders` processes (0: in this process), each `prefetch` micro-batches ahead."""
+    loader = DataLoader(
+        reader,
+        batch_size=None,  # requests are whole micro-batches already
+        sampler=None if requests is None else RequestList(lambda: iter(requests)),
+        collate_fn=_as_is,
+        num_workers=loaders,
+        prefetch_factor=prefetch if loaders else None,
+        pin_memory=pin,
+        worker_init_fn=_begin_loader if loaders else None,
+        generator=torch.Generator(),  # its own: the user's random state is not touched
+        timeout=timeout_s if loaders else 0,
+    )
+    return iter(loader)
+
+
+def _as_is(data: Any) -> Any:
+    return data
+
+
+def _begin_loader(_: int) -> None:
+    """A loader process dies with its worker, ignores the terminal's Ctrl-C, and uses one thread."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+

@@ -1,0 +1,74 @@
+"""The files that a worker keeps in the run directory, and what the Job says about when to write them."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from paceline.events import Event, EventLog, WorkerFinished
+from paceline.plan.job import Assignment, Job
+from paceline.worker.capture import Capture
+from paceline.worker.ledger import Ledger
+
+__all__ = ["RunFiles"]
+
+
+class RunFiles:
+    """Events, ledger and captures of one worker, plus the schedule of saves."""
+
+    def __init__(self, assignment: Assignment, job: Job) -> None:
+        self._assignment, self._job = assignment, job
+        self.run_dir = Path(assignment.run_dir)
+        self.worker_dir = Path(assignment.worker_dir)
+        self.worker_dir.mkdir(parents=True, exist_ok=True)
+        self._events = EventLog(self.worker_dir / "events.jsonl", worker=assignment.rank)
+        self._ledger: Ledger | None = None
+        self.capture = Capture(Path(job.capture_dir), assignment.rank) if job.capture_dir else None
+
+    @property
+    def ledger(self) -> Ledger:
+        """Open from `begin` on."""
+        if self._ledger is None:
+            raise RuntimeError("the ledger is not open yet")
+        return self._ledger
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def may_resume(self) -> bool:
+        return not self._job.fresh
+
+    @property
+    def keep(self) -> int:
+        return self._job.keep
+
+    @property
+    def saves_at_end(self) -> bool:
+        return self._job.save_at_end
+
+    def begin(self, *, from_step: int) -> None:
+        """Open the ledger of this attempt, which continues after `from_step`."""
+        self._ledger = Ledger(self.worker_dir / "ledger.jsonl", attempt=self._assignment.attempt, from_step=from_step)
+
+    def emit(self, event: Event) -> None:
+        """Append an event; may be called from any thread."""
+        self._events.emit(event)
+
+    def is_save_due(self, step: int) -> bool:
+        return self._job.save_every is not None and step > 0 and step % self._job.save_every == 0
+
+    def is_last_step(self, step: int) -> bool:
+        return self._job.max_steps is not None and step >= self._job.max_steps
+
+    def finish(self, step: int) -> None:
+        """Say that this worker is done, and close everything."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.emit(WorkerFinished(rank=self._assignment.rank, step=step, peak_memory_bytes=peak))
+        self.close()
+
+    def close(self) -> None:
+        self._events.close()
+        if self._ledger is not None:
+            self._ledger.close()

@@ -1,0 +1,172 @@
+"""What a run's state consists of, by name: how it becomes tensors and plain values, and how it comes back on any number of workers.
+
+Models, optimizers and other objects get names in the order in which they are prepared ("model", "model_2", "optimizer", ...). Optimizer state is
+stored per parameter under the parameter's own name, so it does not depend on the order of parameters. Only worker 0 touches files; what it
+reads it sends to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.reader import Checkpoint
+from paceline.comm.group import WorkerGroup
+from paceline.errors import CheckpointError
+from paceline.parallel.apply import send_from_first
+
+__all__ = ["Registry", "load_model", "load_object", "load_optimizer", "restore_rates"]
+
+
+class Registry:
+    """The prepared objects of one worker, by name."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.objects: dict[str, Any] = {}  # schedulers and everything else with state_dict / load_state_dict
+
+    def name_for(self, kind: str, wanted: str | None) -> str:
+        """A new name of a kind ("model", "optimizer", "scheduler", "object")."""
+        taken = {**self.models, **self.optimizers, **self.objects}
+        if wanted is not None:
+            if wanted in taken:
+                raise ValueError(f"prepare(name={wanted!r}): that name is taken; names must differ")
+            return wanted
+        number = 1
+        while (name := kind if number == 1 else f"{kind}_{number}") in taken:
+            number += 1
+        return name
+
+    def parameter_names(self) -> dict[int, str]:
+        """id of a parameter -> its full name, over all models; a tied parameter has its first name."""
+        names: dict[int, str] = {}
+        for prefix, model in self.models.items():
+            for name, parameter in model.named_parameters():
+                names.setdefault(id(parameter), f"{prefix}.{name}")
+        return names
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state: parameters, persistent buffers, optimizer state."""
+        found: dict[str, Tensor] = {}
+        for prefix, model in self.models.items():
+            found.update({f"{prefix}.{name}": value for name, value in _tensors_of(model).items()})
+        parameters = self.parameter_names()
+        for prefix, optimizer in self.optimizers.items():
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        found[f"{prefix}.state.{parameters[id(parameter)]}.{key}"] = value
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """Everything else: parameter groups, plain optimizer state, the other objects' state."""
+        parameters = self.parameter_names()
+        return {
+            "optimizers": {name: _plain_optimizer(optimizer, parameters) for name, optimizer in self.optimizers.items()},
+            "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
+            "extra": {prefix: _extra_of(model) for prefix, model in self.models.items()},
+        }
+
+
+def load_model(
+    name: str, model: nn.Module, plain: Mapping[str, Any], checkpoint: Checkpoint | None, group: WorkerGroup
+) -> None:
+    """Fill a model from a checkpoint that only worker 0 has open, and make it equal on all workers; all must call it."""
+    if checkpoint is not None:
+        wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
+        stored = [key for key in checkpoint.names if key.startswith(f"{name}.")]
+        extra = sorted(set(stored) - set(wanted))
+        if extra:
+            raise CheckpointError(
+                f"{checkpoint.path}: it holds {', '.join(extra[:5])}{' and more' if len(extra) > 5 else ''}, which the model does not have"
+            )
+        checkpoint.load_into(wanted)
+        _set_extra(model, plain["extra"].get(name, {}))
+    send_from_first([*model.parameters(), *model.buffers()], group)
+
+
+def load_optimizer(
+    name: str,
+    optimizer: Optimizer,
+    registry: Registry,
+    plain: Mapping[str, Any],
+    checkpoint: Checkpoint | None,
+    group: WorkerGroup,
+) -> None:
+    """Fill an optimizer on all workers: tensors from worker 0's checkpoint, options from the plain state; all must call it."""
+    saved = plain["optimizers"].get(name)
+    if saved is None:
+        raise CheckpointError(f"the checkpoint has no state for {name!r}; it has {', '.join(plain['optimizers']) or 'none'}")
+    names = registry.parameter_names()
+    present = [[names[id(p)] for p in options["params"]] for options in optimizer.param_groups]
+    if present != [options["params"] for options in saved["groups"]]:
+        raise CheckpointError(
+            f"{name}: its parameter groups differ from the checkpoint's: {[len(g) for g in present]} parameters now, "
+            f"{[len(options['params']) for options in saved['groups']]} then, or others. Give it the same ones, or start with another run_dir"
+        )
+    order = [parameter for group_names in present for parameter in group_names]
+    state: dict[int, dict[str, Any]] = {order.index(key): dict(values) for key, values in saved["values"].items()}
+    for key, tensor in _optimizer_tensors(name, checkpoint, group).items():
+        parameter, _, entry = key.removeprefix(f"{name}.state.").rpartition(".")
+        state.setdefault(order.index(parameter), {})[entry] = tensor
+    groups = []
+    first = 0
+    for options in saved["groups"]:
+        groups.append({**options, "params": list(range(first, first + len(options["params"])))})
+        first += len(options["params"])
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _optimizer_tensors(name: str, checkpoint: Checkpoint | None, group: WorkerGroup) -> dict[str, Tensor]:
+    """The optimizer's tensors on the CPU, read by worker 0 and sent to the others."""
+    loaded: dict[str, Tensor] = {}
+    if checkpoint is not None:
+        loaded = checkpoint.load([key for key in checkpoint.names if key.startswith(f"{name}.state.")])
+    described = group.broadcast_object({key: (tuple(value.shape), value.dtype) for key, value in loaded.items()})
+    arrived = loaded or {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in described.items()}
+    send_from_first([arrived[key] for key in described], group)
+    return arrived
+
+
+def load_object(name: str, thing: Any, plain: Mapping[str, Any]) -> None:
+    """Fill a scheduler or another object from the plain state, which all workers hold."""
+    if name not in plain["objects"]:
+        raise CheckpointError(f"the checkpoint has no state for {name!r}; it has {', '.join(plain['objects']) or 'none'}")
+    thing.load_state_dict(plain["objects"][name])
+
+
+def restore_rates(optimizers: Mapping[str, Optimizer], saved_by_name: Mapping[str, Any]) -> None:
+    """Put the saved options of parameter groups back: constructing a scheduler sets learning rates anew."""
+    for name, optimizer in optimizers.items():
+        saved = saved_by_name.get(name)
+        for group, options in zip(optimizer.param_groups, saved["groups"] if saved else [], strict=False):
+            group.update({key: value for key, value in options.items() if key != "params"})
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _extra_of(model: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+
+
+def _set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give back what modules keep by `get_extra_state`."""
+    suffix = "._extra_state"
+    for key, value in extra.items():
+        model.get_submodule(key.removesuffix(suffix) if key != suffix[1:] else "").set_extra_state(value)
+
+
+def _plain_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    values = {
+        names[id(parameter)]: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        for parameter, state in optimizer.state.items()
+    }
+    return {"groups": groups, "values": {key: value for key, value in values.items() if value}}

@@ -1,0 +1,162 @@
+"""From an assignment to a live worker and back: join the others, run the user's function, close the books."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from paceline import config, environment
+from paceline.comm.channel import Channel
+from paceline.comm.group import Alone, Group, WorkerGroup
+from paceline.comm.store import BoardStore
+from paceline.errors import PlanError
+from paceline.events import Warned, WorkerStarted
+from paceline.plan import Plan
+from paceline.plan.job import Assignment, Job
+from paceline.worker import randomness
+from paceline.worker.device import backend_for, choose_device
+from paceline.worker.failure import write_error
+from paceline.worker.record import RunFiles
+from paceline.worker.worker import Worker
+
+__all__ = ["live", "merge_job", "merge_plan"]
+
+T = TypeVar("T")
+
+
+def live(
+    function: Callable[[Worker], T],
+    assignment: Assignment,
+    *,
+    plan: Plan | None = None,
+    fields: Mapping[str, Any] | None = None,
+    store: dist.Store | None = None,
+) -> T:
+    """Be the worker that the assignment says: run `function(worker)` and return its value.
+
+    `plan` and `fields` (of Job) are what the script itself said; the command's word wins. An error is written to error.json, with the step, before it
+    is raised.
+    """
+    job = merge_job(assignment, fields or {})
+    chosen = merge_plan(assignment, plan)
+    files = RunFiles(assignment, job)
+    worker: Worker | None = None
+    try:
+        resolved = chosen.resolve(assignment.workers)
+        resolved.require(workers=assignment.workers)
+        device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
+        torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
+        with _group(assignment, job, device, store) as group:
+            randomness.seed_all(resolved.batch.seed, 3)
+            worker = Worker(
+                plan=resolved, group=group, device=device, files=files, host=assignment.host, timeout_s=job.timeout_s
+            )
+            files.emit(_started(assignment, resolved, worker))
+            _say_what_is_not_used(assignment, files, plan, fields or {})
+            value = function(worker)
+            worker.end()
+    except BaseException as error:
+        write_error(error, assignment, step=worker.step if worker else 0)
+        raise
+    return value
+
+
+def merge_job(assignment: Assignment, fields: Mapping[str, Any]) -> Job:
+    """The assignment's job, with the script's fields where the command did not set them."""
+    free = {name: value for name, value in fields.items() if name not in assignment.given and name not in PLACE_FIELDS}
+    return dataclasses.replace(assignment.job, **free)
+
+
+def merge_plan(assignment: Assignment, plan: Plan | None) -> Plan:
+    """The command's plan, or the script's, or the default, with the command's overrides."""
+    chosen = Plan.parse(assignment.plan) if assignment.plan is not None else plan or Plan()
+    for override in assignment.overrides:
+        chosen = config.apply(chosen, override)
+    return chosen
+
+
+PLACE_FIELDS = ("program", "args", "workers", "launcher", "hosts", "head", "token_file", "run_dir")  # decided before a worker exists
+
+
+def _say_what_is_not_used(assignment: Assignment, files: RunFiles, plan: Plan | None, fields: Mapping[str, Any]) -> None:
+    if assignment.rank != 0:
+        return
+    idle = [f"{name}={fields[name]!r}" for name in ("workers", "run_dir") if fields.get(name) not in (None, getattr(assignment.job, name))]
+    idle += [f"{name}={value!r}" for name, value in fields.items() if name in assignment.given and getattr(assignment.job, name) != value]
+    if plan is not None and assignment.plan is not None and Plan.parse(assignment.plan) != plan:
+        idle.append("plan")
+    if idle:
+        files.emit(Warned(text=f"the script's {', '.join(dict.fromkeys(idle))} is not used: whoever started the workers decided otherwise"))
+
+
+def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarted:
+    return WorkerStarted(
+        rank=assignment.rank,
+        workers=assignment.workers,
+        host=assignment.host,
+        pid=os.getpid(),
+        device=str(worker.device),
+        startup_s=round(time.time() - assignment.command_started, 3),
+        plan=str(plan),
+        resumed_from_step=worker.step,
+    )
+
+
+@contextlib.contextmanager
+def _group(
+    assignment: Assignment, job: Job, device: torch.device, store: dist.Store | None
+) -> Iterator[WorkerGroup]:
+    """Join torch's default process group, so that code which calls torch.distributed itself works too."""
+    if store is None:
+        store = _board_store(assignment, job)
+    timeout = timedelta(seconds=job.timeout_s)
+    if assignment.workers > 1:
+        environment.set_gloo_interface(_interface_of(assignment.address))
+    dist.init_process_group(
+        backend_for(device),
+        store=store,
+        rank=assignment.rank,
+        world_size=assignment.workers,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield Group(_world(), device=device) if assignment.workers > 1 else Alone()
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.destroy_process_group()
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed has no default group")
+    return world
+
+
+def _board_store(assignment: Assignment, job: Job) -> dist.Store:
+    if assignment.channel_fd < 0:
+        if assignment.workers > 1:
+            raise PlanError(f"worker {assignment.rank} of {assignment.workers} was given no way to reach the others")
+        return dist.HashStore()
+    return BoardStore(Channel.inherited(assignment.channel_fd), timeout_s=job.timeout_s)
+
+
+def _interface_of(address: str) -> str:
+    """The name of the network interface that has `address`."""
+    import psutil  # only where there is more than one worker
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
+    raise PlanError(f"no network interface of this host has the address {address}")

@@ -1,0 +1,78 @@
+"""`step(batch)`: forward, backward, agree, commit. The one contract that holds for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.sync.allreduce import GradientSum
+from paceline.worker.batch import StepBatch
+
+if TYPE_CHECKING:
+    from paceline.worker.worker import Worker
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Made by `worker.stepper`; call it with each batch. All workers must call it, with the batch they were given.
+
+    Returns the loss of the whole global batch as a 0-d tensor, equal on all workers. When gradients are not finite on any worker, no worker
+    takes the step, and one warning says so. After a call `grad_norm` holds the global norm before clipping, where clipping is on.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        optimizers: Sequence[Optimizer],
+        gradients: Sequence[GradientSum],
+        loss_of: Callable[[Any], Any],
+        clip_norm: float | None,
+    ) -> None:
+        self.grad_norm: Tensor | None = None
+        self._worker = worker
+        self._optimizers = tuple(optimizers)
+        self._gradients = tuple(gradients)
+        self._loss_of = loss_of
+        self._clip_norm = clip_norm
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        if not isinstance(batch, StepBatch):
+            raise TypeError(f"step() takes an item of worker.batches(...), not a {type(batch).__name__}")
+        outcome = self._worker.walk(batch, self._gradients, self._loss_of)
+        if outcome.finite:
+            if self._clip_norm is not None:
+                self.grad_norm = self._clip(self._clip_norm)
+            for optimizer in self._optimizers:
+                optimizer.step()
+        self._worker.commit(batch)
+        return outcome.loss
+
+    def _clip(self, limit: float) -> Tensor:
+        parameters = [parameter for gradients in self._gradients for parameter in gradients.parameters]
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+
+def pair_loss(model: nn.Module, loss: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """The loss of an (input, target) micro-batch."""
+
+    def loss_of(micro: Any) -> Any:
+        if not isinstance(micro, (tuple, list)) or len(micro) != 2:
+            raise ValueError(
+                f"loss(output, target) needs (input, target) batches, but the dataset gives a {_shape_of(micro)}. "
+                "Use worker.stepper(model, optim, forward=fn), where fn(model, micro) returns the loss"
+            )
+        inputs, target = micro
+        return loss(model(inputs), target)
+
+    return loss_of
+
+
+def _shape_of(value: Any) -> str:
+    name = type(value).__name__
+    return f"{name} of {len(value)}" if isinstance(value, (tuple, list, dict)) else name

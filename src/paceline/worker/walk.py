@@ -1,0 +1,169 @@
+"""One walk over a step's micro-batches: seed, rewind, forward and backward for each, then one agreement over all workers.
+
+The inside of the transaction. Each loss is scaled by its share of the step's real samples, so the sum over micro-batches and workers is the
+gradient of the mean over the global batch. Where losses come as (sum, count), say over tokens, the count is known only
+afterwards: gradients are formed per sample, and multiplied by samples / count once all counts are in.
+
+The agreement is one small float64 all-reduce, the *tally*, beside the buckets: sum of losses, sum of weights, which parameters were used by
+anybody, which buffers changed anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import WorkerGroup
+from paceline.parallel.precision import computing, input_dtype
+from paceline.plan import Plan
+from paceline.schedule.share import Micro
+from paceline.sync.allreduce import GradientSum
+from paceline.worker import randomness
+from paceline.worker.batch import StepBatch, to_device
+from paceline.worker.buffers import BufferCombiner
+
+__all__ = ["Outcome", "Walks"]
+
+LossLike = Tensor | tuple[Tensor, Any] | list[Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What all workers agreed on: equal everywhere."""
+
+    loss: Tensor  # 0-d, of the whole global batch; NaN when nobody called backward
+    finite: bool  # of the gradients; when False they have been dropped
+    unused: tuple[str, ...]  # parameters that no worker used
+    communication_s: float
+
+
+class Walks:
+    """Runs walks, one at a time, for one worker."""
+
+    def __init__(self, plan: Plan, *, group: WorkerGroup, device: torch.device) -> None:
+        self.buffers = BufferCombiner()
+        self.outcome: Outcome | None = None
+        self._plan, self._group, self._device = plan, group, device
+        self._precision = plan.compute.precision
+        self._batch: StepBatch | None = None  # set while a walk is under way
+        self._micro: Micro | None = None
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._weight_sum: Tensor | float = 0.0
+        self._is_backward_done = False
+
+    @property
+    def under_way(self) -> bool:
+        return self._batch is not None
+
+    def run(self, batch: StepBatch, sums: Sequence[GradientSum]) -> Iterator[Any]:
+        """Yield this worker's micro-batches on its device; the agreement happens when the last one has been dealt with.
+
+        All workers must walk over the batch to its end, also those whose share is empty.
+        """
+        if self._batch is not None:
+            raise RuntimeError("a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer")
+        self._begin(batch, sums)
+        try:
+            with randomness.aside():
+                for place, micro in enumerate(batch.micros):
+                    data = to_device(batch.read(place), self._device, input_dtype(self._precision))
+                    self._open_micro(batch, micro, is_last=place == len(batch) - 1, sums=sums)
+                    with computing(self._precision, self._device):
+                        yield data
+                    if not self._is_backward_done:
+                        self.buffers.capture(micro.num_samples)
+            self.outcome = self._agree(batch, sums)
+        finally:
+            self._batch = self._micro = None
+            batch.num_walks += 1
+
+    def backward(self, loss: LossLike) -> None:
+        """Add the micro-batch's gradient with its weight."""
+        batch, micro = self._batch, self._micro
+        if batch is None or micro is None:
+            raise RuntimeError(
+                "worker.backward() outside of a walk over a batch. Write: for x, y in batch: worker.backward(loss(model(x), y))"
+            )
+        if self._is_backward_done:
+            raise RuntimeError(
+                "worker.backward() was called twice for one micro-batch: add the losses and call it once, "
+                "or walk over the batch again for another optimizer"
+            )
+        self._is_backward_done = True
+        self.buffers.capture(micro.num_samples)  # before backward: recomputed blocks change their buffers once more
+        value, weight, factor = _weighed(loss, micro.num_samples, batch.num_samples)
+        self._loss_sum += value.detach().double() * (micro.num_samples if weight is None else 1.0)
+        self._weight_sum = self._weight_sum + (micro.num_samples if weight is None else weight)
+        with torch.autocast(self._device.type, enabled=False):
+            (value if factor == 1.0 else value * factor).backward()
+
+    def _begin(self, batch: StepBatch, sums: Sequence[GradientSum]) -> None:
+        self._batch, self.outcome = batch, None
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._weight_sum = 0.0
+        self.buffers.begin()
+        for gradients in sums:
+            gradients.begin()
+
+    def _open_micro(self, batch: StepBatch, micro: Micro, *, is_last: bool, sums: Sequence[GradientSum]) -> None:
+        self._micro, self._is_backward_done = micro, False
+        self.buffers.rewind()
+        randomness.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_walks, micro.index)
+        if is_last:
+            for gradients in sums:
+                gradients.arm()
+
+    def _agree(self, batch: StepBatch, sums: Sequence[GradientSum]) -> Outcome:
+        used_here = [gradients.flush() for gradients in sums]
+        head = torch.stack([self._loss_sum, torch.as_tensor(self._weight_sum, device=self._device).double()])
+        flags = [float(flag) for used in used_here for flag in used] + [float(flag) for flag in self.buffers.changed()]
+        tally = torch.cat([head, torch.tensor(flags, dtype=torch.float64, device=self._device)])
+        transfer = self._group.all_reduce(tally, what=f"the tally of step {batch.step}")
+        began = time.perf_counter()
+        transfer.wait()
+        loss_sum, weight_sum, *counts = tally.tolist()
+        scale = batch.num_samples / weight_sum if weight_sum > 0 else 1.0
+        finite, unused, place = True, [], 0
+        waited_s = time.perf_counter() - began
+        for gradients in sums:
+            used = [count > 0 for count in counts[place : place + len(gradients.names)]]
+            place += len(used)
+            unused += [name for name, is_used in zip(gradients.names, used, strict=True) if not is_used]
+            finite = gradients.land(used, scale=scale) and finite
+            waited_s += gradients.waited_s
+        changed = [count > 0 for count in counts[place:]]
+        if finite:
+            began = time.perf_counter()
+            self.buffers.combine(changed, num_samples=batch.num_samples, group=self._group)
+            waited_s += time.perf_counter() - began
+        else:
+            self.buffers.give_up()
+            for gradients in sums:
+                gradients.drop()
+        loss = torch.tensor(loss_sum / weight_sum if weight_sum else float("nan"), device=self._device)
+        return Outcome(loss, finite, tuple(unused), waited_s)
+
+
+def _weighed(loss: LossLike, num_micro: int, num_step: int) -> tuple[Tensor, Tensor | float | None, float]:
+    """Return (value to differentiate, weight or None for "per real sample", factor for the value)."""
+    if isinstance(loss, (tuple, list)):
+        if len(loss) != 2:
+            raise ValueError(f"the loss returned {len(loss)} values; return the mean, or (sum, count)")
+        value, count = loss
+        weight = count.detach().double() if isinstance(count, Tensor) else float(count)
+        return _scalar(value), weight, 1.0 / num_step
+    return _scalar(loss), None, num_micro / num_step
+
+
+def _scalar(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"the loss is a {type(value).__name__}; it must be a tensor, or (sum, count)")
+    if value.numel() != 1:
+        raise ValueError(f"the loss has shape {list(value.shape)}; return its mean over the micro-batch, or (sum, count)")
+    value = value.reshape(())
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
