@@ -1,4 +1,4 @@
-"""Reads configuration into frozen dataclasses: from TOML tables, from dotted overrides, from short text; and writes them as text.
+"""Reads configuration into frozen dataclasses, from TOML, dotted overrides and short text; and writes them as text.
 
 The dataclasses are the only description of what can be set. Everything here follows their annotations, which may be
 made of bool, int, float, str, None, Literal, tuple[T, ...], dataclasses, and unions of these. A union of dataclasses
@@ -21,8 +21,8 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePath
+from typing import Any, Literal, TypeVar
 
 from paceline.errors import PlanError
 
@@ -47,7 +47,7 @@ __all__ = [
 T = TypeVar("T")
 
 KIND = "kind"  # the key that names the class where an annotation allows several
-UNION: Any = typing.Union  # what get_type_hints returns where one of the alternatives is a Literal
+UNION = typing.get_origin(Literal[0] | None)  # what a union with a Literal is; all others are types.UnionType
 SHORT_FORM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<fields>[^()]*)\))?\s*")
 
 
@@ -128,7 +128,7 @@ def parse_value(text: str, annotation: Any, *, path: str, owner: type | None = N
 
 
 def read_short(text: str, annotation: Any, *, path: str) -> Any:
-    """Make one of the annotation's dataclasses from its short form: "cast(dtype=bf16)", "raw", "batch(size=64,micro=8)"."""
+    """Make one of the annotation's dataclasses from its short form: "raw", "batch(size=64,micro=8)"."""
     match = SHORT_FORM.fullmatch(text)
     if match is None:
         raise PlanError(f"{path} is {text!r}; it must be {describe(annotation)}, written as name(field=value,...).")
@@ -175,12 +175,13 @@ def unknown_name(cls: type, name: str, value: object, *, path: str) -> PlanError
     annotations = annotations_of(cls)
     near = suggest(name, annotations) or suggest(name, _nested_names(cls, path))
     return PlanError(
-        f"{_join(path, name)}: {cls.__name__} has no field {name!r}.{near} It has {', '.join(annotations) or 'no fields'}."
+        f"{_join(path, name)}: {cls.__name__} has no field {name!r}.{near} "
+        f"It has {', '.join(annotations) or 'no fields'}."
     )
 
 
 def suggest(name: str, legal: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the nearest legal name, or "" when none is near; of dotted names the last counts."""
+    """Return " Did you mean 'x'?" for the nearest legal name, or ""; of a dotted name the last part counts."""
     import difflib
 
     spelled = {word.rpartition(".")[2].lower(): word for word in legal}
@@ -244,7 +245,7 @@ def _changed(obj: Any, names: list[str], text: str, *, path: str, pending: Mappi
     if not rest:
         return parse_value(text, annotation, path=here, owner=cls, name=name)
     current: Any = pending.get(name, getattr(obj, name))
-    if not dataclasses.is_dataclass(current):
+    if not dataclasses.is_dataclass(current) or isinstance(current, type):
         raise PlanError(f"{here} is {current!r}, which has no fields: write {here}=value.")
     if rest[0] not in annotations_of(type(current)):
         others = [other for other in choices(annotation).values() if rest[0] in annotations_of(other)]
@@ -258,7 +259,7 @@ def _changed(obj: Any, names: list[str], text: str, *, path: str, pending: Mappi
 
 
 def _converted(value: Any, annotation: Any, *, path: str, owner: type, name: str) -> Any:
-    """Return a TOML value as the annotation wants it: tables and short forms become dataclasses, arrays become tuples."""
+    """Return a value as the annotation wants it: a dataclass for a table or short form, a tuple for an array."""
     kinds = choices(annotation)
     if kinds and isinstance(value, str):
         return read_short(value, annotation, path=path)
@@ -272,6 +273,8 @@ def _converted(value: Any, annotation: Any, *, path: str, owner: type, name: str
         return read(_chosen(kind, annotation, path=f"{path}.{KIND}", value=kind), table, path=path)
     if isinstance(value, list):
         value = tuple(value)
+    if isinstance(value, PurePath) and str in _alternatives(annotation):
+        value = str(value)
     if not _fits(value, annotation):
         raise _misfit(value, annotation, path=path, owner=owner, name=name)
     return float(value) if isinstance(value, int) and _wants_float(annotation) else value

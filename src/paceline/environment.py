@@ -1,4 +1,4 @@
-"""The one file that reads or writes environment variables: this process's place, the job's token, what children inherit.
+"""The one file that touches environment variables: this process's place, the job's token, what children inherit.
 
 A worker that we started carries its assignment in PACELINE_ASSIGNMENT, valid only in the process that PACELINE_PID
 names: what a worker starts in turn (loader processes, commands) inherits the variables, but is not a worker.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 from paceline.plan.job import Assignment, Job, assignment_from_json, assignment_to_json
-from paceline.worlds import World, find_world
+from paceline.worlds import NAMES, World, find_world
 
 __all__ = [
     "World",
@@ -30,22 +30,12 @@ __all__ = [
 
 OWN_ASSIGNMENT, OWN_PID, TOKEN = "PACELINE_ASSIGNMENT", "PACELINE_PID", "PACELINE_TOKEN"
 SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
-PREFIXES = ("PACELINE_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTIC_")
-NAMES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-MORE_NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+CGROUP = Path("/sys/fs/cgroup")
+MORE_NAMES = (OWN_ASSIGNMENT, OWN_PID, TOKEN, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL")
 
 
 def detect() -> World | None:
-    """Return the world that this process is in, or None; LaunchError where the environment's sources disagree or are incomplete."""
+    """Return the world that this process is in, or None; LaunchError where sources disagree or are incomplete."""
     own = assignment()
     if own is not None:
         return World(
@@ -63,7 +53,7 @@ def detect() -> World | None:
 
 
 def enter(assignment: Assignment) -> None:
-    """Make this process the worker of `assignment`: from now on `assignment()` and `detect()` tell it, here and not in children."""
+    """Make this process the worker of `assignment`: `assignment()` and `detect()` tell it, though not in children."""
     os.environ[OWN_ASSIGNMENT] = assignment_to_json(assignment)
     os.environ[OWN_PID] = str(os.getpid())
 
@@ -100,8 +90,8 @@ def token(job: Job) -> bytes:
         if not secret:
             raise LaunchError(
                 "The job has no token, which its hosts need to trust each other. Make one with "
-                f"`(umask 077; {make} > token)`, give every host the same file, and use token_file='token' (--token-file token), "
-                f"or set {TOKEN} to its content."
+                f"`(umask 077; {make} > token)`, give every host the same file, and use --token-file token "
+                f"(token_file='token'), or set {TOKEN} to its content."
             )
     if len(secret) < SHORTEST_TOKEN:
         raise LaunchError(
@@ -117,13 +107,11 @@ def child_environment(**extra: str) -> dict[str, str]:
 
 
 def world_variables() -> dict[str, str]:
-    """Return the variables that this file looks at and that are set, sorted by name; the token is not shown."""
-    chosen = {
-        name: value for name, value in os.environ.items() if name in NAMES + MORE_NAMES or name.startswith(PREFIXES)
-    }
-    if TOKEN in chosen:
-        chosen[TOKEN] = "(set, not shown)"
-    return dict(sorted(chosen.items()))
+    """Return the variables that Paceline looks at and that are set, sorted by name; the token is not shown."""
+    shown = {name: os.environ[name] for name in NAMES + MORE_NAMES if name in os.environ}
+    if TOKEN in shown:
+        shown[TOKEN] = "(set, not shown)"
+    return dict(sorted(shown.items()))
 
 
 def set_gloo_interface(name: str) -> bool:
@@ -137,7 +125,7 @@ def quiet() -> None:
 
 
 def default_threads(local_workers: int) -> int:
-    """Return CPU threads for each of `local_workers` workers here: OMP_NUM_THREADS where set, else an equal share of the cores.
+    """Return CPU threads for each of `local_workers` workers here: OMP_NUM_THREADS, or their share of the cores.
 
     Counted are the cores that this process may use (its affinity and its cgroup's quota), not those of the machine.
     """
@@ -145,7 +133,7 @@ def default_threads(local_workers: int) -> int:
     if chosen:
         if not chosen.isdecimal() or int(chosen) < 1:
             raise LaunchError(
-                f"OMP_NUM_THREADS is {os.environ['OMP_NUM_THREADS']!r}; it must be a number from 1 up. Correct or unset it."
+                f"OMP_NUM_THREADS is {os.environ['OMP_NUM_THREADS']!r}; it must be 1 or more. Correct or unset it."
             )
         return int(chosen)
     return max(1, _usable_cores() // local_workers)
@@ -177,7 +165,7 @@ def _set_default(name: str, value: str) -> bool:
 
 def _usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota_cores(Path("/sys/fs/cgroup"))
+    quota = _quota_cores(CGROUP)
     return cores if quota is None else max(1, min(cores, quota))
 
 

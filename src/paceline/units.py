@@ -23,7 +23,7 @@ def count_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration in the unit that fits it: "350 us", "12.5 ms", "1.85 s", "3 min 05 s", "2 h 04 min", "3 d 01 h"."""
+    """Return a duration in a fitting unit: "350 us", "12.5 ms", "1.85 s", "3 min 05 s", "2 h 04 min", "3 d 01 h"."""
     if seconds < 0:
         return "-" + duration_text(-seconds)
     if seconds == 0:

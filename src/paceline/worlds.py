@@ -4,10 +4,9 @@ A *world* is a set of processes that somebody already started and numbered. Four
 (`paceline.environment` knows a fifth, our own):
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT     also when set by hand
-    slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS, ... of a step with two tasks or more     srun openmpi
-    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, ...                              mpirun of Open MPI mpi
-    PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS                         mpirun of MPICH and Intel MPI; some
-    srun
+    slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS, ... of a step with two tasks or more     srun
+    openmpi    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, ...                              mpirun of Open MPI
+    mpi        PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS                         mpirun of MPICH, Intel MPI
 
 Several at once are normal (srun sets PMI_*, too) as long as they agree. Where an outer source only started a launcher
 on each node (srun starts torchrun), the inner one counts. Anything else is an error, which PACELINE_WORLD=<source> or
@@ -23,9 +22,18 @@ from typing import Literal, TypeAlias
 
 from paceline.errors import LaunchError
 
-__all__ = ["CHOICE", "SOURCES", "Variables", "World", "expand_hosts", "expand_tasks_per_node", "find_world"]
+__all__ = ["CHOICE", "NAMES", "SOURCES", "Variables", "World", "expand_hosts", "expand_tasks_per_node", "find_world"]
 
 CHOICE = "PACELINE_WORLD"
+NAMES = (
+    CHOICE,
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_RUN_ID",
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+    *("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"),
+    *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    *("PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 Variables: TypeAlias = Mapping[str, str]
 
 
@@ -34,7 +42,7 @@ Source: TypeAlias = Literal["paceline", "torchrun", "slurm", "openmpi", "mpi"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """This process's place among processes that somebody started; `head` is where worker 0 is, where the source tells it."""
+    """This process's place among processes that somebody started; `head` is worker 0's host, where known."""
 
     source: Source
     worker_rank: int
@@ -92,9 +100,11 @@ def _torchrun(variables: Variables) -> World | None:
         return None
     rank, workers = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
     head = variables.get("MASTER_ADDR")
-    if "LOCAL_RANK" in variables or "LOCAL_WORLD_SIZE" in variables:
+    if "LOCAL_RANK" in variables and "LOCAL_WORLD_SIZE" in variables:
         local_rank, local_workers = _number(variables, "LOCAL_RANK"), _number(variables, "LOCAL_WORLD_SIZE")
-    elif head in (None, "localhost", "127.0.0.1", "::1"):
+    elif (other := _same_place(variables, rank, workers)) is not None:  # a script copied RANK from srun or mpirun
+        local_rank, local_workers = other.local_rank, other.local_workers
+    elif "LOCAL_RANK" not in variables and head in (None, "localhost", "127.0.0.1", "::1"):
         local_rank, local_workers = rank, workers  # set by hand for one host
     else:
         raise LaunchError(
@@ -106,7 +116,7 @@ def _torchrun(variables: Variables) -> World | None:
 
 
 def _slurm(variables: Variables) -> World | None:
-    # A batch script has SLURM_PROCID, but no step size. A step of one task (also salloc's shell) starts workers, it is none.
+    # A batch script has SLURM_PROCID, but no step size. A step of one task (also salloc's shell) is no worker.
     if "SLURM_STEP_ID" not in variables or "SLURM_STEP_NUM_TASKS" not in variables:
         return None
     workers = _number(variables, "SLURM_STEP_NUM_TASKS")
@@ -137,7 +147,7 @@ def _openmpi(variables: Variables) -> World | None:
     rank, workers, local_rank, local_workers = (
         _number(variables, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    job_id = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid", "")
+    job_id = variables.get("PMIX_NAMESPACE", "")
     return _world("openmpi", variables, rank, workers, local_rank, local_workers, job_id=job_id)
 
 
@@ -147,9 +157,10 @@ def _mpi(variables: Variables) -> World | None:
     rank, workers = _number(variables, "PMI_RANK"), _number(variables, "PMI_SIZE")
     if "MPI_LOCALRANKID" in variables:
         local_rank, local_workers = _number(variables, "MPI_LOCALRANKID"), _number(variables, "MPI_LOCALNRANKS")
-    elif (step := _slurm(variables)) is not None and _place(step) == (rank, workers):
-        # srun --mpi=pmi2 leaves them to Slurm's own variables
-        local_rank, local_workers = step.local_rank, step.local_workers
+    elif (
+        other := _same_place(variables, rank, workers)
+    ) is not None:  # srun --mpi=pmi2 tells them in its own variables
+        local_rank, local_workers = other.local_rank, other.local_workers
     elif workers == 1:
         local_rank, local_workers = 0, 1
     else:
@@ -194,6 +205,15 @@ def _only_started(outer: World, inner: World, variables: Variables) -> bool:
         return groups == str(outer.workers)
     # mpirun starts its daemons by srun, one on each node; the workers inherit that step's variables.
     return outer.source == "slurm" and outer.local_workers == 1
+
+
+def _same_place(variables: Variables, worker_rank: int, workers: int) -> World | None:
+    """The world of a source that always knows which workers share a host, if it has this worker in the same place."""
+    for find in (_slurm, _openmpi):
+        world = find(variables)
+        if world is not None and _place(world) == (worker_rank, workers):
+            return world
+    return None
 
 
 def _place(world: World) -> tuple[int, int]:

@@ -72,7 +72,8 @@ def split_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple
 def _refuse_unknown(word: str, option: str, ours: Iterable[str], *, command: str) -> None:
     if word.startswith("-"):
         raise PlanError(
-            f"unknown option {option}.{suggest(option, ours)} Arguments of the script follow its name. See `{command} --help`."
+            f"unknown option {option}.{suggest(option, ours)} The script's own arguments follow its name. "
+            f"See `{command} --help`."
         )
 
 
@@ -88,4 +89,4 @@ def _refuse_slip(option: str, ours: Iterable[str]) -> None:
 
 
 def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    return [action for action in parser._actions if action.option_strings]  # pyright: ignore[reportPrivateUsage]
+    return [action for action in parser._actions if action.option_strings]

@@ -16,7 +16,8 @@ def add(commands: Commands) -> None:
         commands,
         "audit",
         summary="prove that every sample of each epoch was used exactly once",
-        description="Prove from the ledger that every sample of each finished epoch was used exactly once, or list what was not.",
+        description="Prove from a run's ledger that every sample of each finished epoch was used exactly once, "
+        "or list what was not.",
         examples="  paceline audit RUN\n\nExit status 0: proved; 1: samples are missing or were used twice.",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")

@@ -32,9 +32,8 @@ def _starts(job: Job, workers: int | None) -> list[str]:
         lines.append("as many workers as the script asks for")
     elif job.hosts == 1:
         first = " (worker 0 in this process)" if job.launcher == "inline" else ""
-        lines.append(
-            f"{workers} worker{'s' if workers > 1 else ''} on this host, forked from one process that has imported torch{first}"
-        )
+        plural = "s" if workers > 1 else ""
+        lines.append(f"{workers} worker{plural} on this host, forked from one process that has imported torch{first}")
     else:
         least, extra = divmod(workers, job.hosts)
         shares = f"{least}" if not extra else f"{least} or {least + 1}"

@@ -16,8 +16,9 @@ def add(commands: Commands) -> None:
         commands,
         "export",
         summary="write a checkpoint's model weights as safetensors",
-        description="Write the model weights of a checkpoint, or of a run's newest checkpoint, as one safetensors file.",
-        examples="  paceline export RUN model.safetensors\n  paceline export RUN/checkpoints/step_00000100 model.safetensors",
+        description="Write the model weights of a checkpoint, or of a run's newest one, as one safetensors file.",
+        examples="  paceline export RUN model.safetensors\n"
+        "  paceline export RUN/checkpoints/step_00000100 model.safetensors",
     )
     parser.add_argument(
         "source", metavar="RUN|CHECKPOINT", type=Path, help="directory of a run or of one of its checkpoints"

@@ -26,8 +26,8 @@ def add(commands: Commands) -> None:
         commands,
         "parity",
         summary="prove that the loss is the same on other numbers of workers and plans",
-        description="Run the same global batches on several numbers of workers and under several plans, and print the largest relative "
-        "difference in loss, gradients and weights against one process.",
+        description="Run the same global batches on several numbers of workers and under several plans, and print the "
+        "largest relative difference in loss, gradients and weights against one process.",
         usage="paceline parity [options] SCRIPT.py [options] [the script's arguments] [-- more of them]",
         examples=EXAMPLES,
     )
@@ -66,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     plans = tuple(Plan.parse(text) for text in arguments.plans)
     if not counts or min(counts) < 1 or steps < 1:
         raise PlanError(
-            f"--workers {arguments.workers} and --steps {steps} must be at least 1 each, for example --workers 1,2,4 --steps 5."
+            f"--workers {arguments.workers} and --steps {steps} must be at least 1 each, "
+            "for example --workers 1,2,4 --steps 5."
         )
     if tolerance is not None and not tolerance > 0:
         raise PlanError(f"--tolerance is {tolerance}; it must be more than 0, for example 1e-5.")

@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
         commands,
         "plan",
         summary="show what a plan means, and which rules it breaks",
-        description="Show what a plan means on a number of workers, as text and as Python, and every rule that it breaks.",
+        description="Show what a plan means on so many workers, as text and as Python, and every rule that it breaks.",
         examples=EXAMPLES,
     )
     parser.add_argument("text", metavar="TEXT", nargs="?", default="default", help="the plan, as one line of text")

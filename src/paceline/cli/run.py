@@ -50,8 +50,7 @@ EXAMPLES = """\
   paceline run job.toml --set plan.batch.size=64 --set keep=5
   paceline run train.py --launcher inline --workers 2       then breakpoint() works in worker 0
 
-All of the script's standard output, its errors, checkpoints and metrics are in the run directory. Plans: `paceline
-plan --help`.
+Output, checkpoints and metrics of all workers are in the run directory. How to write a plan: `paceline plan --help`.
 """
 
 
@@ -111,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, Plan | None, tuple[str, ...], tuple[str, ...]]:
-    """Return the job, the plan where the command or job file gives one, the Job fields that they set, and the plan's overrides."""
+    """Return the job, the plan that command or job file give, the Job fields that they set, the plan's overrides."""
     fields = config.annotations_of(Job)
     changes: dict[str, Any] = {}
     for name in OPTIONS:
@@ -148,7 +147,8 @@ def _read_program(path: Path, changes: dict[str, Any]) -> tuple[Job, Plan | None
         raise PlanError(f'{path} does not say what to run. Add a line: program = "train.py"')
     if not Path(job.program).is_file():
         raise PlanError(
-            f"{path} names the program {job.program}, which does not exist (a relative path starts at the job file's folder)."
+            f"{path} names the program {job.program}, which does not exist. "
+            "A relative path starts at the job file's folder."
         )
     return job, plan, given
 

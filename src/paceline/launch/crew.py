@@ -118,10 +118,10 @@ class Crew:
                 self._parent.fork(assignment, theirs)
 
     def _serve(self, worker: int, channel: socket.socket) -> None:
-        def closed(reason: str) -> None:
+        def closed(error: Exception) -> None:
             del self._links[worker]
-            if "message" in reason:  # it is not just its end
-                self._say(f"worker {worker}'s channel was closed: {reason}")
+            if isinstance(error, ValueError):  # otherwise it is the worker's end, which the warm parent tells
+                self._say(f"worker {worker}'s channel was closed: {error}")
 
         self._links[worker] = Link(
             channel, self._loop, on_message=lambda request: self._listener.request(worker, request), on_close=closed
@@ -181,8 +181,17 @@ class Crew:
         )
 
     def _lost(self, worker: int, kind: str, message: str, *, echo: bool = False) -> None:
-        pid = self._pids.get(worker, 0)
-        self._report(lost(worker, host=self.alive[worker].host, pid=pid, kind=kind, message=message, echo=echo))
+        self._report(
+            lost(
+                worker,
+                host=self.alive[worker].host,
+                pid=self._pids.get(worker, 0),
+                kind=kind,
+                message=message,
+                echo=echo,
+                sent_by_us=self._told,
+            )
+        )
 
     def _report(self, ended: WorkerExit) -> None:
         del self.alive[ended.worker]
@@ -192,6 +201,6 @@ class Crew:
         output = f"\n{self._parent.output()}" if self._parent is not None else ""
         if not self._forked:
             raise LaunchError(f"The process that imports what workers need {how}.{output}")
-        for worker in [*self.alive.keys() - self._guests]:
-            others = len(self.alive.keys() - self._guests) < len(self._pids.keys() - self._guests)
-            self._lost(worker, "WarmParentLost", f"the process that the workers were forked from {how}{output}", echo=others)
+        for number, worker in enumerate(sorted(self.alive.keys() - self._guests)):
+            message = f"the process that the workers were forked from {how}{output}"
+            self._lost(worker, "WarmParentLost", message, echo=number > 0)

@@ -18,7 +18,11 @@ CHUNK_BYTES = 1 << 16
 
 
 class Link:
-    """Sends and receives messages over a socket that it owns; `on_close(reason)` is called once, when the other end closes it."""
+    """Sends and receives messages over a socket that it owns; the other end's end is told once.
+
+    `on_close(error)` gets a ConnectionError when the other end has closed it or has gone, and a ValueError when what came in made
+    no sense and it was closed here.
+    """
 
     def __init__(
         self,
@@ -26,7 +30,7 @@ class Link:
         loop: Loop,
         *,
         on_message: Callable[[dict[str, Any]], None],
-        on_close: Callable[[str], None],
+        on_close: Callable[[Exception], None],
     ) -> None:
         self._sock, self._loop = sock, loop
         self._on_message, self._on_close = on_message, on_close
@@ -73,10 +77,10 @@ class Link:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._lost(error.strerror or str(error))
+            self._lost(ConnectionError(error.strerror or str(error)))
             return
         if not data:
-            self._lost("the other end closed the connection")
+            self._lost(ConnectionError("it closed the connection"))
             return
         self.heard = time.monotonic()
         messages = self._lines.feed(data)
@@ -84,7 +88,7 @@ class Link:
             try:
                 message = next(messages, None)
             except ValueError as error:
-                self._lost(str(error))
+                self._lost(error)
                 return
             if message is None:
                 return
@@ -116,9 +120,9 @@ class Link:
             _close_all(passing)
         self._outgoing.clear()
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, error: Exception) -> None:
         self.close()
-        self._on_close(reason)
+        self._on_close(error)
 
 
 def _close_all(sockets: Sequence[socket.socket]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["Failure", "Outcome", "WorkerExit", "interrupted", "lost", "read_error", "verdict"]
 
 ERROR_BYTES = 1 << 20  # of an error.json, at most: a longer one is not what Paceline writes
+TEXT_CHARS = 8192  # of a message or a traceback: hundreds of workers' errors travel in one message; the file holds the whole text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +48,9 @@ class Outcome:
     exits: tuple[WorkerExit, ...] = ()  # of all workers, by worker
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, from which `from_json` makes an equal outcome."""
-        return dataclasses.asdict(self)
+        """Plain data, from which `from_json` makes the outcome again; only `failures` keep what was in error.json."""
+        exits = tuple(dataclasses.replace(ended, error=None) for ended in self.exits)  # failures hold the errors
+        return dataclasses.asdict(dataclasses.replace(self, exits=exits))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
@@ -73,7 +75,9 @@ def interrupted(signum: int, exits: Sequence[WorkerExit], *, by: str = "") -> Ou
     return Outcome(state="stopped", exit_code=128 + signum, reason=reason, exits=tuple(exits))
 
 
-def lost(worker: int, *, host: str, pid: int, kind: str, message: str, echo: bool = False) -> WorkerExit:
+def lost(
+    worker: int, *, host: str, pid: int, kind: str, message: str, echo: bool = False, sent_by_us: bool = False
+) -> WorkerExit:
     """The end of a worker of which nothing is known but what `message` says."""
     error = {
         "kind": kind,
@@ -88,15 +92,29 @@ def lost(worker: int, *, host: str, pid: int, kind: str, message: str, echo: boo
         "echo": echo,
     }
     return WorkerExit(
-        worker=worker, host=host, pid=pid, exit_code=None, signal=None, peak_memory_bytes=0, error=error, sent_by_us=False
+        worker=worker,
+        host=host,
+        pid=pid,
+        exit_code=None,
+        signal=None,
+        peak_memory_bytes=0,
+        error=error,
+        sent_by_us=sent_by_us,
     )
 
 
 def read_error(worker_dir: Path) -> dict[str, Any] | None:
-    """What a worker left in error.json; None where there is none, or where its writer was killed."""
+    """What a worker left in error.json, long texts cut; None where there is none, or where its writer was killed."""
     try:
         with open(worker_dir / "error.json", "rb") as file:
             error = json.loads(file.read(ERROR_BYTES))
     except (OSError, ValueError):
         return None
-    return error if isinstance(error, dict) else None
+    if not isinstance(error, dict):
+        return None
+    message, trace = str(error.get("message", "")), str(error.get("traceback", ""))
+    if len(message) > TEXT_CHARS:
+        error["message"] = message[:TEXT_CHARS] + " ..."
+    if len(trace) > TEXT_CHARS:
+        error["traceback"] = "...\n" + trace[-TEXT_CHARS:]  # its end says what was raised
+    return error

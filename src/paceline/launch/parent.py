@@ -93,7 +93,7 @@ class WarmParent:
                 self._pids.pop(message["worker"], None)
             on_message(message)
 
-        def gone(_: str) -> None:
+        def gone(_: Exception) -> None:
             how = self._how_it_ended()
             self._kill()
             on_lost(how)

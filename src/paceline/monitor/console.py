@@ -15,7 +15,7 @@ EVERY_S = 2.0
 
 
 class PlainConsole:
-    """Writes lines to a stream. When the stream is gone (a closed pipe) the run goes on and says so once on standard error."""
+    """Writes lines to a stream. When that is gone (a closed pipe) the run goes on; standard error says so once."""
 
     def __init__(self, stream: TextIO, *, every_s: float = EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s

@@ -45,7 +45,7 @@ class Failure:
 
 
 def root(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that the others follow from: errors before echoes of them, before those we ended; then the earliest."""
+    """Return the failure the others follow from: errors before echoes, before those we ended; then the earliest."""
     if not failures:
         raise ValueError("there is no failure to choose from: pass at least one")
     return min(failures, key=lambda failure: (_order(failure), _when(failure), failure.worker))
@@ -64,7 +64,7 @@ def explain(failures: Sequence[Failure]) -> str:
     if first.error and first.error.get("traceback"):
         parts.append(own_frames(str(first.error["traceback"]), usage=bool(first.error.get("usage"))))
     if first.oom_likely:
-        parts.append("If it ran out of memory: use a smaller Batch(micro=...), which changes the memory of a step but not its result.")
+        parts.append("If so, use a smaller Batch(micro=...): a step then needs less memory and gives the same result.")
     parts += [f"{headline(failure)} (independently)" for failure in also]
     if followed:
         parts.append(f"{workers_text(followed)} stopped because of it")
@@ -87,10 +87,12 @@ def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
 def own_frames(traceback: str, *, usage: bool = False) -> str:
     """Return a traceback without the frames of Paceline that lie above the user's first one.
 
-    With `usage` (the user asked for something that cannot be) the frames below the user's last one are dropped too: the message
-    says all of it. A traceback without a frame of the user's stays as it is.
+    With `usage` (the user asked for something that cannot be) the frames below the user's last one are dropped too: the
+    message says all of it. A traceback without a frame of the user's stays as it is.
     """
-    return "".join(part if CHAIN.match(part) else _own_frames(part, usage) for part in CHAIN.split(traceback.rstrip("\n")))
+    return "".join(
+        part if CHAIN.match(part) else _own_frames(part, usage) for part in CHAIN.split(traceback.rstrip("\n"))
+    )
 
 
 def _own_frames(traceback: str, usage: bool) -> str:
@@ -112,7 +114,8 @@ def _what(failure: Failure) -> str:
         kind = str(failure.error.get("kind", "error"))
         return f"{kind}: {short}" if short else kind
     if failure.signal is None:
-        return f"ended with exit code {failure.exit_code} at step {_step(failure)}, without an error of its own; see its stderr.log"
+        text = f"ended with exit code {failure.exit_code} at step {_step(failure)}"
+        return f"{text}, without an error of its own; see its stderr.log"
     text = f"was killed by signal {failure.signal} ({_signal_name(failure.signal)}) at step {_step(failure)}"
     if failure.peak_memory_bytes:
         text += f"; peak memory {bytes_text(failure.peak_memory_bytes)}"

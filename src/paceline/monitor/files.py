@@ -21,7 +21,7 @@ class Growing:
         self._partial = b""
 
     def poll(self, limit_bytes: int | None = 1 << 20) -> list[str]:
-        """Return the lines completed since the last call, without their ends; reads about `limit_bytes` (None: to the end)."""
+        """Return the lines completed since the last call; reads about `limit_bytes` (None: to the end of the file)."""
         if self._file is None:
             try:
                 self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115
@@ -49,7 +49,7 @@ class Growing:
 
 
 def last_lines(path: Path) -> Iterator[str]:
-    """Yield the complete lines of a file from the last to the first, reading from its end; nothing where there is no file."""
+    """Yield the complete lines of a file from the last to the first, read from its end; none where there is no file."""
     try:
         file = open(path, "rb")  # noqa: SIM115
     except FileNotFoundError:

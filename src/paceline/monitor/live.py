@@ -1,7 +1,7 @@
 """The console on a terminal: a block at the bottom that is redrawn in place, lines above it.
 
-Nothing runs beside the caller: the block is drawn when `poll` finds something new, at most twice a second, because drawing takes
-milliseconds that the workers on the same cores would miss.
+Nothing runs beside the caller: the block is drawn when `poll` finds something new, at most twice a second, because
+drawing takes milliseconds that the workers on the same cores would miss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVERY_S = 0.5  # between two drawings with news
 IDLE_EVERY_S = 1.0  # between two drawings for the clock alone
 BAR_WIDTH = 40
 CURVE_WIDTH = 32
-COLOURS = dict(zip(PHASES, ("yellow", "green", "magenta", "blue"), strict=True))
+COLOURS: dict[str, str] = dict(zip(PHASES, ("yellow", "green", "magenta", "blue"), strict=True))
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -132,10 +132,8 @@ class LiveConsole:
         return block
 
     def _title(self, now: float) -> Text:
-        return Text.assemble(
-            ("─── ", "dim"), ("paceline", "bold"), (f"  {self._run}  ", ""), (_clock(now - self._began), "bold"), ("  ", ""),
-            (self._plan, "dim"),
-        )  # fmt: skip
+        text = Text.assemble(("─── ", "dim"), ("paceline", "bold"), f"  {self._run}  ")
+        return text.append(_clock(now - self._began), "bold").append(f"  {self._plan}", "dim")
 
     def _progress(self, now: float) -> Text | None:
         row = self._interval.last
@@ -195,7 +193,7 @@ class LiveConsole:
 
 
 class _Curve:
-    """The loss so far in a few characters: means of equal stretches of steps, which double in length as the run goes on."""
+    """The loss so far in a few characters: means of equal stretches of steps, which grow as the run goes on."""
 
     def __init__(self) -> None:
         self._means: list[float] = []

@@ -20,8 +20,8 @@ SHORT = {"stdout": "", "stderr": " err"}
 def main_logs(run_dir: Path | str, worker: int | None = None, stream: str | None = None, follow: bool = False) -> int:
     """Print logs of one worker or of all, of one stream or of both; with `follow` until the run has ended.
 
-    The lines of a single file are printed as they are, those of several with a tag: `[2] ` and `[2 err] `. Returns 0, 2 where there is
-    no such run, worker or stream, or 130 after Ctrl-C.
+    The lines of a single file are printed as they are, those of several with a tag: `[2] ` and `[2 err] `. Returns 0, 2
+    where there is no such run, worker or stream, or 130 after Ctrl-C.
     """
     try:
         record = RunRecord.load(run_dir)

@@ -31,7 +31,7 @@ def oom_likely(
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """Return the least of the machine's memory and the limits of this process's control groups; None where neither is told.
+    """Return the least of the machine's memory and the limits of this process's control groups; None where not told.
 
     `root` is where `proc` and `sys` are found; tests build their own.
     """
@@ -40,7 +40,7 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """Return how many processes the kernel has killed for memory so far, here and machine-wide; None where it does not say."""
+    """Return how many processes the kernel has killed for memory, here and machine-wide; None where it does not say."""
     counts = [_field(root / "proc/vmstat", "oom_kill")]
     for group in _groups(root):
         counts += [_field(group / "memory.events", "oom_kill"), _field(group / "memory.oom_control", "oom_kill")]
@@ -59,7 +59,9 @@ def _groups(root: Path) -> list[Path]:
             top = root / "sys/fs/cgroup/memory"
         else:
             continue
-        place = top / path.strip("/")  # inside a container this may name a place outside of what is mounted: then only its parents are
+        place = top / path.strip(
+            "/"
+        )  # inside a container this may name a place outside of what is mounted: then only its parents are
         groups += [group for group in (place, *place.parents) if group.is_relative_to(top) and group.is_dir()]
     return groups
 

@@ -1,7 +1,7 @@
 """Writes RUN/metrics.jsonl: one line for each committed step, over all attempts, no step twice.
 
-A continued run takes its steps again from a checkpoint. The lines of the steps after that checkpoint are dropped first, so that the file
-always tells one story from the first step to the last.
+A continued run takes its steps again from a checkpoint. The lines of the steps after that checkpoint are dropped
+first, so that the file always tells one story from the first step to the last.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def metrics_line(row: Step) -> dict[str, Any]:
 
 
 def drop_later_steps(path: Path, last_step: int) -> None:
-    """Remove the lines of steps after `last_step`, and unreadable ones; the file is replaced in one instant, if it changes."""
+    """Remove the lines of steps after `last_step`, and unreadable ones; the file is replaced in one instant."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:

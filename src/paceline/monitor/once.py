@@ -1,6 +1,7 @@
 """Shows each distinct text once, however many workers say it: `[worker 2] ...` or `[workers 0-3] ...`.
 
-A text waits for a moment, so that the other workers' equal one joins it; what comes later is known already and dropped.
+A text waits for a moment, so that the other workers' equal one joins it; what comes later is known already and
+dropped.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Callable, Collection, Iterable
 __all__ = ["Once", "tag", "workers_text"]
 
 WAIT_S = 0.3
-NUM_KNOWN = 20_000  # texts that are remembered; a program that says more distinct ones than this may see an old one again
+NUM_KNOWN = (
+    20_000  # texts that are remembered; a program that says more distinct ones than this may see an old one again
+)
 # What torch puts before a line and differs without a difference: the rank, and the time ("[W1121 05:21:00.123456789 ").
 VARYING = re.compile(r"^(\[rank\d+\]:\s*)?(\[[TIWEF]\d{4} \d\d:\d\d:\d\d[.\d]*\s)?")
 
 
 class Once:
-    """Collects texts of workers; `show(text, workers)` is called once for each distinct one, in the order of arrival."""
+    """Collects texts of workers; calls `show(text, workers)` once for each distinct one, in the order of arrival."""
 
     def __init__(self, workers: Collection[int], show: Callable[[str, tuple[int, ...]], None]) -> None:
         self._workers, self._show = frozenset(workers), show

@@ -1,7 +1,8 @@
 """Shows what the workers print: standard output as it is, each distinct line of standard error once.
 
-A Python warning and its source line are one text. Tracebacks are left out: where a worker fails, the failure report shows the one that
-matters. A traceback after which its worker goes on is told in one line, a little later, so that nothing is hidden.
+A Python warning and its source line are one text. Tracebacks are left out: where a worker fails, the failure report
+shows the one that matters. A traceback after which its worker goes on is told in one line, a little later, so that
+nothing is hidden.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ CHAINED = (
 
 
 class Output:
-    """Follows stdout.log and stderr.log of `workers` below an attempt's directory; `show(text)` gets what is to be seen.
+    """Follows stdout.log and stderr.log of `workers` below an attempt's directory; `show` gets what is to be seen.
 
     Standard output is that of worker 0, untouched; with `everyone` that of all workers, each line tagged `[k] `.
     """
 
-    def __init__(self, directory: Path, workers: Collection[int], *, everyone: bool, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, directory: Path, workers: Collection[int], *, everyone: bool, show: Callable[[str], None]
+    ) -> None:
         self._everyone, self._show = everyone, show
         talkers = [worker for worker in sorted(workers) if everyone or worker == 0]
         self._stdout = {worker: Growing(directory / f"worker_{worker}" / "stdout.log") for worker in talkers}
@@ -50,11 +53,11 @@ class Output:
         self._once.release(now)
 
     def finish(self, now: float, *, failed: Collection[int] = ()) -> None:
-        """Show all that is left, unfinished lines too, and close the files; tracebacks of `failed` workers are told elsewhere."""
+        """Show what is left, unfinished lines too, and close the files; tracebacks of `failed` are told elsewhere."""
         for worker, file in self._stdout.items():
-            self._show_stdout(worker, file.poll(limit_bytes=None) + [rest for rest in [file.rest()] if rest])
+            self._show_stdout(worker, [*file.poll(limit_bytes=None), *filter(None, [file.rest()])])
         for worker, file in self._stderr.items():
-            self._take_stderr(worker, file.poll(limit_bytes=None) + [file.rest()], now)
+            self._take_stderr(worker, [*file.poll(limit_bytes=None), file.rest()], now)
             for text in self._texts[worker].end():
                 self._once.add(text, worker, now)
         self._once.release(now, everything=True)

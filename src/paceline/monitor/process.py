@@ -12,7 +12,7 @@ TOLERANCE_S = 0.5  # start times are kept to a hundredth; a number does not come
 
 
 def process_started_s(pid: int) -> float | None:
-    """Return when a process of this host began, in seconds after boot on Linux; None where it does not exist (a zombie does not)."""
+    """Return when a process of this host began (on Linux: seconds after boot); None for none, or for a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Serves a run's state to Prometheus over HTTP: base units, `_total` and `_seconds` names, no label that grows with the run.
+"""Serves a run's state to Prometheus: base units, `_total` and `_seconds` names, no label that grows with the run.
 
-The server is one thread that answers scrapes; the numbers are set by whoever reads the run's events. It listens on loopback unless
-told otherwise, and knows nothing but these numbers.
+The server is one thread that answers scrapes; the numbers are set by whoever reads the run's events. It listens on
+loopback unless told otherwise, and knows nothing but these numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRAPE_TIMEOUT_S = 5.0
 
 
 class PrometheusEndpoint:
-    """Listens on `host:port` (0: any free port) until `close()`; `url` says where. Raises LaunchError where it cannot listen."""
+    """Listens on `host:port` (0: any free port) until `close()`; `url` says where. Raises LaunchError if it cannot."""
 
     def __init__(self, host: str, port: int, *, workers: int) -> None:
         self._registry = registry = CollectorRegistry()
@@ -47,7 +47,9 @@ class PrometheusEndpoint:
         Gauge("paceline_workers", "Workers of the job.", registry=registry).set(workers)
         self._server = _listen(host, port, registry)
         self.url = _url(host, self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
+        )
         self._thread.start()
 
     def accept(self, item: Record | Step) -> None:
@@ -95,7 +97,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     allow_reuse_port = False  # a second run on the same port is an error, not half of the scrapes
 
     def server_bind(self) -> None:
-        """Bind without the look-up of the host's full name that the base class does: it can take seconds without a network."""
+        """Bind without looking up the host's full name, as the base class does: that can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -114,7 +116,7 @@ def _listen(host: str, port: int, registry: CollectorRegistry) -> _Server:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         kind = type("_FamilyServer", (_Server,), {"address_family": family})
-        server = kind((address[0], address[1]), _Quiet)
+        server = kind((str(address[0]), port), _Quiet)
     except OSError as error:
         raise LaunchError(
             f"The metrics endpoint cannot listen on {host}:{port}: {error.strerror or error}. "

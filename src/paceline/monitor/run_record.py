@@ -1,6 +1,7 @@
 """`run.json`: what a run directory says of itself, for those who come later and for other terminals.
 
-One process writes it (the supervisor, through `begin_attempt`, `changed` and `end_attempt`), each time as a whole and in one instant.
+One process writes it (the supervisor, through `begin_attempt`, `changed` and `end_attempt`), each time as a whole and
+in one instant.
 """
 
 from __future__ import annotations
@@ -59,19 +60,29 @@ class RunRecord:
             attempts = tuple(Attempt(**attempt) for attempt in fields.pop("attempts"))
             return cls(run_dir=run_dir, attempts=attempts, **fields)
         except (FileNotFoundError, NotADirectoryError):
-            what = "has no run.json" if run_dir.is_dir() else "is not a directory" if run_dir.exists() else "does not exist"
+            what = (
+                "has no run.json"
+                if run_dir.is_dir()
+                else "is not a directory"
+                if run_dir.exists()
+                else "does not exist"
+            )
             raise ValueError(
                 f"{str(run_dir)!r} {what}: it is not the directory of a run. Name the one that `paceline run` printed "
                 "(runs/... unless --run-dir said otherwise)."
             ) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{run_dir / 'run.json'} cannot be read ({error}): it is damaged or of another version.") from error
+            raise ValueError(
+                f"{run_dir / 'run.json'} cannot be read ({error}): it is damaged or of another version."
+            ) from error
 
     @classmethod
-    def begin_attempt(cls, run_dir: Path | str, *, job: Mapping[str, Any], workers: int, plan: str | None = None) -> RunRecord:
+    def begin_attempt(
+        cls, run_dir: Path | str, *, job: Mapping[str, Any], workers: int, plan: str | None = None
+    ) -> RunRecord:
         """Note that the calling process starts the next attempt in `run_dir` (made if needed), and return the record.
 
-        The attempt's number is `record.attempt`. Raises ValueError where another supervisor still works in the directory.
+        The attempt's number is `record.attempt`. Raises ValueError where another supervisor works in the directory.
         """
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)

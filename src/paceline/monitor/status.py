@@ -19,7 +19,7 @@ from paceline.units import duration_text
 __all__ = ["RunStatus", "WorkerStatus", "main_status", "status"]
 
 EXPLAINED = {
-    "lost": "lost (its supervisor is gone without a word; `paceline run` with the same --run-dir continues from its checkpoint)",
+    "lost": "lost (its supervisor is gone without a word; run it again with the same --run-dir to continue)",
     "elsewhere": "running, says its record (on another host: ask there)",
 }
 NUM_FIRST_LINES = 200  # in which a worker says that it started
@@ -99,7 +99,9 @@ def main_status(run_dir: Path | str, json: bool = False) -> int:
 
 
 def _text(run: RunStatus) -> str:
-    state = EXPLAINED["elsewhere"] if run.state == "running" and not run.is_checked else EXPLAINED.get(run.state, run.state)
+    state = (
+        EXPLAINED["elsewhere"] if run.state == "running" and not run.is_checked else EXPLAINED.get(run.state, run.state)
+    )
     code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
     parts = [f"step {run.step}"]
     if run.epoch is not None:
@@ -123,13 +125,16 @@ def _table(workers: tuple[WorkerStatus, ...]) -> list[str]:
     head = ("worker", "host", "pid", "device", "state", "step", "last event")
     rows = [
         (
-            str(worker.rank), worker.host or "-", str(worker.pid or "-"), worker.device or "-", worker.state, str(worker.step),
-            "-" if worker.age_s is None else f"{duration_text(max(worker.age_s, 0.0))} ago",
+            str(worker.rank), worker.host or "-", str(worker.pid or "-"), worker.device or "-", worker.state,
+            str(worker.step), "-" if worker.age_s is None else f"{duration_text(max(worker.age_s, 0.0))} ago",
         )
         for worker in workers
     ]  # fmt: skip
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
 
 
 def _last_step(run_dir: Path) -> dict[str, Any]:
@@ -145,7 +150,8 @@ def _workers(record: RunRecord) -> tuple[WorkerStatus, ...]:
     started = _started(record)
     failed = {worker for event in _supervisor_events(record) if (worker := _failed_worker(event)) is not None}
     return tuple(
-        _worker(record, worker, started.get(worker), failed) for worker in range(max(record.workers, 1 + max(started, default=-1)))
+        _worker(record, worker, started.get(worker), failed)
+        for worker in range(max(record.workers, 1 + max(started, default=-1)))
     )
 
 

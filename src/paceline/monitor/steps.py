@@ -1,8 +1,9 @@
 """Merges what the workers say about a step into one row.
 
-All workers commit a step together, but each writes its own line, and the files are read one after the other. Nobody finishes step
-k + 2 before everybody has written down step k (they agree in every step), so a row is given out when all workers have spoken, or when
-anybody was two steps ahead of it *before* this reading of the files began: what is still missing then will not come.
+All workers commit a step together, but each writes its own line, and the files are read one after the other. Nobody
+finishes step k + 2 before everybody has written down step k (they agree in every step), so a row is given out when
+all workers have spoken, or when anybody was two steps ahead of it *before* this reading of the files began: what is
+still missing then will not come.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Step:
 
 
 class StepMerger:
-    """Takes `StepDone` records in any order between workers; gives out rows in the order of steps, each exactly once."""
+    """Takes `StepDone` records, in any order between workers; gives out rows in the order of steps, each once."""
 
     def __init__(self, workers: Collection[int]) -> None:
         self._workers = frozenset(workers)
@@ -108,7 +109,7 @@ def _means(reports: list[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _named(loss: float | None, metrics: dict[str, float]) -> tuple[float | None, dict[str, float]]:
-    """Keep a user's metric from hiding a column of ours: it becomes `reported_<name>`; a reported loss that says the same is dropped."""
+    """Keep a reported metric from hiding a column of ours: it becomes `reported_<name>`; an equal loss is dropped."""
     reported = metrics.pop("loss", None)
     named = {f"reported_{name}" if name in OWN_NAMES else name: value for name, value in metrics.items()}
     if loss is None:

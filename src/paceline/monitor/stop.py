@@ -21,7 +21,7 @@ PATIENCE_S = 15.0  # the supervisor gives its workers 10
 def main_stop(run_dir: Path | str) -> int:
     """Send SIGTERM to the supervisor and wait until it is gone.
 
-    Returns 0 when the run has ended (also when it had before), 1 when it goes on after 15 s, 2 where there is no such run here.
+    Returns 0 when the run has ended (also when it had before), 1 when it goes on after 15 s, 2 where there is none.
     """
     try:
         record = RunRecord.load(run_dir)
@@ -38,7 +38,8 @@ def main_stop(run_dir: Path | str) -> int:
     print(f"stopping {name} (process {record.pid})", flush=True)
     if not _end(record.pid, record.pid_started_s):
         print(
-            f"paceline: process {record.pid} still runs after {PATIENCE_S:.0f} s; `paceline stop` again makes it kill its workers at once",
+            f"paceline: process {record.pid} still runs after {PATIENCE_S:.0f} s; "
+            "`paceline stop` once more makes it kill its workers at once",
             file=sys.stderr,
         )
         return 1
@@ -55,7 +56,9 @@ def _end(pid: int, started_s: float) -> bool:
     except (AttributeError, OSError):  # not Linux, or a sandbox without it
         return _end_by_number(pid, started_s)
     try:
-        if not is_same_process(pid, started_s):  # asked after opening: from now on the number cannot change hands unseen
+        if not is_same_process(
+            pid, started_s
+        ):  # asked after opening: from now on the number cannot change hands unseen
             return True
         signal.pidfd_send_signal(watched, signal.SIGTERM)
         return bool(select.select([watched], [], [], PATIENCE_S)[0])

@@ -23,7 +23,7 @@ class Tail:
         self._damaged: set[int | None] = set()
 
     def poll(self, limit_bytes: int | None = 1 << 20) -> list[Record]:
-        """Return the events written since the last call (about `limit_bytes` a file; None: all), in the order of their times.
+        """Return the events written since the last call (about `limit_bytes` a file; None: all), by their times.
 
         A damaged line comes back as a warning, once for each file; the lines after it are read as usual.
         """
@@ -58,7 +58,9 @@ class Tail:
             return []
         self._damaged.add(worker)
         where = f"{local_path(self._files[worker].path)}, line {number}"
-        text = f"{where} is not an event and was left out (more such lines of this file are not reported): {line[:60]!r}"
+        text = (
+            f"{where} is not an event and was left out (more such lines of this file are not reported): {line[:60]!r}"
+        )
         return [Record(time.time(), None, Warned(text=text))]
 
 

@@ -114,7 +114,9 @@ class Summary:
             "first_loss": real(self._losses[0]),
             "last_loss": real(self._losses[1]),
             "metrics": {name: real(value) for name, value in last.metrics.items()} if last else {},
-            "evaluation": {name: real(value) for name, value in self.evaluated.metrics.items()} if self.evaluated else None,
+            "evaluation": {name: real(value) for name, value in self.evaluated.metrics.items()}
+            if self.evaluated
+            else None,
             "evaluation_step": self.evaluated.step if self.evaluated else None,
             "samples_per_s": _rounded(self.samples_per_s),
             "samples_per_s_median": _rounded(statistics.median(self._speeds)) if self._speeds else None,

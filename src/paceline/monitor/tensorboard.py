@@ -1,8 +1,8 @@
 """Writes TensorBoard scalars: loss, reported metrics, samples_per_s, seconds/* and eval/* by step.
 
-TensorBoard's own protocol buffers and record writer are used, without the writer that sits above them in that package: that one would
-start a thread, and import TensorFlow where it is installed. The package takes 0.3 s to import, so rows wait in memory for a moment and are
-written together: nobody's start-up pays for it.
+TensorBoard's own protocol buffers and record writer are used, without the writer that sits above them in that
+package: that one would start a thread, and import TensorFlow where it is installed. The package takes 0.3 s to
+import, so rows wait in memory for a moment and are written together: nobody's start-up pays for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.events import Evaluated, Record, WorkerStarted
 from paceline.monitor.steps import Step
@@ -34,6 +34,7 @@ class TensorBoardFile:
         self._due = 0.0
         self._resumed_from_step = 0
         self._writer: RecordWriter | None = None
+        self._event: Any = None  # the class of TensorBoard's records, once it is imported
 
     def accept(self, item: Record | Step) -> None:
         if isinstance(item, Step):
@@ -64,29 +65,31 @@ class TensorBoardFile:
         self._due = 0.0
         if not self._waiting:
             return
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         writer = self._writer = self._writer or self._begin()
         for when, step, scalars in self._waiting:
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-            writer.write(Event(wall_time=when, step=step, summary=Summary(value=values)).SerializeToString())
+            event = self._event(wall_time=when, step=step)
+            for tag, value in scalars.items():
+                event.summary.value.add(tag=tag, simple_value=value)
+            writer.write(event.SerializeToString())
         self._waiting.clear()
         writer.flush()
 
     def _begin(self) -> RecordWriter:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
+        messages: Any = event_pb2  # its classes are made at run time
+        self._event = messages.Event
+
         self.directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names: the time, to the nanosecond, comes first.
+        # TensorBoard reads a directory's files in the order of their names: the time, to the nanosecond, comes first.
         seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
         path = self.directory / f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}"
         writer = RecordWriter(open(path, "wb"))  # noqa: SIM115
-        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        writer.write(self._event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         if self._resumed_from_step:  # points of later steps in earlier files are void: they are taken again
-            start = SessionLog(status=SessionLog.SessionStatus.START)
-            mark = Event(wall_time=time.time(), step=self._resumed_from_step + 1, session_log=start)
+            start = messages.SessionLog(status=messages.SessionLog.START)
+            mark = self._event(wall_time=time.time(), step=self._resumed_from_step + 1, session_log=start)
             writer.write(mark.SerializeToString())
         return writer
 

@@ -1,7 +1,7 @@
-"""Watches one attempt of a run: reads what the workers write, and passes it on to the console and to every file and endpoint.
+"""Watches one attempt of a run: reads what the workers write, passes it on to the console and every file and endpoint.
 
-The supervisor's loop calls `poll` about ten times a second; it costs well under a millisecond when nothing is new, and starts no thread
-(the metrics endpoint, where one is asked for, has its own).
+The supervisor's loop calls `poll` about ten times a second; it costs well under a millisecond when nothing is new,
+and starts no thread (the metrics endpoint, where one is asked for, has its own).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Screen(Sink, Protocol):
 
 
 class Watch:
-    """Everything that watches an attempt. Call `poll` often, and `finish` once, in all cases: it closes files and gives the terminal back.
+    """Everything that watches an attempt. Call `poll` often, and `finish` in all cases: it gives the terminal back.
 
-    `local`: the workers whose files this host has; None: all `workers` of the job. `record=False` (hosts that follow a head) writes no
-    file of the run: the head does. Raises LaunchError where the job's metrics endpoint cannot listen.
+    `local`: the workers whose files this host has; None: all `workers` of the job. `record=False` (hosts that follow a
+    head) writes no file of the run: the head does. Raises LaunchError where the job's metrics endpoint cannot listen.
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class Watch:
             self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl"))
         if self._tensorboard:
             self._sinks.append(self._tensorboard)
-        self._output = Output(attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._screen.show)
+        self._output = Output(
+            attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._screen.show
+        )
         self._warnings = Once(self._local, lambda text, said_by: self._screen.show(f"{tag(said_by)} warning: {text}"))
         self._notes = Once(self._local, lambda text, said_by: self._screen.show(text))
         self._started: dict[int, WorkerStarted] = {}
@@ -113,7 +115,7 @@ class Watch:
     def finish(self, state: str, exit_code: int, failures: Sequence[Failure] = ()) -> dict[str, Any]:
         """Read all that is left, close everything, write summary.json, say how it went; return the summary.
 
-        `state` is "finished", "failed" or "stopped". Nobody may write any more. A second call only returns the summary again.
+        `state` is "finished", "failed" or "stopped". The workers must have ended. A second call returns the summary.
         """
         if self._facts is not None:
             return self._facts

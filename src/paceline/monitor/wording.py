@@ -14,7 +14,7 @@ from paceline.units import bytes_text, duration_text
 
 __all__ = ["SHORT", "Interval", "closing_table", "event_line", "number_text", "rate_text", "ready_line", "shares_text"]
 
-SHORT = dict(zip(PHASES, ("data", "compute", "comm", "optim"), strict=True))
+SHORT: dict[str, str] = dict(zip(PHASES, ("data", "compute", "comm", "optim"), strict=True))
 
 
 class Interval:
@@ -71,7 +71,8 @@ def event_line(event: Event) -> str | None:
             values = "  ".join(f"{name} {number_text(value)}" for name, value in metrics.items())
             return f"step {step}  held out: {values}  ({num_samples:,} samples in {duration_text(duration_s)})"
         case CheckpointSaved(step=step, path=path, num_bytes=num_bytes, stall_s=stall_s):
-            return f"step {step}  checkpoint {local_path(path)} ({bytes_text(num_bytes)}; training waited {duration_text(stall_s)})"
+            about = f"{bytes_text(num_bytes)}; training waited {duration_text(stall_s)}"
+            return f"step {step}  checkpoint {local_path(path)} ({about})"
         case CheckpointFailed(step=step, path=path, reason=reason):
             return f"step {step}  CHECKPOINT FAILED: {local_path(path)}: {reason}"
         case CheckpointSkipped(path=path, reason=reason):
@@ -103,7 +104,11 @@ def closing_table(facts: Mapping[str, Any]) -> str:
         rows.append(("samples/s", _speed_text(facts)))
         rows.append(("communication", f"{facts['share_communication'] or 0:.1%} of the steps' time"))
     if facts["startup_s"] is not None:
-        first = "" if facts["first_commit_s"] is None else f" (first step committed after {duration_text(facts['first_commit_s'])})"
+        first = (
+            ""
+            if facts["first_commit_s"] is None
+            else f" (first step committed after {duration_text(facts['first_commit_s'])})"
+        )
         rows.append(("start-up", duration_text(facts["startup_s"]) + first))
     if facts["steps"]:
         rows.append(("steps", _steps_text(facts)))

@@ -15,7 +15,7 @@ MICROS_BY_DEFAULT = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Batch(Part):
-    """The *global* batch: `size` samples a step over all workers, cut into micro-batches of `micro` samples (the last may be short).
+    """The *global* batch: `size` samples a step over all workers, in micro-batches of `micro` (the last may be short).
 
     A micro-batch is the atom of the computation: it has its own random state and sees no other one, and workers are
     only dealt whole micro-batches. So `micro` changes the numbers (batch-norm statistics, in-batch losses, dropout),

@@ -13,7 +13,7 @@ __all__ = ["Compute"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Compute(Part):
-    """`precision` of forward and backward, what `recompute` drops and computes again in backward, and whether to `compile` the model.
+    """`precision` of forward and backward, what to `recompute` in backward, and whether to `compile` the model.
 
     precision "bf16" computes in bf16 and keeps the weights and the optimizer in fp32; "fp64" keeps everything in
     fp64: slow, the reference that parity compares with. recompute "blocks" keeps only the inputs of the model's

@@ -66,7 +66,7 @@ class Job:
     def _check_hosts(self) -> None:
         if self.hosts > 1 and self.head is None:
             raise PlanError(
-                f"A job on {self.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on every host."
+                f"A job on {self.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on all."
             )
         if self.hosts > 1 and self.launcher == "inline":
             raise PlanError(
@@ -126,5 +126,5 @@ def assignment_to_json(assignment: Assignment) -> str:
 
 
 def assignment_from_json(text: str) -> Assignment:
-    """Read an assignment; raises PlanError where a field is missing, unknown or of another type, ValueError where it is not JSON."""
+    """Read an assignment; PlanError where a field is missing, unknown or wrong, ValueError where it is not JSON."""
     return config.read(Assignment, json.loads(text), path="assignment")

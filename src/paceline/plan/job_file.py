@@ -1,7 +1,8 @@
 """A job file is a Job in TOML, and may hold its plan: as one line of text or as tables.
 
-    program = "train.py"            # relative to the folder of this file; other paths are relative to where the
-    command runs workers = 4 plan = "replicas=4+batch(size=64)"
+    program = "train.py"            # relative to this file's folder; other paths to where the command runs
+    workers = 4
+    plan = "replicas=4+batch(size=64)"
 
 or, instead of the last line,
 

@@ -21,7 +21,7 @@ class Layout(Part):
         check_fields(self)
         if self.replicas is not None and self.replicas < 1:
             raise PlanError(
-                f"Layout.replicas is {self.replicas}; it must be at least 1, or None for as many as the job has workers."
+                f"Layout.replicas is {self.replicas}; it must be at least 1, or None: as many as the job has workers."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Words of the plan that have a meaning but are not built yet: each is refused by name, and the message says what to use now.
+"""Words of the plan that are not built yet: each is refused by name, and the message says what to use now.
 
 Building one of them removes its row here and adds a field, a legal value or a class.
 """
@@ -61,25 +61,26 @@ KINDS = {
     "OneBit": ("sending one bit for each value", "Cast(dtype='bf16') or Raw()"),
     "TopK": ("sending only the largest values", "Cast(dtype='bf16') or Raw()"),
     "PowerSGD": ("sending low-rank factors", "Cast(dtype='bf16') or Raw()"),
-    "Sparse": ("sending sparse gradients as such", "Raw(), which sends them dense"),
+    "Sparse": ("sending sparse gradients as such", "Raw() and modules with sparse=False"),
 }
 
 RANGE = re.compile(r"\d+-\d+")
 
 
 def field(cls: str, name: str, value: object) -> str | None:
-    """Return why field `name` of the class named `cls`, or this value of it, is refused; None where it is not in the tables."""
+    """Return why field `name` of class `cls`, or this value of it, is refused; None where the tables do not have it."""
     if f"{cls}.{name}" == "Layout.replicas" and _is_range(value):
         return (
-            f"Layout(replicas={_shown(value)}): a number of replicas that changes during the run (elasticity) is not built yet. "
-            "Use one number, or leave it out: as many replicas as the job has workers. A stopped run continues on any number of workers."
+            f"Layout(replicas={_shown(value)}): a number of replicas that changes during the run (elasticity) "
+            "is not built yet. Use one number, or leave it out: as many replicas as the job has workers. "
+            "A stopped run continues on any number of workers."
         )
     row = FIELDS.get(f"{cls}.{name}") or FIELDS.get(f"{cls}.{name}={value}")
     return f"{cls}({name}={_shown(value)}): {row[0]} is not built yet. Use {row[1]}." if row else None
 
 
 def kind(name: str) -> str | None:
-    """Return why the class `name` (in any spelling: "PowerSGD", "power_sgd") is refused; None where it is not in the table."""
+    """Return why the class `name` (in any spelling, "PowerSGD" or "power_sgd") is refused; None where it is unknown."""
     folded = name.replace("_", "").lower()
     for known, (what, instead) in KINDS.items():
         if known.lower() == folded:

@@ -1,4 +1,4 @@
-"""What all parts of a Plan share: they name what they refuse, check their fields' types, and print themselves as Python to paste."""
+"""What all parts of a Plan share: they name what they refuse, and print themselves as Python to paste."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Part"]
 
 
 class Part:
-    """Base of Plan and of everything in it; subclasses are frozen, keyword-only, slotted dataclasses with `repr=False`."""
+    """Base of Plan and of all that is in it, which are frozen, keyword-only, slotted dataclasses with `repr=False`."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ class Part:
         return super().__new__(cls)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are made by name as well, so that what comes from elsewhere is checked like what is written here."""
+        """Copy and unpickle through the constructor, so that what comes from elsewhere is checked, too."""
         return _remade, (type(self), {name: getattr(self, name) for name in config.annotations_of(type(self))})
 
     def __repr__(self) -> str:
@@ -38,7 +38,7 @@ class Part:
 
     @classmethod
     def refusal(cls, name: str, value: object) -> str | None:
-        """Return why `name` (a field or its value, or a kind of sync or wire) is refused; None where the word is unknown."""
+        """Return why `name` (a field, its value, or a kind of sync or wire) is refused; None where it is unknown."""
         return not_built.field(cls.__name__, name, value) or not_built.kind(name)
 
 

@@ -79,7 +79,7 @@ class Plan(Part):
         return cls(**parts)
 
     def check(self, *, workers: int | None = None, model: Any = None) -> tuple[Broken, ...]:
-        """Return all rules that this plan breaks on so many workers with this model; rules about what is not given hold."""
+        """Return all rules that this plan breaks with these workers and model; rules about what is not given hold."""
         return broken_rules(Facts(plan=self, workers=workers, model=model))
 
     def require(self, *, workers: int | None = None, model: Any = None) -> None:

@@ -19,7 +19,7 @@ __all__ = ["RULES", "Broken", "Facts", "Rule", "broken_rules"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a rule may look at. `workers` and `model` are None when they are not known yet: rules that need them then hold."""
+    """What a rule may look at; `workers` and `model` are None when not known yet: rules that need them hold."""
 
     plan: Plan
     workers: int | None = None
@@ -28,7 +28,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """`says` tells what is wrong with the values and `fix` what to do; both are asked only when `broken_when` is true."""
+    """`says` tells what is wrong with the values, `fix` what to do; both are asked only when `broken_when` is true."""
 
     name: str
     broken_when: Callable[[Facts], bool]
@@ -75,7 +75,7 @@ def _micro_exceeds_size(facts: Facts) -> bool:
 
 def _micro_says(facts: Facts) -> str:
     batch = facts.plan.batch
-    return f"Batch(size={batch.size}, micro={batch.micro}) asks for micro-batches of {batch.micro} samples from steps of {batch.size}."
+    return f"Batch(size={batch.size}, micro={batch.micro}) wants micro-batches larger than the whole batch."
 
 
 def _micro_fix(facts: Facts) -> str:
@@ -90,8 +90,9 @@ def _workers_would_idle(facts: Facts) -> bool:
 def _idle_says(facts: Facts) -> str:
     batch, workers = facts.plan.batch, facts.workers or 0
     return (
-        f"A batch of {_count(batch.size, 'sample')} in micro-batches of {batch.resolved_micro} makes {_count(batch.num_micro, 'micro-batch')} "
-        f"a step, but the job has {workers} workers: {workers - batch.num_micro} of them would have nothing to do in every step."
+        f"A batch of {_count(batch.size, 'sample')} in micro-batches of {batch.resolved_micro} makes "
+        f"{_count(batch.num_micro, 'micro-batch')} a step, but the job has {workers} workers: "
+        f"{workers - batch.num_micro} of them would have nothing to do in every step."
     )
 
 
@@ -126,7 +127,7 @@ RULES = (
         name="reference-travels-whole",
         broken_when=_reference_is_rounded,
         says=lambda facts: (
-            f"Compute(precision='fp64') is the exact reference, but wire={facts.plan.wire!r} rounds gradients to 16 bits."
+            f"Compute(precision='fp64') is the exact reference, but wire={facts.plan.wire!r} rounds to 16 bits."
         ),
         fix=lambda facts: "Use wire=Raw(), or precision='fp32'.",
     ),

@@ -28,7 +28,7 @@ class AllReduce(Part):
         check_fields(self)
         if self.bucket_bytes < 1:
             raise PlanError(
-                f"AllReduce.bucket_bytes is {self.bucket_bytes}; it must be at least 1 (8388608, 8 MiB, is the default)."
+                f"AllReduce.bucket_bytes is {self.bucket_bytes}; it must be at least 1 (the default is {8 * MiB})."
             )
 
 

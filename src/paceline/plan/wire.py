@@ -18,7 +18,10 @@ class Raw(Part):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Cast(Part):
-    """Gradients travel in 16 bits, half of fp32: "bf16" keeps the range of fp32, "fp16" keeps more digits but overflows above 65504."""
+    """Gradients travel in 16 bits, half of fp32.
+
+    "bf16" keeps the range of fp32; "fp16" keeps more digits, but overflows above 65504.
+    """
 
     dtype: Literal["bf16", "fp16"]
 

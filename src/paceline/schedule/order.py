@@ -17,7 +17,7 @@ __all__ = ["mix", "sample_indices"]
 
 UInts = NDArray[np.uint64]
 NUM_ROUNDS = 12
-LEAST_BITS = 8  # smaller Feistel halves shuffle poorly; a tiny epoch walks a little further instead
+LEAST_BITS = 6  # smaller Feistel halves shuffle poorly; a tiny epoch walks a little further instead
 
 
 def sample_indices(

@@ -18,7 +18,7 @@ from paceline import config, environment
 from paceline.comm.channel import Channel
 from paceline.comm.group import Alone, Group, WorkerGroup
 from paceline.comm.store import BoardStore
-from paceline.errors import PlanError
+from paceline.errors import LaunchError
 from paceline.events import Warned, WorkerStarted
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
@@ -116,14 +116,18 @@ def _group(
     assignment: Assignment, job: Job, device: torch.device, store: dist.Store | None
 ) -> Iterator[WorkerGroup]:
     """Join torch's default process group, so that code which calls torch.distributed itself works too."""
-    if store is None:
-        store = _board_store(assignment, job)
+    channel: Channel | None = None
+    if store is None and assignment.channel_fd >= 0:
+        channel = Channel.inherited(assignment.channel_fd)
+        store = BoardStore(channel, timeout_s=job.timeout_s)
+    elif store is None and assignment.workers > 1:
+        raise LaunchError(f"worker {assignment.rank} of {assignment.workers} was given no way to reach the others")
     timeout = timedelta(seconds=job.timeout_s)
     if assignment.workers > 1:
         environment.set_gloo_interface(_interface_of(assignment.address))
     dist.init_process_group(
         backend_for(device),
-        store=store,
+        store=store or dist.HashStore(),
         rank=assignment.rank,
         world_size=assignment.workers,
         timeout=timeout,
@@ -135,6 +139,8 @@ def _group(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dist.destroy_process_group()
+        if channel is not None:
+            channel.close()
 
 
 def _world() -> dist.ProcessGroup:
@@ -144,14 +150,6 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _board_store(assignment: Assignment, job: Job) -> dist.Store:
-    if assignment.channel_fd < 0:
-        if assignment.workers > 1:
-            raise PlanError(f"worker {assignment.rank} of {assignment.workers} was given no way to reach the others")
-        return dist.HashStore()
-    return BoardStore(Channel.inherited(assignment.channel_fd), timeout_s=job.timeout_s)
-
-
 def _interface_of(address: str) -> str:
     """The name of the network interface that has `address`."""
     import psutil  # only where there is more than one worker
@@ -159,4 +157,4 @@ def _interface_of(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return name
-    raise PlanError(f"no network interface of this host has the address {address}")
+    raise LaunchError(f"no network interface of this host has the address {address}")

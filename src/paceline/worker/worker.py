@@ -360,6 +360,7 @@ class Worker:
         self._turn()
         if self._streams and self._files.saves_at_end and self._saved_at_step != self.step:
             self.save()
+        self._group.barrier()  # who ends last has seen everybody's last words
         self._prepared.close()
         if self._files.capture is not None:
             self._files.capture.weights(self._prepared.registry.models)

@@ -1,0 +1,92 @@
+# Every target makes what it needs first: `.venv` in this folder, with the versions of constraints.txt.
+#   make demo     train a small language model with two workers on real text (a few minutes, no network once installed)
+#   make test     all tests
+#   make check    formatter, linter, types, import contract, unit tests: under a minute
+#   make bench    the measurements of docs/benchmarks.md
+#   make docs     the documentation, in docs/_build/html
+#   make format   rewrite the sources as the formatter wants them
+#   make clean    remove .venv and everything that was built
+# PYTHON=/path/to/python chooses the interpreter (3.11 or newer), ARGS="-k name" goes to pytest.
+
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+SOURCES := src tests examples benchmarks docs/conf.py
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+    $$python -c '$(NEW_ENOUGH)' 2>/dev/null && command -v $$python && break; done)
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test check lint bench docs format clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.runtime
+	@$(BIN)/python examples/gpt.py
+
+test: $(VENV)/.dev
+	@bash tests/system_packages.sh
+	@echo "== tests"
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: lint
+	@echo "== unit tests"
+	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
+
+lint: $(VENV)/.dev
+	@echo "== format"
+	@$(BIN)/ruff format --check --output-format concise $(SOURCES) > $(VENV)/format.log || { cat $(VENV)/format.log; \
+	    echo "make format puts this right"; exit 1; }
+	@echo "== lint"
+	@$(BIN)/ruff check --quiet $(SOURCES)
+	@echo "== import contract"
+	@$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@echo "== types"
+	@$(BIN)/pyright --pythonpath $(BIN)/python > $(VENV)/types.log || { cat $(VENV)/types.log; exit 1; }
+
+bench: $(VENV)/.dev
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+docs: $(VENV)/.dev
+	@echo "== docs/_build/html/index.html"
+	@$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --quiet --fix-only $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist docs/_build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Debian ships `venv` without the part that puts pip into it, as a package of its own.
+$(VENV)/.made:
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found: install one" \
+	    "(on Debian: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python"; exit 1; } >&2
+	@echo "== environment: $(VENV), with $$($(PYTHON) --version) ($(PYTHON))"
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+	    echo "== $(PYTHON) cannot make environments: apt-get install $$package"; \
+	    if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	        export DEBIAN_FRONTEND=noninteractive DEBCONF_NOWARNINGS=yes; \
+	        apt-get update -qq && apt-get install -y -qq $$package >/dev/null; \
+	    else \
+	        echo "That needs root: run 'sudo apt-get install $$package', then this command again." >&2; exit 1; \
+	    fi; }
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# torch first and alone: what is installed after it finds its pinned build there and does not ask for another one.
+$(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "== installing torch (takes a minute or more)"
+	@$(PIP_INSTALL) torch==2.13.0 setuptools
+	@echo "== installing paceline and what it needs to run"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "== installing what tests, checks and documentation need"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
+	@touch $@

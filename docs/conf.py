@@ -1,0 +1,19 @@
+"""How Sphinx builds the documentation: Markdown pages, warnings are errors (`make docs`)."""
+
+import tomllib
+from pathlib import Path
+
+_project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+
+project = "Paceline"
+author = "the Paceline authors"
+copyright = author
+release = version = _project["version"]
+
+extensions = ["myst_parser"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"Paceline {version}"
+html_copy_source = False

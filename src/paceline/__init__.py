@@ -1,0 +1,59 @@
+"""Paceline trains PyTorch models on many workers, from one script: any layout, the same loss.
+
+Importing this package costs milliseconds and no torch; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.errors import CheckpointError, LaunchError, PacelineError, PlanError, SyncError, WorkerError
+    from paceline.plan import AllReduce, Batch, Cast, Compute, Job, Layout, Plan, Raw
+    from paceline.run import run
+    from paceline.worker.batch import StepBatch
+    from paceline.worker.worker import Worker
+
+__all__ = [
+    "AllReduce",
+    "Batch",
+    "Cast",
+    "CheckpointError",
+    "Compute",
+    "Job",
+    "LaunchError",
+    "Layout",
+    "PacelineError",
+    "Plan",
+    "PlanError",
+    "Raw",
+    "StepBatch",
+    "SyncError",
+    "Worker",
+    "WorkerError",
+    "run",
+]
+
+_HOMES = {
+    "paceline.errors": ("CheckpointError", "LaunchError", "PacelineError", "PlanError", "SyncError", "WorkerError"),
+    "paceline.plan": ("AllReduce", "Batch", "Cast", "Compute", "Job", "Layout", "Plan", "Raw"),
+    "paceline.worker.batch": ("StepBatch",),
+    "paceline.worker.worker": ("Worker",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":
+        # The function hides the module of the same name, whichever was imported first.
+        value = importlib.import_module("paceline.run").run
+        globals()["run"] = value
+        return value
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

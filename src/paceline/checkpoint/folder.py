@@ -1,0 +1,213 @@
+"""The checkpoints of a run on disk: which are complete, which is the newest, how one appears and goes.
+
+    checkpoints/
+      step_00000100/               complete: checkpoint.json is there and every file has the size it says
+        __0_0.distcp  .metadata    the tensors, in torch's distributed-checkpoint format
+        state.pt                   everything else
+        checkpoint.json            the mark: written last
+      step_00000200.partial-4711/  being written by process 4711
+      step_00000050.removed-4711/  being deleted
+
+A save fills a `.partial` directory, brings it to the disk, and commits by writing the mark; only then the directory
+gets its final name. Deleting begins with the rename to `.removed`. Each of these is one atomic step, so that a kill
+between any two leaves either a complete checkpoint or a name that says what it was. No torch here: looking for a
+checkpoint is cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError
+
+__all__ = [
+    "MARK",
+    "Found",
+    "Mark",
+    "discard",
+    "find",
+    "partial_path",
+    "prune",
+    "publish",
+    "read_mark",
+    "remove",
+    "sync_directory",
+    "tidy",
+    "write_mark",
+]
+
+MARK = "checkpoint.json"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8,})(?:\.(partial|removed)-(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mark:
+    """What `checkpoint.json` holds."""
+
+    step: int
+    about: Mapping[str, Any]
+    files: Mapping[str, int]  # bytes of each
+    file_crc32: Mapping[str, int]  # small files only
+    tensor_crc32: Mapping[str, int]  # over the elements; of tied tensors, under the name that is stored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """The newest complete checkpoint (None and step 0: there is none), and what could not be used and why."""
+
+    newest: Path | None
+    step: int
+    skipped: tuple[tuple[Path, str], ...]
+
+
+def find(directory: Path) -> Found:
+    """Look for the newest complete checkpoint in a directory; reads marks and file sizes, no tensors."""
+    newest, step, skipped = None, 0, []
+    for path in _candidates(directory):
+        try:
+            mark = _usable(path)
+        except CheckpointError as error:
+            skipped.append((path, str(error)))
+            continue
+        if newest is None or mark.step >= step:
+            newest, step = path, mark.step
+    return Found(newest=newest, step=step, skipped=tuple(skipped))
+
+
+def read_mark(path: Path) -> Mark:
+    """Read a checkpoint's mark and compare the files with it; raises CheckpointError that says what is wrong."""
+    try:
+        fields = json.loads((path / MARK).read_text(encoding="utf-8"))
+        mark = _mark_from(fields)
+    except FileNotFoundError:
+        if not path.is_dir():
+            raise CheckpointError("there is no such directory") from None
+        raise CheckpointError(f"it has no {MARK}: the save did not come to its end") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MARK} cannot be read: {error}") from error
+    for name, num_bytes in mark.files.items():
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise CheckpointError(f"{MARK} names the file {name!r}, which is outside the checkpoint")
+        try:
+            present = (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"the file {name} cannot be read: {error.strerror}") from None
+        if present != num_bytes:
+            raise CheckpointError(f"the file {name} has {present} bytes; {num_bytes} were written")
+    return mark
+
+
+def write_mark(path: Path, mark: Mark) -> None:
+    """Commit the checkpoint in `path`: when this returns, the mark and all that it names survive a power failure."""
+    sync_directory(path)  # the files' names before the mark's
+    temporary = path / f"{MARK}.new"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump({"format": FORMAT, **dataclasses.asdict(mark)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path / MARK)
+    sync_directory(path)
+
+
+def partial_path(directory: Path, step: int) -> Path:
+    """Where this process writes a checkpoint before it is committed."""
+    return directory / f"step_{step:08d}.partial-{os.getpid()}"
+
+
+def publish(path: Path) -> Path:
+    """Give a committed `.partial` directory its final name, in place of what has it; returns the new path."""
+    final = path.with_suffix("")
+    if final.exists():  # the same step was saved before; both are complete, so a kill from here on loses nothing
+        remove(final)
+    path.rename(final)
+    sync_directory(path.parent)
+    return final
+
+
+def prune(directory: Path, *, keep: int, newest: Path) -> None:
+    """Delete complete checkpoints beyond the `keep` newest; never `newest`, which was just committed."""
+    others = []
+    for path in _candidates(directory):
+        with contextlib.suppress(CheckpointError):  # what is damaged is not counted, and left for its owner to look at
+            if path != newest:
+                others.append((_usable(path).step, path))
+    for _, path in sorted(others, reverse=True)[keep - 1 :]:
+        remove(path)
+
+
+def tidy(directory: Path) -> None:
+    """Finish what earlier processes left: a committed `.partial` is published, all else but checkpoints goes."""
+    for path in _candidates(directory):
+        if ".partial-" in path.name:
+            try:
+                _usable(path)
+            except CheckpointError:
+                remove(path)
+            else:
+                publish(path)
+        elif ".removed-" in path.name:
+            shutil.rmtree(path)
+
+
+def discard(directory: Path, *, after_step: int) -> None:
+    """Delete what is beyond a step, complete or not (-1: all); for a run that starts over."""
+    for path in _candidates(directory):
+        if _step_of(path) > after_step:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint so that no moment of it looks like a damaged one."""
+    if ".removed-" not in path.name:
+        path = path.rename(path.with_name(f"{path.name.partition('.')[0]}.removed-{os.getpid()}"))
+    shutil.rmtree(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _candidates(directory: Path) -> Iterator[Path]:
+    """Everything named like a checkpoint, by step; at the same step a `.partial` last, for it is the newer."""
+    if directory.is_dir():
+        yield from sorted(
+            (p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: (_step_of(p), p.name)
+        )
+
+
+def _step_of(path: Path) -> int:
+    matched = _NAME.fullmatch(path.name)
+    return int(matched[1]) if matched else -1
+
+
+def _usable(path: Path) -> Mark:
+    """The mark of a complete checkpoint; a `.partial` is one too once its mark is there."""
+    if ".removed-" in path.name:
+        raise CheckpointError("it was being deleted when its process ended")
+    return read_mark(path)
+
+
+def _mark_from(fields: Mapping[str, Any]) -> Mark:
+    if (version := fields["format"]) != FORMAT:
+        raise ValueError(f"it is of format {version!r}; this Paceline reads format {FORMAT}")
+    return Mark(
+        step=int(fields["step"]),
+        about=dict(fields["about"]),
+        files={str(name): int(size) for name, size in fields["files"].items()},
+        file_crc32={str(name): int(crc) for name, crc in fields["file_crc32"].items()},
+        tensor_crc32={str(name): int(crc) for name, crc in fields["tensor_crc32"].items()},
+    )

@@ -1,0 +1,151 @@
+"""Finds and reads checkpoints: in one process, with no collective, running nothing that the files contain.
+
+What is opened is checked first: the mark, every file's size, the checksums of the small files. Tensors are read when
+they are asked for, one by one, each against its own checksum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.dcp_read import INDEX, Entry, read_entry, read_index
+from paceline.checkpoint.folder import Found, Mark, find, read_mark
+from paceline.checkpoint.state_tree import decode_state
+from paceline.errors import CheckpointError
+
+__all__ = ["STATE", "Checkpoint", "Found", "find", "open_checkpoint"]
+
+STATE = "state.pt"
+_NUM_LISTED = 10
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a complete checkpoint; raises CheckpointError naming a file that is missing, damaged or not plain data."""
+    try:
+        mark = read_mark(path)
+        return Checkpoint(
+            path, mark, read_index(_checked(path, INDEX, mark)), decode_state(_checked(path, STATE, mark))
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be used: {error}") from error
+
+
+class Checkpoint:
+    """An open checkpoint. Tied tensors have one entry each, but are read once and come back as one object."""
+
+    def __init__(self, path: Path, mark: Mark, entries: Mapping[str, Entry], state: Any) -> None:
+        self.path = path
+        self.state: Any = state
+        self._mark, self._entries = mark, entries
+
+    @property
+    def step(self) -> int:
+        """The global step after which it was saved."""
+        return self._mark.step
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the saver noted: the plan's text, versions."""
+        return self._mark.about
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors."""
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor, without reading it."""
+        return torch.Size(self._entry(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, without reading it."""
+        return self._entry(name).dtype
+
+    def load(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Read tensors (None: all) to the CPU; raises CheckpointError for unknown names and damaged files."""
+        wanted = list(self.names if names is None else names)
+        if unknown := [name for name in wanted if name not in self._entries]:
+            raise CheckpointError(_listing(self.path, [f"{name}: not in the checkpoint" for name in unknown]))
+        loaded: dict[str, Tensor] = {}
+        read: dict[Entry, Tensor] = {}
+        for name in wanted:
+            entry = self._entries[name]
+            if entry not in read:
+                read[entry] = self._read(name, entry)
+            loaded[name] = read[entry]
+        return loaded
+
+    def load_into(self, targets: Mapping[str, Tensor], *, prefix: str | None = None) -> None:
+        """Overwrite tensors of any device in place, one at a time.
+
+        Every name that the checkpoint lacks and every changed shape or dtype is found before anything is overwritten,
+        and all are in one CheckpointError; with `prefix`, so are the names of the checkpoint that begin with it and
+        have no target.
+        """
+        problems = [problem for name, target in targets.items() if (problem := self._mismatch(name, target))]
+        if prefix is not None:
+            extra = [name for name in self.names if name.startswith(prefix) and name not in targets]
+            problems += [f"{name}: in the checkpoint, but not in the model" for name in extra]
+        if problems:
+            raise CheckpointError(_listing(self.path, problems))
+        for name, target in targets.items():
+            target.detach().copy_(self._read(name, self._entries[name]))
+
+    def _read(self, name: str, entry: Entry) -> Tensor:
+        try:
+            return read_entry(self.path, entry, self._crc32(name, entry))
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {self.path}: {name} cannot be read: {error}") from error
+
+    def _crc32(self, name: str, entry: Entry) -> int | None:
+        """A tied tensor's checksum stands under the name that it was stored by."""
+        if name in self._mark.tensor_crc32:
+            return self._mark.tensor_crc32[name]
+        return next(
+            (crc for stored, crc in self._mark.tensor_crc32.items() if self._entries.get(stored) == entry), None
+        )
+
+    def _mismatch(self, name: str, target: Tensor) -> str | None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return f"{name}: in the model, but not in the checkpoint"
+        if entry.shape != tuple(target.shape):
+            return f"{name}: checkpoint has {list(entry.shape)}, the model has {list(target.shape)}"
+        if entry.dtype != target.dtype:
+            return f"{name}: checkpoint has {_short(entry.dtype)}, the model has {_short(target.dtype)}"
+        return None
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise CheckpointError(_listing(self.path, [f"{name}: not in the checkpoint"]))
+        return self._entries[name]
+
+
+def _checked(path: Path, name: str, mark: Mark) -> bytes:
+    """A small file, whole."""
+    if name not in mark.files:
+        raise CheckpointError(f"its mark does not name {name}")
+    try:
+        data = (path / name).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"the file {name} cannot be read: {error.strerror}") from error
+    if zlib.crc32(data) != mark.file_crc32.get(name):
+        raise CheckpointError(f"the file {name} is damaged: its checksum does not match")
+    return data
+
+
+def _listing(path: Path, problems: list[str]) -> str:
+    shown = problems[:_NUM_LISTED]
+    if len(problems) > _NUM_LISTED:
+        shown.append(f"and {len(problems) - _NUM_LISTED} more")
+    return f"checkpoint {path} does not fit:\n  " + "\n  ".join(shown)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

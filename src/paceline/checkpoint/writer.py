@@ -1,0 +1,223 @@
+"""Saves checkpoints beside training: training waits for a copy in memory, a thread does the rest.
+
+One save is one `_Save`, handed to one thread that does them in order: write the tensors in torch's format and the
+other state beside them, bring both to the disk, commit with the mark, give the directory its name, delete what is
+beyond `keep`. A save that fails leaves the older checkpoints as they are, is reported by an event, and is raised by
+`wait` and `close`; training goes on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.dcp_read import INDEX
+from paceline.checkpoint.folder import MARK, Mark, partial_path, prune, publish, tidy, write_mark
+from paceline.checkpoint.reader import STATE
+from paceline.checkpoint.staging import Staged, Staging, bytes_of
+from paceline.checkpoint.state_tree import encode_state, freeze
+from paceline.errors import CheckpointError
+from paceline.events import CheckpointFailed, CheckpointSaved, Event, Warned
+from paceline.units import bytes_text
+
+__all__ = ["Writer"]
+
+_NICENESS = 10  # of the writing thread: it takes what training leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Save:
+    """Everything the thread needs for one checkpoint."""
+
+    step: int
+    staged: Staged
+    state: Any  # frozen
+    about: dict[str, Any]
+    stall_s: float
+
+
+class Writer:
+    """Writes the checkpoints of one run, one after the other; used by one thread of one process."""
+
+    def __init__(self, directory: Path, *, keep: int, on_event: Callable[[Event], None]) -> None:
+        """Nothing is touched before the first save.
+
+        directory: of all checkpoints of the run. keep: complete ones that stay. on_event: is called from the writing
+        thread.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; it must be at least 1: the newest checkpoint always stays.")
+        self._directory, self._keep, self._on_event = directory, keep, on_event
+        self._staging = Staging()
+        self._thread = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=_lower_priority
+        )
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._is_tidy = False
+        self._newest: Path | None = None
+        self._failure: str | None = None  # of the last save
+
+    def warm(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get memory for these tensors in the background, so that the first save stalls no longer than later ones.
+
+        Of use once everything that will be saved exists: after the first step, which creates the optimizer's state.
+        """
+        self._settle(None)
+        self._pending = self._thread.submit(self._staging.warm, dict(tensors))
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> float:
+        """Copy everything and return; it is written in the background. Returns the seconds that this call took.
+
+        tensors: dense, of any device; tied ones are stored once. state: plain values (see state_tree). about: JSON
+        values. Blocks until the save before is written. Raises CheckpointError, before anything is written, for a
+        value that cannot be stored.
+        """
+        began = time.perf_counter()
+        if step < 0:
+            raise ValueError(f"step is {step}; it must be 0 or more.")
+        frozen, noted = freeze(dict(state)), _json_copy(about)
+        self._settle(None)
+        staged = self._staging.stage(tensors)
+        stall_s = time.perf_counter() - began
+        save = _Save(step=step, staged=staged, state=frozen, about=noted, stall_s=stall_s)
+        self._pending = self._thread.submit(self._write, save)
+        return stall_s
+
+    def wait(self) -> Path | None:
+        """Block until the last save is written; returns the newest checkpoint, None when nothing was saved.
+
+        Raises CheckpointError with the reason when the last save could not be committed.
+        """
+        self._settle(None)
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
+        return self._newest
+
+    def close(self, timeout_s: float | None = None) -> Path | None:
+        """`wait`, then end the thread; raises CheckpointError also when the last save takes longer than `timeout_s`."""
+        try:
+            self._settle(timeout_s)
+        finally:
+            self._thread.shutdown(wait=self._pending is None)
+        return self.wait()
+
+    def _settle(self, timeout_s: float | None) -> None:
+        """Wait for the thread; a mistake in it (not a failed save) is raised here."""
+        if self._pending is None:
+            return
+        done, _ = concurrent.futures.wait([self._pending], timeout_s)
+        if not done:
+            raise CheckpointError(
+                f"the last checkpoint was not written within {timeout_s} s; "
+                f"those before it in {self._directory} are complete"
+            )
+        pending, self._pending = self._pending, None
+        pending.result()
+
+    def _write(self, save: _Save) -> None:
+        """Runs in the thread."""
+        began = time.perf_counter()
+        partial = partial_path(self._directory, save.step)
+        try:
+            self._prepare(partial, save.staged.num_bytes)
+            num_bytes = _fill(partial, save)
+            path = publish(partial)
+        except (OSError, RuntimeError) as error:  # torch turns some errors of the file below it into RuntimeError
+            self._failure = _reason(error, self._directory, save, _removed(partial))
+            self._on_event(CheckpointFailed(step=save.step, path=str(partial.with_suffix("")), reason=self._failure))
+            return
+        self._newest, self._failure = path, None
+        write_s = time.perf_counter() - began
+        self._on_event(
+            CheckpointSaved(step=save.step, path=str(path), num_bytes=num_bytes, stall_s=save.stall_s, write_s=write_s)
+        )
+        try:
+            prune(self._directory, keep=self._keep, newest=path)
+        except OSError as error:
+            self._on_event(Warned(text=f"an old checkpoint could not be deleted: {error}"))
+
+    def _prepare(self, partial: Path, num_bytes: int) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if not self._is_tidy:
+            tidy(self._directory)
+            self._is_tidy = True
+        if shutil.disk_usage(self._directory).free < num_bytes:  # others write on this disk too: do not fill it in vain
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
+        partial.mkdir()
+
+
+def _fill(partial: Path, save: _Save) -> int:
+    """Write all files, the mark last; returns their bytes."""
+    # Here, because it imports torch.distributed.checkpoint: never on the training thread.
+    from paceline.checkpoint.dcp_write import write_tensors
+
+    write_tensors(partial, save.staged.tensors, save.staged.ties)
+    state = encode_state(save.state)
+    with open(partial / STATE, "wb") as file:
+        file.write(state)
+        file.flush()
+        os.fsync(file.fileno())
+    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    mark = Mark(
+        step=save.step,
+        about=save.about,
+        files=files,
+        file_crc32={STATE: zlib.crc32(state), INDEX: zlib.crc32((partial / INDEX).read_bytes())},
+        tensor_crc32={name: zlib.crc32(bytes_of(tensor)) for name, tensor in save.staged.tensors.items()},
+    )
+    write_mark(partial, mark)
+    return sum(files.values()) + (partial / MARK).stat().st_size
+
+
+def _removed(partial: Path) -> str:
+    """Delete a failed save's directory; returns what to say when that fails too."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(partial)
+    except OSError as error:
+        return f" What was written remains in {partial} ({error.strerror})."
+    return ""
+
+
+def _reason(error: Exception, directory: Path, save: _Save, remains: str) -> str:
+    """What happened and what to do, in one line."""
+    text = f"checkpoint of step {save.step} was not written: {str(error).partition(chr(10))[0]}"
+    with contextlib.suppress(OSError):
+        free, needed = shutil.disk_usage(directory).free, save.staged.num_bytes
+        text += f" ({bytes_text(free)} free in {directory}, {bytes_text(needed)} needed)"
+    remedy = "Free space there, keep fewer (keep=), or use another run_dir."
+    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        remedy = f"Look at {directory} and the disk below it, or use another run_dir."
+    return f"{text}. Older checkpoints are untouched. {remedy}{remains}"
+
+
+def _json_copy(about: Mapping[str, Any]) -> dict[str, Any]:
+    noted = {"torch": torch.__version__, "saved_at": time.time(), **about}
+    try:
+        return json.loads(json.dumps(noted, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"cannot store about: {error}; it holds JSON values only.") from error
+
+
+def _lower_priority() -> None:
+    """On Linux a thread has a priority of its own; elsewhere the call would slow the whole process."""
+    if sys.platform == "linux":
+        with contextlib.suppress(PermissionError):  # a sandbox may forbid even this; saving works at any priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,144 @@
+"""The head's half of the meeting: waits at the meeting point until all hosts are there, then gives each its place.
+
+    member -> head    hello: its name, its address, what it was started for
+    head -> member    welcome: its place; or refused: why, and whether to try again later; ping meanwhile
+
+The door stays open while the job runs, so that strangers, and hosts that come too late, get an answer.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.launch.door import Door
+from paceline.launch.head import FAREWELL_S, PING_S, SILENCE_S, Guest, Head
+from paceline.launch.link import Link
+from paceline.launch.loop import Loop
+from paceline.launch.place import deal
+from paceline.launch.terms import Terms, mismatch
+
+__all__ = ["Gathering"]
+
+
+class Gathering:
+    """Turns connections that have proved the token into guests."""
+
+    def __init__(self, listener: socket.socket, terms: Terms, loop: Loop, say: Callable[[str], None]) -> None:
+        self._terms, self._loop, self._say = terms, loop, say
+        self._guests: list[Guest] = []
+        self._unnamed: set[Link] = set()  # have proved the token and not said hello yet
+        self._turned_away: set[str] = set()  # what was said of them is said once
+        self._head: Head | None = None
+        self._next_ping = 0.0
+        self._address = str(listener.getsockname()[0])
+        self._door = Door(listener, terms.token, loop, on_proved=self._came, say=say)
+        name = terms.at[0]
+        if self._address.startswith("127.") and name not in ("localhost", self._address):
+            say(
+                f"{name} means {self._address} on this host, which no other machine reaches: if the others do not come, "
+                "use an address of this host's network as head"
+            )
+
+    @property
+    def complete(self) -> bool:
+        return len(self._guests) == self._terms.job.hosts - 1
+
+    @property
+    def doing(self) -> str:
+        """What is waited for."""
+        more = self._terms.job.hosts - 1 - len(self._guests)
+        here = ", ".join([self._terms.host, *(guest.host for guest in self._guests)])
+        return f"waiting at {self._terms.point} for {more} more host{'' if more == 1 else 's'}; here: {here}"
+
+    def tick(self, now: float) -> None:
+        self._door.tick(now)
+        for link in [link for link in self._unnamed if now - link.heard > SILENCE_S]:
+            self._unnamed.discard(link)
+            link.close()
+        if self._head is None and now >= self._next_ping:
+            self._next_ping = now + PING_S
+            for guest in self._guests:
+                guest.link.send({"op": "ping"})
+
+    def welcome(self) -> Head:
+        """Deal the ranks, tell every guest its place, and go over into the job."""
+        terms = self._terms
+        ranks = deal(terms.job.workers or 0, terms.job.hosts)
+        head = f"{terms.host} ({self._address})"
+        for index, guest in enumerate(self._guests, start=1):
+            guest.workers = ranks[index]
+            guest.link.send({"op": "welcome", "host_index": index, "head": head, "attempt": terms.attempt})
+        self._head = Head(
+            host=terms.host,
+            address=self._address,
+            workers=terms.job.workers or 0,
+            guests=self._guests,
+            door=self,
+            attempt=terms.attempt,
+            say=self._say,
+        )
+        return self._head
+
+    def give_up(self, reason: str) -> None:
+        """Send those who came home."""
+        for guest in self._guests:
+            guest.link.send({"op": "refused", "reason": f"the head gave up: {reason}", "again": False})
+            guest.link.flush(FAREWELL_S)
+            guest.link.close()
+        self.close()
+
+    def close(self) -> None:
+        """Close the door; guests stay."""
+        while self._unnamed:
+            self._unnamed.pop().close()
+        self._door.close()
+
+    def _came(self, sock: socket.socket) -> None:
+        """A connection has proved the token."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        address = str(sock.getpeername()[0])
+        guest: Guest | None = None
+
+        def said(message: Mapping[str, Any]) -> None:
+            nonlocal guest
+            if guest is None:
+                self._unnamed.discard(link)
+                guest = self._hello(link, address, message)
+            elif self._head is not None:
+                self._head.guest_said(guest, message)
+
+        def closed(error: Exception) -> None:
+            self._unnamed.discard(link)
+            if guest is not None and self._head is not None:
+                self._head.guest_lost(guest, str(error))
+            elif guest is not None:
+                self._guests.remove(guest)
+                self._say(f"host {guest.host} ({guest.address}) has left again: {error}")
+
+        link = Link(sock, self._loop, on_message=said, on_close=closed)
+        self._unnamed.add(link)
+
+    def _hello(self, link: Link, address: str, message: Mapping[str, Any]) -> Guest | None:
+        """Make a guest of who was started for this job; tell the others why they are none."""
+        host, job, hosts = str(message.get("host")), message.get("job"), self._terms.job.hosts
+        different = mismatch(self._terms.essentials, job if isinstance(job, dict) else {})
+        if different:
+            self._turn_away(link, f"host {host} ({address})", f"it was started for another job ({different})", again=False)
+            return None
+        if self.complete:
+            self._turn_away(link, f"host {host} ({address})", f"the job has its {hosts} hosts already", again=True)
+            return None
+        guest = Guest(link=link, host=host, address=str(message.get("address")))
+        self._guests.append(guest)
+        self._say(f"host {host} ({guest.address}) has come: {len(self._guests) + 1} of {hosts}")
+        return guest
+
+    def _turn_away(self, link: Link, who: str, reason: str, *, again: bool) -> None:
+        link.send({"op": "refused", "reason": reason, "again": again})
+        link.close()
+        if f"{who}{reason}" not in self._turned_away:
+            self._turned_away.add(f"{who}{reason}")
+            self._say(f"refused {who}: {reason}")

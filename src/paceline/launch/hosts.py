@@ -1,0 +1,131 @@
+"""How the hosts of a job find each other: the same command is started once on each, and who is who is found.
+
+`--head HOST:PORT` names a meeting point. The supervisor that can listen there is the head (`paceline.launch.gathering`); every
+other one visits it (`paceline.launch.visit`), proves the job's token, and says what it was started for. When as many hosts are
+there as the job has, all started for the same job, the head deals the worker ranks: its own first, the others' in the order in
+which they came. Nobody has to be started first.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import socket
+import time
+from collections.abc import Callable
+
+from paceline import environment
+from paceline.errors import LaunchError
+from paceline.launch.gathering import Gathering
+from paceline.launch.head import Head
+from paceline.launch.loop import Loop
+from paceline.launch.member import Member
+from paceline.launch.signals import Signals
+from paceline.launch.terms import Terms
+from paceline.launch.visit import Visit
+from paceline.plan.job import Job, head_address
+
+__all__ = ["LONGEST_MEETING_S", "meet"]
+
+LONGEST_MEETING_S = 300.0  # where job.timeout_s is longer
+RETRY_S = 0.5
+TELL_S = 5.0  # between two messages that say what is waited for
+TURN_S = 0.1
+LOOPBACK = "127.0.0.1"
+
+
+def meet(job: Job, *, plan: str | None, attempt: int, loop: Loop, say: Callable[[str], None], signals: Signals) -> Head | Member:
+    """Wait until all hosts are there, and return this host's side.
+
+    Raises LaunchError where they do not come in time or do not fit together, Interrupted where a signal comes first.
+    """
+    host = socket.gethostname()
+    if job.workers is None:
+        raise LaunchError("The number of workers is not known: it has to be decided before a job is launched.")
+    if job.hosts == 1:
+        return Head(host=host, address=LOOPBACK, workers=job.workers, guests=[], door=None, attempt=attempt, say=say)
+    if job.head is None:
+        raise LaunchError(f"A job on {job.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on every host.")
+    token = environment.token(job)
+    terms = Terms(job=job, plan=plan, attempt=attempt, host=host, token=token, at=head_address(job.head))
+    return _hold(terms, loop, say, _Patience(terms, loop, say, signals))
+
+
+class _Patience:
+    """Lets things happen, says what is waited for, and ends the waiting."""
+
+    def __init__(self, terms: Terms, loop: Loop, say: Callable[[str], None], signals: Signals) -> None:
+        self._terms, self._loop, self._say, self._signals = terms, loop, say, signals
+        self._began = time.monotonic()
+        self._limit_s = min(terms.job.timeout_s, LONGEST_MEETING_S)
+        self._tell_at = self._began + TELL_S
+
+    def turn(self, doing: str) -> None:
+        """One turn of the loop; raises LaunchError when the time is over, Interrupted when a signal has come."""
+        self._loop.turn(TURN_S)
+        self._signals.check()
+        now = time.monotonic()
+        passed = now - self._began
+        if passed > self._limit_s:
+            raise LaunchError(
+                f"Gave up after {passed:.0f} s {doing}. Start the same command on all {self._terms.job.hosts} hosts, with a head "
+                "that each of them reaches (its name, the port, firewalls)."
+            )
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_S
+            self._say(f"{doing} ({passed:.0f} s)")
+
+
+def _hold(terms: Terms, loop: Loop, say: Callable[[str], None], patience: _Patience) -> Head | Member:
+    """Try to be the head, else to join it, until one of them succeeds or `patience` ends."""
+    for number in itertools.count():
+        listener = _listen(terms)
+        if listener is not None:
+            gathering = Gathering(listener, terms, loop, say)
+            try:
+                while not gathering.complete:
+                    patience.turn(gathering.doing)
+                    gathering.tick(time.monotonic())
+                return gathering.welcome()
+            except BaseException as error:  # also Interrupted and KeyboardInterrupt: nothing stays open
+                gathering.give_up(str(error) or type(error).__name__)
+                raise
+        visit = Visit(terms, loop, say, number=number)
+        try:
+            while visit.member is None and not visit.failed:
+                patience.turn(visit.doing)
+                visit.tick(time.monotonic())
+            if visit.member is not None:
+                return visit.member
+        finally:
+            visit.close()
+        if visit.final:
+            raise LaunchError(f"This host cannot join the job at {terms.point}: {visit.failed}")
+        again_at = time.monotonic() + RETRY_S
+        while time.monotonic() < again_at:
+            patience.turn(f"connecting to the head at {terms.point}; last try: {visit.failed}")
+
+
+def _listen(terms: Terms) -> socket.socket | None:
+    """A listening socket where the meeting point is this host's and free; None where it is another's."""
+    try:
+        found = socket.getaddrinfo(*terms.at, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None  # not known yet, perhaps: the visit will say so
+    for family, kind, protocol, _, address in found:
+        if str(address[0]) in ("0.0.0.0", "::"):
+            raise LaunchError(f"head={terms.point!r} is every host's address: name one host that all others reach.")
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job that has ended are no obstacle
+            sock.bind(address)
+            sock.listen()
+        except OSError as error:
+            sock.close()
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise LaunchError(f"Port {terms.at[1]} of head={terms.point!r} needs privileges: use one from 1024 up.") from error
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+                raise LaunchError(f"Cannot listen at head={terms.point!r}: {error.strerror}.") from error
+        else:
+            return sock
+    return None

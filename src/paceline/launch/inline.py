@@ -1,0 +1,74 @@
+"""Worker 0 in the calling process, for pdb; the other workers, and the supervisor in a thread of its own, as ever.
+
+The debugger needs the process's own terminal and main thread, so here it is the supervisor that steps aside. Nobody sends signals
+to worker 0: Ctrl-C means what it means in any program, and peers wait for worker 0 for days.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from paceline.comm.channel import Channel
+from paceline.launch.forked import call_entry
+from paceline.launch.link import Link
+from paceline.launch.loop import Loop
+from paceline.launch.outcome import Outcome
+from paceline.launch.signals import Signals
+from paceline.launch.supervisor import Supervisor
+from paceline.plan.job import Assignment
+
+__all__ = ["PATIENCE_S", "run_inline"]
+
+PATIENCE_S = 7 * 24 * 3600.0  # job.timeout_s, at least: somebody is looking at worker 0 in a debugger
+
+
+def run_inline(supervisor: Supervisor, assignment: Assignment, *, entry: str, loop: Loop, signals: Signals) -> Outcome:
+    """Run `assignment` here and the other workers beside; return when all have ended.
+
+    `entry` owns the channel's file descriptor, as in every worker, and has to close it. Raises what escapes from `entry`, and
+    LaunchError where the others could not be started.
+    """
+    worker = assignment.rank
+    ours, theirs = socket.socketpair()
+    supervisor.crew.seat(worker, ours)
+    heard, told = socket.socketpair()
+
+    def left(message: Mapping[str, Any]) -> None:
+        supervisor.crew.left(worker, **message)
+        link.close()
+
+    link = Link(heard, loop, on_message=left, on_close=lambda _: None)
+    report = Channel(told)
+    status = 1
+    with ThreadPoolExecutor(1, thread_name_prefix="paceline-supervisor") as threads:
+        running = threads.submit(supervisor.run)
+        try:
+            status = call_entry(entry, dataclasses.replace(assignment, channel_fd=theirs.detach()))
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+            signals.note(signal.SIGINT)
+        finally:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+            if not running.done():
+                report.send({"pid": os.getpid(), "exit_code": status, "peak_memory_bytes": peak})
+            outcome = _wait(running, signals)
+            link.close()
+            report.close()
+        return outcome
+
+
+def _wait(running: Future[Outcome], signals: Signals) -> Outcome:
+    """Wait for the others; Ctrl-C ends them."""
+    while True:
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            signals.note(signal.SIGINT)

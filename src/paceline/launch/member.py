@@ -1,0 +1,136 @@
+"""The side of every other host: passes on what its workers ask and how they end, and does what the head says.
+
+It ends its workers by itself in two cases only: it was told to (Ctrl-C, SIGTERM), or the head was lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.launch.crew import Crew
+from paceline.launch.head import FAREWELL_S, PING_S, REPORT_S, SILENCE_S, STOP_S, TERMINATE_S
+from paceline.launch.link import Link
+from paceline.launch.outcome import Outcome, WorkerExit, interrupted, lost
+
+__all__ = ["Member"]
+
+
+class Member:
+    """Speaks with the head, in the messages that `paceline.launch.head` lists."""
+
+    def __init__(
+        self, link: Link, *, head: str, host: str, address: str, host_index: int, attempt: int, say: Callable[[str], None]
+    ) -> None:
+        self.host, self.address, self.host_index, self.attempt = host, address, host_index, attempt
+        self.outcome: Outcome | None = None
+        self._crew: Crew | None = None
+        self._link, self._head, self._say = link, head, say
+        self._early: list[Mapping[str, Any]] = []  # said before there was a crew
+        self._exits: list[WorkerExit] = []
+        self._signum: int | None = None
+        self._head_lost = ""
+        self._patience: float | None = None  # a stopping head has sent the outcome by then
+        self._next_ping = 0.0
+
+    def lead(self, crew: Crew) -> None:
+        """Take over the workers of this host."""
+        self._crew = crew
+        while self._early:
+            self.head_said(self._early.pop(0))
+
+    # What the crew tells (its Listener).
+
+    def request(self, worker: int, request: Mapping[str, Any]) -> None:
+        self._link.send({"op": "board", "worker": worker, "request": request})
+
+    def started(self, worker: int, pid: int) -> None:
+        self._link.send({"op": "started", "worker": worker, "pid": pid})
+
+    def exited(self, ended: WorkerExit) -> None:
+        self._exits.append(ended)
+        self._link.send({"op": "exited", "exit": dataclasses.asdict(ended)})
+
+    # What the supervisor tells.
+
+    def interrupted(self, signum: int) -> None:
+        """A signal to the supervisor: end the workers, and tell the head, so that the others end too; a second one: kill them."""
+        if self._crew is None:
+            return
+        if self._signum is not None or self._head_lost:
+            self._crew.kill()
+            return
+        self._signum = signum
+        self._patience = time.monotonic() + STOP_S + REPORT_S
+        self._link.send({"op": "leaving", "signal": signum, "reason": ""})
+        self._crew.terminate(STOP_S)
+
+    def abandon(self, reason: str) -> None:
+        """This host cannot go on: tell the head."""
+        self._link.send({"op": "leaving", "signal": None, "reason": f"host {self.host}: {reason}"})
+        self._link.flush(FAREWELL_S)
+
+    def tick(self, now: float) -> None:
+        if self._crew is None or self.outcome is not None:
+            return
+        if now >= self._next_ping:
+            self._next_ping = now + PING_S
+            self._link.send({"op": "ping"})
+        if not self._head_lost and now - self._link.heard > SILENCE_S:
+            self.head_lost(f"it said nothing for {SILENCE_S:.0f} s")
+        if self._patience is not None and now >= self._patience and not self._head_lost:
+            self.head_lost("it did not end the job")
+        if self._head_lost and not self._crew.alive:
+            self._finish_alone()
+
+    def close(self) -> None:
+        self._link.close()
+
+    # What the head says.
+
+    def head_said(self, message: Mapping[str, Any]) -> None:
+        """Do what one message of the head says; what makes no sense is the end of the membership."""
+        if self._crew is None:
+            self._early.append(message)
+            return
+        try:
+            self._serve(self._crew, message)
+        except (KeyError, TypeError, ValueError) as error:
+            self.head_lost(f"it said something that makes no sense ({type(error).__name__}: {error})")
+
+    def head_lost(self, reason: str) -> None:
+        """The head is there no longer: end the workers."""
+        if self.outcome is not None or self._head_lost:
+            return
+        self._head_lost = f"the head {self._head} was lost: {reason}"
+        self._link.close()
+        self._say(self._head_lost)
+        if self._crew is not None:
+            self._crew.terminate(TERMINATE_S)
+
+    def _serve(self, crew: Crew, message: Mapping[str, Any]) -> None:
+        match message["op"]:
+            case "ping":
+                pass
+            case "reply":
+                crew.reply(int(message["worker"]), message["reply"])
+            case "stop":
+                crew.terminate(float(message["grace_s"]))
+            case "kill":
+                crew.kill()
+            case "end":
+                self.outcome = Outcome.from_json(message["outcome"])
+            case op:
+                raise ValueError(f"unknown message {op!r}")
+
+    def _finish_alone(self) -> None:
+        exits = sorted(self._exits, key=lambda ended: ended.worker)
+        if self._signum is not None:
+            self.outcome = interrupted(self._signum, exits)
+            return
+        # Worker 0 is the head's, on whatever host the head is.
+        head = lost(0, host=self._head, pid=0, kind="HostLost", message=self._head_lost)
+        failures = (head, *(ended for ended in exits if ended.failed))
+        self.outcome = Outcome(state="failed", exit_code=1, failures=failures, reason=self._head_lost, exits=tuple(exits))

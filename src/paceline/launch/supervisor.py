@@ -1,0 +1,111 @@
+"""The loop of one host's supervisor: one thread, no torch, until the job has an outcome.
+
+The crew starts and ends workers, the side (head or member) decides; the supervisor turns the loop, passes signals on and lets the
+observer look about ten times a second. Whatever happens, it leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from paceline.errors import LaunchError
+from paceline.launch.crew import Crew
+from paceline.launch.head import Head
+from paceline.launch.loop import Loop
+from paceline.launch.member import Member
+from paceline.launch.outcome import Outcome
+from paceline.launch.parent import WarmParent
+from paceline.launch.signals import Signals
+from paceline.plan.job import Assignment
+
+__all__ = ["Observer", "Supervisor", "Witness"]
+
+OBSERVE_S = 0.1
+TERMINAL_GONE = (errno.EIO, errno.EPIPE)  # EPIPE: the reader of `paceline run ... | head` has ended
+
+
+class Observer(Protocol):
+    """Who shows the run to the user."""
+
+    def poll(self) -> None:
+        """Look at what has happened; called about ten times a second."""
+
+    def say(self, text: str) -> None:
+        """Show one sentence."""
+
+
+class Witness:
+    """An observer that stops looking, and the job with it, when the terminal is gone: written to, it fails before SIGHUP comes."""
+
+    def __init__(self, observer: Observer, signals: Signals) -> None:
+        self._observer, self._signals = observer, signals
+        self._blind = False
+
+    def poll(self) -> None:
+        self._try(self._observer.poll)
+
+    def say(self, text: str) -> None:
+        self._try(lambda: self._observer.say(text))
+
+    def _try(self, look: Callable[[], None]) -> None:
+        if self._blind:
+            return
+        try:
+            look()
+        except OSError as error:
+            if error.errno not in TERMINAL_GONE:
+                raise
+            self._blind = True
+            self._signals.note(signal.SIGHUP)
+
+
+class Supervisor:
+    """Runs one host's workers to the job's end."""
+
+    def __init__(
+        self,
+        assignments: Sequence[Assignment],
+        *,
+        side: Head | Member,
+        parent: WarmParent | None,
+        loop: Loop,
+        observer: Observer,
+        signals: Signals,
+    ) -> None:
+        self.crew = Crew(assignments, parent=parent, loop=loop, listener=side, say=observer.say)
+        self._side, self._loop, self._observer, self._signals = side, loop, observer, signals
+        self._observe_at = 0.0
+        side.lead(self.crew)
+
+    def run(self) -> Outcome:
+        """Start the workers and return when the job has ended, on all hosts.
+
+        Raises LaunchError where workers could not be started. Ends all processes on every path.
+        """
+        try:
+            self.crew.start()
+            while self._side.outcome is None:
+                self._loop.turn(OBSERVE_S)
+                self._observe()
+                for signum in self._signals.take():
+                    self._side.interrupted(signum)
+                now = time.monotonic()
+                self._side.tick(now)
+                self.crew.tick(now)
+            return self._side.outcome
+        except LaunchError as error:
+            self._side.abandon(str(error))
+            raise
+        finally:
+            self.crew.close()
+            self._side.close()
+
+    def _observe(self) -> None:
+        now = time.monotonic()
+        if now >= self._observe_at:
+            self._observe_at = now + OBSERVE_S
+            self._observer.poll()

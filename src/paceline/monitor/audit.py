@@ -1,0 +1,296 @@
+"""`paceline audit RUN`: proves that every sample of each finished epoch was used exactly once, or lists what was not.
+
+The proof has two halves. The half-open ranges of positions that the valid steps of an epoch used are sorted, and must
+follow each other without a gap or an overlap from 0 to the end: the work grows with the number of ranges, not of
+samples. And the order that turns positions into samples must be a permutation of the dataset: for epochs of up to ten
+million samples that is tried, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json as json_text
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.monitor.cover import Cover, column
+from paceline.monitor.ledgers import Attempt, EpochColumns, Ledgers, Stream
+from paceline.monitor.once import workers_text
+from paceline.monitor.run_record import RunRecord
+
+__all__ = ["AuditResult", "EpochAudit", "Missing", "Repeated", "audit", "main_audit"]
+
+MOST_LISTED = 20  # missing or repeated ranges of an epoch; steps that only some workers committed
+MOST_INDICES = 8  # samples named for a range
+MOST_PERMUTED = 10_000_000
+CHUNK = 1 << 20
+
+Samples = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Missing:
+    """Positions [start, stop) that no step used; they lie between the positions of these two steps."""
+
+    start: int
+    stop: int
+    after_step: int | None
+    before_step: int | None
+    samples: Samples  # dataset indices of the first of them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Repeated:
+    """Positions [start, stop) that were used more than once: two of the (step, worker) pairs that did."""
+
+    start: int
+    stop: int
+    steps: tuple[int, int]
+    workers: tuple[int, int]
+    samples: Samples  # dataset indices of the first of them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EpochAudit:
+    """The verdict on one epoch of one stream."""
+
+    stream: str
+    epoch: int
+    state: str  # "exact" | "unfinished" (the last one, exact so far) | "broken"
+    num_samples: int  # that the epoch consists of: without what drop_last drops
+    num_used: int  # distinct positions
+    first_step: int
+    last_step: int
+    num_missing: int
+    num_repeated: int  # uses beyond the first
+    missing: tuple[Missing, ...]  # the first ones
+    repeated: tuple[Repeated, ...]  # the first ones
+    skipped_steps: tuple[int, ...]  # used their samples without changing the weights
+    is_permutation: bool | None  # None: not tried
+    says: tuple[str, ...]  # what is wrong, in words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AuditResult:
+    """What the ledgers of a run prove."""
+
+    run_dir: str
+    num_attempts: int
+    epochs: tuple[EpochAudit, ...]
+    problems: tuple[str, ...]  # beyond single epochs
+    notes: tuple[str, ...]  # worth knowing, nothing wrong
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.problems and all(epoch.state != "broken" for epoch in self.epochs)
+
+
+def audit(run_dir: Path | str) -> AuditResult:
+    """Read all ledgers of a run and judge them; raises ValueError where `run_dir` is not the directory of a run."""
+    run_dir = Path(run_dir)
+    if not any(run_dir.glob("attempt_*")):
+        RunRecord.load(run_dir)  # says what is wrong with the name
+    ledgers = Ledgers(run_dir)
+    problems, notes = list(ledgers.problems), list(ledgers.notes)
+    for attempt in ledgers.attempts:
+        problems += _partial_steps(attempt)
+        notes += _void_note(attempt)
+    for stream in sorted(ledgers.iterable_streams):
+        notes.append(f"stream {stream} is an iterable without positions: nothing can be proved of its samples")
+    problems += _elsewhere(run_dir, ledgers.attempts)
+    if not ledgers.attempts:
+        problems.append("there is no ledger: no step was committed, and nothing is proved")
+    last_epochs = dict(sorted(ledgers.epochs))  # the last epoch of each stream wins
+    for stream, last in last_epochs.items():
+        present = [epoch for name, epoch in ledgers.epochs if name == stream]
+        absent = sorted(set(range(min(present), last)) - set(present))
+        problems += [f"stream {stream}: epoch {epoch} has no step at all, though epoch {last} has" for epoch in absent]
+    epochs = tuple(
+        _judge(stream, epoch, ledgers.epochs[stream, epoch], is_last=epoch == last_epochs[stream])
+        for stream, epoch in sorted(ledgers.epochs)
+    )
+    return AuditResult(
+        run_dir=str(run_dir),
+        num_attempts=len(ledgers.attempts),
+        epochs=epochs,
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def main_audit(run_dir: Path | str, json: bool = False) -> int:
+    """Print the audit of a run; returns 0 when it is clean, 1 when it is not, 2 where there is no run."""
+    try:
+        result = audit(run_dir)
+    except ValueError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    if json:
+        print(json_text.dumps({"clean": result.is_clean, **dataclasses.asdict(result)}, indent=1))
+    else:
+        from paceline.monitor.audit_report import report
+
+        print(report(result))
+    return 0 if result.is_clean else 1
+
+
+# ------------------------------------------------------------------------------------------------------------ one epoch
+
+
+def _judge(name: str, epoch: int, columns: EpochColumns, *, is_last: bool) -> EpochAudit:
+    stream = columns.streams[-1]
+    cover = Cover(columns)
+    samples = stream.samples or 0
+    total, is_finished = _end_of_epoch(columns, cover.end)
+    missing, repeated = list(cover.gaps()), list(cover.overlaps())
+    if not is_finished and not is_last:
+        missing.append((cover.end, total, cover.last_holder, None))
+    num_missing = sum(stop - start for start, stop, _, _ in missing)
+    says = list(_contradictions(columns, cover.end, total))
+    if num_missing:
+        says.append(f"{num_missing:,} samples were not used")
+    if cover.num_repeated:
+        says.append(f"{cover.num_repeated:,} uses too many")
+    if not is_finished and not is_last:
+        says.append(f"it ends at position {cover.end:,} though a later epoch has begun")
+    is_permutation = None
+    if is_finished and not says and samples <= MOST_PERMUTED:
+        is_permutation = _is_permutation(stream, epoch, samples)
+        if not is_permutation:
+            says.append("its order is not a permutation of the dataset")
+    named = functools.partial(_first_indices, stream, epoch)
+    return EpochAudit(
+        stream=name,
+        epoch=epoch,
+        state="broken" if says else "exact" if is_finished else "unfinished",
+        num_samples=total,
+        num_used=cover.num_used,
+        first_step=min(columns.seen_steps),
+        last_step=max(columns.seen_steps),
+        num_missing=num_missing,
+        num_repeated=cover.num_repeated,
+        missing=tuple(_missing(cover, gap, named(*gap[:2])) for gap in missing[:MOST_LISTED]),
+        repeated=tuple(_repeated(cover, overlap, named(*overlap[:2])) for overlap in repeated[:MOST_LISTED]),
+        skipped_steps=tuple(sorted(columns.skipped_steps)),
+        is_permutation=is_permutation,
+        says=tuple(says),
+    )
+
+
+def _missing(cover: Cover, gap: tuple[int, int, int | None, int | None], samples: Samples) -> Missing:
+    start, stop, *rows = gap
+    after, before = (None if row is None else int(cover.steps[row]) for row in rows)
+    return Missing(start=start, stop=stop, after_step=after, before_step=before, samples=samples)
+
+
+def _repeated(cover: Cover, overlap: tuple[int, int, int, int], samples: Samples) -> Repeated:
+    start, stop, *rows = overlap
+    one, other = sorted((int(cover.steps[row]), int(cover.workers[row])) for row in rows)
+    return Repeated(start=start, stop=stop, steps=(one[0], other[0]), workers=(one[1], other[1]), samples=samples)
+
+
+def _end_of_epoch(columns: EpochColumns, reached: int) -> tuple[int, bool]:
+    """Return how many positions the epoch has, and whether its steps reached the last."""
+    stream, samples = columns.streams[-1], columns.streams[-1].samples or 0
+    if not stream.drop_last:
+        return samples, reached >= samples
+    if len({each.batch for each in columns.streams}) == 1:
+        total = samples // stream.batch * stream.batch
+        return total, reached >= total
+    if samples - reached < stream.batch:  # the batch was changed between attempts: no other full one fits
+        return min(reached, samples), True
+    return reached + (samples - reached) // stream.batch * stream.batch, False
+
+
+def _contradictions(columns: EpochColumns, reached: int, total: int) -> Iterator[str]:
+    orders = {(stream.samples, stream.seed, stream.shuffle) for stream in columns.streams}
+    if len(orders) > 1:
+        told = ", ".join(
+            f"{samples} samples, seed {seed}, shuffle {shuffle}" for samples, seed, shuffle in sorted(orders, key=str)
+        )
+        yield f"its steps do not share one order of samples ({told}): dataset or seed were changed between attempts"
+    if reached > total:
+        yield f"positions up to {reached:,} were used, beyond the end"
+
+
+def _is_permutation(stream: Stream, epoch: int, samples: int) -> bool:
+    seen = np.zeros(samples, dtype=np.bool_)
+    for start in range(0, samples, CHUNK):
+        indices = _indices(stream, epoch, np.arange(start, min(start + CHUNK, samples)))
+        if indices.min() < 0 or indices.max() >= samples:
+            return False
+        seen[indices] = True
+    return bool(seen.all())
+
+
+def _indices(stream: Stream, epoch: int, positions: NDArray[Any]) -> NDArray[np.int64]:
+    from paceline.schedule import order
+
+    return order.sample_indices(
+        seed=stream.seed, epoch=epoch, num_samples=stream.samples or 0, positions=positions, shuffle=stream.shuffle
+    )
+
+
+def _first_indices(stream: Stream, epoch: int, start: int, stop: int) -> Samples:
+    end = min(stop, start + MOST_INDICES, stream.samples or 0)
+    return tuple(_indices(stream, epoch, np.arange(start, end)).tolist()) if end > start else ()
+
+
+# ---------------------------------------------------------------------------------------------------------- one attempt
+
+
+def _partial_steps(attempt: Attempt) -> list[str]:
+    """Say which valid steps some workers have in their ledgers and others have not."""
+    says: list[str] = []
+    if attempt.silent and attempt.steps:
+        silent = workers_text(attempt.silent)
+        says.append(f"attempt {attempt.number}: {silent} left no readable ledger, though others committed steps")
+    for stream, by_worker in sorted(attempt.steps.items()):
+        columns = {worker: np.unique(column(by_worker.get(worker, array("q")))) for worker in attempt.workers}
+        steps, counts = np.unique(np.concatenate(list(columns.values())), return_counts=True)
+        partial = steps[counts < len(attempt.workers)]
+        for step in partial[:MOST_LISTED].tolist():
+            having = [worker for worker, known in columns.items() if _contains(known, step)]
+            lacking = sorted(set(attempt.workers) - set(having))
+            says.append(
+                f"step {step} of attempt {attempt.number} ({stream}) is in the ledgers of {workers_text(having)} "
+                f"but not of {workers_text(lacking)}: its samples were used in part. Where a kill ended the run there, "
+                "continuing it from a checkpoint takes the step again"
+            )
+        if len(partial) > MOST_LISTED:
+            says.append(f"and {len(partial) - MOST_LISTED} more steps of attempt {attempt.number} ({stream})")
+    return says
+
+
+def _elsewhere(run_dir: Path, attempts: list[Attempt]) -> list[str]:
+    """Say when the newest attempt had more workers than there are ledgers of it here."""
+    if not attempts or not (run_dir / "run.json").exists():
+        return []
+    record, newest = RunRecord.load(run_dir), attempts[-1]
+    here = len(newest.workers) + len(newest.silent)
+    if record.attempt != newest.number or here >= record.workers:
+        return []
+    return [
+        f"attempt {newest.number} had {record.workers} workers, but only {here} of their directories are here: "
+        f"copy attempt_{newest.number}/worker_* from the other hosts, then audit again"
+    ]
+
+
+def _contains(ordered: NDArray[np.int64], value: int) -> bool:
+    place = int(np.searchsorted(ordered, value))
+    return place < len(ordered) and int(ordered[place]) == value
+
+
+def _void_note(attempt: Attempt) -> list[str]:
+    void = np.unique(column(attempt.void_steps))
+    if not len(void):
+        return []
+    which = f"steps {void[0]}-{void[-1]}" if len(void) > 1 else f"step {void[0]}"
+    return [f"{which} of attempt {attempt.number} are void: a later attempt went on from step {attempt.until_step:.0f}"]

@@ -1,0 +1,69 @@
+"""Words an audit for the screen: a line for each epoch, and one for each range of samples that was lost or repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.monitor.audit import AuditResult, EpochAudit, Missing, Repeated
+from paceline.monitor.files import local_path
+
+__all__ = ["report"]
+
+MOST_STEPS = 20  # skipped ones that are named
+
+
+def report(result: AuditResult) -> str:
+    """Return the audit as text."""
+    attempts = "1 attempt" if result.num_attempts == 1 else f"{result.num_attempts} attempts"
+    lines = [f"audit of {local_path(result.run_dir)}, {attempts}"]
+    for epoch in result.epochs:
+        lines += _epoch_lines(epoch)
+    lines += [f"  note: {note}" for note in result.notes]
+    lines += [f"  PROBLEM: {problem}" for problem in result.problems]
+    num_exact = sum(epoch.state == "exact" for epoch in result.epochs)
+    if result.is_clean:
+        finished = f"{num_exact or 'no'} finished epoch{'s' * (num_exact != 1)}"
+        lines.append(f"clean: {finished}, no sample was lost and none was used twice")
+    else:
+        lines.append("NOT clean: see above")
+    return "\n".join(lines)
+
+
+def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
+    name = f"  {epoch.stream}, epoch {epoch.epoch} (steps {epoch.first_step}-{epoch.last_step}): "
+    if epoch.state == "exact":
+        tried = ", by an order that is a permutation" if epoch.is_permutation else ""
+        yield f"{name}each of {epoch.num_samples:,} samples was used exactly once{tried}"
+    elif epoch.state == "unfinished":
+        yield f"{name}unfinished; {epoch.num_used:,} of {epoch.num_samples:,} samples were used, each once"
+    else:
+        yield f"{name}BROKEN: {'; '.join(epoch.says)}"
+    if epoch.skipped_steps:
+        steps = ", ".join(map(str, epoch.skipped_steps[:MOST_STEPS]))
+        yield f"    skipped for non-finite gradients, samples used: step{'s' * (len(epoch.skipped_steps) > 1)} {steps}"
+    for gap in epoch.missing:
+        yield f"    missing   {_positions(gap)}, {_between(gap)}"
+    for twice in epoch.repeated:
+        by = " and ".join(
+            f"step {step} (worker {worker})" for step, worker in zip(twice.steps, twice.workers, strict=True)
+        )
+        yield f"    repeated  {_positions(twice)}, by {by}"
+
+
+def _positions(found: Missing | Repeated) -> str:
+    count = found.stop - found.start
+    more = ", ..." if count > len(found.samples) else ""
+    which = f"position {found.start:,}" if count == 1 else f"positions {found.start:,}-{found.stop - 1:,}"
+    return f"{which} ({count:,} sample{'s' * (count > 1)}: {', '.join(map(str, found.samples))}{more})"
+
+
+def _between(gap: Missing) -> str:
+    if gap.after_step is None and gap.before_step is None:
+        return "in no step"
+    if gap.after_step == gap.before_step:
+        return f"within step {gap.after_step}"
+    if gap.before_step is None:
+        return f"after step {gap.after_step}"
+    if gap.after_step is None:
+        return f"before step {gap.before_step}"
+    return f"between steps {gap.after_step} and {gap.before_step}"

@@ -1,0 +1,180 @@
+"""Reads all ledgers of a run into columns: which steps count, and which positions each of them used.
+
+A run that continued from a checkpoint took some steps again. Each attempt says from which step it went on: the steps
+of earlier attempts above it are void, their samples count as never used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.monitor.files import local_path, worker_number
+
+__all__ = ["Attempt", "EpochColumns", "Ledgers", "Stream"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """What a worker said when it opened a stream."""
+
+    samples: int | None  # None: iterable, without a length
+    batch: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Attempt:
+    """What the ledgers of one attempt say of its steps."""
+
+    number: int
+    workers: tuple[int, ...]  # with a ledger
+    silent: tuple[int, ...]  # with a directory but without a ledger that can be read
+    from_step: int
+    until_step: float = math.inf  # later steps are void
+    steps: dict[str, dict[int, array[int]]] = dataclasses.field(default_factory=dict[str, "dict[int, array[int]]"])
+    void_steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class EpochColumns:
+    """The position ranges that the valid steps of one epoch used: row i is [starts[i], stops[i])."""
+
+    streams: list[Stream] = dataclasses.field(
+        default_factory=list["Stream"]
+    )  # distinct ones, in the order of appearance
+    starts: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+    stops: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+    steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+    workers: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+    seen_steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))  # with repetitions
+    skipped_steps: set[int] = dataclasses.field(default_factory=set[int])
+
+
+class Ledgers:
+    """Everything the ledgers below `run_dir` hold; `problems` lists what could not be read or contradicts itself."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.epochs: dict[tuple[str, int], EpochColumns] = {}
+        self.iterable_streams: set[str] = set()
+        self._paths: dict[tuple[int, int], Path] = {}
+        self.attempts = self._find_attempts(run_dir)
+        until = math.inf
+        for attempt in reversed(self.attempts):
+            attempt.until_step = until
+            until = min(until, attempt.from_step)
+        for attempt in self.attempts:
+            for worker in attempt.workers:
+                self._read(attempt, worker)
+
+    def _find_attempts(self, run_dir: Path) -> list[Attempt]:
+        found: list[Attempt] = []
+        for directory in run_dir.glob("attempt_*"):
+            number = directory.name.removeprefix("attempt_")
+            if not number.isdigit():
+                continue
+            places = {worker_number(place.name): place / "ledger.jsonl" for place in directory.iterdir()}
+            paths = {worker: path for worker, path in places.items() if worker is not None}
+            starts = {worker: start for worker, path in paths.items() if (start := _from_step(path)) is not None}
+            if not starts:  # it ended before any worker could take a step
+                continue
+            if len(set(starts.values())) > 1:
+                self.problems.append(f"attempt {number}: its workers disagree on the step they went on from: {starts}")
+            self._paths.update({(int(number), worker): paths[worker] for worker in starts})
+            silent = tuple(sorted(paths.keys() - starts.keys()))
+            workers = tuple(sorted(starts))
+            found.append(Attempt(number=int(number), workers=workers, silent=silent, from_step=min(starts.values())))
+        return sorted(found, key=lambda attempt: attempt.number)
+
+    def _read(self, attempt: Attempt, worker: int) -> None:
+        streams: dict[str, Stream] = {}
+        for where, line in self._lines(self._paths[attempt.number, worker]):
+            try:
+                if "step" in line:
+                    self._take_step(attempt, worker, line, streams)
+                elif "stream" in line:
+                    streams[line["stream"]] = _stream(line)
+                elif line.get("attempt") != attempt.number:
+                    self.problems.append(f"{where} belongs to attempt {line.get('attempt')}, not {attempt.number}")
+            except (KeyError, TypeError, ValueError) as error:
+                self.problems.append(f"{where} does not say what a ledger says ({type(error).__name__}: {error})")
+
+    def _take_step(self, attempt: Attempt, worker: int, line: dict[str, Any], streams: dict[str, Stream]) -> None:
+        step, name, epoch = int(line["step"]), str(line["stream"]), int(line["epoch"])
+        if step > attempt.until_step:
+            attempt.void_steps.append(step)
+            return
+        ranges = [(int(start), int(stop)) for start, stop in line["ranges"]]
+        if step <= attempt.from_step or any(not 0 <= start <= stop for start, stop in ranges):
+            raise ValueError(f"step {step} with ranges {ranges} cannot be, in an attempt from step {attempt.from_step}")
+        stream = streams[name]
+        attempt.steps.setdefault(name, {}).setdefault(worker, array("q")).append(step)
+        if stream.samples is None:
+            self.iterable_streams.add(name)
+            return
+        columns = self.epochs.setdefault((name, epoch), EpochColumns())
+        if stream not in columns.streams:
+            columns.streams.append(stream)
+        columns.seen_steps.append(step)
+        if line["skipped"]:
+            columns.skipped_steps.add(step)
+        for start, stop in ranges:
+            columns.starts.append(start)
+            columns.stops.append(stop)
+            columns.steps.append(step)
+            columns.workers.append(worker)
+
+    def _lines(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The lines of a ledger; a damaged one is a problem, unless it is the last: a kill can cut that one off."""
+        damaged: str | None = None
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for number, text in enumerate(file, start=1):
+                if damaged:
+                    self.problems.append(f"{damaged} is damaged: what it said is lost")
+                where, line, damaged = f"{local_path(path)}, line {number}", _parsed(text), None
+                if line is None:
+                    damaged = where
+                else:
+                    yield where, line
+        if damaged:
+            self.notes.append(
+                f"{damaged}, the last, was cut off and is ignored: its step was not committed by this worker"
+            )
+
+
+def _from_step(path: Path) -> int | None:
+    """The step an attempt went on from, by the first line of a ledger; None where that is missing or cut off."""
+    if not path.exists():
+        return None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        line = _parsed(file.readline())
+    start = (line or {}).get("from_step")
+    return start if isinstance(start, int) else None
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def _stream(line: dict[str, Any]) -> Stream:
+    samples = line["samples"]
+    return Stream(
+        samples=None if samples is None else int(samples),
+        batch=int(line["batch"]),
+        seed=int(line["seed"]),
+        shuffle=bool(line["shuffle"]),
+        drop_last=bool(line["drop_last"]),
+    )

@@ -1,0 +1,70 @@
+"""What holds for every test: it leaves nothing behind, it works in a folder of its own, it ends in time.
+
+A test may take `timeout` seconds (pyproject.toml); `@pytest.mark.timeout(n)` gives one its own limit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+import leaks
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A green run stays green: the same examples each time, and no time limit of its own on a shared machine.
+hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, database=None)
+
+
+def pytest_configure() -> None:
+    hypothesis.settings.load_profile("paceline")
+    os.environ[leaks.MARK] = uuid.uuid4().hex
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    for mark in item.iter_markers("needs"):
+        missing = [program for program in mark.args if shutil.which(program, path=path) is None]
+        if missing:
+            pytest.skip(f"needs {', '.join(missing)}: tests/system_packages.sh installs it, as root")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_leaves_nothing() -> Iterator[None]:
+    """Also what lives as long as the session (a pool of workers, say) has to end with it."""
+    before = leaks.take()
+    yield
+    _refuse(leaks.left_behind(before), "The session")
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing() -> Iterator[None]:
+    before = leaks.take()
+    yield
+    _refuse(leaks.left_behind(before), "The test")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(_test_leaves_nothing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs land in the test's own folder, and nothing of the user's home is read or written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+def _refuse(found: list[str], who: str) -> None:
+    if found:
+        pytest.fail(f"{who} left behind:\n  " + "\n  ".join(found), pytrace=False)

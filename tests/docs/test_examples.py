@@ -1,0 +1,73 @@
+"""The examples run as a newcomer would run them, and do what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "examples"
+COMMAND = [sys.executable, "-m", "paceline"]
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(
+        command,
+        env=os.environ | {"COLUMNS": "160"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def last_accuracy(output: str) -> float:
+    return float(re.findall(r"epoch 8: loss [\d.]+, accuracy ([\d.]+)%", output)[-1])
+
+
+def test_digits_are_learned_and_one_worker_or_three_give_the_same_loss(tmp_path: Path) -> None:
+    digits = EXAMPLES / "digits.py"
+    outputs = [run(*COMMAND, "run", digits, "--workers", str(n), "--run-dir", tmp_path / str(n)) for n in (1, 3)]
+
+    assert all(last_accuracy(output) > 96 for output in outputs)
+    rows = [[json.loads(row) for row in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("1", "3")]
+    one, three = [[row["loss"] for row in run_rows] for run_rows in rows]
+    assert len(one) == len(three) > 100
+    assert three[:50] == pytest.approx(one[:50], rel=1e-3)
+
+
+def test_digits_as_a_job_file(tmp_path: Path) -> None:
+    output = run(*COMMAND, "run", EXAMPLES / "digits.toml", "--run-dir", tmp_path / "run")
+
+    assert last_accuracy(output) > 96
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "finished"
+    assert (tmp_path / "run" / "attempt_1" / "worker_2" / "stdout.log").exists()  # three workers, as the file says
+
+
+def test_gpt_as_a_plain_program_for_a_few_steps(tmp_path: Path) -> None:
+    script = tmp_path / "gpt.py"
+    text = (EXAMPLES / "gpt.py").read_text()
+    assert "STEPS, BATCH, CONTEXT = 1600, 8, 128" in text
+    script.write_text(text.replace("STEPS, BATCH, CONTEXT = 1600, 8, 128", "STEPS, BATCH, CONTEXT = 12, 8, 32"))
+
+    output = run(sys.executable, script)
+
+    found = re.search(r"held-out loss ([\d.]+)", output)
+    assert found and 2 < float(found[1]) < 5.55  # better than knowing nothing: log(256)
+    assert "class Worker:\n    def " in output
+
+
+@pytest.mark.parametrize("name", ["gpt.py", "digits.py"])
+def test_an_example_is_read_in_two_minutes(name: str) -> None:
+    lines = (EXAMPLES / name).read_text().splitlines()
+    assert len(lines) <= 110
+    assert max(map(len, lines)) <= 120

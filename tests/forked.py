@@ -1,0 +1,123 @@
+"""Real workers for tests: forked from the test process, which has paid for `import torch`, joined by gloo through a store in a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.plan import Plan
+from paceline.plan.job import Assignment, Job
+from paceline.worker.session import live
+
+LIMIT_S = 60.0
+
+
+class WorkersFailed(AssertionError):
+    """Some workers did not return; `errors` maps ranks to their tracebacks."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        super().__init__("\n".join(f"worker {rank}: {text}" for rank, text in errors.items()))
+        self.errors = errors
+
+
+class World:
+    """Runs functions on n workers in one run directory; each call is one attempt."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir = directory / "run"
+        self._scratch = directory
+        self.attempt = 0
+
+    def __call__(
+        self, function: Callable[[Any], Any], workers: int, plan: Plan | None = None, *, limit_s: float = LIMIT_S, **job: Any
+    ) -> list[Any]:
+        """Return what `function(worker)` returned on each worker; raises WorkersFailed."""
+        self.attempt += 1
+        exchange = self._scratch / f"exchange_{self.attempt}"
+        exchange.mkdir()
+        children = {
+            self._fork(function, rank, workers, plan or Plan(), Job(workers=workers, **job), exchange): rank for rank in range(workers)
+        }
+        statuses = _reap(children, limit_s)
+        errors = {
+            rank: (exchange / f"error_{rank}").read_text() if (exchange / f"error_{rank}").exists() else f"status {status}"
+            for rank, status in statuses.items()
+            if status != 0
+        }
+        if errors:
+            raise WorkersFailed(errors)
+        return [torch.load(exchange / f"value_{rank}", weights_only=False) for rank in range(workers)]
+
+    def one_process(self, function: Callable[[Any], Any], plan: Plan | None = None, **job: Any) -> Any:
+        """The oracle: the same on a world of one, in a directory of its own."""
+        alone = World(self._scratch / f"alone_{self.attempt}_{time.monotonic_ns()}")
+        alone._scratch.mkdir()
+        return alone(function, 1, plan, **job)[0]
+
+    def worker_dir(self, rank: int) -> Path:
+        return self.run_dir / f"attempt_{self.attempt}" / f"worker_{rank}"
+
+    def _fork(self, function: Callable[[Any], Any], rank: int, workers: int, plan: Plan, job: Job, exchange: Path) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            signal.alarm(0)
+            store = dist.FileStore(str(exchange / "store"), workers)
+            value = live(function, self._assignment(rank, workers, job), plan=plan, store=store)
+            torch.save(value, exchange / f"value_{rank}")
+            status = 0
+        except BaseException:  # the child's boundary: the parent raises it
+            (exchange / f"error_{rank}").write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+
+    def _assignment(self, rank: int, workers: int, job: Job) -> Assignment:
+        return Assignment(
+            rank=rank,
+            workers=workers,
+            local_rank=rank,
+            local_workers=workers,
+            host="testhost",
+            host_index=0,
+            hosts=1,
+            address="127.0.0.1",
+            run_dir=str(self.run_dir),
+            attempt=self.attempt,
+            worker_dir=str(self.run_dir / f"attempt_{self.attempt}" / f"worker_{rank}"),
+            channel_fd=-1,
+            command_started=time.time(),
+            job=job,
+        )
+
+
+def _reap(children: dict[int, int], limit_s: float) -> dict[int, int]:
+    """rank -> wait status; whoever is left after the limit is killed."""
+    deadline = time.monotonic() + limit_s
+    statuses: dict[int, int] = {}
+    try:
+        while len(statuses) < len(children) and time.monotonic() < deadline:
+            for pid, rank in children.items():
+                if rank not in statuses:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        statuses[rank] = status
+            time.sleep(0.005)
+    finally:
+        for pid, rank in children.items():
+            if rank not in statuses:
+                os.kill(pid, signal.SIGKILL)
+                statuses[rank] = os.waitpid(pid, 0)[1]
+    return statuses

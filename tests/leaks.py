@@ -1,0 +1,151 @@
+"""Finds what a test leaves behind: processes, files in shared memory, threads, a changed environment.
+
+A process belongs to this session when it descends from it, or when it carries the session's mark in its environment:
+a worker whose parent has died has another parent, but keeps the mark. A file in /dev/shm carries no owner: it counts
+when it is new and no process of somebody else has it open, so that two sessions on one machine do not accuse each
+other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+__all__ = ["MARK", "Snapshot", "left_behind", "take"]
+
+MARK = "PYTEST_SESSION_MARK"  # environment variable, set once by conftest
+SHARED_MEMORY = Path("/dev/shm")
+# Started once by libraries, never ended by them: a process by a part of its command line, a thread by its class.
+LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+LASTING_THREADS = ("GarbageCollectorThread",)  # pyzmq
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What there is at one moment."""
+
+    processes: frozenset[psutil.Process]  # compared by pid and start time
+    shared_memory: frozenset[str]
+    threads: frozenset[threading.Thread]
+    environment: dict[str, str]
+
+
+def take() -> Snapshot:
+    """What there is now."""
+    return Snapshot(
+        processes=_processes(),
+        shared_memory=frozenset(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else frozenset(),
+        threads=frozenset(threading.enumerate()),
+        environment=_environment(),
+    )
+
+
+def left_behind(before: Snapshot, *, grace_s: float = 5.0) -> list[str]:
+    """One line for each thing that is there now, was not there `before`, and does not go away within `grace_s` seconds.
+
+    Processes that were left are killed, the environment is put back: the next test starts clean.
+    """
+    deadline = time.monotonic() + grace_s
+    found = _changed_environment(before)
+    found += _left_processes(before, deadline)
+    found += _left_threads(before, deadline)
+    return found + _left_shared_memory(before, deadline)
+
+
+def _processes() -> frozenset[psutil.Process]:
+    """All descendants, and all processes with this session's mark."""
+    mine = os.getpid()
+    found = set(psutil.Process().children(recursive=True))
+    mark = f"{MARK}={os.environ[MARK]}".encode() if MARK in os.environ else None
+    for pid in psutil.pids():
+        try:
+            if mark and pid != mine and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.add(psutil.Process(pid))
+        except (OSError, psutil.NoSuchProcess):
+            continue  # it has ended, or belongs to another user
+    return frozenset(found)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _changed_environment(before: Snapshot) -> list[str]:
+    found = []
+    now = _environment()
+    for name in sorted(before.environment.keys() | now.keys()):
+        old, new = before.environment.get(name), now.get(name)
+        if old == new:
+            continue
+        found.append(f"environment variable {name}: was {old!r}, is {new!r}")
+        if old is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = old
+    return found
+
+
+def _left_processes(before: Snapshot, deadline: float) -> list[str]:
+    new = [process for process in _processes() - before.processes if not _is_lasting(process)]
+    _, alive = psutil.wait_procs(new, timeout=max(0.0, deadline - time.monotonic()))
+    lines = [f"process {process.pid}: {_command(process)}" for process in alive]
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=5)
+    return lines
+
+
+def _is_lasting(process: psutil.Process) -> bool:
+    return any(text in _command(process) for text in LASTING_PROCESSES)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:160] or process.name()
+    except psutil.Error:
+        return "(ended)"
+
+
+def _left_threads(before: Snapshot, deadline: float) -> list[str]:
+    lines = []
+    for thread in threading.enumerate():
+        if thread in before.threads or type(thread).__name__ in LASTING_THREADS:
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            lines.append(f"thread {thread.name}")
+    return lines
+
+
+def _left_shared_memory(before: Snapshot, deadline: float) -> list[str]:
+    while True:
+        new = take().shared_memory - before.shared_memory
+        if not new or time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)  # nothing tells when a file of another process is unlinked
+    return [f"shared memory {SHARED_MEMORY / name}" for name in sorted(new - _open_elsewhere(new))]
+
+
+def _open_elsewhere(names: frozenset[str]) -> set[str]:
+    """Those of the files in shared memory that a process of somebody else has mapped."""
+    if not names:
+        return set()
+    ours = {process.pid for process in _processes()} | {os.getpid()}
+    found: set[str] = set()
+    for pid in psutil.pids():
+        if pid in ours:
+            continue
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue  # it has ended, or belongs to another user
+        found |= {name for name in names if f"{SHARED_MEMORY / name}" in maps}
+    return found

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Installs the programs from Debian that some tests talk to: Slurm (a real one, two nodes on this host) and network namespaces.
+# Only what is missing is installed, and only as root on a machine with apt-get; elsewhere those tests are skipped and say so.
+set -euo pipefail
+
+missing=()
+while read -r program package; do
+    PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || missing+=("$package")
+done <<'PROGRAMS'
+slurmctld slurmctld
+slurmd slurmd
+srun slurm-client
+munged munge
+ip iproute2
+PROGRAMS
+
+if ((${#missing[@]} == 0)); then
+    exit 0
+fi
+if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
+    echo "== tests that need ${missing[*]} will be skipped: installing these takes root and apt-get"
+    exit 0
+fi
+echo "== installing for the tests: ${missing[*]}"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+export DEBIAN_FRONTEND=noninteractive
+if ! { apt-get update && apt-get install -y --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
+    tail -n 20 "$log"
+    echo "== tests that need ${missing[*]} will be skipped: apt-get could not install them (see above)"
+fi

@@ -1,0 +1,319 @@
+"""The audit proves an exact run exact, and names every way in which a run can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.monitor.audit import AuditResult, audit, main_audit
+from paceline.monitor.cover import Cover
+from paceline.monitor.ledgers import EpochColumns
+from paceline.monitor.run_record import RunRecord
+from paceline.schedule import order
+
+Line = dict[str, Any]
+SAMPLES, BATCH, MICRO = 50, 8, 2  # 7 steps an epoch, the last with 2 samples
+
+
+def steps(
+    *,
+    workers: int,
+    first: int = 1,
+    last: int,
+    samples: int = SAMPLES,
+    batch: int = BATCH,
+    micro: int = MICRO,
+    drop: bool = False,
+) -> Iterator[tuple[int, int, Line]]:
+    """Yield (worker, step, line) of a correct run: each step's micro-batches are dealt to the workers in turn."""
+    per_epoch = samples // batch if drop else -(-samples // batch)
+    for step in range(first, last + 1):
+        epoch, place = divmod(step - 1, per_epoch)
+        start, stop = place * batch, min((place + 1) * batch, samples)
+        micros = [[a, min(a + micro, stop)] for a in range(start, stop, micro)]
+        for worker in range(workers):
+            line = {
+                "step": step,
+                "stream": "train",
+                "epoch": epoch,
+                "ranges": micros[worker::workers],
+                "skipped": False,
+            }
+            yield worker, step, line
+
+
+def write_attempt(
+    run: Path, attempt: int, lines: Iterator[tuple[int, int, Line]], *, workers: int, from_step: int = 0, **about: Any
+) -> None:
+    opening = {"stream": "train", "samples": SAMPLES, "batch": BATCH, "micro": MICRO, "seed": 3, "shuffle": True}
+    opening = {**opening, "drop_last": False, **about}
+    texts = {k: [{"attempt": attempt, "from_step": from_step}, opening] for k in range(workers)}
+    for worker, _, line in lines:
+        texts[worker].append(line)
+    for worker, told in texts.items():
+        directory = run / f"attempt_{attempt}" / f"worker_{worker}"
+        directory.mkdir(parents=True)
+        (directory / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+
+
+def ledger(run: Path, attempt: int, worker: int) -> Path:
+    return run / f"attempt_{attempt}" / f"worker_{worker}" / "ledger.jsonl"
+
+
+def edit(path: Path, step: int, **changes: Any) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = [{**line, **changes} if line.get("step") == step else line for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+
+
+def states(result: AuditResult) -> list[str]:
+    return [epoch.state for epoch in result.epochs]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_a_correct_run_of_two_epochs_is_proved_at_any_worker_count(run: Path, workers: int) -> None:
+    write_attempt(run, 1, steps(workers=workers, last=14), workers=workers)
+    result = audit(run)
+    assert result.is_clean and states(result) == ["exact", "exact"]
+    assert [(epoch.num_used, epoch.first_step, epoch.last_step) for epoch in result.epochs] == [(50, 1, 7), (50, 8, 14)]
+    assert all(epoch.is_permutation for epoch in result.epochs)
+    assert main_audit(run) == 0
+
+
+def test_an_unfinished_last_epoch_is_reported_and_is_no_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_attempt(run, 1, steps(workers=2, last=9), workers=2)
+    assert states(audit(run)) == ["exact", "unfinished"]
+    assert main_audit(run) == 0
+    assert "train, epoch 1 (steps 8-9): unfinished; 16 of 50 samples were used, each once" in capsys.readouterr().out
+
+
+def test_an_unfinished_epoch_before_another_one_lists_its_tail(run: Path) -> None:
+    lines = [entry for entry in steps(workers=2, last=9) if entry[1] != 7]
+    write_attempt(run, 1, iter(lines), workers=2)
+    result = audit(run)
+    assert states(result) == ["broken", "unfinished"]
+    assert [(gap.start, gap.stop, gap.after_step, gap.before_step) for gap in result.epochs[0].missing] == [
+        (48, 50, 6, None)
+    ]
+
+
+def test_an_epoch_without_any_step_is_a_problem(run: Path) -> None:
+    lines = [entry for entry in steps(workers=1, last=21) if not 8 <= entry[1] <= 14]
+    write_attempt(run, 1, iter(lines), workers=1)
+    assert any("epoch 1 has no step at all" in problem for problem in audit(run).problems)
+
+
+def test_lost_positions_are_named_with_their_step_and_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2)
+    edit(ledger(run, 1, 1), 3, ranges=[[18, 20]])  # [22, 24) is lost
+    result = audit(run)
+    (epoch,) = result.epochs
+    (gap,) = epoch.missing
+    assert (gap.start, gap.stop, gap.after_step, gap.before_step, epoch.num_missing) == (22, 24, 3, 4, 2)
+    expected = order.sample_indices(seed=3, epoch=0, num_samples=SAMPLES, positions=np.arange(22, 24), shuffle=True)
+    assert gap.samples == tuple(expected.tolist())
+    assert main_audit(run) == 1
+    assert f"positions 22-23 (2 samples: {gap.samples[0]}, {gap.samples[1]})" in capsys.readouterr().out
+
+
+def test_repeated_positions_are_named_with_their_steps_and_workers(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2)
+    edit(ledger(run, 1, 0), 5, ranges=[[32, 34], [36, 38], [10, 12]])
+    (epoch,) = audit(run).epochs
+    (twice,) = epoch.repeated
+    assert (twice.start, twice.stop, twice.steps, twice.workers) == (10, 12, (2, 5), (1, 0))
+    assert epoch.state == "broken" and epoch.num_repeated == 2 and epoch.num_missing == 0
+
+
+def test_a_step_that_only_some_workers_committed_shows_up(run: Path) -> None:
+    write_attempt(run, 1, (entry for entry in steps(workers=3, last=7) if entry[:2] != (1, 4)), workers=3)
+    result = audit(run)
+    assert states(result) == ["broken"]
+    (problem,) = result.problems
+    assert problem.startswith("step 4 of attempt 1 (train) is in the ledgers of workers 0, 2 but not of worker 1")
+
+
+def test_a_partly_committed_last_step_shows_up_though_its_epoch_is_unfinished(run: Path) -> None:
+    write_attempt(run, 1, (entry for entry in steps(workers=2, last=4) if entry[:2] != (1, 4)), workers=2)
+    assert not audit(run).is_clean
+
+
+def test_steps_after_the_checkpoint_that_a_later_attempt_continued_from_are_void(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=6), workers=2)
+    write_attempt(run, 2, steps(workers=3, first=5, last=6), workers=3, from_step=4)
+    write_attempt(run, 3, steps(workers=1, first=4, last=7), workers=1, from_step=3)  # from an older checkpoint
+    result = audit(run)
+    assert result.is_clean and states(result) == ["exact"]
+    assert result.notes[0] == "steps 4-6 of attempt 1 are void: a later attempt went on from step 3"
+    assert "steps 5-6 of attempt 2 are void" in result.notes[1]
+
+
+def test_the_same_steps_without_a_continuation_in_between_are_repeated(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=6), workers=2)
+    write_attempt(run, 2, steps(workers=2, first=5, last=7), workers=2, from_step=6)  # lies: it takes 5 and 6 again
+    result = audit(run)
+    assert not result.is_clean
+    assert any("step 5" in problem for problem in result.problems)
+
+
+def test_an_attempt_that_ended_before_its_first_step_voids_only_what_it_says(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2)
+    write_attempt(run, 2, iter(()), workers=2, from_step=7)
+    (run / "attempt_3" / "worker_0").mkdir(parents=True)  # ended while it started
+    assert audit(run).is_clean
+
+
+def test_a_skipped_step_used_its_samples_and_is_information(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2)
+    for worker in range(2):
+        edit(ledger(run, 1, worker), 5, skipped=True)
+    result = audit(run)
+    assert result.is_clean and result.epochs[0].skipped_steps == (5,)
+    assert main_audit(run) == 0
+    assert "skipped for non-finite gradients, samples used: step 5" in capsys.readouterr().out
+
+
+def test_with_drop_last_an_epoch_ends_at_its_last_full_batch(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=12, drop=True), workers=2, drop_last=True)
+    result = audit(run)
+    assert result.is_clean and [epoch.num_samples for epoch in result.epochs] == [48, 48]
+
+
+def test_with_drop_last_the_dropped_tail_may_not_be_used(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2, drop_last=True)
+    (epoch,) = audit(run).epochs
+    assert epoch.says == ("positions up to 50 were used, beyond the end",)
+
+
+def test_streams_are_judged_apart(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2)
+    for worker in range(2):
+        with open(ledger(run, 1, worker), "a") as file:
+            other = {
+                "stream": "noise",
+                "samples": 4,
+                "batch": 4,
+                "micro": 2,
+                "seed": 1,
+                "shuffle": False,
+                "drop_last": False,
+            }
+            ranges = [[2 * worker, 2 * worker + 2]]
+            step = {"step": 2, "stream": "noise", "epoch": 0, "ranges": ranges, "skipped": False}
+            file.write(json.dumps(other) + "\n" + json.dumps(step) + "\n")
+    result = audit(run)
+    assert result.is_clean
+    assert [(epoch.stream, epoch.num_used) for epoch in result.epochs] == [("noise", 4), ("train", 50)]
+
+
+def test_an_iterable_stream_is_said_not_to_be_proved(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=3), workers=2, samples=None)
+    result = audit(run)
+    assert result.is_clean and result.epochs == ()
+    assert "nothing can be proved" in result.notes[0]
+
+
+def test_a_last_line_cut_off_by_a_kill_is_ignored_when_the_step_was_taken_again(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=1, last=5), workers=1)
+    text = ledger(run, 1, 0).read_text()
+    ledger(run, 1, 0).write_text(text[:-20])
+    write_attempt(run, 2, steps(workers=1, first=5, last=7), workers=1, from_step=4)
+    result = audit(run)
+    assert result.is_clean
+    assert any("line 7, the last, was cut off" in note for note in result.notes)
+
+
+def test_a_damaged_line_before_the_last_is_a_problem(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=1, last=7), workers=1)
+    lines = ledger(run, 1, 0).read_text().splitlines(keepends=True)
+    lines[4] = lines[4][:30] + "\n"
+    ledger(run, 1, 0).write_text("".join(lines))
+    result = audit(run)
+    assert any("line 5 is damaged" in problem for problem in result.problems)
+    assert result.epochs[0].missing[0].start == 16
+
+
+def test_a_change_of_the_dataset_inside_an_epoch_is_a_problem(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=1, last=4), workers=1)
+    write_attempt(run, 2, steps(workers=1, first=5, last=7), workers=1, from_step=4, seed=4)
+    (epoch,) = audit(run).epochs
+    assert epoch.state == "broken" and "do not share one order" in epoch.says[0]
+
+
+def test_a_worker_without_a_ledger_is_a_problem(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2)
+    (run / "attempt_1" / "worker_2").mkdir()
+    assert any("worker 2 left no readable ledger" in problem for problem in audit(run).problems)
+
+
+def test_ledgers_that_lie_on_other_hosts_are_asked_for(run: Path) -> None:
+    RunRecord.begin_attempt(run, job={}, workers=3)
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2)
+    assert any("had 3 workers, but only 2 of their directories are here" in problem for problem in audit(run).problems)
+
+
+def test_an_order_that_is_no_permutation_is_found(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_attempt(run, 1, steps(workers=1, last=7), workers=1)
+    monkeypatch.setattr(order, "sample_indices", lambda *, positions, **_: positions // 2)
+    (epoch,) = audit(run).epochs
+    assert epoch.state == "broken" and epoch.is_permutation is False
+
+
+def test_a_directory_that_is_no_run_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_audit(tmp_path / "nowhere") == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main_audit(tmp_path) == 2
+    assert "has no run.json" in capsys.readouterr().err
+
+
+def test_a_run_without_ledgers_proves_nothing(run: Path) -> None:
+    RunRecord.begin_attempt(run, job={}, workers=1)
+    assert main_audit(run) == 1
+
+
+def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_attempt(run, 1, steps(workers=2, last=7), workers=2)
+    assert main_audit(run, json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["clean"] is True and told["epochs"][0]["num_used"] == 50
+
+
+def test_a_billion_samples_cost_no_more_than_their_ranges(run: Path) -> None:
+    batch = 50_000_000
+    lines = steps(workers=2, last=20, samples=10**9, batch=batch, micro=batch // 4)
+    write_attempt(run, 1, lines, workers=2, samples=10**9, batch=batch)
+    result = audit(run)
+    assert result.is_clean and result.epochs[0].num_used == 10**9
+    assert result.epochs[0].is_permutation is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=25))
+def test_the_cover_agrees_with_counting_each_position(ranges: list[tuple[int, int]]) -> None:
+    columns = EpochColumns()
+    for row, (start, length) in enumerate(ranges):
+        columns.starts.append(start)
+        columns.stops.append(start + length)
+        columns.steps.append(row)
+        columns.workers.append(0)
+    uses = Counter(position for start, length in ranges for position in range(start, start + length))
+    end = max(uses, default=-1) + 1
+    cover = Cover(columns)
+    assert cover.end == end and cover.num_used == len(uses)
+    assert cover.num_repeated == sum(count - 1 for count in uses.values())
+    missing = {position for start, stop, _, _ in cover.gaps() for position in range(start, stop)}
+    assert missing == set(range(end)) - set(uses)
+    repeated = {position for start, stop, _, _ in cover.overlaps() for position in range(start, stop)}
+    assert repeated == {position for position, count in uses.items() if count > 1}

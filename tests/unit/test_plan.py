@@ -1,0 +1,219 @@
+"""A plan reads back from its text and its Python, and refuses by name what is not built."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import pickle
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import PlanError
+from paceline.plan import AllReduce, Batch, Cast, Compute, Layout, Plan, Raw
+
+counts = st.integers(min_value=1, max_value=10**9)
+plans = st.builds(
+    Plan,
+    layout=st.builds(Layout, replicas=st.none() | counts),
+    sync=st.builds(AllReduce, bucket_bytes=counts),
+    wire=st.just(Raw()) | st.builds(Cast, dtype=st.sampled_from(["bf16", "fp16"])),
+    batch=st.builds(
+        Batch,
+        size=counts,
+        micro=st.none() | counts,
+        shuffle=st.booleans(),
+        drop_last=st.booleans(),
+        seed=st.integers(min_value=0, max_value=2**63 - 1),
+    ),
+    compute=st.builds(
+        Compute,
+        precision=st.sampled_from(["fp32", "bf16", "fp64"]),
+        recompute=st.sampled_from(["none", "blocks"]),
+        compile=st.booleans(),
+    ),
+)
+
+
+@given(plans)
+def test_the_text_reads_back_and_is_a_safe_file_name(plan: Plan) -> None:
+    text = str(plan)
+    assert Plan.parse(text) == plan
+    assert re.fullmatch(r"[A-Za-z0-9.,_=()+-]+", text)
+
+
+@given(plans)
+def test_the_repr_is_python_that_makes_the_plan(plan: Plan) -> None:
+    assert eval(repr(plan)) == plan
+
+
+@given(plans)
+def test_copies_and_pickles_are_equal(plan: Plan) -> None:
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert copy.deepcopy(plan) == plan
+    assert hash(copy.copy(plan)) == hash(plan)
+
+
+def test_text_and_repr_leave_defaults_out() -> None:
+    plan = Plan(
+        layout=Layout(replicas=4),
+        wire=Cast(dtype="bf16"),
+        batch=Batch(size=512, micro=8),
+        compute=Compute(precision="bf16"),
+    )
+    assert str(plan) == "replicas=4+cast(dtype=bf16)+batch(size=512,micro=8)+compute(precision=bf16)"
+    assert repr(Plan(wire=Cast(dtype="fp16"))) == "Plan(wire=Cast(dtype='fp16'))"
+    assert (str(Plan()), repr(Plan())) == ("default", "Plan()")
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("default", Plan()),
+        ("allreduce", Plan()),
+        ("raw + replicas = 2", Plan(layout=Layout(replicas=2))),
+        ("Layout(replicas=2)", Plan(layout=Layout(replicas=2))),
+        ("Cast(dtype=fp16)", Plan(wire=Cast(dtype="fp16"))),
+        ("wire=cast(dtype=fp16)", Plan(wire=Cast(dtype="fp16"))),
+        ("all_reduce(bucket_bytes=1024)+replicas=none", Plan(sync=AllReduce(bucket_bytes=1024))),
+        ("batch(shuffle=false, micro=none)", Plan(batch=Batch(shuffle=False))),
+    ],
+)
+def test_text_may_be_written_in_several_ways(text: str, plan: Plan) -> None:
+    assert Plan.parse(text) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "The plan is empty text"),
+        (
+            "cats(dtype=bf16)",
+            "is none of layout, allreduce, raw, cast, batch, compute, nor replicas=n. Did you mean 'cast'?",
+        ),
+        ("cast", "plan.wire.dtype is missing: Cast needs dtype, which must be 'bf16' or 'fp16'."),
+        ("cast(dtype=bf32)", "plan.wire.dtype is 'bf32'; it must be 'bf16' or 'fp16'."),
+        ("batch(siz=4)", "plan.batch.siz: Batch has no field 'siz'. Did you mean 'size'?"),
+        ("batch(size=0)", "Batch.size is 0; it must be at least 1 sample."),
+        ("batch(size=many)", "plan.batch.size is 'many'; it must be a whole number."),
+        ("batch(seed=-1)", "Batch.seed is -1; it must be from 0 to 2**63 - 1."),
+        ("allreduce(bucket_bytes=0)", "AllReduce.bucket_bytes is 0; it must be at least 1"),
+        ("replicas=0", "Layout.replicas is 0; it must be at least 1"),
+        ("micro=8", "Did you mean 'plan.batch.micro'?"),
+        ("replica=8", "Did you mean 'plan.layout.replicas'?"),
+        ("replicas=2+replicas=3", "gives replicas twice"),
+        ("cast(dtype=bf16)+raw", "gives wire twice"),
+        ("replicas=2+layout(replicas=2)", "gives layout twice"),
+        ("replicas=2+", "has a term ''"),
+    ],
+)
+def test_a_mistake_in_the_text_is_named(text: str, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert says in str(caught.value)
+
+
+NOT_BUILT_FIELDS: list[tuple[type[Any], dict[str, Any]]] = [
+    (Layout, {"shard": 4}),
+    (Layout, {"zero": 3}),
+    (Layout, {"tensor": 2}),
+    (Layout, {"stages": 2}),
+    (Layout, {"context": 2}),
+    (Layout, {"experts": 2}),
+    (Layout, {"replicas": (2, 8)}),
+    (Compute, {"recompute": "selective"}),
+    (Compute, {"precision": "fp16"}),
+    (Compute, {"offload": True}),
+    (AllReduce, {"algorithm": "ring"}),
+    (AllReduce, {"algorithm": "hierarchical"}),
+]
+
+
+@pytest.mark.parametrize(("cls", "fields"), NOT_BUILT_FIELDS)
+def test_fields_and_values_that_are_not_built_are_refused_by_name(cls: type[Any], fields: dict[str, Any]) -> None:
+    (name,) = fields
+    with pytest.raises(PlanError, match=rf"^{cls.__name__}\({name}=.*is not built yet\. Use "):
+        cls(**fields)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["shard=4", "zero=3", "replicas=2-8", "layout(stages=2)", "compute(offload=true)", "allreduce(algorithm=tree)"],
+)
+def test_text_refuses_by_name_what_the_constructors_refuse(text: str) -> None:
+    with pytest.raises(PlanError, match=r"^\w+\(\w+=.*is not built yet\. Use "):
+        Plan.parse(text)
+
+
+KINDS = ["ParameterServer", "LocalSGD", "Gossip", "Int8", "OneBit", "TopK", "PowerSGD", "Sparse"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_that_are_not_built_are_refused_by_name(kind: str) -> None:
+    for text in (kind, f"{kind.lower()}(rank=4)", f"wire={kind.lower()}"):
+        with pytest.raises(PlanError, match=rf"^{kind}: .*is not built yet\. Use "):
+            Plan.parse(text)
+    with pytest.raises(PlanError, match=rf"^{kind}: .*is not built yet"):
+        getattr(importlib.import_module("paceline.plan"), kind)
+
+
+def test_the_planner_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"plan='auto': .* is not built yet"):
+        Plan.parse("auto")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Batch(siz=3), "Batch.siz: Batch has no field 'siz'. Did you mean 'size'?"),
+        (lambda: Batch(64), "Batch takes its settings by name: write Batch(size=64)."),
+        (lambda: Batch(size="64"), "Batch.size is '64'; it must be a whole number."),
+        (lambda: Cast(), "Cast.dtype is missing: Cast needs dtype, which must be 'bf16' or 'fp16'."),
+        (lambda: Plan(wire="cast"), "Plan.wire is 'cast'; it must be Raw or Cast."),
+        (lambda: Plan(wire=Cast), "Did you mean Cast(...)?"),
+        (lambda: Plan(wires=1), "Plan.wires: Plan has no field 'wires'. Did you mean 'wire'?"),
+        (lambda: Compute(precision="bf17"), "Did you mean 'bf16'?"),
+    ],
+)
+def test_a_mistake_in_python_is_named(make: Any, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make()
+    assert says in str(caught.value)
+
+
+def test_an_unknown_name_in_the_module_is_an_ordinary_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="NoSuchThing"):
+        importlib.import_module("paceline.plan").NoSuchThing  # noqa: B018
+
+
+def test_plans_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Plan().batch.size = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "num_micro"),
+    [
+        (Batch(), 4, 8),
+        (Batch(size=1), 1, 1),
+        (Batch(size=10), 2, 5),
+        (Batch(size=64), 8, 8),
+        (Batch(size=10, micro=4), 4, 3),
+        (Batch(size=10, micro=10), 10, 1),
+    ],
+)
+def test_a_batch_is_cut_into_micro_batches(batch: Batch, micro: int, num_micro: int) -> None:
+    assert (batch.resolved_micro, batch.num_micro) == (micro, num_micro)
+
+
+@given(plans, st.integers(min_value=1, max_value=64), st.integers(min_value=1, max_value=64))
+def test_resolving_leaves_nothing_open_and_the_micro_batch_ignores_the_workers(plan: Plan, few: int, many: int) -> None:
+    resolved = plan.resolve(few)
+    assert resolved.layout.replicas == (plan.layout.replicas or few)
+    assert resolved.batch == plan.resolve(many).batch
+    assert resolved.batch.micro == plan.batch.resolved_micro
+    assert resolved.resolve(many) == resolved

@@ -1,0 +1,92 @@
+"""The rules between the parts of a plan: each breaks on its own mistake, all are told at once, and the fixes work."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import PlanError
+from paceline.plan import Batch, Cast, Compute, Layout, Plan
+from paceline.plan.rules import RULES
+
+
+class Parameter:
+    def __init__(self, requires_grad: bool) -> None:
+        self.requires_grad = requires_grad
+
+
+class Model:
+    """Looks like a module as far as the rules look."""
+
+    def __init__(self, *trainable: bool) -> None:
+        self._parameters = [Parameter(value) for value in trainable]
+
+    def parameters(self) -> list[Parameter]:
+        return self._parameters
+
+
+BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
+    "layout-fits-workers": (Plan(layout=Layout(replicas=4)), {"workers": 6}),
+    "micro-fits-size": (Plan(batch=Batch(size=4, micro=8)), {}),
+    "work-for-every-worker": (Plan(batch=Batch(size=8, micro=4)), {"workers": 3}),
+    "reference-travels-whole": (Plan(compute=Compute(precision="fp64"), wire=Cast(dtype="bf16")), {}),
+    "something-to-train": (Plan(), {"model": Model(False, False)}),
+}
+
+
+def test_every_rule_has_a_plan_that_breaks_it_alone() -> None:
+    assert set(BREAKS) == {rule.name for rule in RULES}
+    for name, (plan, facts) in BREAKS.items():
+        assert [broken.rule for broken in plan.check(**facts)] == [name]
+
+
+def test_a_sound_plan_breaks_nothing() -> None:
+    plan = Plan(layout=Layout(replicas=3), batch=Batch(size=10), wire=Cast(dtype="bf16"))
+    assert plan.check(workers=3, model=Model(True, False)) == ()
+    plan.require(workers=3)
+
+
+def test_rules_about_what_is_not_given_hold() -> None:
+    assert Plan(layout=Layout(replicas=64), batch=Batch(size=2)).check() == ()
+
+
+def test_the_layout_rule_says_both_numbers_and_both_remedies() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(layout=Layout(replicas=4)).require(workers=6)
+    assert str(caught.value) == (
+        "Layout needs 4 workers (4 replicas) but the job has 6. Use workers=4, or Layout(replicas=6)."
+    )
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    plan = Plan(
+        layout=Layout(replicas=2),
+        batch=Batch(size=4, micro=8),
+        compute=Compute(precision="fp64"),
+        wire=Cast(dtype="fp16"),
+    )
+    with pytest.raises(PlanError) as caught:
+        plan.require(workers=3)
+    message = str(caught.value)
+    assert message.startswith("The plan breaks 3 rules:\n  - Layout needs 2 workers")
+    assert "micro-batches larger than the whole batch" in message
+    assert "wire=Cast(dtype='fp16') rounds to 16 bits" in message
+
+
+@given(st.integers(1, 200), st.none() | st.integers(1, 200), st.integers(1, 100))
+def test_the_fix_for_idle_workers_works(size: int, micro: int | None, workers: int) -> None:
+    plan = Plan(batch=Batch(size=size, micro=micro))
+    broken = [rule for rule in plan.check(workers=workers) if rule.rule == "work-for-every-worker"]
+    if not broken:
+        return
+    (rule,) = broken
+    fixes = {name: int(value) for name, value in re.findall(r"(micro|size|workers)=(\d+)", rule.fix)}
+    assert not plan.check(workers=fixes["workers"])
+    fixed = Batch(size=fixes.get("size", size), micro=fixes["micro"])
+    assert not Plan(batch=fixed).check(workers=workers)
+    if "size" not in fixes:  # the largest micro-batch that serves everyone is proposed
+        assert Plan(batch=Batch(size=size, micro=fixes["micro"] + 1)).check(workers=workers)
