@@ -45,9 +45,7 @@ def detect() -> World | None:
             local_rank=own.local_rank,
             local_workers=own.local_workers,
         )
-    if (
-        OWN_PID in os.environ
-    ):  # a worker started this process: whatever world the worker is in, its child is not a member
+    if OWN_PID in os.environ:  # a worker started this process; whatever world that worker is in, its child is not
         return None
     return find_world(os.environ)
 

@@ -36,7 +36,10 @@ def last_accuracy(output: str) -> float:
 
 def test_digits_are_learned_and_one_worker_or_three_give_the_same_loss(tmp_path: Path) -> None:
     digits = EXAMPLES / "digits.py"
-    outputs = [run(*COMMAND, "run", digits, "--workers", str(n), "--run-dir", tmp_path / str(n)) for n in (1, 3)]
+    outputs = [
+        run(*COMMAND, "run", digits, "--workers", str(n), "--threads", "1", "--run-dir", tmp_path / str(n))
+        for n in (1, 3)
+    ]
 
     assert all(last_accuracy(output) > 96 for output in outputs)
     rows = [[json.loads(row) for row in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("1", "3")]
@@ -46,7 +49,7 @@ def test_digits_are_learned_and_one_worker_or_three_give_the_same_loss(tmp_path:
 
 
 def test_digits_as_a_job_file(tmp_path: Path) -> None:
-    output = run(*COMMAND, "run", EXAMPLES / "digits.toml", "--run-dir", tmp_path / "run")
+    output = run(*COMMAND, "run", EXAMPLES / "digits.toml", "--threads", "1", "--run-dir", tmp_path / "run")
 
     assert last_accuracy(output) > 96
     assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "finished"

@@ -1,8 +1,8 @@
 """A worker without torch, for tests of processes: does what the job's arguments tell its rank to do.
 
-`job.args` are words "RANK:BEHAVIOUR" (`*` for every rank); a rank without one ends well at once. Each worker first adds one to the
-board's counter "here", so that a test can tell when all of them run. A path in a behaviour is a file that the worker writes when it
-has come so far, with its process numbers in it.
+`job.args` are words "RANK:BEHAVIOUR" (`*` for every rank); a rank without one ends well at once. Each worker first
+adds one to the board's counter "here", so that they can wait for each other. A path in a behaviour is a named pipe
+into which the worker writes a line when it has come so far: its process numbers, mostly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 from paceline.comm.channel import Channel
 from paceline.plan.job import Assignment
 
-GRANDCHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(600)"
+GRANDCHILD = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(600)"
+)
 
 
 def work(assignment: Assignment) -> int:
@@ -40,12 +42,15 @@ def behave(behaviour: str, assignment: Assignment, channel: Channel) -> int:
     match name:
         case "wait":  # for everybody to be here, then for ever
             wait_for_all(assignment, channel)
-            announce(detail, assignment, [os.getpid()])
+            announce(detail, [os.getpid()])
+            wait_for_ever()
+        case "early":  # as wait, but for nobody
+            announce(detail, [os.getpid()])
             wait_for_ever()
         case "stubborn":  # as wait, and deaf to SIGTERM
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             wait_for_all(assignment, channel)
-            announce(detail, assignment, [os.getpid()])
+            announce(detail, [os.getpid()])
             wait_for_ever()
         case "raise":
             wait_for_all(assignment, channel)
@@ -57,22 +62,25 @@ def behave(behaviour: str, assignment: Assignment, channel: Channel) -> int:
         case "kill":
             wait_for_all(assignment, channel)
             os.kill(os.getpid(), signal.SIGKILL)
+        case "ctrl-c":
+            wait_for_all(assignment, channel)
+            raise KeyboardInterrupt
         case "exit":
             sys.exit(int(detail))
         case "family":  # a child in the own group, and one in a session of its own; both deaf to SIGTERM
             children = [grandchild(own_session=False), grandchild(own_session=True)]
             wait_for_all(assignment, channel)
-            announce(detail, assignment, [os.getpid(), *(child.pid for child in children)])
+            announce(detail, [os.getpid(), *(child.pid for child in children)])
             wait_for_ever()
         case "leave":  # as family, but the worker itself ends well
             children = [grandchild(own_session=False), grandchild(own_session=True)]
-            announce(detail, assignment, [os.getpid(), *(child.pid for child in children)])
+            announce(detail, [os.getpid(), *(child.pid for child in children)])
             return 0
         case "memory":
             block = bytearray(int(detail))
             block[::4096] = b"x" * len(block[::4096])
         case "tell":  # what this process is like
-            announce(detail, assignment, describe(assignment))
+            announce(detail, describe(assignment))
         case "garbage":
             with socket.socket(fileno=os.dup(assignment.channel_fd)) as sock:
                 sock.sendall(b"this is not JSON\n")
@@ -81,8 +89,6 @@ def behave(behaviour: str, assignment: Assignment, channel: Channel) -> int:
             value = "A" * 4 * (int(detail) // 4)
             channel.call("set", key="large", value=value)
             return int(channel.call("get", key="large") != value)
-        case "pdb":
-            return int(channel.call("get", key="here") is None)
         case _:
             raise ValueError(f"unknown behaviour {behaviour!r}")
     return 0
@@ -98,11 +104,10 @@ def wait_for_ever() -> None:
         signal.pause()
 
 
-def announce(path: str, assignment: Assignment, what: object) -> None:
+def announce(path: str, what: object) -> None:
     if path:
-        partial = Path(f"{path}.{assignment.rank}.partial")
-        partial.write_text(json.dumps(what))
-        partial.replace(f"{path}.{assignment.rank}")
+        with open(path, "w") as pipe:
+            pipe.write(json.dumps(what) + "\n")  # one write, short enough to stay in one piece
 
 
 def grandchild(*, own_session: bool) -> subprocess.Popen[bytes]:

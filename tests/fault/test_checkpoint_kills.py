@@ -1,4 +1,4 @@
-"""A process that saves in a loop is killed again and again: the newest complete checkpoint is always there, and right."""
+"""A process that saves in a loop is killed again and again: the newest complete checkpoint is there, and right."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,43 +17,80 @@ import torch
 
 from paceline.checkpoint.reader import Found, find, open_checkpoint
 
-NUM_KILLS = 20
+NUM_KILLS = 30
 NUM_TENSORS = 8
 NUM_ELEMENTS = 100_000
 
-# Goes on from the newest checkpoint, says each step that it starts to save, saves without end.
+# For each line that it reads: a fork that goes on from the newest checkpoint and saves, telling each step.
+# Its imports are paid once.
 PROGRAM = f"""
-import sys
+import os, sys
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-import torch
+import torch, torch.distributed.checkpoint
 from paceline.checkpoint.reader import find
 from paceline.checkpoint.writer import Writer
-directory = Path(sys.argv[1])
-step = find(directory).step
-writer = Writer(directory, keep=2, on_event=lambda event: None)
-while True:
-    step += 1
-    tensors = {{f"model.{{k}}": torch.full(({NUM_ELEMENTS},), float(step * 1000 + k)) for k in range({NUM_TENSORS})}}
-    writer.save(step, tensors, {{"step": step, "rng": torch.tensor(step)}}, {{"plan": "replicas=1"}})
-    print(step, flush=True)
+
+def save_forever(directory):
+    step = find(directory).step
+    writer = Writer(directory, keep=2, on_event=lambda event: None)
+    while True:
+        step += 1
+        tensors = {{f"model.{{k}}": torch.full(({NUM_ELEMENTS},), float(step * 1000 + k)) for k in range({NUM_TENSORS})}}
+        writer.save(step, tensors, {{"step": step, "rng": torch.tensor(step)}}, {{"plan": "replicas=1"}})
+        print(step, flush=True)
+
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        save_forever(Path(sys.argv[1]))
+    print(f"pid {{pid}}", flush=True)
+    os.waitpid(pid, 0)
+    print("dead", flush=True)
 """
 
 
-@pytest.mark.timeout(180)
-def test_a_kill_at_any_instant_leaves_the_newest_complete_checkpoint_in_use(tmp_path: Path) -> None:
-    seed = 11
-    random.seed(seed)
+class Lines:
+    """Lines of a pipe, each waited for at most so long."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._rest = descriptor, b""
+
+    def next(self, timeout_s: float) -> str | None:
+        while b"\n" not in self._rest:
+            if not select.select([self._descriptor], [], [], timeout_s)[0]:
+                return None
+            chunk = os.read(self._descriptor, 4096)
+            assert chunk, "the program ended by itself"
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path / "checkpoints"), *sys.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()  # ends its loop
+        assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.timeout(120)
+def test_a_kill_at_any_instant_leaves_the_newest_complete_checkpoint_in_use(
+    tmp_path: Path, saver: subprocess.Popen[bytes]
+) -> None:
     directory = tmp_path / "checkpoints"
-    interrupted = 0
-    last_step = 0
+    delays = random.Random(11)
+    interrupted, last_step = 0, 0
     for _ in range(NUM_KILLS):
-        announced = _save_until_killed(directory)
+        announced = _save_until_killed(saver, after_s=delays.uniform(0, 0.06))
         found = find(directory)
         # The save before the last announced one was complete when that one was announced.
-        assert found.step >= max(last_step, announced - 1), f"seed {seed}: a committed checkpoint was lost"
+        assert found.step >= max(last_step, announced - 1), "a committed checkpoint was lost"
         _check_content(found)
-        present = {path for path in directory.iterdir()}
+        present = set(directory.iterdir())
         for path, reason in found.skipped:
             assert path in present and (".partial-" in path.name or ".removed-" in path.name), path
             assert "did not come to its end" in reason or "being deleted" in reason, reason
@@ -63,28 +101,28 @@ def test_a_kill_at_any_instant_leaves_the_newest_complete_checkpoint_in_use(tmp_
     assert interrupted >= NUM_KILLS // 4, "the kills met saves"
 
 
-def _save_until_killed(directory: Path) -> int:
-    """Run the program, kill it within the time of a few saves after its second one; returns the step it announced last."""
-    command = [sys.executable, "-c", PROGRAM, str(directory), *sys.path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            lines = b""
-            while lines.count(b"\n") < 2:
-                ready, _, _ = select.select([process.stdout], [], [], 60)
-                assert ready, "the program saves nothing"
-                chunk = os.read(process.stdout.fileno(), 4096)
-                assert chunk, "the program ended by itself"
-                lines += chunk
-            deadline = time.monotonic() + random.uniform(0, 0.06)
-            while (remaining := deadline - time.monotonic()) > 0 and select.select([process.stdout], [], [], remaining)[
-                0
-            ]:
-                lines += os.read(process.stdout.fileno(), 4096)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            rest, _ = process.communicate(timeout=30)
-    return int((lines + rest).split()[-1])
+def _save_until_killed(saver: subprocess.Popen[bytes], *, after_s: float) -> int:
+    """Let a fork save, kill it some time after its second save began; returns the step it announced last."""
+    assert saver.stdin is not None and saver.stdout is not None
+    lines = Lines(saver.stdout.fileno())
+    saver.stdin.write(b"go\n")
+    saver.stdin.flush()
+    pid, announced = 0, list[int]()
+    while not pid or len(announced) < 2:
+        line = lines.next(timeout_s=60)
+        assert line is not None, "the program saves nothing"
+        if line.startswith("pid "):
+            pid = int(line.removeprefix("pid "))
+        else:
+            announced.append(int(line))
+    deadline = time.monotonic() + after_s
+    while (remaining := deadline - time.monotonic()) > 0 and (line := lines.next(timeout_s=remaining)) is not None:
+        announced.append(int(line))
+    os.kill(pid, signal.SIGKILL)
+    while (line := lines.next(timeout_s=30)) != "dead":
+        assert line is not None, "the killed process does not end"
+        announced.append(int(line))
+    return announced[-1]
 
 
 def _check_content(found: Found) -> None:
@@ -100,7 +138,7 @@ def _check_content(found: Found) -> None:
 
 
 def _check_the_others(directory: Path, found: Found) -> None:
-    """Older ones that are not named as skipped are complete too, and there are no more than are to be kept (and one)."""
+    """Older ones that are not named as skipped are complete too; at most one more than are kept."""
     skipped = {path for path, _ in found.skipped}
     complete = [path for path in directory.iterdir() if path not in skipped]
     assert 1 <= len(complete) <= 3

@@ -121,6 +121,7 @@ class Touch:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_bytes_that_would_run_code_are_refused_and_run_nothing(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     pickle.loads(pickle.dumps(Touch(touched)))

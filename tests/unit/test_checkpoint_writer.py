@@ -1,4 +1,4 @@
-"""The writer beside training: what is kept, what a failed save leaves, what earlier processes left, what the disk refuses."""
+"""The writer beside training: what is kept, what failures and dead processes leave, full disks."""
 
 from __future__ import annotations
 
@@ -280,14 +280,16 @@ def test_a_full_disk_fails_the_save_alone(mount: Any, monkeypatch: pytest.Monkey
 def test_a_disk_that_fills_at_any_file_leaves_nothing_behind(mount: Any) -> None:
     """Each file needs an inode: with n of them, the n-th file cannot be made."""
     outcomes = []
-    for num_inodes in range(3, 12):
+    for num_inodes in range(3, 11):
         directory = mount(f"size=3m,nr_inodes={num_inodes}") / "checkpoints"
         events: list[Event] = []
         with writing(directory, events) as writer:
             writer.save(1, tensors_of(1), {"step": 1}, {})
         outcomes.append(type(events[0]).__name__)
         assert steps_in(directory) == (["0001"] if outcomes[-1] == "CheckpointSaved" else [])
-    assert set(outcomes[:5]) == {"CheckpointFailed"} and outcomes[-1] == "CheckpointSaved", outcomes
+    num_failed = outcomes.count("CheckpointFailed")
+    assert num_failed >= 4, "each of the four files was refused once"
+    assert outcomes == ["CheckpointFailed"] * num_failed + ["CheckpointSaved"] * (len(outcomes) - num_failed)
 
 
 def test_an_error_of_another_kind_names_it(tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_an_error_of_another_kind_names_it(tmp_path: Path) -> None:
     events: list[Event] = []
     with writing(tmp_path / "checkpoints", events) as writer:
         writer.save(1, tensors_of(1), {"step": 1}, {})
-        with pytest.raises(CheckpointError, match="File exists.*Look at"):
+        with pytest.raises(CheckpointError, match=r"File exists.*Look at"):
             writer.close()
     [failed] = events
     assert isinstance(failed, CheckpointFailed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from pathlib import Path
@@ -244,4 +243,3 @@ def test_rank_and_time_before_a_line_make_no_difference() -> None:
 def test_workers_are_named_in_runs() -> None:
     said = [tag([2]), tag([1, 0]), tag(range(4)), tag([0, 1, 2, 5, 7, 8])]
     assert said == ["[worker 2]", "[workers 0, 1]", "[workers 0-3]", "[workers 0-2, 5, 7, 8]"]
-    assert all(tag(chosen) for chosen in itertools.combinations(range(5), 3))

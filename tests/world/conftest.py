@@ -1,18 +1,15 @@
+"""Workers are forked from this process: what optimizers import lazily is imported here, once, before anything is forked or compared."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 import torch
-
 from forked import World
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _warm() -> None:
-    """Import what optimizers import lazily, once, before anything is forked."""
-    torch.set_num_threads(1)
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+torch.set_num_threads(1)
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 
 
 @pytest.fixture

@@ -139,8 +139,8 @@ class Writer:
             self._prepare(partial, save.staged.num_bytes)
             num_bytes = _fill(partial, save)
             path = publish(partial)
-        except (OSError, RuntimeError) as error:  # torch turns some errors of the file below it into RuntimeError
-            self._failure = _reason(error, self._directory, save, _removed(partial))
+        except (OSError, RuntimeError) as error:  # RuntimeError: see _below
+            self._failure = _reason(_below(error), self._directory, save, _removed(partial))
             self._on_event(CheckpointFailed(step=save.step, path=str(partial.with_suffix("")), reason=self._failure))
             return
         self._newest, self._failure = path, None
@@ -158,7 +158,7 @@ class Writer:
         if not self._is_tidy:
             tidy(self._directory)
             self._is_tidy = True
-        if shutil.disk_usage(self._directory).free < num_bytes:  # others write on this disk too: do not fill it in vain
+        if shutil.disk_usage(self._directory).free < num_bytes:  # do not fill it in vain
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         partial.mkdir()
 
@@ -196,7 +196,7 @@ def _removed(partial: Path) -> str:
     return ""
 
 
-def _reason(error: Exception, directory: Path, save: _Save, remains: str) -> str:
+def _reason(error: BaseException, directory: Path, save: _Save, remains: str) -> str:
     """What happened and what to do, in one line."""
     text = f"checkpoint of step {save.step} was not written: {str(error).partition(chr(10))[0]}"
     with contextlib.suppress(OSError):
@@ -206,6 +206,14 @@ def _reason(error: Exception, directory: Path, save: _Save, remains: str) -> str
     if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         remedy = f"Look at {directory} and the disk below it, or use another run_dir."
     return f"{text}. Older checkpoints are untouched. {remedy}{remains}"
+
+
+def _below(error: BaseException) -> BaseException:
+    """The OSError that an error comes from: torch's zip writer answers a failed write with a RuntimeError about positions."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
 
 
 def _json_copy(about: Mapping[str, Any]) -> dict[str, Any]:

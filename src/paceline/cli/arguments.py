@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import NoReturn, TypeAlias
 
-from paceline.config import suggest
 from paceline.errors import PlanError
 
 __all__ = ["Commands", "Parser", "add_command", "split_script"]
@@ -71,21 +70,27 @@ def split_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple
 
 def _refuse_unknown(word: str, option: str, ours: Iterable[str], *, command: str) -> None:
     if word.startswith("-"):
+        near = _nearest(option, ours)
         raise PlanError(
-            f"unknown option {option}.{suggest(option, ours)} The script's own arguments follow its name. "
-            f"See `{command} --help`."
+            f"unknown option {option}.{f' Did you mean {near}?' if near else ''} "
+            f"The script's own arguments follow its name. See `{command} --help`."
         )
 
 
 def _refuse_slip(option: str, ours: Iterable[str]) -> None:
+    near = _nearest(option, ours)
+    if near:
+        raise PlanError(
+            f"unknown option {option}: did you mean {near}? "
+            f"If it is the script's own, write it after '--', as in `train.py -- {option}`."
+        )
+
+
+def _nearest(option: str, ours: Iterable[str]) -> str | None:
     import difflib
 
     near = difflib.get_close_matches(option, list(ours), n=1, cutoff=NEAR) if option.startswith("--") else []
-    if near:
-        raise PlanError(
-            f"unknown option {option}: did you mean {near[0]}? "
-            f"If it is the script's own, write it after '--', as in `train.py -- {option}`."
-        )
+    return near[0] if near else None
 
 
 def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:

@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             words[1:], script_args = split_script(words[1:], commands.choices[words[0]])
         arguments = parser.parse_args(words)
         arguments.script_args, arguments.command_started = script_args, command_started
-        return arguments.run(arguments)
+        exit_status: int = arguments.run(arguments)
+        sys.stdout.flush()  # here, where a reader that has gone is understood
+        return exit_status
     except (PlanError, LaunchError) as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2

@@ -36,12 +36,17 @@ OPTIONS = {
     "save_at_end": ("", "save no checkpoint after the last step"),
     "keep": ("N", "newest complete checkpoints that are kept (default: 3)"),
     "timeout_s": ("SECONDS", "how long a worker waits for the others before it gives up (default: 600)"),
+    "device": (
+        "WHERE",
+        "auto: a GPU for each worker if the host has enough, else the CPU; or cpu, or cuda (default: auto)",
+    ),
     "threads": ("N", "CPU threads of each worker (default: cores of the host / workers on it)"),
     "metrics_port": ("PORT", "serve metrics for Prometheus on this port; 0: any free one (default: do not)"),
     "metrics_host": ("ADDRESS", "address on which metrics are served (default: 127.0.0.1, this machine only)"),
     "tensorboard": ("", "write no TensorBoard files"),
     "show": ("WHOSE", "whose standard output the console shows: first (worker 0's) or all (default: first)"),
     "max_steps": ("STEPS", "stop after this step"),
+    "capture_dir": ("DIR", "write losses, gradients and weights there, for comparison (default: do not)"),
 }
 
 EXAMPLES = """\

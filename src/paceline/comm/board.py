@@ -1,7 +1,7 @@
 """The key-value store on which the process groups of a job find each other, as requests and replies of plain data.
 
-Values are bytes and travel as base64 text. A counter is a value like any other: its number in decimal. Nothing here waits: who
-waits for a key asks again, so one slow worker never holds up another one's request.
+Values are bytes and travel as base64 text. A counter is a value like any other: its number in decimal. Nothing here
+waits: who waits for a key asks again, so one slow worker never holds up another one's request.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Board:
     def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer one request: `{"value": ...}`, or `{"error": text}` where it is malformed; an `id` is repeated.
 
-        Ops: `set key value`, `get key` (null when absent), `add key amount` (the new number), `check keys` (are all there?),
-        `compare_set key expected desired` (the value that holds now), `delete key` (was it there?), `num_keys`.
+        Ops: `set key value`, `get key` (null when absent), `add key amount` (the new number), `check keys` (are all
+        there?), `compare_set key expected desired` (the value that holds now), `delete key` (was it there?),
+        `num_keys`.
         """
         reply: dict[str, Any] = {"id": request["id"]} if "id" in request else {}
         op = OPS.get(str(request.get("op")))
@@ -69,7 +70,7 @@ def _check(values: dict[str, bytes], request: Mapping[str, Any]) -> bool:
 
 
 def _compare_set(values: dict[str, bytes], request: Mapping[str, Any]) -> str:
-    """Set `desired` where the key holds `expected`, or where it is absent and `expected` is empty (as torch's own stores do)."""
+    """Set `desired` where the key holds `expected`; an absent key counts as empty, as in torch's own stores."""
     key, expected, desired = _text(request, "key"), _bytes(request, "expected"), _bytes(request, "desired")
     if values.get(key, b"") == expected:
         values[key] = desired

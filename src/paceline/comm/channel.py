@@ -1,8 +1,8 @@
 """Messages between the processes of a job: one JSON object a line, over a stream socket.
 
-Nothing is unpickled and nothing is evaluated: a message is plain data, bounded in size. `LineBuffer` turns the bytes of any
-stream into messages; `Channel` is a worker's own end of the socket to the supervisor of its host: a request goes out, its reply
-comes back, and several threads may ask.
+Nothing is unpickled and nothing is evaluated: a message is plain data, bounded in size. `LineBuffer` turns the bytes
+of any stream into messages; `Channel` is a worker's own end of the socket to the supervisor of its host: a request
+goes out, its reply comes back, and several threads may ask.
 """
 
 from __future__ import annotations
@@ -60,10 +60,14 @@ class LineBuffer:
             line, searched = self._bytes[:end], 0
             del self._bytes[: end + 1]
             if len(line) >= MAX_MESSAGE_BYTES:
-                raise ValueError(f"a message of {len(line)} bytes is too long: at most {MAX_MESSAGE_BYTES} bytes travel in one")
+                raise ValueError(
+                    f"a message of {len(line)} bytes is too long: at most {MAX_MESSAGE_BYTES} bytes travel in one"
+                )
             yield decode(line)
         if len(self._bytes) >= MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message is too long: {len(self._bytes)} bytes and no end; at most {MAX_MESSAGE_BYTES} travel in one")
+            raise ValueError(
+                f"a message is too long: {len(self._bytes)} bytes and no end; at most {MAX_MESSAGE_BYTES} travel in one"
+            )
 
 
 class Channel:
@@ -108,7 +112,7 @@ class Channel:
         return self._arrived.pop(0)
 
     def call(self, op: str, **fields: Any) -> Any:
-        """Ask for `op` and wait for the answer's value. Raises ChannelClosed; ValueError where the other end refuses the request."""
+        """Ask for `op` and wait for the answer. Raises ChannelClosed, and ValueError where the request is refused."""
         with self._calling:
             self._last_id += 1
             self.send({"id": self._last_id, "op": op, **fields})

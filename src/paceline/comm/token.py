@@ -1,13 +1,14 @@
-"""How two hosts prove to each other that they hold the job's token, without showing it: HMAC-SHA256 over fresh random numbers.
+"""How two hosts prove to each other that they hold the job's token, without showing it: HMAC-SHA256 of random numbers.
 
     head    -> member   MAGIC, nonce_h
     member  -> head     MAGIC, nonce_m, HMAC(token, "member", nonce_h, nonce_m)
     head    -> member   HMAC(token, "head", nonce_h, nonce_m)        or 32 zero bytes: refused
 
-Every message has a fixed size, nothing in it is parsed, and nothing after it is read before it has passed. The one who connects
-proves first, so that a stranger who finds the open port learns nothing that a guess of the token could be tried on. The two
-labels keep a proof from being sent back as the other side's. The proof is given once, when two hosts meet: it keeps strangers
-out, it does not hide what is said afterwards from someone who can listen on the network.
+Every message has a fixed size, nothing in it is parsed, and nothing after it is read before it has passed. The one
+who connects proves first, so that a stranger who finds the open port learns nothing that a guess of the token could
+be tried on. The two labels keep a proof from being sent back as the other side's. The proof is given once, when two
+hosts meet: it keeps strangers out, it does not hide what is said afterwards from someone who can listen on the
+network.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Refused(Exception):
 
 
 class Handshake:
-    """One side of the exchange, without the socket: send `greeting`, then whatever `feed` returns, until `wanted` is 0."""
+    """One side of the exchange, without the socket: send `greeting`, then what `feed` returns, until `wanted` is 0."""
 
     def __init__(self, token: bytes, *, is_head: bool) -> None:
         if not token:

@@ -1,4 +1,4 @@
-"""The workers of this host: asks the warm parent for them, answers their channels, tells when they end, ends them when told to.
+"""The workers of this host: has them forked, answers their channels, tells when they end, ends them when told to.
 
 It decides nothing about the job: the side (`paceline.launch.head`, `paceline.launch.member`) does.
 """
@@ -134,9 +134,8 @@ class Crew:
                 if not self._told:
                     self._fork_all()
             case "failed":
-                raise LaunchError(
-                    f"{message['kind']} while importing what workers need: {message['message']}\n\n{message['traceback'].rstrip()}"
-                )
+                what = f"{message['kind']} while importing what workers need: {message['message']}"
+                raise LaunchError(f"{what}\n\n{message['traceback'].rstrip()}")
             case "started":
                 self._pids[message["worker"]] = message["pid"]
                 self._listener.started(message["worker"], message["pid"])
@@ -152,9 +151,12 @@ class Crew:
 
     def _check_ready(self, message: Mapping[str, Any]) -> None:
         if message["devices_touched"]:
-            raise LaunchError("An accelerator was opened while workers' modules were imported; forked workers could not use it.")
+            raise LaunchError(
+                "An accelerator was opened while workers' modules were imported; forked workers could not use it."
+            )
         if message["threads"]:
-            self._say(f"threads are running before the workers are forked, which may stall them: {', '.join(message['threads'])}")
+            names = ", ".join(message["threads"])
+            self._say(f"threads are running before the workers are forked, which may stall them: {names}")
         if self._parent is not None and (output := self._parent.output()):
             self._say(f"while importing: {output}")
 

@@ -1,7 +1,8 @@
 """The door of a job on several hosts: lets in who proves the job's token, and nobody else.
 
-A connection is worth nothing until it has proved the token (`paceline.comm.token`): until then it may hold a few bytes and five
-seconds, and never more than a few such connections at a time. Strangers are told to the user and change nothing for the job.
+A connection is worth nothing until it has proved the token (`paceline.comm.token`): until then it may hold a few
+bytes and five seconds, and never more than a few such connections at a time. Strangers are told to the user and
+change nothing for the job.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PAUSE_S = 1.0  # after an accept that failed (no more files): the listening sock
 class Introduction:
     """One connection on its way through the handshake; then it is handed on, or closed.
 
-    `on_refused(reason, final)`: `final` when the other side answered and is the wrong one, not when it was slow or went away.
+    `on_refused(reason, final)`: `final` when the other side answered and is the wrong one, not when it was slow or
+    went away.
     """
 
     def __init__(

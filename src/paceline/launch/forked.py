@@ -1,7 +1,8 @@
 """A forked worker's first and last steps: from a copy of the warm parent to a process of its own, and out of it.
 
-Between them the program's entry runs: a function named in the request, called with this worker's `Assignment`, whose result is the
-exit status. What escapes from it is written to error.json all the same, so that no end goes unexplained.
+Between them the program's entry runs: a function named in the request, called with this worker's `Assignment`, whose
+result is the exit status. What escapes from it is written to error.json all the same, so that no end goes
+unexplained.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _leave(status: int) -> NoReturn:
             limit = threading.Timer(LEAVING_S, os._exit, (status,))
             limit.daemon = True
             limit.start()
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:  # of the flush: the disk is full

@@ -9,7 +9,6 @@ The door stays open while the job runs, so that strangers, and hosts that come t
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,7 +37,7 @@ class Gathering:
         name = terms.at[0]
         if self._address.startswith("127.") and name not in ("localhost", self._address):
             say(
-                f"{name} means {self._address} on this host, which no other machine reaches: if the others do not come, "
+                f"{name} means {self._address} on this host, which no other machine reaches: if nobody comes, "
                 "use an address of this host's network as head"
             )
 
@@ -126,7 +125,9 @@ class Gathering:
         host, job, hosts = str(message.get("host")), message.get("job"), self._terms.job.hosts
         different = mismatch(self._terms.essentials, job if isinstance(job, dict) else {})
         if different:
-            self._turn_away(link, f"host {host} ({address})", f"it was started for another job ({different})", again=False)
+            self._turn_away(
+                link, f"host {host} ({address})", f"it was started for another job ({different})", again=False
+            )
             return None
         if self.complete:
             self._turn_away(link, f"host {host} ({address})", f"the job has its {hosts} hosts already", again=True)

@@ -1,10 +1,11 @@
-"""The side of the first host, which holds the board and decides for the whole job; a job on one host has only this side.
+"""The side of the first host, which holds the board and decides for the whole job; the only one on a single host.
 
     member -> head    board (a worker's request), started, exited (with what is in error.json), leaving, ping
     head -> member    reply, stop (in how many seconds SIGKILL follows), kill, end (the outcome), ping
 
-It decides little: the job has finished when all workers ended well; when one failed, the others get a moment to say what they
-know, and are ended. A host that closes its connection, or is silent for long, is lost, and its workers have failed.
+It decides little: the job has finished when all workers ended well; when one failed, the others get a moment to say
+what they know, and are ended. A host that closes its connection, or is silent for long, is lost, and its workers have
+failed.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class Head:
 
     def abandon(self, reason: str) -> None:
         """This host cannot go on: tell the others."""
-        self._finish(Outcome(state="failed", exit_code=1, reason=f"host {self.host}: {reason}"))
+        failure = lost(0, host=self.host, pid=0, kind="LaunchError", message=f"host {self.host}: {reason}")
+        self._finish(Outcome(state="failed", exit_code=1, failures=(failure,), reason=f"host {self.host}: {reason}"))
 
     def tick(self, now: float) -> None:
         if self._door is not None:

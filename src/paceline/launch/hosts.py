@@ -1,15 +1,14 @@
 """How the hosts of a job find each other: the same command is started once on each, and who is who is found.
 
-`--head HOST:PORT` names a meeting point. The supervisor that can listen there is the head (`paceline.launch.gathering`); every
-other one visits it (`paceline.launch.visit`), proves the job's token, and says what it was started for. When as many hosts are
-there as the job has, all started for the same job, the head deals the worker ranks: its own first, the others' in the order in
-which they came. Nobody has to be started first.
+`--head HOST:PORT` names a meeting point. The supervisor that can listen there is the head
+(`paceline.launch.gathering`); every other one visits it (`paceline.launch.visit`), proves the job's token, and says
+what it was started for. When as many hosts are there as the job has, all started for the same job, the head deals the
+worker ranks: its own first, the others' in the order in which they came. Nobody has to be started first.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import socket
 import time
 from collections.abc import Callable
@@ -34,7 +33,9 @@ TURN_S = 0.1
 LOOPBACK = "127.0.0.1"
 
 
-def meet(job: Job, *, plan: str | None, attempt: int, loop: Loop, say: Callable[[str], None], signals: Signals) -> Head | Member:
+def meet(
+    job: Job, *, plan: str | None, attempt: int, loop: Loop, say: Callable[[str], None], signals: Signals
+) -> Head | Member:
     """Wait until all hosts are there, and return this host's side.
 
     Raises LaunchError where they do not come in time or do not fit together, Interrupted where a signal comes first.
@@ -45,7 +46,9 @@ def meet(job: Job, *, plan: str | None, attempt: int, loop: Loop, say: Callable[
     if job.hosts == 1:
         return Head(host=host, address=LOOPBACK, workers=job.workers, guests=[], door=None, attempt=attempt, say=say)
     if job.head is None:
-        raise LaunchError(f"A job on {job.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on every host.")
+        raise LaunchError(
+            f"A job on {job.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on every host."
+        )
     token = environment.token(job)
     terms = Terms(job=job, plan=plan, attempt=attempt, host=host, token=token, at=head_address(job.head))
     return _hold(terms, loop, say, _Patience(terms, loop, say, signals))
@@ -68,8 +71,8 @@ class _Patience:
         passed = now - self._began
         if passed > self._limit_s:
             raise LaunchError(
-                f"Gave up after {passed:.0f} s {doing}. Start the same command on all {self._terms.job.hosts} hosts, with a head "
-                "that each of them reaches (its name, the port, firewalls)."
+                f"Gave up after {passed:.0f} s {doing}. Start the same command on all {self._terms.job.hosts} hosts, with "
+                "a head that each of them reaches (its name, the port, firewalls)."
             )
         if now >= self._tell_at:
             self._tell_at = now + TELL_S
@@ -78,7 +81,8 @@ class _Patience:
 
 def _hold(terms: Terms, loop: Loop, say: Callable[[str], None], patience: _Patience) -> Head | Member:
     """Try to be the head, else to join it, until one of them succeeds or `patience` ends."""
-    for number in itertools.count():
+    number = 0
+    while True:
         listener = _listen(terms)
         if listener is not None:
             gathering = Gathering(listener, terms, loop, say)
@@ -90,6 +94,7 @@ def _hold(terms: Terms, loop: Loop, say: Callable[[str], None], patience: _Patie
             except BaseException as error:  # also Interrupted and KeyboardInterrupt: nothing stays open
                 gathering.give_up(str(error) or type(error).__name__)
                 raise
+        number += 1
         visit = Visit(terms, loop, say, number=number)
         try:
             while visit.member is None and not visit.failed:
@@ -117,13 +122,17 @@ def _listen(terms: Terms) -> socket.socket | None:
             raise LaunchError(f"head={terms.point!r} is every host's address: name one host that all others reach.")
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job that has ended are no obstacle
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # connections of a job that has ended are no obstacle
             sock.bind(address)
             sock.listen()
         except OSError as error:
             sock.close()
             if error.errno in (errno.EACCES, errno.EPERM):
-                raise LaunchError(f"Port {terms.at[1]} of head={terms.point!r} needs privileges: use one from 1024 up.") from error
+                raise LaunchError(
+                    f"Port {terms.at[1]} of head={terms.point!r} needs privileges: use one from 1024 up."
+                ) from error
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise LaunchError(f"Cannot listen at head={terms.point!r}: {error.strerror}.") from error
         else:

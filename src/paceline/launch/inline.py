@@ -1,7 +1,7 @@
 """Worker 0 in the calling process, for pdb; the other workers, and the supervisor in a thread of its own, as ever.
 
-The debugger needs the process's own terminal and main thread, so here it is the supervisor that steps aside. Nobody sends signals
-to worker 0: Ctrl-C means what it means in any program, and peers wait for worker 0 for days.
+The debugger needs the process's own terminal and main thread, so here it is the supervisor that steps aside. Nobody
+sends signals to worker 0: Ctrl-C means what it means in any program, and peers wait for worker 0 for days.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PATIENCE_S = 7 * 24 * 3600.0  # job.timeout_s, at least: somebody is looking at 
 def run_inline(supervisor: Supervisor, assignment: Assignment, *, entry: str, loop: Loop, signals: Signals) -> Outcome:
     """Run `assignment` here and the other workers beside; return when all have ended.
 
-    `entry` owns the channel's file descriptor, as in every worker, and has to close it. Raises what escapes from `entry`, and
-    LaunchError where the others could not be started.
+    `entry` owns the channel's file descriptor, as in every worker, and has to close it. Raises what escapes from
+    `entry`, and LaunchError where the others could not be started.
     """
     worker = assignment.rank
     ours, theirs = socket.socketpair()

@@ -1,4 +1,7 @@
-"""What ties the life of one process to another's, asked of the kernel (Linux; elsewhere only a closing socket tells)."""
+"""What ties the life of one process to that of another, asked of the kernel.
+
+Linux only; elsewhere nothing happens here, and only a socket that closes tells a process that another one has ended.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def signal_at_parents_death(signum: int) -> None:
-    """Have the kernel send `signum` to this process when the *thread* that forked it ends (its process, when that has one thread).
+    """Have the kernel send `signum` to this process when the one that forked it ends, or even only the thread that did.
 
-    A parent that died before this call sends nothing: compare `os.getppid()` afterwards.
+    For a parent that died before this call nothing is sent: compare `os.getppid()` afterwards.
     """
     _prctl(PR_SET_PDEATHSIG, signum)
 
@@ -27,8 +30,7 @@ def adopt_orphans() -> None:
 
 def name_process(name: str) -> None:
     """Set what `ps` and `top` call this process; the kernel keeps 15 bytes."""
-    if sys.platform == "linux":
-        _prctl(PR_SET_NAME, name.encode()[:15])
+    _prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def children() -> list[int]:

@@ -20,8 +20,8 @@ CHUNK_BYTES = 1 << 16
 class Link:
     """Sends and receives messages over a socket that it owns; the other end's end is told once.
 
-    `on_close(error)` gets a ConnectionError when the other end has closed it or has gone, and a ValueError when what came in made
-    no sense and it was closed here.
+    `on_close(error)` gets a ConnectionError when the other end has closed it or has gone, and a ValueError when what
+    came in made no sense and it was closed here.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Link:
         loop.watch(sock, READ, self._ready)
 
     def send(self, message: Mapping[str, Any], *, passing: Sequence[socket.socket] = ()) -> None:
-        """Send a message as soon as the other end takes it; `passing` are sockets handed over with it, and closed here."""
+        """Send a message as soon as the other end takes it; `passing`: sockets handed over with it, and closed here."""
         if self.closed:
             _close_all(passing)
             return
@@ -109,7 +109,8 @@ class Link:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            # Nobody will read this. What the other end said before it closed is still to be read, and reading finds the end.
+            # Nobody will read this. What the other end said before it closed is still to be read, and reading finds
+            # the end.
             self._drop()
         if self._blocked != bool(self._outgoing):
             self._blocked = not self._blocked

@@ -1,4 +1,4 @@
-"""Start a job on this host (and meet the others, where it has several), and run it to its end: the door of this room."""
+"""Start a job on this host (having met the others, where it has several) and run it to its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["launch", "prestart"]
 
 
 def prestart() -> WarmParent:
-    """Start the warm parent as early as possible: it imports what workers need while the job is still being prepared."""
+    """Start the warm parent, as early as possible: it imports what workers need while the job is being prepared."""
     return WarmParent.start()
 
 
@@ -43,9 +43,9 @@ def launch(
     """Run the job's workers of this host, and return how the whole job ended.
 
     `job.workers` must be known. `program` is the pickled function of `paceline.run(fn)`; workers look for it as
-    RUN/attempt_n/program.pkl. `warm`, where given, is used and closed. Blocks until every process is gone. While it runs, Ctrl-C,
-    SIGTERM and SIGHUP end the workers and are told in the Outcome (but for launcher "inline", where Ctrl-C is worker 0's).
-    Raises LaunchError where the job could not be started; a failure after that is an Outcome.
+    RUN/attempt_n/program.pkl. `warm`, where given, is used and closed. Blocks until every process is gone. While it
+    runs, Ctrl-C, SIGTERM and SIGHUP end the workers and are told in the Outcome (but for launcher "inline", where
+    Ctrl-C is worker 0's). Raises LaunchError where the job could not be started; a failure after that is an Outcome.
     """
     is_inline = job.launcher == "inline"
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,9 @@ def launch(
             return interrupted(early.signum, ())
         stack.callback(side.close)
         if side.attempt != attempt:
-            witness.say(f"the head counts this as attempt {side.attempt}; on this host it is attempt {attempt} of {run_dir}")
+            witness.say(
+                f"the head counts this as attempt {side.attempt}; on this host it is attempt {attempt} of {run_dir}"
+            )
         _bring(program, run_dir / f"attempt_{attempt}" / "program.pkl")
         assignments = assign(
             dataclasses.replace(job, timeout_s=max(job.timeout_s, PATIENCE_S)) if is_inline else job,

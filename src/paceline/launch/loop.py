@@ -18,7 +18,7 @@ class Loop:
         self._selector = selectors.DefaultSelector()
 
     def watch(self, sock: socket.socket, events: int, ready: Callable[[int], None]) -> None:
-        """Call `ready(events)` when the socket can be read or written; replaces what was asked for this socket before."""
+        """Call `ready(events)` when the socket can be read or written; replaces what was asked for it before."""
         if sock in self._selector.get_map():
             self._selector.modify(sock, events, ready)
         else:

@@ -22,7 +22,15 @@ class Member:
     """Speaks with the head, in the messages that `paceline.launch.head` lists."""
 
     def __init__(
-        self, link: Link, *, head: str, host: str, address: str, host_index: int, attempt: int, say: Callable[[str], None]
+        self,
+        link: Link,
+        *,
+        head: str,
+        host: str,
+        address: str,
+        host_index: int,
+        attempt: int,
+        say: Callable[[str], None],
     ) -> None:
         self.host, self.address, self.host_index, self.attempt = host, address, host_index, attempt
         self.outcome: Outcome | None = None
@@ -56,7 +64,7 @@ class Member:
     # What the supervisor tells.
 
     def interrupted(self, signum: int) -> None:
-        """A signal to the supervisor: end the workers, and tell the head, so that the others end too; a second one: kill them."""
+        """A signal to the supervisor: end the workers, and tell the head; a second one: kill them."""
         if self._crew is None:
             return
         if self._signum is not None or self._head_lost:
@@ -133,4 +141,6 @@ class Member:
         # Worker 0 is the head's, on whatever host the head is.
         head = lost(0, host=self._head, pid=0, kind="HostLost", message=self._head_lost)
         failures = (head, *(ended for ended in exits if ended.failed))
-        self.outcome = Outcome(state="failed", exit_code=1, failures=failures, reason=self._head_lost, exits=tuple(exits))
+        self.outcome = Outcome(
+            state="failed", exit_code=1, failures=failures, reason=self._head_lost, exits=tuple(exits)
+        )

@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["Failure", "Outcome", "WorkerExit", "interrupted", "lost", "read_error", "verdict"]
 
 ERROR_BYTES = 1 << 20  # of an error.json, at most: a longer one is not what Paceline writes
-TEXT_CHARS = 8192  # of a message or a traceback: hundreds of workers' errors travel in one message; the file holds the whole text
+TEXT_CHARS = 8192  # of a text in it: hundreds of workers' errors travel in one message; the file holds the whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +55,8 @@ class Outcome:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """Read it back; raises TypeError or KeyError where it is not one."""
-        parts = {name: tuple(WorkerExit(**fields) for fields in data[name]) for name in ("failures", "exits")}
-        return cls(**{**data, **parts})
+        failures, exits = (tuple(WorkerExit(**fields) for fields in data[name]) for name in ("failures", "exits"))
+        return cls(**{**data, "failures": failures, "exits": exits})
 
 
 def verdict(exits: Sequence[WorkerExit]) -> Outcome:

@@ -1,4 +1,4 @@
-"""The supervisor's end of the warm parent (`paceline.launch.warm` is the other): start it early, then ask it for workers."""
+"""The supervisor's end of the warm parent (`paceline.launch.warm`): started early, then asked for workers."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ class WarmParent:
 
     @classmethod
     def start(cls, *, modules: Sequence[str] = MODULES, entry: str = ENTRY) -> WarmParent:
-        """Start it and return at once, while it imports `modules`. Raises LaunchError where no process can be started."""
+        """Start it and return at once, while it imports `modules`. Raises LaunchError where no process can start."""
         if not sys.executable:
-            raise LaunchError("Python does not know its own executable (sys.executable is empty): start the program with `python`.")
+            raise LaunchError(
+                "Python does not know its own executable: start the program with `python` (sys.executable)."
+            )
         ours, theirs = socket.socketpair()
         output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         start = {"fd": theirs.fileno(), "supervisor": os.getpid(), "modules": list(modules), "paths": sys.path}
@@ -83,7 +85,9 @@ class WarmParent:
     def pid(self) -> int:
         return self._process.pid
 
-    def attach(self, loop: Loop, *, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
+    def attach(
+        self, loop: Loop, *, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]
+    ) -> None:
         """Hear what it says (see `paceline.launch.warm`) from `loop`; `on_lost(how)` when it has ended by itself."""
 
         def heard(message: dict[str, Any]) -> None:
@@ -145,7 +149,7 @@ class WarmParent:
             self._output.close()
 
     def _kill(self) -> None:
-        """The last resort, and what is left to do after it was killed: its workers died with it, their children did not."""
+        """The last resort; also when it was killed: its workers died with it, but their children did not."""
         while self._pids:
             _, pid = self._pids.popitem()
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def deal(workers: int, hosts: int) -> tuple[range, ...]:
         raise ValueError(f"{workers} workers cannot be dealt to {hosts} hosts: each host needs at least one")
     least, more = divmod(workers, hosts)
     starts = [host * least + min(host, more) for host in range(hosts + 1)]
-    return tuple(range(start, end) for start, end in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, end) for start, end in itertools.pairwise(starts))
 
 
 def assign(

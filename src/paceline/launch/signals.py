@@ -23,8 +23,8 @@ class Interrupted(Exception):
 class Signals:
     """While entered, Ctrl-C, SIGTERM and a closing terminal are only noted; afterwards they do what they did before.
 
-    Python lets only the main thread do this: in another one nothing is noted. A signal that is ignored (nohup, a shell's
-    background job) stays ignored.
+    Python lets only the main thread do this: in another one nothing is noted. A signal that is ignored (nohup, a
+    shell's background job) stays ignored.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The loop of one host's supervisor: one thread, no torch, until the job has an outcome.
 
-The crew starts and ends workers, the side (head or member) decides; the supervisor turns the loop, passes signals on and lets the
-observer look about ten times a second. Whatever happens, it leaves no process behind.
+The crew starts and ends workers, the side (head or member) decides; the supervisor turns the loop, passes signals on
+and lets the observer look about ten times a second. Whatever happens, it leaves no process behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Observer(Protocol):
 
 
 class Witness:
-    """An observer that stops looking, and the job with it, when the terminal is gone: written to, it fails before SIGHUP comes."""
+    """An observer for whom a terminal that is gone is a SIGHUP: writing to it may fail before the signal comes."""
 
     def __init__(self, observer: Observer, signals: Signals) -> None:
         self._observer, self._signals = observer, signals

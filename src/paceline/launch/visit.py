@@ -96,7 +96,9 @@ class Visit:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._address = str(sock.getsockname()[0])  # towards the head: so the other hosts reach this one too
         self._link = Link(sock, self._loop, on_message=self._said, on_close=self._closed)
-        self._link.send({"op": "hello", "host": self._terms.host, "address": self._address, "job": self._terms.essentials})
+        self._link.send(
+            {"op": "hello", "host": self._terms.host, "address": self._address, "job": self._terms.essentials}
+        )
 
     def _said(self, message: Mapping[str, Any]) -> None:
         if self.member is not None:

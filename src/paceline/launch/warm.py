@@ -1,7 +1,7 @@
 """The warm parent: a process that has imported torch once, and forks the workers.
 
-The supervisor starts it as a fresh interpreter (`paceline.launch.parent` holds the other end), and it does nothing but what the
-supervisor asks for over one inherited socket:
+The supervisor starts it as a fresh interpreter (`paceline.launch.parent` holds the other end), and it does nothing
+but what the supervisor asks for over one inherited socket:
 
     <- {"op": "ready", "threads": [], ...}                 or {"op": "failed", ...}: an import went wrong
     -> {"op": "fork", "worker": k, "assignment": ...}      with one file descriptor: the worker's end of its channel
@@ -9,12 +9,12 @@ supervisor asks for over one inherited socket:
     -> {"op": "signal", "worker": k, "signal": 15}         to the worker's whole process group
     <- {"op": "exited", "worker": k, "exit_code": 0, "signal": null, "peak_memory_bytes": n}
 
-A fork is only safe without threads and without accelerator state, so nothing here starts or touches any. Only this process reaps
-the workers, so only it knows for sure that a number still names a worker: all signals go through it.
+A fork is only safe without threads and without accelerator state, so nothing here starts or touches any. Only this
+process reaps the workers, so only it knows for sure that a number still names a worker: all signals go through it.
 
-Nothing outlives it. It adopts every orphan below it, so that also what a worker started in a session of its own, and left behind,
-comes to it. When the supervisor's end of the socket closes, or the supervisor dies, it ends what is left, and then itself; when
-it is killed, the kernel kills the workers.
+Nothing outlives it. It adopts every orphan below it, so that also what a worker started in a session of its own, and
+left behind, comes to it. When the supervisor's end of the socket closes, or the supervisor dies, it ends what is
+left, and then itself; when it is killed, the kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from paceline.launch.forked import run_worker
 
 __all__ = ["main"]
 
-PARENT_DIED = signal.SIGUSR1  # not SIGTERM: the kernel sends it also when only the thread ended that started this process
+# The kernel sends it also when only the thread ended that started this process: so it must not be SIGTERM, which is meant.
+PARENT_DIED = signal.SIGUSR1
 HEARD = (signal.SIGCHLD, signal.SIGTERM, PARENT_DIED)
 POLITE_S, LAST_S = 1.0, 2.0  # at the end: from SIGTERM to SIGKILL for orphans; until they are given up
 MAX_FDS = 16
 
 
 def main(start: Mapping[str, Any]) -> None:
-    """Import `start["modules"]`, then serve the socket `start["fd"]` until it closes; `start["supervisor"]` is a process number."""
+    """Import `start["modules"]`, then serve the socket `start["fd"]` until it closes, or the process `start["supervisor"]` ends."""
     supervisor: int = start["supervisor"]
     signal.signal(PARENT_DIED, lambda *_: None if os.getppid() == supervisor else os._exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides who ends
@@ -63,7 +64,12 @@ def main(start: Mapping[str, Any]) -> None:
         _preload(start["modules"])
         message: dict[str, Any] = {"op": "ready", "threads": _other_threads(), "devices_touched": _devices_touched()}
     except (Exception, SystemExit) as error:  # whatever somebody else's module does while it is imported
-        message = {"op": "failed", "kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        message = {
+            "op": "failed",
+            "kind": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
     sys.stdout.flush()
     sys.stderr.flush()
     server = _Server(sock, supervisor)
@@ -93,7 +99,8 @@ def _other_threads() -> list[str]:
     """Names of the threads of this process but its first one; a fork would leave whatever they hold locked for ever."""
     found = _thread_names()
     if found:
-        # numpy's OpenBLAS starts threads when it is loaded, and ends them before a fork; the first one may as well be this.
+        # numpy's OpenBLAS starts threads when it is loaded, and ends them before a fork; the first one may as well be
+        # this.
         pid = os.fork()
         if pid == 0:
             os._exit(0)
@@ -221,7 +228,7 @@ class _Server:
                 _kill_group(pid, signum)
 
     def _reap(self) -> bool:
-        """Report every worker that has ended, take every other child's status; False when there are no children left."""
+        """Report every worker that has ended, and take every other child's status; False when no child is left."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 pid: int = ended.si_pid

@@ -78,7 +78,8 @@ def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
         hosts = ", ".join(dict.fromkeys(each.host for each in equal))
         who = f"{workers_text(each.worker for each in equal)} ({'hosts' if ',' in hosts else 'host'} {hosts})"
         if failure.error is None:
-            return f"{who} all {what.replace('was killed', 'were killed', 1)}"
+            plural = what.replace("was killed", "were all killed", 1).replace("ended with", "all ended with", 1)
+            return f"{who} {plural}"
         return f"{who} all failed with the same error at step {_step(failure)}: {what}"
     who = f"worker {failure.worker} (host {failure.host}, pid {failure.pid})"
     return f"{who} failed at step {_step(failure)}: {what}" if failure.error else f"{who} {what}"

@@ -39,7 +39,7 @@ class Job:
     keep: int = 3  # newest complete checkpoints that are kept
     timeout_s: float = 600.0  # a worker waits this long for its peers
     device: Literal["auto", "cpu", "cuda"] = (
-        "auto"  # "auto": a GPU for each worker where the host has enough, else the CPU
+        "auto"  # "auto": a GPU for each worker if the host has enough, else the CPU
     )
     threads: int | None = None  # CPU threads of each worker; None: cores of the host / workers on it
     metrics_port: int | None = None  # Prometheus endpoint; 0: any free port; None: no endpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from paceline.worker.saving import Registry, load_model, load_object, load_optim
 from paceline.worker.stream import Cursor
 
 __all__ = ["Preparation"]
+
+ABANDON_S = 3.0  # less than what a supervisor gives to a failed job
 
 
 class Preparation:
@@ -131,6 +134,12 @@ class Preparation:
         """Wait for the last save; raises CheckpointError when it could not be committed."""
         if self._writer is not None:
             self._writer.close()
+
+    def abandon(self) -> None:
+        """After an error: wait a moment for the last save; whether it succeeded is in the events."""
+        if self._writer is not None:
+            with contextlib.suppress(CheckpointError):
+                self._writer.close(ABANDON_S)
 
     def _newest(self) -> Path | None:
         found = find(self._files.checkpoint_dir)

@@ -66,6 +66,9 @@ def live(
             worker.end()
     except BaseException as error:
         write_error(error, assignment, step=worker.step if worker else 0)
+        if worker is not None:
+            worker.abandon()
+        files.close()
         raise
     return value
 

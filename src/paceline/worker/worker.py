@@ -366,6 +366,10 @@ class Worker:
             self._files.capture.weights(self._prepared.registry.models)
         self._files.finish(self.step)
 
+    def abandon(self) -> None:
+        """After an error: give a checkpoint that is being written a moment to be committed."""
+        self._prepared.abandon()
+
     def _emit_step(self, current: _Step) -> None:
         now = time.perf_counter()
         outcome, batch = current.outcome, current.batch

@@ -1,0 +1,183 @@
+"""What tests of launching share: a supervisor in a process of its own, its workers' words, and what is left of them.
+
+Run as a program it is that supervisor: `python launching.py OPTIONS`, a JSON object; it says what happens in lines of
+JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.local import launch
+from paceline.launch.outcome import Outcome
+from paceline.launch.parent import WarmParent
+from paceline.plan.job import Job
+
+FAULT = Path(__file__).resolve().parent
+ENTRY = "fake_worker:work"
+MARK = "PROCESS_TEST_MARK"  # environment variable, inherited by every process of one supervisor
+
+
+class Said:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def poll(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        self.texts.append(text)
+
+
+class Announcements:
+    """A named pipe into which workers write one line of JSON each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path)
+        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # also a writer: it has no end while this is open
+        self._rest = b""
+
+    def take(self, count: int, *, limit_s: float = 30.0) -> list[Any]:
+        """Wait for `count` lines."""
+        found: list[Any] = []
+        deadline = time.monotonic() + limit_s
+        while len(found) < count:
+            line, end, rest = self._rest.partition(b"\n")
+            if end:
+                found.append(json.loads(line))
+                self._rest = rest
+                continue
+            if not select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError(f"{len(found)} of {count} announcements came within {limit_s} s")
+            self._rest += os.read(self._fd, 1 << 16)
+        return found
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclasses.dataclass
+class Supervised:
+    """A supervisor in a process of its own."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def result(self, *, limit_s: float = 30.0) -> tuple[int, Outcome | None, list[str]]:
+        """Wait for its end: exit code, outcome, what it said."""
+        output, _ = self.process.communicate(timeout=limit_s)
+        lines = [json.loads(line) for line in output.splitlines()]
+        outcomes = [Outcome.from_json(line["outcome"]) for line in lines if "outcome" in line]
+        return (
+            self.process.returncode,
+            outcomes[0] if outcomes else None,
+            [line["say"] for line in lines if "say" in line],
+        )
+
+    def hear(self, text: str) -> str:
+        """Wait until it says something with `text` in it; the test's time limit is the limit."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return line
+        raise EOFError(f"it ended without saying {text!r}")
+
+    def left(self, *, limit_s: float = 10.0) -> list[str]:
+        """Processes of this supervisor that are still there after `limit_s` seconds; returns as soon as there are none."""
+        deadline = time.monotonic() + limit_s
+        while (found := marked(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.01)  # nothing tells when a process ends that belongs to nobody here
+        return found
+
+
+def marked(mark: str) -> list[str]:
+    """The running processes that carry this mark."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended; a zombie's environment is empty
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(f"{folder.name}: {(folder / 'comm').read_text().strip()}")
+    return found
+
+
+@contextlib.contextmanager
+def supervised(
+    options: dict[str, Any], *, prefix: Sequence[str] = (), environment: dict[str, str] | None = None, **popen: Any
+) -> Iterator[Supervised]:
+    """Start a supervisor with `options` for `main`; whatever of it is left in the end is killed."""
+    mark = uuid.uuid4().hex
+    source = str(FAULT.parent.parent / "src")
+    python_path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [*prefix, sys.executable, str(FAULT / "launching.py"), json.dumps(options)],
+        env={**os.environ, MARK: mark, "PYTHONPATH": python_path, **(environment or {})},
+        **{"stdout": subprocess.PIPE, "text": True, **popen},
+    )
+    try:
+        yield Supervised(process, mark)
+    finally:
+        for line in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line.partition(":")[0]), 9)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def run_job(
+    job: Job,
+    run_dir: Path,
+    *,
+    modules: Sequence[str] = (),
+    entry: str = ENTRY,
+    observer: Said | None = None,
+    **more: Any,
+) -> Outcome:
+    """Run a job of fake workers to its end, supervised by this process."""
+    if str(FAULT) not in sys.path:
+        sys.path.append(str(FAULT))
+    warm = WarmParent.start(modules=modules, entry=entry)
+    started = {"attempt": 1, "observer": observer or Said(), "command_started": time.time()}
+    return launch(job, run_dir=run_dir, warm=warm, **started, **more)
+
+
+class _Printer:
+    """An observer that prints lines of JSON, and at every look a blank where the output is a terminal."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+
+    def poll(self) -> None:
+        if self._terminal:
+            print(" ", end="", flush=True)
+
+    def say(self, text: str) -> None:
+        print(json.dumps({"say": text}), flush=True)
+
+
+def main(options: dict[str, Any]) -> int:
+    """`job`: fields of the Job; `run_dir`; `modules`: what the warm parent imports; `plan`."""
+    job = Job(**{**options["job"], "args": tuple(options["job"].get("args", ()))})
+    modules = options.get("modules", ())
+    plan = options.get("plan")
+    outcome = run_job(job, Path(options["run_dir"]), modules=modules, plan=plan, observer=_Printer())  # type: ignore[arg-type]
+    print(json.dumps({"outcome": outcome.to_json()}), flush=True)
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

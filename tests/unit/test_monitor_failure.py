@@ -1,0 +1,224 @@
+"""The failure report shows the error that began it, first and once, and believes in memory only where it must."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.monitor.failure import Failure, explain, headline, root
+from paceline.monitor.memory import memory_limit_bytes, oom_kills, oom_likely
+
+GiB = 1 << 30
+OURS = Path(paceline.__file__).parent
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "train.py", line {}, in f\nValueError: {}\n'
+
+
+def failed(worker: int, message: str = "bad", *, time: float = 1.0, echo: bool = False, **fields: Any) -> Failure:
+    error = {
+        "kind": "SyncError" if echo else "ValueError",
+        "message": message,
+        "traceback": FRAMES.format(worker, message),
+        "worker": worker, "host": "a", "pid": 100 + worker, "step": 812, "time": time, "usage": False, "echo": echo,
+    }  # fmt: skip
+    return Failure(worker=worker, host="a", pid=100 + worker, exit_code=1, error={**error, **fields})
+
+
+def killed(worker: int, number: int = signal.SIGTERM, **fields: Any) -> Failure:
+    return Failure(worker=worker, host="a", pid=100 + worker, signal=number, **fields)
+
+
+def test_the_first_own_error_is_the_root_before_echoes_and_before_those_we_ended() -> None:
+    failures = [
+        killed(0, sent_by_us=True, time=0.0),
+        failed(1, echo=True, time=0.5),
+        failed(3, "late", time=3.0),
+        failed(2, "early", time=2.0),
+    ]
+    assert root(failures).worker == 2
+    assert root(failures[:2]).worker == 1
+    assert root([failed(1, echo=True), killed(4, signal.SIGKILL)]).worker == 4
+    with pytest.raises(ValueError, match="no failure"):
+        root([])
+
+
+def test_the_traceback_comes_first_and_once_and_the_others_are_one_line() -> None:
+    text = explain([failed(0, echo=True), failed(1, echo=True), failed(2), killed(3, sent_by_us=True)])
+    assert text.split("\n") == [
+        "worker 2 (host a, pid 102) failed at step 812: ValueError: bad",
+        "Traceback (most recent call last):",
+        '  File "train.py", line 2, in f',
+        "ValueError: bad",
+        "workers 0, 1, 3 stopped because of it",
+    ]
+
+
+def test_equal_errors_of_several_workers_are_one() -> None:
+    text = explain([failed(worker, time=worker) for worker in range(4)])
+    assert text.startswith(
+        "workers 0-3 (host a) all failed with the same error at step 812: ValueError: bad\nTraceback"
+    )
+    assert text.count("Traceback") == 1 and "stopped because of it" not in text
+
+
+def test_another_error_of_its_own_is_named_in_a_line() -> None:
+    text = explain([failed(0, "one", time=1.0), failed(1, "two", time=2.0)])
+    assert text.endswith("worker 1 (host a, pid 101) failed at step 812: ValueError: two (independently)")
+
+
+def test_frames_of_ours_above_the_user_s_are_left_out() -> None:
+    trace = (
+        "Traceback (most recent call last):\n"
+        f'  File "{OURS}/worker/main.py", line 1, in work\n    run()\n    ^^^^^\n'
+        '  File "<frozen runpy>", line 88, in _run_code\n'
+        '  File "/home/me/train.py", line 7, in train\n    step(batch)\n'
+        f'  File "{OURS}/worker/stepper.py", line 2, in __call__\n    loss()\n'
+        '  File "/home/me/train.py", line 3, in loss\n    raise ValueError("bad")\n'
+        "ValueError: bad\nsecond line\n"
+    )
+    text = explain([failed(0, traceback=trace)])
+    assert "worker/main.py" not in text and "runpy" not in text and "^^^^^" not in text
+    assert 'train.py", line 7' in text and "worker/stepper.py" in text
+    assert text.endswith('    raise ValueError("bad")\nValueError: bad\nsecond line')
+
+
+def test_a_usage_error_shows_the_user_s_line_and_not_what_refused_it() -> None:
+    trace = (
+        f'Traceback (most recent call last):\n  File "{OURS}/worker/main.py", line 1, in work\n    run()\n'
+        '  File "/home/me/train.py", line 7, in train\n    Plan(wire=3)\n'
+        f'  File "{OURS}/plan/plan.py", line 9, in __post_init__\n    raise PlanError("no")\n'
+        "paceline.errors.PlanError: no\n"
+    )
+    text = explain([failed(0, traceback=trace, usage=True)])
+    assert text.split("\n", 1)[1] == (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in train\n    Plan(wire=3)\n'
+        "paceline.errors.PlanError: no"
+    )
+
+
+def test_a_real_chain_of_errors_keeps_all_its_parts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('b') from error\n")
+    trace = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=30, check=False).stderr
+    assert explain([failed(0, traceback=trace)]).split("\n", 1)[1] == trace.rstrip("\n")
+    inner = trace.replace('  File "', f'  File "{OURS}/worker/main.py", line 1, in work\n    run()\n  File "')
+    assert explain([failed(0, traceback=inner)]).split("\n", 1)[1] == trace.rstrip("\n")
+
+
+def test_a_traceback_of_ours_alone_stays_as_it_is() -> None:
+    trace = f'Traceback (most recent call last):\n  File "{OURS}/worker/main.py", line 1, in work\nKeyError: 1'
+    assert explain([failed(0, traceback=trace)]).endswith(trace)
+
+
+def test_a_killed_worker_is_said_to_be_killed_with_its_peak_memory() -> None:
+    failure = killed(1, signal.SIGKILL, step=7, peak_memory_bytes=int(3.1 * GiB), memory_limit_bytes=24 * GiB)
+    line = "worker 1 (host a, pid 101) was killed by signal 9 (SIGKILL) at step 7; peak memory 3.10 GiB of 24.0 GiB"
+    assert explain([failure]) == line
+    likely = killed(
+        1, signal.SIGKILL, step=7, peak_memory_bytes=int(3.1 * GiB), memory_limit_bytes=24 * GiB, oom_likely=True
+    )
+    first, hint = explain([likely]).split("\n")
+    assert first == f"{line}: probably out of memory"
+    assert "Batch(micro=...)" in hint
+
+
+def test_an_exit_without_an_error_is_said_as_such() -> None:
+    failure = Failure(worker=0, host="a", pid=100, exit_code=3, step=5)
+    assert "ended with exit code 3 at step 5, without an error of its own; see its stderr.log" in headline(failure)
+
+
+def test_workers_killed_alike_are_one_line() -> None:
+    text = explain([killed(worker, signal.SIGSEGV, step=2) for worker in range(3)])
+    assert text == "workers 0-2 (host a) were all killed by signal 11 (SIGSEGV) at step 2"
+
+
+def test_a_long_message_of_many_lines_is_short_in_the_headline_and_whole_in_the_traceback() -> None:
+    message = "first line\n" + "x" * 500
+    text = explain([failed(0, message)])
+    assert len(text.split("\n")[0]) < 300 and "first line xxx" in text.split("\n")[0]
+    assert "x" * 500 in text
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    ("number", "peak", "before", "after", "expected"),
+    [
+        (9, 1, 0, 1, True),  # the kernel says so
+        (9, 23 * GiB, None, None, True),
+        (9, 23 * GiB, 0, 0, True),
+        (9, 3 * GiB, 0, 0, False),
+        (9, None, None, None, False),
+        (15, 23 * GiB, 0, 1, False),
+        (None, 23 * GiB, 0, 1, False),
+    ],
+)
+def test_out_of_memory_is_likely_only_with_a_sign_of_it(
+    number: int | None, peak: int | None, before: int | None, after: int | None, expected: bool
+) -> None:
+    found = oom_likely(
+        signal=number,
+        peak_memory_bytes=peak,
+        memory_limit_bytes=24 * GiB,
+        oom_kills_before=before,
+        oom_kills_after=after,
+    )
+    assert found is expected
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_control_groups_v2_are_read_up_to_the_top(tmp_path: Path) -> None:
+    system = write(
+        tmp_path,
+        {
+            "proc/meminfo": f"MemTotal:  {64 * GiB // 1024} kB\nMemFree: 1 kB\n",
+            "proc/vmstat": "nr_free 7\noom_kill 2\n",
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/memory.max": f"{24 * GiB}\n",
+            "sys/fs/cgroup/job/memory.events": "low 0\noom_kill 3\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+        },
+    )
+    assert memory_limit_bytes(system) == 24 * GiB
+    assert oom_kills(system) == 5
+
+
+def test_control_groups_v1_are_read_also_where_the_own_place_is_not_mounted(tmp_path: Path) -> None:
+    system = write(
+        tmp_path,
+        {
+            "proc/meminfo": f"MemTotal:  {64 * GiB // 1024} kB\n",
+            "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu:/\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GiB}\n",
+            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
+        },
+    )
+    assert memory_limit_bytes(system) == 8 * GiB
+    assert oom_kills(system) == 4
+
+
+def test_no_limit_means_the_machine_s_memory_and_no_files_mean_not_known(tmp_path: Path) -> None:
+    assert memory_limit_bytes(tmp_path) is None and oom_kills(tmp_path) is None
+    write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 1024 kB\n",
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert memory_limit_bytes(tmp_path) == 1 << 20

@@ -1,0 +1,266 @@
+"""Every sink says what happened: metrics.jsonl, TensorBoard, Prometheus, summary.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import LaunchError
+from paceline.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Record,
+    WorkerFinished,
+    WorkerStarted,
+)
+from paceline.monitor.metrics import MetricsFile
+from paceline.monitor.prometheus import PrometheusEndpoint
+from paceline.monitor.steps import Step
+from paceline.monitor.summary import Summary
+from paceline.monitor.tensorboard import EVERY_S, TensorBoardFile
+
+SECONDS = {"data": 0.1, "compute": 1.4, "communication": 0.4, "optimizer": 0.1, "total": 2.0}
+
+
+def step(number: int, **fields: Any) -> Step:
+    values: dict[str, Any] = {
+        "step": number, "epoch": 0, "time": 100.0 + 2 * number, "num_samples": 8, "loss": 5.0 - number, "metrics": {},
+        "samples_per_s": 4.0, "seconds": SECONDS, "skipped": False, "num_bytes_sent": 10, "workers": (0, 1),
+    }  # fmt: skip
+    return Step(**{**values, **fields})
+
+
+def started(worker: int = 0, *, resumed_from_step: int = 0, startup_s: float = 1.5) -> Record:
+    event = WorkerStarted(
+        rank=worker, workers=2, host="a", pid=1, device="cpu", startup_s=startup_s, plan="replicas=2",
+        resumed_from_step=resumed_from_step,
+    )  # fmt: skip
+    return said(event, when=100.0)
+
+
+def said(event: Event, *, when: float = 200.0) -> Record:
+    return Record(when, 0, event)
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_have_one_line_a_step_readable_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = MetricsFile(path)
+    sink.accept(started())
+    sink.accept(step(1, metrics={"lr": 0.5}))
+    (line,) = read(path)
+    assert line == {
+        "step": 1, "epoch": 0, "time": 102.0, "num_samples": 8, "loss": 4.0, "samples_per_s": 4.0, "skipped": False,
+        "seconds": SECONDS, "lr": 0.5,
+    }  # fmt: skip
+    sink.accept(step(2, loss=float("nan"), metrics={"lr": float("inf")}))
+    sink.close()
+    assert (read(path)[1]["loss"], read(path)[1]["lr"]) == (None, None)
+
+
+@pytest.mark.parametrize(("resumed_from_step", "kept"), [(0, []), (2, [1, 2]), (5, [1, 2, 3])])
+def test_a_continued_attempt_drops_the_lines_of_later_steps_first(
+    tmp_path: Path, resumed_from_step: int, kept: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": number}) + "\n" for number in (1, 2, 3)) + '{"step": 4, "lo')
+    sink = MetricsFile(path)
+    sink.accept(started(resumed_from_step=resumed_from_step))
+    assert [line["step"] for line in read(path)] == kept
+    sink.accept(step(resumed_from_step + 1))
+    sink.accept(started(worker=1, resumed_from_step=resumed_from_step))
+    sink.close()
+    assert [line["step"] for line in read(path)] == [*kept, resumed_from_step + 1]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+# ---------------------------------------------------------------------------------------------------------- tensorboard
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    names = accumulator.Tags()["scalars"]
+    return {name: [(point.step, point.value) for point in accumulator.Scalars(name)] for name in names}
+
+
+def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
+    sink = TensorBoardFile(tmp_path / "tb")
+    sink.accept(step(1, metrics={"lr": 0.5}))
+    sink.poll(10.0)
+    assert not (tmp_path / "tb").exists()  # nobody waits for the import of TensorBoard at the first step
+    sink.poll(10.0 + EVERY_S)
+    assert scalars(tmp_path / "tb")["loss"] == [(1, 4.0)]
+    sink.accept(step(2, loss=float("nan")))
+    sink.accept(said(Evaluated(step=2, num_samples=3, metrics={"accuracy": 0.75}, duration_s=1.0)))
+    sink.close()
+    found = scalars(tmp_path / "tb")
+    assert found["lr"] == [(1, 0.5)] and found["eval/accuracy"] == [(2, 0.75)]
+    assert found["seconds/compute"] == [(1, pytest.approx(1.4)), (2, pytest.approx(1.4))]
+    assert found["samples_per_s"] == [(1, 4.0), (2, 4.0)]
+    assert [number for number, _ in found["loss"]] == [1, 2]
+
+
+def test_a_continued_run_replaces_its_later_points_in_tensorboard(tmp_path: Path) -> None:
+    for resumed_from_step, steps, loss in ((0, (1, 2, 3, 4), 1.0), (2, (3,), 7.0)):
+        sink = TensorBoardFile(tmp_path)
+        sink.accept(started(resumed_from_step=resumed_from_step))
+        for number in steps:
+            sink.accept(step(number, loss=loss))
+        sink.close()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 7.0)]
+
+
+def test_writing_tensorboard_files_starts_no_thread_and_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
+    script = (
+        "import sys, threading\n"
+        "from pathlib import Path\n"
+        "from paceline.events import Evaluated, Record\n"
+        "from paceline.monitor.tensorboard import TensorBoardFile\n"
+        "assert 'tensorboard' not in sys.modules\n"
+        "sink = TensorBoardFile(Path('tb'))\n"
+        "sink.accept(Record(1.0, 0, Evaluated(step=1, num_samples=1, metrics={'a': 1.0}, duration_s=1.0)))\n"
+        "sink.close()\n"
+        "assert threading.active_count() == 1\n"
+        "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
+        "assert list(Path('tb').iterdir())\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------- prometheus
+
+
+def scrape(url: str) -> dict[str, float]:
+    assert url.startswith("http://127.0.0.1:") and url.endswith("/metrics")
+    text = urllib.request.urlopen(url, timeout=10).read().decode()
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines if "_created" not in name}
+
+
+def test_prometheus_serves_counters_gauges_and_seconds_without_a_step_label() -> None:
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=2)
+    try:
+        assert scrape(endpoint.url)["paceline_workers"] == 2
+        endpoint.accept(started(startup_s=1.5))
+        endpoint.accept(started(worker=1, startup_s=1.0))
+        endpoint.accept(step(41, metrics={"lr": 0.5}))
+        endpoint.accept(step(42, skipped=True))
+        endpoint.accept(said(Evaluated(step=42, num_samples=3, metrics={"accuracy": 0.75}, duration_s=1.0)))
+        endpoint.accept(said(CheckpointSaved(step=42, path="c", num_bytes=7, stall_s=0.25, write_s=2.0)))
+        endpoint.accept(said(CheckpointFailed(step=42, path="c", reason="full")))
+        values = scrape(endpoint.url)
+        assert values["paceline_steps_total"] == 2
+        assert values["paceline_skipped_steps_total"] == 1
+        assert values["paceline_samples_total"] == 16
+        assert values["paceline_sent_bytes_total"] == 20
+        assert values["paceline_loss"] == -37
+        assert values['paceline_step_seconds_sum{phase="communication"}'] == pytest.approx(0.8)
+        assert values['paceline_step_seconds_count{phase="total"}'] == 2
+        assert values['paceline_checkpoint_seconds_sum{part="stall"}'] == 0.25
+        assert values["paceline_checkpoint_failures_total"] == 1
+        assert values['paceline_evaluation{name="accuracy"}'] == 0.75
+        assert values['paceline_metric{name="lr"}'] == 0.5
+        assert values["paceline_startup_seconds"] == 1.5
+        labels = {label for name in values for label in re.findall(r'(\w+)="', name)}
+        assert labels == {"phase", "part", "name"}
+    finally:
+        endpoint.close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(endpoint.url, timeout=10)
+
+
+def test_a_port_in_use_is_an_error_that_says_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            LaunchError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use.*metrics_port"
+        ):
+            PrometheusEndpoint("127.0.0.1", port, workers=1)
+
+
+def test_a_host_that_is_not_ours_is_an_error_too() -> None:
+    with pytest.raises(LaunchError, match="cannot listen on 192.0.2.1:0"):
+        PrometheusEndpoint("192.0.2.1", 0, workers=1)
+
+
+def test_the_endpoint_listens_on_loopback_only() -> None:
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=1)
+    port = int(endpoint.url.split(":")[2].split("/")[0])
+    try:
+        with (
+            pytest.raises(OSError, match=r"refused|unreachable"),
+            socket.create_connection(("127.0.0.2", port), timeout=5),
+        ):
+            pass
+    finally:
+        endpoint.close()
+
+
+def test_two_endpoints_of_one_process_do_not_share_their_numbers() -> None:
+    one, other = (PrometheusEndpoint("127.0.0.1", 0, workers=1) for _ in range(2))
+    try:
+        one.accept(step(1))
+        assert scrape(one.url)["paceline_steps_total"] == 1
+        assert scrape(other.url)["paceline_steps_total"] == 0
+    finally:
+        one.close()
+        other.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- summary
+
+
+def test_the_summary_adds_up(tmp_path: Path) -> None:
+    summary = Summary(tmp_path, attempt=2, workers=2)
+    items: list[Record | Step] = [
+        started(startup_s=1.5, resumed_from_step=10),
+        started(worker=1, startup_s=2.5, resumed_from_step=10),
+        step(11, samples_per_s=8.0),
+        step(12, samples_per_s=2.0, skipped=True, loss=float("nan")),
+        step(13, epoch=1, time=142.0, samples_per_s=4.0, metrics={"lr": 0.5}, loss=3.0),
+        said(Evaluated(step=13, num_samples=3, metrics={"accuracy": 0.75}, duration_s=1.0)),
+        said(CheckpointSaved(step=13, path="RUN/checkpoints/step_13", num_bytes=7, stall_s=0.25, write_s=2.0)),
+        said(CheckpointFailed(step=13, path="c", reason="full")),
+        said(WorkerFinished(rank=0, step=13, peak_memory_bytes=50)),
+    ]
+    for item in items:
+        summary.accept(item)
+    summary.peak_memory(1, 70)
+    facts = summary.write("finished", 0)
+    assert json.loads((tmp_path / "summary.json").read_text()) == facts
+    expected = {
+        "state": "finished", "exit_code": 0, "attempt": 2, "workers": 2, "plan": "replicas=2", "resumed_from_step": 10,
+        "step": 13, "steps": 3, "skipped_steps": 1, "samples": 24, "epochs": 2, "first_loss": -6.0, "last_loss": 3.0,
+        "evaluation": {"accuracy": 0.75}, "evaluation_step": 13, "samples_per_s": 0.8, "samples_per_s_median": 4.0,
+        "share_communication": 0.2, "startup_s": 2.5, "started": 97.5, "first_step_began_s": 22.5, "first_commit_s": 24.5,
+        "peak_memory_bytes": 70, "checkpoint": "RUN/checkpoints/step_13", "checkpoints_saved": 1, "checkpoints_failed": 1,
+        "log_dir": str(tmp_path / "attempt_2"), "num_bytes_sent": 30, "metrics": {"lr": 0.5},
+    }  # fmt: skip
+    assert {name: facts[name] for name in expected} == expected
+
+
+def test_a_run_of_one_step_or_none_has_a_summary(tmp_path: Path) -> None:
+    summary = Summary(tmp_path, attempt=1, workers=1)
+    facts = summary.write("failed", 1)
+    assert (facts["steps"], facts["samples_per_s"], facts["share_communication"]) == (0, None, None)
+    summary.accept(step(1))
+    assert summary.facts("finished", 0)["samples_per_s"] == 4.0

@@ -1,0 +1,408 @@
+"""A watch shows a run while it goes on, and says in the end how it went; on terminals, in pipes, and where nobody looks."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pty
+import re
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.events import (
+    CheckpointSaved,
+    Evaluated,
+    EventLog,
+    Note,
+    StepDone,
+    Warned,
+    WorkerFinished,
+    WorkerStarted,
+)
+from paceline.monitor.console import PlainConsole
+from paceline.monitor.failure import Failure
+from paceline.monitor.run_record import RunRecord
+from paceline.monitor.watch import Watch
+from paceline.monitor.wording import closing_table, number_text
+from paceline.plan.job import Job
+
+SECONDS = {"data": 0.001, "compute": 0.088, "communication": 0.008, "optimizer": 0.003, "total": 0.1}
+JOB = Job(tensorboard=False)
+
+
+class Workers:
+    """Pretended workers that write what real ones would."""
+
+    def __init__(self, run: Path, count: int = 2) -> None:
+        self.run, self.count = run, count
+        RunRecord.begin_attempt(run, job={}, workers=count)
+        self.directories = [run / "attempt_1" / f"worker_{worker}" for worker in range(count)]
+        for directory in self.directories:
+            directory.mkdir(parents=True)
+        self.logs = [EventLog(path / "events.jsonl", worker=worker) for worker, path in enumerate(self.directories)]
+
+    def start(self) -> None:
+        for worker, log in enumerate(self.logs):
+            log.emit(
+                WorkerStarted(
+                    rank=worker,
+                    workers=self.count,
+                    host="a",
+                    pid=10 + worker,
+                    device="cpu",
+                    startup_s=1.9,
+                    plan="replicas=2",
+                    resumed_from_step=0,
+                )  # fmt: skip
+            )
+
+    def step(self, number: int, **fields: Any) -> None:
+        values: dict[str, Any] = {"epoch": 0, "num_samples": 8, "loss": 10 / number, "metrics": {}, "seconds": SECONDS}
+        self.emit(StepDone(step=number, **{**values, **fields}))
+
+    def emit(self, event: Any) -> None:
+        for log in self.logs:
+            log.emit(event)
+
+    def write(self, worker: int, stream: str, text: str) -> None:
+        with open(self.directories[worker] / f"{stream}.log", "a") as file:
+            file.write(text)
+
+    def close(self) -> None:
+        for log in self.logs:
+            log.close()
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    workers = Workers(tmp_path / "run")
+    yield workers
+    workers.close()
+
+
+def test_a_finished_run_leaves_its_files_and_a_closing_table(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=Job(), stream=stream)
+    workers.start()
+    watch.poll()
+    for number in range(1, 6):
+        workers.step(number, metrics={"lr": 0.5})
+        watch.poll()
+    workers.write(0, "stdout", "a sample of text\n")
+    for worker, log in enumerate(workers.logs):
+        log.emit(Evaluated(step=5, num_samples=30, metrics={"accuracy": 0.75}, duration_s=0.5))
+        log.emit(WorkerFinished(rank=worker, step=5, peak_memory_bytes=300 << 20))
+    workers.logs[0].emit(
+        CheckpointSaved(
+            step=5, path=str(workers.run / "checkpoints" / "step_5"), num_bytes=2048, stall_s=0.004, write_s=1.0
+        )
+    )
+    facts = watch.finish("finished", 0)
+    assert watch.finish("failed", 1) is facts
+    shown = stream.getvalue()
+    assert shown.startswith("2 workers on cpu, ready in 1.90 s  plan replicas=2\nstep 1  loss 10  lr 0.5  ")
+    assert shown.count("held out: accuracy 0.75  (30 samples in 500 ms)") == 1
+    assert shown.count("checkpoint run/checkpoints/step_5 (2.00 KiB; training waited 4.00 ms)") == 1
+    assert "\na sample of text\n" in shown
+    table = shown[shown.index("finished at step 5") :].splitlines()
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in table[1:])
+    assert list(rows) == [
+        "samples/s", "communication", "start-up", "steps", "loss", "held out", "peak memory", "checkpoint", "logs", "run",
+    ]  # fmt: skip
+    assert rows["communication"] == "8.0% of the steps' time" and rows["start-up"].startswith("1.90 s (first step")
+    assert (rows["steps"], rows["loss"], rows["logs"]) == ("5 (40 samples)", "10 -> 2", "run/attempt_1")
+    assert rows["held out"] == "accuracy 0.75 (step 5)"
+    lines = [json.loads(line) for line in (workers.run / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["lr"]) for line in lines] == [(number, 0.5) for number in range(1, 6)]
+    assert json.loads((workers.run / "summary.json").read_text()) == facts
+    assert facts["steps"] == 5 and facts["state"] == "finished"
+    assert list((workers.run / "tensorboard").iterdir())
+    assert watch.exit_note == "finished at step 5"
+
+
+def test_a_failed_run_says_why_before_anything_else(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    workers.start()
+    workers.step(1)
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 3, in f\nValueError: bad\n'
+    for worker in range(2):
+        workers.write(worker, "stderr", trace)
+    watch.poll()
+    error = {"kind": "ValueError", "message": "bad", "traceback": trace, "step": 1, "time": 1.0, "echo": False}
+    failures = [
+        Failure(worker=0, host="a", pid=10, signal=15, sent_by_us=True),
+        Failure(worker=1, host="a", pid=11, exit_code=1, error=error, peak_memory_bytes=1 << 20),
+    ]
+    facts = watch.finish("failed", 1, failures)
+    shown = stream.getvalue()
+    assert shown.count("Traceback") == shown.count('File "train.py"') == 1
+    report = shown.index("worker 1 (host a, pid 11) failed at step 1: ValueError: bad\nTraceback")
+    assert report < shown.index("worker 0 stopped because of it") < shown.index("failed at step 1 after")
+    assert watch.exit_note == "worker 1 (host a, pid 11) failed at step 1: ValueError: bad"
+    assert facts["peak_memory_bytes"] == 1 << 20
+
+
+def test_a_run_that_failed_before_its_first_step_has_no_table(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    watch.finish("failed", 2)
+    assert stream.getvalue() == "\nfailed before the first step; logs are in run/attempt_1\n"
+
+
+def test_a_stopped_run_says_what_stopped_it(workers: Workers) -> None:
+    watch = Watch(workers.run, 1, 2, job=JOB, console="none")
+    workers.step(3)
+    watch.finish("stopped", 130)
+    assert watch.exit_note == "stopped at step 3 (Ctrl-C)"
+
+
+def test_notes_and_warnings_of_several_workers_are_shown_once(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    workers.emit(Warned(text="parameter a was not used"))
+    workers.emit(Note(text="resumed from step 400"))
+    watch.poll()
+    workers.logs[1].emit(Warned(text="only here"))
+    workers.emit(Warned(text="parameter a was not used"))
+    watch.say("of the supervisor")
+    watch.finish("finished", 0)
+    assert stream.getvalue().splitlines()[:4] == [
+        "[workers 0, 1] warning: parameter a was not used",
+        "resumed from step 400",
+        "of the supervisor",
+        "[worker 1] warning: only here",
+    ]
+
+
+def test_a_plain_line_comes_first_then_once_an_interval_and_at_the_end(workers: Workers) -> None:
+    stream = io.StringIO()
+    console = PlainConsole(stream, every_s=2.0)
+    watch = Watch(workers.run, 1, 2, job=JOB, console="none")
+    watch._sinks.append(console)  # pyright: ignore[reportPrivateUsage]
+    for number in range(1, 8):
+        workers.step(number)
+        watch.poll()
+        console.poll(now=100.0 + number)
+    workers.step(8)
+    watch.finish("finished", 0)
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1", "3", "5", "7", "8"]
+    assert stream.getvalue().splitlines()[0].endswith("data 1% compute 88% comm 8% optim 3%")
+
+
+def test_a_closed_pipe_does_not_end_the_run_and_is_said_once(
+    workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", closefd=False) as stream:
+        watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+        workers.start()
+        watch.poll()
+        workers.step(1)
+        watch.poll()
+        facts = watch.finish("finished", 0)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # what the stream still holds has to go somewhere
+    os.close(writing)
+    assert facts["steps"] == 1
+    assert capsys.readouterr().err.count("the console is gone") == 1
+
+
+def test_a_stream_without_unicode_gets_question_marks() -> None:
+    raw = io.BytesIO()
+    console = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"))
+    console.show("déjà vu")
+    assert raw.getvalue() == b"d?j? vu\n"
+
+
+def test_nobody_looking_means_nothing_shown_and_everything_written(
+    workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = Watch(workers.run, 1, 2, job=JOB, console="none")
+    workers.start()
+    workers.step(1)
+    watch.finish("finished", 0)
+    assert capsys.readouterr() == ("", "")
+    assert (workers.run / "metrics.jsonl").exists()
+
+
+def test_a_host_that_follows_a_head_writes_no_file_of_the_run(workers: Workers) -> None:
+    watch = Watch(workers.run, 1, 4, job=Job(metrics_port=0), console="none", local=[0, 1], record=False)
+    workers.step(1)
+    watch.poll()
+    assert watch.finish("finished", 0)["steps"] == 1  # complete with the two workers of this host
+    assert sorted(path.name for path in workers.run.iterdir()) == ["attempt_1", "run.json"]
+
+
+def test_the_metrics_endpoint_is_told_and_noted_while_it_serves(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=Job(metrics_port=0, tensorboard=False), stream=stream)
+    try:
+        url = RunRecord.load(workers.run).metrics_url
+        assert url and stream.getvalue() == f"metrics are served at {url}\n" and watch.metrics_url == url
+        workers.step(1)
+        watch.poll()
+        assert "paceline_steps_total 1.0" in urllib.request.urlopen(url, timeout=10).read().decode()
+    finally:
+        watch.finish("finished", 0)
+    assert RunRecord.load(workers.run).metrics_url is None
+
+
+def test_an_unknown_kind_of_console_is_refused(workers: Workers) -> None:
+    with pytest.raises(ValueError, match="'auto', 'plain' or 'none'"):
+        Watch(workers.run, 1, 2, job=JOB, console="fancy")  # type: ignore[arg-type]
+
+
+def test_an_idle_poll_is_cheap(tmp_path: Path) -> None:
+    workers = Workers(tmp_path / "run", count=8)
+    watch = Watch(workers.run, 1, 8, job=JOB, console="plain", stream=io.StringIO())
+    workers.start()
+    workers.step(1)
+    for worker in range(8):
+        workers.write(worker, "stderr", "one\n")
+        workers.write(worker, "stdout", "two\n")
+    watch.poll()
+    costs = []
+    for _ in range(50):
+        began = time.thread_time()
+        watch.poll()
+        costs.append(time.thread_time() - began)
+    watch.finish("finished", 0)
+    workers.close()
+    assert sorted(costs)[len(costs) // 2] < 1e-3  # of this thread: other processes do not count
+
+
+def test_watching_imports_no_torch_and_no_tensorboard_before_there_is_something_to_write(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, module)
+    watch = Watch(workers.run, 1, 2, job=Job(), console="none")
+    workers.start()
+    watch.poll()
+    workers.step(1)
+    watch.poll()
+    assert "tensorboard" not in sys.modules
+    watch.finish("finished", 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- terminal
+
+
+class Terminal:
+    """A pseudo-terminal; `text` collects what was written to it."""
+
+    def __init__(self) -> None:
+        self._master, slave = pty.openpty()
+        os.set_blocking(self._master, False)
+        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115
+        self.text = ""
+
+    def read(self) -> str:
+        """Return what is new."""
+        new = b""
+        try:
+            while piece := os.read(self._master, 1 << 16):
+                new += piece
+        except BlockingIOError:
+            pass
+        self.text += new.decode("utf-8")
+        return new.decode("utf-8")
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    yield terminal
+    terminal.close()
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
+
+
+def test_a_terminal_shows_a_block_with_lines_above_it(workers: Workers, terminal: Terminal) -> None:
+    watch = Watch(workers.run, 1, 2, job=Job(tensorboard=False, max_steps=10), stream=terminal.stream)
+    watch.poll()
+    assert "starting the workers" in terminal.read()
+    workers.start()
+    workers.step(1)
+    workers.step(5, metrics={"lr": 0.5})
+    workers.emit(Evaluated(step=5, num_samples=30, metrics={"accuracy": 0.75}, duration_s=0.5))
+    workers.write(0, "stdout", "\x1b[31mred\x1b[0m text\n50%\r100%\n")
+    watch.poll()
+    watch._screen.poll(time.monotonic() + 5.0)  # pyright: ignore[reportPrivateUsage]
+    shown = plain(terminal.read())
+    for part in (
+        "5 of 10  50%",
+        "lr 0.5",
+        "samples/s  data 1%  compute 88%  comm 8%  optim 3%",
+        "●●  2",
+        "accuracy 0.75",
+    ):
+        assert part in shown
+    assert "red text\n100%\n" in shown
+    assert "\x1b[31mred" in terminal.text
+    watch.finish("finished", 0)
+    end = terminal.read()
+    assert "\x1b[?25h" in end  # the cursor is back
+    assert plain(end).split("finished at step 5")[1].strip().endswith("run            run")
+
+
+def test_a_terminal_that_understands_nothing_gets_plain_lines(
+    workers: Workers, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=terminal.stream)
+    workers.step(1)
+    watch.finish("finished", 0)
+    assert "\x1b" not in terminal.read()
+
+
+def test_the_debugger_s_terminal_is_left_alone(workers: Workers, terminal: Terminal) -> None:
+    watch = Watch(workers.run, 1, 2, job=Job(launcher="inline", tensorboard=False), stream=terminal.stream)
+    workers.step(1)
+    watch.finish("finished", 0)
+    assert "\x1b" not in terminal.read()
+
+
+# -------------------------------------------------------------------------------------------------------------- wording
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.3141, "2.314"),
+        (0.0003, "0.0003"),
+        (1e-9, "1e-09"),
+        (3, "3"),
+        (1.0, "1"),
+        (None, "nan"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_have_four_significant_digits(value: float | None, text: str) -> None:
+    assert number_text(value) == text
+
+
+def test_the_table_of_a_run_without_anything_optional_is_short(workers: Workers) -> None:
+    watch = Watch(workers.run, 1, 2, job=JOB, console="none")
+    workers.step(1, loss=None, seconds={})
+    table = closing_table(watch.finish("finished", 0))
+    assert "loss" not in table and "checkpoint" not in table and "communication  0.0%" in table

@@ -1,0 +1,229 @@
+"""Samples: each once per epoch, at any number of workers, with loader processes, after a resume; iterables; evaluation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from forked import World, WorkersFailed
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from paceline.monitor.audit import audit
+from paceline.plan import Batch, Plan
+
+
+class Numbers:
+    """Map-style without torch: only len and []."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return torch.tensor([float(index)]), torch.tensor([0.0])
+
+
+class Augmented(Numbers):
+    """Draws from all three generators for each sample."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = float(torch.rand(())) + random.random() + float(np.random.rand())
+        return torch.tensor([index + noise / 10]), torch.tensor([0.0])
+
+
+class Lines(IterableDataset[Any]):
+    """The same items in the same order, each time."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(self.count):
+            yield torch.tensor([float(index)]), torch.tensor([0.0])
+
+
+def seen(worker: Any, dataset: Any, **options: Any) -> dict[tuple[int, int], list[float]]:
+    """(epoch, step) -> the inputs that this worker ran."""
+    model = worker.prepare(nn.Linear(1, 1))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    found: dict[tuple[int, int], list[float]] = {}
+    for batch in worker.batches(dataset, **options):
+        for x, y in batch:
+            found.setdefault((batch.epoch, batch.step), []).extend(x[:, 0].tolist())
+            worker.backward(F.mse_loss(model(x), y))
+        optim.step()
+    return found
+
+
+def merged(results: list[dict[Any, list[float]]]) -> dict[Any, list[float]]:
+    """Workers hold contiguous parts, in order."""
+    keys = sorted({key for result in results for key in result})
+    return {key: sum((result.get(key, []) for result in results), []) for key in keys}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_every_sample_once_in_an_order_that_does_not_depend_on_workers(world: World, workers: int, loaders: int) -> None:
+    plan = Plan(batch=Batch(size=8, micro=3))
+    results = merged(world(lambda worker: seen(worker, Numbers(29), epochs=2, loaders=loaders), workers, plan))
+    for epoch in range(2):
+        samples = sum((values for (e, _), values in results.items() if e == epoch), [])
+        assert sorted(samples) == list(range(29))
+    assert results == world.one_process(lambda worker: seen(worker, Numbers(29), epochs=2), plan)
+    assert audit(world.run_dir).is_clean
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_augmentation_is_the_same_wherever_a_sample_is_read(world: World, loaders: int) -> None:
+    plan = Plan(batch=Batch(size=8, micro=2))
+    results = merged(world(lambda worker: seen(worker, Augmented(21), epochs=2, loaders=loaders), 3, plan))
+    assert results == world.one_process(lambda worker: seen(worker, Augmented(21), epochs=2), plan)
+    first, second = (sorted(sum((v for (e, _), v in results.items() if e == epoch), [])) for epoch in range(2))
+    assert first != second  # another draw in each epoch
+
+
+def test_without_shuffle_samples_come_in_order_and_drop_last_leaves_the_rest(world: World) -> None:
+    plan = Plan(batch=Batch(size=8, micro=4, shuffle=False, drop_last=True))
+    results = merged(world(lambda worker: seen(worker, Numbers(21)), 2, plan))
+    assert sum(results.values(), []) == list(range(16))
+    assert audit(world.run_dir).is_clean
+
+
+def test_any_collate_function_and_dictionaries(world: World) -> None:
+    class Rows(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": [float(index)] * (1 + index % 3)}
+
+    def pad(rows: list[dict[str, list[float]]]) -> dict[str, Any]:
+        width = max(len(row["x"]) for row in rows)
+        return {"x": torch.tensor([row["x"] + [0.0] * (width - len(row["x"])) for row in rows]), "names": [str(row) for row in rows]}
+
+    def train(worker: Any) -> list[float]:
+        model = worker.prepare(nn.Linear(1, 1))
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=1e-4))
+        step = worker.stepper(model, optim, forward=lambda m, micro: m(micro["x"].mean(1, keepdim=True)).pow(2).mean())
+        return [float(step(batch)) for batch in worker.batches(Rows(20), collate=pad)]
+
+    plan = Plan(batch=Batch(size=8, micro=2))
+    assert world(train, 2, plan)[0] == pytest.approx(world.one_process(train, plan), rel=1e-5)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_iterable_datasets_give_each_item_once(world: World, workers: int, loaders: int) -> None:
+    plan = Plan(batch=Batch(size=8, micro=3))
+    results = merged(world(lambda worker: seen(worker, Lines(21), epochs=2, loaders=loaders), workers, plan))
+    assert sum(results.values(), []) == list(range(21)) * 2
+    assert results == world.one_process(lambda worker: seen(worker, Lines(21), epochs=2), plan)
+
+
+def test_an_iterable_that_differs_between_workers_is_an_error_on_all_and_no_hang(world: World) -> None:
+    with pytest.raises(WorkersFailed) as failed:
+        world(lambda worker: seen(worker, Lines(21 + 2 * worker.rank)), 2, Plan(batch=Batch(size=8, micro=3)))
+    assert sorted(failed.value.errors) == [0, 1]
+    assert all("the same items in the same order on every worker" in text for text in failed.value.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "says"),
+    [
+        (iter([1]), {}, "got an iterator, which can be read only once"),
+        (7, {}, "got a int: a dataset needs"),
+        (Numbers(0), {}, "the dataset of stream 'train' is empty"),
+        (Lines(3), {"loaders": 2}, "loaders=2: an iterable dataset"),
+        (Numbers(3), {"epochs": 0}, "epochs is 0"),
+        (Numbers(3), {"loaders": -1}, "loaders=-1"),
+    ],
+)
+def test_unusable_data_is_refused_with_the_remedy(world: World, dataset: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(WorkersFailed, match=says):
+        world(lambda worker: next(worker.batches(dataset, **options)), 1, Plan(batch=Batch(size=2)))
+
+
+def test_an_error_in_a_loader_process_carries_the_datasets_traceback(world: World) -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            raise KeyError(f"no file for sample {index}")
+
+    with pytest.raises(WorkersFailed, match=r"no file for sample \d+"):
+        world(lambda worker: seen(worker, Broken(5), loaders=1), 1, Plan(batch=Batch(size=2)))
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.parametrize("second", [1, 2, 3])
+def test_a_run_continues_on_any_number_of_workers_with_every_sample_once(world: World, first: int, second: int) -> None:
+    plan = Plan(batch=Batch(size=8, micro=3))
+    before = merged(world(lambda worker: seen(worker, Numbers(29), epochs=2), first, plan, max_steps=5))
+    after = merged(world(lambda worker: seen(worker, Numbers(29), epochs=2), second, plan))
+    whole = world.one_process(lambda worker: seen(worker, Numbers(29), epochs=2), plan)
+    assert {**before, **after} == whole
+    assert not set(before) & set(after)
+    assert audit(world.run_dir).is_clean
+
+
+def test_an_iterable_continues_after_a_resume(world: World) -> None:
+    plan = Plan(batch=Batch(size=8, micro=3))
+    before = merged(world(lambda worker: seen(worker, Lines(29), epochs=2), 2, plan, max_steps=5))
+    after = merged(world(lambda worker: seen(worker, Lines(29), epochs=2), 3, plan))
+    assert sum({**before, **after}.values(), []) == list(range(29)) * 2
+
+
+def test_two_streams_in_turn_and_their_positions(world: World) -> None:
+    def train(worker: Any) -> list[tuple[str, int, float]]:
+        model = worker.prepare(nn.Linear(1, 1))
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=1e-5))
+        step = worker.stepper(model, optim, F.mse_loss)
+        found = []
+        for name, count in (("warm-up", 10), ("main", 20)):
+            for batch in worker.batches(Numbers(count), name=name):
+                found.append((name, batch.step, float(step(batch))))
+        return found
+
+    plan = Plan(batch=Batch(size=4, micro=2))
+    whole = world.one_process(train, plan)
+    before, after = world(train, 2, plan, max_steps=5)[0], world(train, 1, plan)[0]
+    assert [(n, s) for n, s, _ in before + after] == [(n, s) for n, s, _ in whole]
+    assert [loss for *_, loss in before + after] == pytest.approx([loss for *_, loss in whole], rel=1e-4)
+    assert audit(world.run_dir).is_clean
+
+
+def test_evaluation_counts_every_sample_once_on_any_number_of_workers(world: World) -> None:
+    def measure(worker: Any) -> dict[str, float]:
+        model = worker.prepare(nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1)))
+        model[0].eval()
+        result = worker.evaluate(
+            model,
+            Numbers(10),
+            {
+                "loss": F.mse_loss,
+                "above": lambda output, target: ((output > 0).sum(), len(output)),
+                "count": lambda output, target: (float(len(output)), 1.0 / 10 * len(output)),
+            },
+            micro=4,
+        )
+        assert model.training and not model[0].training  # modes are as before
+        return result
+
+    oracle = world.one_process(measure)
+    for result in world(measure, 3):
+        assert result == pytest.approx(oracle, rel=1e-6)
+        assert result["count"] == pytest.approx(10.0)
+
+
+def test_collective_conveniences(world: World) -> None:
+    def talk(worker: Any) -> Any:
+        worker.wait()
+        average = float(worker.average(float(worker.rank)))
+        return average, worker.gather({"rank": worker.rank}), worker.broadcast("from two" if worker.rank == 2 else None, source=2)
+
+    assert world(talk, 3) == [(1.0, [{"rank": 0}, {"rank": 1}, {"rank": 2}], "from two")] * 3

@@ -1,0 +1,183 @@
+"""Stop anywhere, continue anywhere: the same training as without the stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forked import World, WorkersFailed
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline.plan import Batch, Compute, Plan
+
+PLAN = Plan(batch=Batch(size=16, micro=4), compute=Compute(precision="fp64"))
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(50, 6, generator=generator)
+    return TensorDataset(inputs, inputs[:, :4].argmax(1))
+
+
+class Average:
+    """Something else with a state: a running average of losses."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def net(width: int = 12) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Tanh(), nn.Linear(width, 4))
+
+
+def train(worker: Any, *, optimizer: str = "AdamW", save_at: int | None = None) -> dict[str, Any]:
+    model = worker.prepare(net())
+    optim = worker.prepare(getattr(torch.optim, optimizer)(model.parameters(), lr=0.01))
+    schedule = worker.prepare(torch.optim.lr_scheduler.OneCycleLR(optim, max_lr=0.05, total_steps=12))
+    average = worker.prepare(Average())
+    step = worker.stepper(model, optim, F.cross_entropy)
+    found: dict[int, Any] = {}
+    for batch in worker.batches(dataset(), epochs=3):
+        loss = float(step(batch))
+        average.value = 0.9 * average.value + 0.1 * loss
+        schedule.step()
+        found[worker.step] = (loss, optim.param_groups[0]["lr"], average.value, float(torch.rand(())))
+        if worker.step == save_at:
+            worker.save()
+    return {"steps": found, "state": {key: value.clone() for key, value in model.state_dict().items()}}
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("stop", [2, 4, 7])
+def test_a_stopped_run_continues_as_if_nothing_had_happened(world: World, first: int, second: int, stop: int) -> None:
+    before = world(train, first, PLAN, max_steps=stop)[0]["steps"]
+    after = world(train, second, PLAN)
+    whole = world.one_process(train, PLAN)
+    assert sorted(before) + sorted(after[0]["steps"]) == sorted(whole["steps"])
+    for step, values in {**before, **after[0]["steps"]}.items():
+        assert values == pytest.approx(whole["steps"][step], rel=1e-6)
+    for result in after:
+        for key, value in whole["state"].items():
+            torch.testing.assert_close(result["state"][key], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
+def test_every_optimizers_state_comes_back(world: World, optimizer: str) -> None:
+    def run(worker: Any) -> list[float]:
+        model = worker.prepare(net())
+        optim = worker.prepare(getattr(torch.optim, optimizer)(model.parameters(), lr=0.01))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        return [float(step(batch)) for batch in worker.batches(dataset(), epochs=3)]
+
+    before, after = world(run, 2, PLAN, max_steps=5)[0], world(run, 1, PLAN)[0]
+    assert before + after == pytest.approx(world.one_process(run, PLAN), rel=1e-6)
+
+
+def test_a_save_in_the_loop_counts_the_step_that_was_just_made(world: World) -> None:
+    def first(worker: Any) -> None:
+        train(worker, save_at=3)
+        raise RuntimeError("gone")
+
+    with pytest.raises(WorkersFailed, match="gone"):
+        world(first, 2, PLAN, max_steps=6)
+    after = world(train, 2, PLAN)[0]["steps"]
+    whole = world.one_process(train, PLAN)["steps"]
+    assert sorted(after) == list(range(4, 13))
+
+    assert all(after[step] == pytest.approx(whole[step], rel=1e-6) for step in after)
+
+
+def test_periodic_saves_happen_between_steps(world: World) -> None:
+    def dies(worker: Any) -> None:
+        train(worker)
+        raise RuntimeError("gone")
+
+    with pytest.raises(WorkersFailed, match="gone"):
+        world(dies, 2, PLAN, max_steps=8, save_every=3)
+    after, whole = world(train, 1, PLAN)[0]["steps"], world.one_process(train, PLAN)["steps"]
+    assert sorted(after) == list(range(7, 13))
+    assert all(after[step] == pytest.approx(whole[step], rel=1e-6) for step in after)
+
+
+def test_fresh_starts_over(world: World) -> None:
+    world(train, 1, PLAN, max_steps=3)
+    assert sorted(world(train, 1, PLAN, max_steps=3, fresh=True)[0]["steps"]) == [1, 2, 3]
+
+
+def test_restore_takes_a_named_checkpoint(world: World) -> None:
+    world(lambda worker: train(worker, save_at=3), 1, PLAN, max_steps=6)
+    chosen = world.run_dir / "checkpoints" / "step_00000003"
+
+    def again(worker: Any) -> dict[str, Any]:
+        assert worker.restore(str(chosen)) == 3
+        return train(worker)
+
+    whole = world.one_process(train, PLAN)["steps"]
+    after = world(again, 2, PLAN, fresh=True)[0]["steps"]
+    assert all(after[step] == pytest.approx(whole[step], rel=1e-6) for step in range(4, 13))
+
+
+def test_a_changed_model_is_refused_with_the_parameters_name_and_shapes(world: World) -> None:
+    world(train, 1, PLAN, max_steps=2)
+
+    def wider(worker: Any) -> None:
+        worker.prepare(net(width=14))
+
+    with pytest.raises(WorkersFailed, match=r"model\.0\.weight.*\[12, 6\].*\[14, 6\]"):
+        world(wider, 1, PLAN)
+    world(train, 1, PLAN)  # nothing was lost
+
+
+def test_what_nobody_prepared_is_said(world: World) -> None:
+    world(train, 1, PLAN, max_steps=2)
+
+    def less(worker: Any) -> None:
+        model = worker.prepare(net())
+        optim = worker.prepare(torch.optim.AdamW(model.parameters()))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        for batch in worker.batches(dataset()):
+            step(batch)
+
+    world(less, 2, PLAN)
+    log = (world.worker_dir(0) / "events.jsonl").read_text()
+    assert "the checkpoint also holds object, scheduler, which this script did not prepare: not used" in log
+
+
+def test_another_dataset_is_refused(world: World) -> None:
+    world(train, 1, PLAN, max_steps=3)
+
+    def shorter(worker: Any) -> None:
+        model = worker.prepare(net())
+        worker.prepare(torch.optim.AdamW(model.parameters()))
+        small = TensorDataset(torch.zeros(20, 6), torch.zeros(20, dtype=torch.int64))
+        next(worker.batches(small))
+
+    with pytest.raises(WorkersFailed, match="stands at sample 48 of epoch 0 .* but the dataset has 20 samples now"):
+        world(shorter, 1, PLAN)
+
+
+def test_optimizers_need_prepared_models(world: World) -> None:
+    def wrong(worker: Any) -> None:
+        worker.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+
+    with pytest.raises(WorkersFailed, match="holds 2 parameters of no prepared model"):
+        world(wrong, 1)
+
+
+def test_checkpoints_are_torchs_own_format(world: World, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    world(train, 2, PLAN, max_steps=3)
+    stored: dict[str, Tensor] = {"model.0.weight": torch.zeros(12, 6, dtype=torch.float64)}
+    dcp.load(stored, checkpoint_id=str(world.run_dir / "checkpoints" / "step_00000003"), no_dist=True)
+    assert float(stored["model.0.weight"].abs().sum()) > 0
