@@ -6,7 +6,7 @@
 #   make docs     the documentation, in docs/_build/html
 #   make format   rewrite the sources as the formatter wants them
 #   make clean    remove .venv and everything that was built
-# PYTHON=/path/to/python chooses the interpreter (3.11 or newer), ARGS="-k name" goes to pytest.
+# PYTHON=/path/to/python chooses the interpreter (3.11 or newer), ARGS="-k name" goes to pytest or to the measurements.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,7 +47,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/pyright --pythonpath $(BIN)/python > $(VENV)/types.log || { cat $(VENV)/types.log; exit 1; }
 
 bench: $(VENV)/.dev
-	@$(BIN)/python benchmarks/run.py $(ARGS)
+	@for program in benchmarks/*.py; do echo "== $$program"; $(BIN)/python $$program $(ARGS) || exit 1; done
 
 docs: $(VENV)/.dev
 	@echo "== docs/_build/html/index.html"

@@ -8,10 +8,12 @@ other.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -23,13 +25,14 @@ SHARED_MEMORY = Path("/dev/shm")
 # Started once by libraries, never ended by them: a process by a part of its command line, a thread by its class.
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 LASTING_THREADS = ("GarbageCollectorThread",)  # pyzmq
+LASTING_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # pytest's and torch's own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """What there is at one moment."""
 
-    processes: frozenset[psutil.Process]  # compared by pid and start time
+    processes: frozenset[int]  # pids of the whole machine: whose they are is asked only of new ones
     shared_memory: frozenset[str]
     threads: frozenset[threading.Thread]
     environment: dict[str, str]
@@ -38,8 +41,8 @@ class Snapshot:
 def take() -> Snapshot:
     """What there is now."""
     return Snapshot(
-        processes=_processes(),
-        shared_memory=frozenset(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else frozenset(),
+        processes=frozenset(psutil.pids()),
+        shared_memory=_shared_memory(),
         threads=frozenset(threading.enumerate()),
         environment=_environment(),
     )
@@ -57,22 +60,23 @@ def left_behind(before: Snapshot, *, grace_s: float = 5.0) -> list[str]:
     return found + _left_shared_memory(before, deadline)
 
 
-def _processes() -> frozenset[psutil.Process]:
-    """All descendants, and all processes with this session's mark."""
-    mine = os.getpid()
-    found = set(psutil.Process().children(recursive=True))
-    mark = f"{MARK}={os.environ[MARK]}".encode() if MARK in os.environ else None
-    for pid in psutil.pids():
-        try:
-            if mark and pid != mine and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.add(psutil.Process(pid))
-        except (OSError, psutil.NoSuchProcess):
-            continue  # it has ended, or belongs to another user
-    return frozenset(found)
+def _is_ours(pid: int) -> bool:
+    """Whether a process descends from this one or carries this session's mark."""
+    mark = f"{MARK}={os.environ.get(MARK)}".encode()
+    try:
+        if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return True
+        return os.getpid() in [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
+    except (OSError, psutil.Error):
+        return False  # it has ended, or belongs to another user
+
+
+def _shared_memory() -> frozenset[str]:
+    return frozenset(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else frozenset()
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in LASTING_VARIABLES}
 
 
 def _changed_environment(before: Snapshot) -> list[str]:
@@ -91,16 +95,21 @@ def _changed_environment(before: Snapshot) -> list[str]:
 
 
 def _left_processes(before: Snapshot, deadline: float) -> list[str]:
-    new = [process for process in _processes() - before.processes if not _is_lasting(process)]
+    pids = [pid for pid in psutil.pids() if pid not in before.processes and _is_ours(pid)]
+    new = [process for process in _existing(pids) if not _is_lasting(process)]
     _, alive = psutil.wait_procs(new, timeout=max(0.0, deadline - time.monotonic()))
     lines = [f"process {process.pid}: {_command(process)}" for process in alive]
     for process in alive:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(alive, timeout=5)
     return lines
+
+
+def _existing(pids: list[int]) -> Iterator[psutil.Process]:
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
 
 
 def _is_lasting(process: psutil.Process) -> bool:
@@ -127,7 +136,7 @@ def _left_threads(before: Snapshot, deadline: float) -> list[str]:
 
 def _left_shared_memory(before: Snapshot, deadline: float) -> list[str]:
     while True:
-        new = take().shared_memory - before.shared_memory
+        new = _shared_memory() - before.shared_memory
         if not new or time.monotonic() >= deadline:
             break
         time.sleep(0.05)  # nothing tells when a file of another process is unlinked
@@ -138,14 +147,13 @@ def _open_elsewhere(names: frozenset[str]) -> set[str]:
     """Those of the files in shared memory that a process of somebody else has mapped."""
     if not names:
         return set()
-    ours = {process.pid for process in _processes()} | {os.getpid()}
     found: set[str] = set()
     for pid in psutil.pids():
-        if pid in ours:
-            continue
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             continue  # it has ended, or belongs to another user
-        found |= {name for name in names if f"{SHARED_MEMORY / name}" in maps}
+        in_use = {name for name in names if f"{SHARED_MEMORY / name}" in maps}
+        if in_use and not _is_ours(pid):
+            found |= in_use
     return found

@@ -47,8 +47,8 @@ def behave(behaviour: str, assignment: Assignment, channel: Channel) -> int:
         case "early":  # as wait, but for nobody
             announce(detail, [os.getpid()])
             wait_for_ever()
-        case "stubborn":  # as wait, and deaf to SIGTERM
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case "stubborn":  # as wait, and SIGTERM does not end it
+            signal.signal(signal.SIGTERM, lambda *_: announce(detail, "SIGTERM"))
             wait_for_all(assignment, channel)
             announce(detail, [os.getpid()])
             wait_for_ever()

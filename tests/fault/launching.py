@@ -97,7 +97,7 @@ class Supervised:
         raise EOFError(f"it ended without saying {text!r}")
 
     def left(self, *, limit_s: float = 10.0) -> list[str]:
-        """Processes of this supervisor that are still there after `limit_s` seconds; returns as soon as there are none."""
+        """Processes of this supervisor that are still there after `limit_s`; returns as soon as there are none."""
         deadline = time.monotonic() + limit_s
         while (found := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.01)  # nothing tells when a process ends that belongs to nobody here

@@ -21,6 +21,7 @@ import pytest
 
 from fault.launching import FAULT, Announcements, Said, run_job, supervised
 from paceline.errors import LaunchError
+from paceline.launch.head import STOP_S
 from paceline.launch.local import launch
 from paceline.launch.parent import WarmParent
 from paceline.plan.job import Job
@@ -164,7 +165,7 @@ def test_a_worker_that_talks_nonsense_loses_its_channel_and_nobody_elses(tmp_pat
 
 
 def test_a_missing_module_is_a_launch_error_with_its_traceback(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="ModuleNotFoundError.*no_such_module_at_all"):
+    with pytest.raises(LaunchError, match=r"ModuleNotFoundError.*no_such_module_at_all"):
         run_job(job(), tmp_path, modules=["no_such_module_at_all"])
 
 
@@ -279,16 +280,16 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, pipe: Announcements) -> N
     with supervised(options) as supervisor:
         pipe.take(2)
         supervisor.process.send_signal(signal.SIGINT)
+        pipe.take(2)  # they have got SIGTERM: the first one was understood
         began = time.monotonic()
         supervisor.process.send_signal(signal.SIGINT)
         code, outcome, _ = supervisor.result(limit_s=GONE_S)
+        passed = time.monotonic() - began
         assert supervisor.left(limit_s=0) == []
     assert code == 130
     assert outcome is not None
-    # The same signal twice may be noted once, when both come before the interpreter looks: then the patience of one
-    # holds.
     assert [ended.signal for ended in outcome.exits] == [signal.SIGKILL] * 2
-    assert time.monotonic() - began < GONE_S
+    assert passed < STOP_S - 1
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path, pipe: Announcements) -> None:

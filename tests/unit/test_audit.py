@@ -291,6 +291,21 @@ def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert told["clean"] is True and told["epochs"][0]["num_used"] == 50
 
 
+def test_equal_epochs_share_a_line_and_others_do_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_attempt(run, 1, steps(workers=2, last=30), workers=2)
+    for worker in range(2):
+        edit(ledger(run, 1, worker), 16, skipped=True)
+    main_audit(run)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith("  train, epochs 0-1 (steps 1-14): in each, each of 50 samples was used exactly once")
+    assert [line.split(":")[0] for line in shown[2:5]] == [
+        "  train, epoch 2 (steps 15-21)",
+        "    skipped for non-finite gradients, samples used",
+        "  train, epoch 3 (steps 22-28)",
+    ]
+    assert shown[6] == "clean: 4 finished epochs, no sample was lost and none was used twice"
+
+
 def test_a_billion_samples_cost_no_more_than_their_ranges(run: Path) -> None:
     batch = 50_000_000
     lines = steps(workers=2, last=20, samples=10**9, batch=batch, micro=batch // 4)

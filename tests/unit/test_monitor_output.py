@@ -117,9 +117,11 @@ def test_chained_tracebacks_and_messages_of_several_lines_are_left_out_whole(des
     )
 
 
-def test_torch_s_tags_before_each_line_of_a_traceback_change_nothing(desk: Desk) -> None:
-    desk.write(1, "stderr", "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()))
-    assert desk.pass_time(1) == []
+def test_the_tags_that_torch_puts_before_a_traceback_tell_where_its_message_ends(desk: Desk) -> None:
+    lines = [*TRACEBACK.splitlines(), "of several lines", "", *TRACEBACK.splitlines(), "and again"]
+    desk.write(1, "stderr", "".join(f"[rank1]: {line}\n" for line in lines))
+    desk.write(1, "stderr", "[rank1]:[W1121 05:21:00.123456789 Group.cpp:12] Warning: not closed\n")
+    assert desk.pass_time(1) == ["[worker 1] [rank1]:[W1121 05:21:00.123456789 Group.cpp:12] Warning: not closed"]
     assert desk.finish(failed={1}) == []
 
 

@@ -198,7 +198,7 @@ def test_a_port_in_use_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_a_host_that_is_not_ours_is_an_error_too() -> None:
-    with pytest.raises(LaunchError, match="cannot listen on 192.0.2.1:0"):
+    with pytest.raises(LaunchError, match=r"cannot listen on 192\.0\.2\.1:0"):
         PrometheusEndpoint("192.0.2.1", 0, workers=1)
 
 
@@ -251,9 +251,10 @@ def test_the_summary_adds_up(tmp_path: Path) -> None:
         "state": "finished", "exit_code": 0, "attempt": 2, "workers": 2, "plan": "replicas=2", "resumed_from_step": 10,
         "step": 13, "steps": 3, "skipped_steps": 1, "samples": 24, "epochs": 2, "first_loss": -6.0, "last_loss": 3.0,
         "evaluation": {"accuracy": 0.75}, "evaluation_step": 13, "samples_per_s": 0.8, "samples_per_s_median": 4.0,
-        "share_communication": 0.2, "startup_s": 2.5, "started": 97.5, "first_step_began_s": 22.5, "first_commit_s": 24.5,
-        "peak_memory_bytes": 70, "checkpoint": "RUN/checkpoints/step_13", "checkpoints_saved": 1, "checkpoints_failed": 1,
-        "log_dir": str(tmp_path / "attempt_2"), "num_bytes_sent": 30, "metrics": {"lr": 0.5},
+        "share_communication": 0.2, "startup_s": 2.5, "started": 97.5, "first_step_began_s": 22.5,
+        "first_commit_s": 24.5, "peak_memory_bytes": 70, "checkpoints_saved": 1,
+        "checkpoint": "RUN/checkpoints/step_13",
+        "checkpoints_failed": 1, "log_dir": str(tmp_path / "attempt_2"), "num_bytes_sent": 30, "metrics": {"lr": 0.5},
     }  # fmt: skip
     assert {name: facts[name] for name in expected} == expected
 

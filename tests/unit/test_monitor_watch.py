@@ -1,4 +1,4 @@
-"""A watch shows a run while it goes on, and says in the end how it went; on terminals, in pipes, and where nobody looks."""
+"""A watch shows a run while it goes on, and says in the end how it went: on terminals, in pipes, unseen."""
 
 from __future__ import annotations
 
@@ -51,18 +51,8 @@ class Workers:
 
     def start(self) -> None:
         for worker, log in enumerate(self.logs):
-            log.emit(
-                WorkerStarted(
-                    rank=worker,
-                    workers=self.count,
-                    host="a",
-                    pid=10 + worker,
-                    device="cpu",
-                    startup_s=1.9,
-                    plan="replicas=2",
-                    resumed_from_step=0,
-                )  # fmt: skip
-            )
+            about: dict[str, Any] = {"rank": worker, "pid": 10 + worker, "startup_s": 1.9, "plan": "replicas=2"}
+            log.emit(WorkerStarted(**about, workers=self.count, host="a", device="cpu", resumed_from_step=0))
 
     def step(self, number: int, **fields: Any) -> None:
         values: dict[str, Any] = {"epoch": 0, "num_samples": 8, "loss": 10 / number, "metrics": {}, "seconds": SECONDS}
@@ -100,11 +90,8 @@ def test_a_finished_run_leaves_its_files_and_a_closing_table(workers: Workers) -
     for worker, log in enumerate(workers.logs):
         log.emit(Evaluated(step=5, num_samples=30, metrics={"accuracy": 0.75}, duration_s=0.5))
         log.emit(WorkerFinished(rank=worker, step=5, peak_memory_bytes=300 << 20))
-    workers.logs[0].emit(
-        CheckpointSaved(
-            step=5, path=str(workers.run / "checkpoints" / "step_5"), num_bytes=2048, stall_s=0.004, write_s=1.0
-        )
-    )
+    path = str(workers.run / "checkpoints" / "step_5")
+    workers.logs[0].emit(CheckpointSaved(step=5, path=path, num_bytes=2048, stall_s=0.004, write_s=1.0))
     facts = watch.finish("finished", 0)
     assert watch.finish("failed", 1) is facts
     shown = stream.getvalue()
@@ -115,7 +102,8 @@ def test_a_finished_run_leaves_its_files_and_a_closing_table(workers: Workers) -
     table = shown[shown.index("finished at step 5") :].splitlines()
     rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in table[1:])
     assert list(rows) == [
-        "samples/s", "communication", "start-up", "steps", "loss", "held out", "peak memory", "checkpoint", "logs", "run",
+        "samples/s", "communication", "start-up", "steps", "loss", "held out",
+        "peak memory", "checkpoint", "logs", "run",
     ]  # fmt: skip
     assert rows["communication"] == "8.0% of the steps' time" and rows["start-up"].startswith("1.90 s (first step")
     assert (rows["steps"], rows["loss"], rows["logs"]) == ("5 (40 samples)", "10 -> 2", "run/attempt_1")
@@ -149,6 +137,16 @@ def test_a_failed_run_says_why_before_anything_else(workers: Workers) -> None:
     assert report < shown.index("worker 0 stopped because of it") < shown.index("failed at step 1 after")
     assert watch.exit_note == "worker 1 (host a, pid 11) failed at step 1: ValueError: bad"
     assert facts["peak_memory_bytes"] == 1 << 20
+
+
+def test_a_killed_worker_is_said_to_have_reached_its_last_step(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    workers.step(6)
+    workers.logs[0].emit(StepDone(step=7, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds={}))
+    watch.finish("failed", 1, [Failure(worker=1, host="a", pid=11, signal=9)])
+    assert "worker 1 (host a, pid 11) was killed by signal 9 (SIGKILL) at step 6\n" in stream.getvalue()
+    assert watch.failures[0].step == 6
 
 
 def test_a_run_that_failed_before_its_first_step_has_no_table(workers: Workers) -> None:
@@ -210,7 +208,7 @@ def test_a_closed_pipe_does_not_end_the_run_and_is_said_once(
         workers.step(1)
         watch.poll()
         facts = watch.finish("finished", 0)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # what the stream still holds has to go somewhere
+        print("what others write later does no harm", file=stream, flush=True)
     os.close(writing)
     assert facts["steps"] == 1
     assert capsys.readouterr().err.count("the console is gone") == 1

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "src" / "paceline"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-WITHOUT_TORCH = ["", "errors", "events", "environment", "worlds", "config", "units", "run", "__main__"]
+WITHOUT_TORCH = ["", "errors", "events", "environment", "worlds", "config", "units", "run", "attempt", "__main__"]
 WITHOUT_TORCH_FOLDERS = ["plan", "schedule", "launch", "monitor", "cli"]
 WITHOUT_TORCH_FILES = ["comm/channel.py", "comm/board.py"]
 

@@ -71,8 +71,8 @@ class _Patience:
         passed = now - self._began
         if passed > self._limit_s:
             raise LaunchError(
-                f"Gave up after {passed:.0f} s {doing}. Start the same command on all {self._terms.job.hosts} hosts, with "
-                "a head that each of them reaches (its name, the port, firewalls)."
+                f"Gave up after {passed:.0f} s {doing}. Start the same command on all {self._terms.job.hosts} hosts, "
+                "with a head that each of them reaches (its name, the port, firewalls)."
             )
         if now >= self._tell_at:
             self._tell_at = now + TELL_S

@@ -55,8 +55,13 @@ class Outcome:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """Read it back; raises TypeError or KeyError where it is not one."""
-        failures, exits = (tuple(WorkerExit(**fields) for fields in data[name]) for name in ("failures", "exits"))
-        return cls(**{**data, "failures": failures, "exits": exits})
+        return cls(
+            state=data["state"],
+            exit_code=data["exit_code"],
+            failures=tuple(WorkerExit(**fields) for fields in data["failures"]),
+            reason=data["reason"],
+            exits=tuple(WorkerExit(**fields) for fields in data["exits"]),
+        )
 
 
 def verdict(exits: Sequence[WorkerExit]) -> Outcome:

@@ -40,7 +40,7 @@ from paceline.launch.forked import run_worker
 
 __all__ = ["main"]
 
-# The kernel sends it also when only the thread ended that started this process: so it must not be SIGTERM, which is meant.
+# Not SIGTERM: the kernel sends it also when only the thread has ended that started this process.
 PARENT_DIED = signal.SIGUSR1
 HEARD = (signal.SIGCHLD, signal.SIGTERM, PARENT_DIED)
 POLITE_S, LAST_S = 1.0, 2.0  # at the end: from SIGTERM to SIGKILL for orphans; until they are given up
@@ -48,7 +48,7 @@ MAX_FDS = 16
 
 
 def main(start: Mapping[str, Any]) -> None:
-    """Import `start["modules"]`, then serve the socket `start["fd"]` until it closes, or the process `start["supervisor"]` ends."""
+    """Import `start["modules"]`, then serve the socket `start["fd"]` until `start["supervisor"]` (a pid) ends."""
     supervisor: int = start["supervisor"]
     signal.signal(PARENT_DIED, lambda *_: None if os.getppid() == supervisor else os._exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides who ends

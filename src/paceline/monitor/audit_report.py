@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from paceline.monitor.audit import AuditResult, EpochAudit, Missing, Repeated
@@ -16,8 +17,8 @@ def report(result: AuditResult) -> str:
     """Return the audit as text."""
     attempts = "1 attempt" if result.num_attempts == 1 else f"{result.num_attempts} attempts"
     lines = [f"audit of {local_path(result.run_dir)}, {attempts}"]
-    for epoch in result.epochs:
-        lines += _epoch_lines(epoch)
+    for _, alike in itertools.groupby(result.epochs, key=_kind):
+        lines += _epochs_lines(list(alike))
     lines += [f"  note: {note}" for note in result.notes]
     lines += [f"  PROBLEM: {problem}" for problem in result.problems]
     num_exact = sum(epoch.state == "exact" for epoch in result.epochs)
@@ -27,6 +28,22 @@ def report(result: AuditResult) -> str:
     else:
         lines.append("NOT clean: see above")
     return "\n".join(lines)
+
+
+def _kind(epoch: EpochAudit) -> tuple[object, ...]:
+    """Equal for neighbours that one line can tell of."""
+    is_plain = epoch.state == "exact" and not epoch.skipped_steps
+    return (epoch.stream, epoch.num_samples, epoch.is_permutation) if is_plain else (epoch.stream, epoch.epoch, "alone")
+
+
+def _epochs_lines(epochs: list[EpochAudit]) -> Iterator[str]:
+    first, last = epochs[0], epochs[-1]
+    if len(epochs) == 1:
+        yield from _epoch_lines(first)
+        return
+    tried = ", by orders that are permutations" if first.is_permutation else ""
+    name = f"  {first.stream}, epochs {first.epoch}-{last.epoch} (steps {first.first_step}-{last.last_step}): "
+    yield f"{name}in each, each of {first.num_samples:,} samples was used exactly once{tried}"
 
 
 def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import TextIO
 
@@ -9,7 +11,7 @@ from paceline.events import Record
 from paceline.monitor.steps import Step
 from paceline.monitor.wording import Interval
 
-__all__ = ["NoConsole", "PlainConsole", "is_terminal", "write_line"]
+__all__ = ["NoConsole", "PlainConsole", "give_up", "is_terminal", "write_line"]
 
 EVERY_S = 2.0
 
@@ -36,7 +38,7 @@ class PlainConsole:
             write_line(self._stream, text)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             self._is_lost = True
-            say_lost(error)
+            give_up(self._stream, error)
 
     def poll(self, now: float) -> None:
         """Write a line of progress when one is due; `now` is monotonic, in seconds."""
@@ -90,8 +92,17 @@ def write_line(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def say_lost(error: Exception) -> None:
-    """Say on standard error, if that still goes anywhere, that the console is gone."""
+def give_up(stream: TextIO, error: Exception) -> None:
+    """Say on standard error, if that goes anywhere, that `stream` is gone, and let what it still holds go nowhere.
+
+    Without the second Python would fail on the same text when it exits, and change the exit code to 120.
+    """
+    with contextlib.suppress(OSError, ValueError):  # it has no file, or is closed already
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
     try:
         write_line(sys.stderr, f"paceline: the console is gone ({error}); the run goes on, and its files tell about it")
     except (OSError, ValueError):

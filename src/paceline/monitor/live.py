@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.events import CheckpointSaved, Evaluated, Record, WorkerFailed, WorkerFinished, WorkerStarted
-from paceline.monitor.console import say_lost
+from paceline.monitor.console import give_up
 from paceline.monitor.files import local_path
 from paceline.monitor.steps import PHASES, Step
 from paceline.monitor.wording import SHORT, Interval, number_text, rate_text
@@ -39,6 +39,7 @@ class LiveConsole:
         self._live = Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
+        self._stream = stream
         self._began = time.monotonic()
         self._drawn = 0.0
         self._is_new = True
@@ -113,9 +114,9 @@ class LiveConsole:
 
     def _lose(self, error: OSError) -> None:
         self._is_lost = True
-        say_lost(error)
+        give_up(self._stream, error)
 
-    # ------------------------------------------------------------------------------------------------------- the block
+    # -------------------------------------------------------------------------------------------------------- the block
 
     def _block(self, now: float) -> Text:
         rows = [

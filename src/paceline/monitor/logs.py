@@ -30,7 +30,7 @@ def main_logs(run_dir: Path | str, worker: int | None = None, stream: str | None
         print(f"paceline: {error}", file=sys.stderr)
         return 2
     try:
-        _print(files)
+        _print(files, is_over=not follow)
         while follow and RunRecord.load(run_dir).state_now() == "running":
             time.sleep(EVERY_S)
             files.update({name: file for name, file in _files(record, worker, stream).items() if name not in files})

@@ -12,8 +12,8 @@ ROOT = Path("/")
 
 
 def oom_likely(
-    *,
     signal: int | None,
+    *,
     peak_memory_bytes: int | None,
     memory_limit_bytes: int | None,
     oom_kills_before: int | None,

@@ -19,7 +19,7 @@ __all__ = ["Output"]
 SURVIVED_S = 10.0  # a worker that has not ended this long after a traceback goes on; a failing one is gone by then
 WARNING_WAIT_S = 0.3  # for the source line of a warning
 
-RANK = re.compile(r"^\[rank\d+\]:\s?")  # torch puts it before each line of an uncaught error
+RANK = re.compile(r"^\[rank\d+\]: ")  # torch puts it before each line of an uncaught error, and before nothing else
 TRACEBACK = re.compile(r"^\s*(\+ Exception Group )?Traceback \(most recent call last\):")
 WARNING = re.compile(r"^\S.*:\d+: \w*Warning: ")
 CHAINED = (
@@ -98,15 +98,17 @@ class _StderrTexts:
 
     def take(self, raw: str, now: float) -> Iterator[str]:
         """Take a line; yield the texts that are complete with it."""
-        line = RANK.sub("", raw.rstrip("\r"))
+        line, num_tags = RANK.subn("", raw.rstrip("\r"))
         line = line[line.rfind("\r") + 1 :]  # of a progress bar that rewrites its line, the last state
         if self._state == "frames":
             if line and not line[0].isspace() and not TRACEBACK.match(line):
                 self._state, self.traceback, self.traceback_since = "error", line, now
             return
         if self._state == "error":
-            if not line or line[0].isspace():  # the error's message goes on
-                return
+            if num_tags and not TRACEBACK.match(line) and line not in CHAINED:
+                return  # the error's message goes on
+            if not line or line[0].isspace():
+                return  # so it does here, as far as one can tell without the tags
             if line in CHAINED:
                 self.traceback = ""  # the next one says more
                 return

@@ -34,7 +34,7 @@ class WorkerStatus:
     host: str
     pid: int
     device: str
-    state: str  # starting | running | finished | failed | gone (the run ended before it did)
+    state: str  # starting | running | finished | failed | stopped (after another one failed) | gone
     step: int
     age_s: float | None  # since its last event; None: it has not said anything
 
@@ -167,8 +167,10 @@ def _worker(record: RunRecord, worker: int, started: WorkerStarted | None, faile
         step = getattr(event.event, "step", 0)
         if step or number > NUM_LAST_LINES:
             break
-    if worker in failed or (directory / "error.json").exists():
+    if worker in failed:
         state = "failed"
+    elif (directory / "error.json").exists():
+        state = "stopped" if _is_echo(directory / "error.json") else "failed"
     elif state in ("starting", "running") and record.state_now() != "running":
         state = "gone"
     return WorkerStatus(
@@ -180,6 +182,14 @@ def _worker(record: RunRecord, worker: int, started: WorkerStarted | None, faile
         step=step or (started.resumed_from_step if started else 0),
         age_s=age_s,
     )
+
+
+def _is_echo(path: Path) -> bool:
+    """Say whether an error only tells that a peer went away."""
+    try:
+        return bool(json_text.loads(path.read_text(encoding="utf-8")).get("echo"))
+    except (OSError, ValueError, AttributeError):  # being written at this moment, or cut off: an error all the same
+        return False
 
 
 def _started(record: RunRecord) -> dict[int, WorkerStarted]:

@@ -48,11 +48,15 @@ class StepMerger:
         self._newest = 0  # that anybody has spoken of
         self._newest_before = 0  # the same when `rows` was last called
         self._last_time: float | None = None
+        self.last_steps: dict[int, int] = {}  # worker -> last step it has spoken of
 
     def add(self, record: Record) -> None:
         """Take one worker's word on a step; a word that comes too late, or twice, changes nothing."""
         event = record.event
-        if isinstance(event, StepDone) and record.worker is not None and event.step > self._given:
+        if not isinstance(event, StepDone) or record.worker is None:
+            return
+        self.last_steps[record.worker] = event.step
+        if event.step > self._given:
             self._open.setdefault(event.step, {}).setdefault(record.worker, record)
             self._newest = max(self._newest, event.step)
 

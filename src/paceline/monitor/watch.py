@@ -6,6 +6,7 @@ and starts no thread (the metrics endpoint, where one is asked for, has its own)
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -92,6 +93,7 @@ class Watch:
         self._started: dict[int, WorkerStarted] = {}
         self._facts: dict[str, Any] | None = None
         self.exit_note = ""  # after `finish`: one sentence on how the attempt ended
+        self.failures: tuple[Failure, ...] = ()  # after `finish`: with the step that each worker had reached
         self.metrics_url: str | None = None
         if job.metrics_port is not None and record:
             self._serve_metrics(job.metrics_host, job.metrics_port, workers)
@@ -125,7 +127,8 @@ class Watch:
         self._warnings.release(now, everything=True)
         self._notes.release(now, everything=True)
         self._output.finish(now, failed={failure.worker for failure in failures})
-        for failure in failures:
+        self.failures = tuple(self._located(failure) for failure in failures)
+        for failure in self.failures:
             self._summary.peak_memory(failure.worker, failure.peak_memory_bytes or 0)
         self._tail.close()
         for sink in self._sinks:
@@ -133,10 +136,10 @@ class Watch:
         if self.metrics_url:
             RunRecord.load(self.run_dir).changed(metrics_url=None)
         self._facts = self._summary.write(state, exit_code) if self._record else self._summary.facts(state, exit_code)
-        self.exit_note = _exit_note(self._facts, failures)
-        if failures:
-            self._screen.show(f"\n{explain(failures)}\n")
-        self._screen.show(("" if failures else "\n") + _closing(self._facts))
+        self.exit_note = _exit_note(self._facts, self.failures)
+        if self.failures:
+            self._screen.show(f"\n{explain(self.failures)}\n")
+        self._screen.show(("" if self.failures else "\n") + _closing(self._facts))
         return self._facts
 
     def _take(self, records: list[Record], now: float) -> None:
@@ -169,6 +172,11 @@ class Watch:
         for row in rows:
             for sink in self._sinks:
                 sink.accept(row)
+
+    def _located(self, failure: Failure) -> Failure:
+        """Note the last step of a worker that had no time to tell it itself: a killed one."""
+        step = self._merger.last_steps.get(failure.worker, 0)
+        return failure if failure.error or failure.step else dataclasses.replace(failure, step=step)
 
     def _worker_started(self, started: WorkerStarted) -> None:
         self._started[started.rank] = started

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -18,6 +17,7 @@ from torch.utils.data import default_collate
 from paceline.comm.group import WorkerGroup, total
 from paceline.parallel.precision import computing, input_dtype
 from paceline.schedule.share import deal, micro_batches
+from paceline.worker import randomness
 from paceline.worker.batch import to_device
 from paceline.worker.reading import Collate
 
@@ -35,6 +35,7 @@ def evaluate(
     group: WorkerGroup,
     device: torch.device,
     precision: str,
+    seeds: tuple[int, ...],
     collate: Collate = default_collate,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
 ) -> dict[str, float]:
@@ -42,14 +43,15 @@ def evaluate(
 
     A measure gets (output, target) of a micro-batch and returns its mean (weighted by the number of samples) or (sum, count).
     `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is in eval mode meanwhile,
-    without gradients.
+    without gradients. Random state is seeded for each micro-batch from `seeds`, and as before afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = {name: [0.0, 0.0] for name in measures}
     try:
-        with torch.no_grad():
-            for count, data in _micros(dataset, micro, collate, group):
+        with torch.no_grad(), randomness.aside():
+            for place, count, data in _micros(dataset, micro, collate, group, seeds):
+                randomness.seed_all(*seeds, place)
                 with computing(precision, device):
                     moved = to_device(data, device, input_dtype(precision))
                     output, target = forward(model, moved) if forward else _run_pair(model, moved)
@@ -64,17 +66,20 @@ def evaluate(
     return {name: flat[2 * i] / flat[2 * i + 1] if flat[2 * i + 1] else math.nan for i, name in enumerate(measures)}
 
 
-def _micros(dataset: Any, micro: int, collate: Collate, group: WorkerGroup) -> Iterator[tuple[int, Any]]:
-    """(number of samples, collated data) of this worker's micro-batches."""
+def _micros(
+    dataset: Any, micro: int, collate: Collate, group: WorkerGroup, seeds: tuple[int, ...]
+) -> Iterator[tuple[int, int, Any]]:
+    """(index, number of samples, collated data) of this worker's micro-batches."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(f"worker.evaluate() needs a dataset with len() and [], not a {type(dataset).__name__}")
     micros = micro_batches(0, len(dataset), micro)
     share = deal(len(micros), group.size)[group.index]
     fetch_many = getattr(dataset, "__getitems__", None)
     for item in micros[share.start : share.stop]:
-        indices = np.arange(item.start, item.stop).tolist()
+        indices = list(range(item.start, item.stop))
+        randomness.seed_all(*seeds, item.index)
         samples = fetch_many(indices) if callable(fetch_many) else [dataset[index] for index in indices]
-        yield item.num_samples, collate(list(samples))
+        yield item.index, item.num_samples, collate(list(samples))
 
 
 def _run_pair(model: nn.Module, data: Any) -> tuple[Any, Any]:

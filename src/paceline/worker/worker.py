@@ -56,6 +56,7 @@ class Worker:
         self._current: _Step | None = None
         self._told: set[str] = set()
         self._turned_at = time.perf_counter()
+        self._num_bytes_before = 0
         self._saved_at_step = -1
         self._resume()
 
@@ -286,6 +287,7 @@ class Worker:
             group=self._group,
             device=self.device,
             precision=self.plan.compute.precision,
+            seeds=(self.plan.batch.seed, 4, self.step),
             collate=collate,
             forward=forward,
         )
@@ -367,11 +369,13 @@ class Worker:
         self._files.finish(self.step)
 
     def abandon(self) -> None:
-        """After an error: give a checkpoint that is being written a moment to be committed."""
+        """After an error: forget the step under way, and give a checkpoint that is being written a moment to be committed."""
+        self._current = None
         self._prepared.abandon()
 
     def _emit_step(self, current: _Step) -> None:
         now = time.perf_counter()
+        num_bytes = sum(gradients.num_bytes_sent for gradients in self._gradients.values())
         outcome, batch = current.outcome, current.batch
         loss = float(outcome.loss) if outcome is not None else None
         if self._files.capture is not None and loss is not None:
@@ -391,10 +395,10 @@ class Worker:
                     "total": now - self._turned_at,
                 },
                 skipped=outcome is not None and not outcome.finite,
-                num_bytes_sent=sum(gradients.num_bytes_sent for gradients in self._gradients.values()),
+                num_bytes_sent=num_bytes - self._num_bytes_before,
             )
         )
-        self._turned_at = now
+        self._turned_at, self._num_bytes_before = now, num_bytes
 
     def _prepare_model(self, model: nn.Module, name: str | None) -> None:
         place(model, self.plan, device=self.device)

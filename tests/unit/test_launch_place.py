@@ -1,0 +1,54 @@
+"""Who gets which rank, and what they are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch.place import assign, deal
+from paceline.plan.job import Job
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_ranks_are_contiguous_even_and_complete(hosts: int, more: int) -> None:
+    workers = hosts + more - 1
+    dealt = deal(workers, hosts)
+    assert [rank for ranks in dealt for rank in ranks] == list(range(workers))
+    sizes = [len(ranks) for ranks in dealt]
+    assert len(sizes) == hosts
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("workers", "hosts"), [(1, 2), (0, 1), (3, 0)])
+def test_no_host_stays_without_a_worker(workers: int, hosts: int) -> None:
+    with pytest.raises(ValueError, match=f"{workers} workers cannot be dealt to {hosts} hosts"):
+        deal(workers, hosts)
+
+
+def test_each_worker_of_a_host_is_told_its_place() -> None:
+    job = Job(workers=5, hosts=2, head="node1:29500")
+    told = assign(
+        job,
+        host="b",
+        host_index=1,
+        address="10.0.0.2",
+        run_dir=Path("/runs/r"),
+        attempt=3,
+        command_started=1.5,
+        plan="replicas=5",
+    )
+    assert [(one.rank, one.local_rank, one.local_workers, one.workers) for one in told] == [(3, 0, 2, 5), (4, 1, 2, 5)]
+    assert {(one.host, one.host_index, one.hosts, one.address) for one in told} == {("b", 1, 2, "10.0.0.2")}
+    assert told[1].worker_dir == "/runs/r/attempt_3/worker_4"
+    assert {(one.attempt, one.command_started, one.plan, one.channel_fd) for one in told} == {
+        (3, 1.5, "replicas=5", -1)
+    }
+
+
+def test_the_number_of_workers_has_to_be_known() -> None:
+    with pytest.raises(ValueError, match="job.workers is None"):
+        assign(Job(), host="a", host_index=0, address="", run_dir=Path(), attempt=1, command_started=0.0)

@@ -1,0 +1,286 @@
+"""run.json tells other terminals how a run stands: status, logs and stop believe it as far as processes agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.events import EventLog, StepDone, WorkerFailed, WorkerFinished, WorkerStarted
+from paceline.monitor.logs import main_logs
+from paceline.monitor.process import is_same_process, process_started_s
+from paceline.monitor.run_record import RunRecord
+from paceline.monitor.status import main_status, status
+from paceline.monitor.stop import main_stop
+
+SUPERVISOR = """
+import signal, sys
+from paceline.monitor.run_record import RunRecord
+record = RunRecord.begin_attempt(sys.argv[1], job={}, workers=1)
+def end(number, frame):
+    record.end_attempt("stopped", 143)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def supervisor(run: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the run, as a supervisor does."""
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, run], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+        process.wait(timeout=30)
+
+
+# ----------------------------------------------------------------------------------------------------------- run record
+
+
+def test_a_record_is_read_back_as_it_was_written(run: Path) -> None:
+    record = RunRecord.begin_attempt(run, job={"workers": 2}, workers=2, plan="replicas=2")
+    assert RunRecord.load(run) == record
+    assert (record.state, record.attempt, record.pid, record.is_alive()) == ("running", 1, os.getpid(), True)
+    ended = record.end_attempt("finished", 0)
+    assert RunRecord.load(run) == ended
+    assert (ended.state, ended.exit_code, ended.attempts[0].state) == ("finished", 0, "finished")
+    assert ended.ended is not None and not ended.is_alive()
+
+
+def test_attempts_are_numbered_and_kept(run: Path) -> None:
+    RunRecord.begin_attempt(run, job={}, workers=2).end_attempt("failed", 1)
+    second = RunRecord.begin_attempt(run, job={}, workers=3)
+    assert [(each.attempt, each.state) for each in second.attempts] == [(1, "failed"), (2, "running")]
+    assert (second.attempt, second.workers, second.exit_code) == (2, 3, None)
+
+
+def test_a_change_keeps_what_others_have_noted_meanwhile(run: Path) -> None:
+    record = RunRecord.begin_attempt(run, job={}, workers=1)
+    RunRecord.load(run).changed(metrics_url="http://127.0.0.1:1/metrics")
+    assert record.end_attempt("finished", 0).metrics_url == "http://127.0.0.1:1/metrics"
+
+
+def test_a_directory_in_use_is_refused_and_a_lost_one_is_not(run: Path, supervisor: subprocess.Popen[str]) -> None:
+    with pytest.raises(ValueError, match=rf"in use: process {supervisor.pid} runs attempt 1.*paceline stop"):
+        RunRecord.begin_attempt(run, job={}, workers=1)
+    supervisor.kill()
+    supervisor.wait(timeout=30)
+    assert RunRecord.load(run).state_now() == "lost"
+    assert RunRecord.begin_attempt(run, job={}, workers=1).attempt == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"attempts": [], "unknown": 1}', '{"state": "running"}'])
+def test_a_damaged_record_is_named(run: Path, text: str) -> None:
+    run.mkdir()
+    (run / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json cannot be read"):
+        RunRecord.load(run)
+
+
+def test_a_process_is_known_by_number_and_start() -> None:
+    started = process_started_s(os.getpid())
+    assert started is not None
+    assert is_same_process(os.getpid(), started) and not is_same_process(os.getpid(), started + 5)
+
+
+def test_a_zombie_does_not_run() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet collected
+    assert process_started_s(process.pid) is None
+    process.wait()
+    assert process_started_s(process.pid) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def write_events(run: Path, worker: int, last: int, *more: Any) -> None:
+    directory = run / "attempt_1" / f"worker_{worker}"
+    directory.mkdir(parents=True)
+    log = EventLog(directory / "events.jsonl", worker=worker)
+    about: dict[str, Any] = {"rank": worker, "pid": 10 + worker, "startup_s": 1.9, "plan": "replicas=2"}
+    log.emit(WorkerStarted(**about, workers=2, host="a", device="cpu", resumed_from_step=0))
+    for step in range(1, last + 1):
+        log.emit(StepDone(step=step, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds={}))
+    for event in more:
+        log.emit(event)
+    log.close()
+
+
+def test_status_tells_step_loss_and_every_worker(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunRecord.begin_attempt(run, job={}, workers=3, plan="auto")
+    write_events(run, 0, 3)
+    write_events(run, 1, 2)
+    (run / "metrics.jsonl").write_text('{"step": 3, "epoch": 0, "loss": 2.5, "samples_per_s": 512.0}\n{"step": 4, "lo')
+    now = status(run)
+    assert (now.state, now.step, now.loss, now.samples_per_s, now.plan) == ("running", 3, 2.5, 512.0, "replicas=2")
+    assert [(worker.rank, worker.host, worker.pid, worker.state, worker.step) for worker in now.workers] == [
+        (0, "a", 10, "running", 3),
+        (1, "a", 11, "running", 2),
+        (2, "", 0, "starting", 0),
+    ]
+    assert now.workers[0].age_s is not None and now.workers[2].age_s is None
+    assert main_status(run) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("run: running\n  attempt 1, for ") and "step 3  epoch 0  loss 2.5  512 samples/s" in shown
+    assert main_status(run, json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["step"] == 3 and told["workers"][1]["pid"] == 11
+
+
+def test_status_tells_how_workers_ended(run: Path) -> None:
+    record = RunRecord.begin_attempt(run, job={}, workers=5)
+    write_events(run, 0, 3, WorkerFinished(rank=0, step=3, peak_memory_bytes=1))
+    write_events(run, 1, 3)
+    write_events(run, 2, 3)
+    write_events(run, 3, 3)
+    write_events(run, 4, 3)
+    (run / "attempt_1" / "worker_4" / "error.json").write_text('{"echo": true}')
+    (run / "attempt_1" / "worker_1" / "error.json").write_text("{}")
+    log = EventLog(run / "attempt_1" / "events.jsonl", worker=None)
+    log.emit(WorkerFailed(rank=2, host="a", step=3, reason="SIGKILL"))
+    log.close()
+    record.end_attempt("failed", 1)
+    assert [worker.state for worker in status(run).workers] == ["finished", "failed", "failed", "gone", "stopped"]
+    assert status(run).exit_code == 1
+
+
+def test_a_supervisor_that_died_without_a_word_is_lost(
+    run: Path, supervisor: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(run).state == "running"
+    supervisor.kill()
+    supervisor.wait(timeout=30)
+    assert status(run).state == "lost"
+    main_status(run)
+    assert "lost (its supervisor is gone without a word" in capsys.readouterr().out
+
+
+def test_a_run_of_another_host_is_taken_at_its_word(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = RunRecord.begin_attempt(run, job={}, workers=1)
+    dataclasses.replace(record, host="elsewhere", pid=1).save()
+    assert (status(run).state, status(run).is_checked) == ("running", False)
+    assert main_stop(run) == 2
+    assert "runs on host elsewhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [main_status, main_logs, main_stop])
+def test_a_directory_that_is_no_run_is_a_usage_error(
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for name, says in (("nowhere", "does not exist"), (".", "has no run.json"), ("file", "is not a directory")):
+        assert command(tmp_path / name) == 2
+        assert says in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------- logs
+
+
+@pytest.fixture
+def logged(run: Path) -> RunRecord:
+    record = RunRecord.begin_attempt(run, job={}, workers=2)
+    for worker in range(2):
+        directory = run / "attempt_1" / f"worker_{worker}"
+        directory.mkdir(parents=True)
+        (directory / "stdout.log").write_text(f"out {worker}\nrest")
+        (directory / "stderr.log").write_text(f"err {worker}\n")
+    return record
+
+
+def test_one_log_is_printed_as_it_is_and_several_with_tags(
+    run: Path, logged: RunRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_logs(run, worker=1, stream="stdout") == 0
+    assert capsys.readouterr().out == "out 1\nrest\n"
+    assert main_logs(run) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "[0] out 0", "[0] rest", "[0 err] err 0", "[1] out 1", "[1] rest", "[1 err] err 1",
+    ]  # fmt: skip
+
+
+def test_a_worker_or_stream_that_does_not_exist_is_a_usage_error(
+    run: Path, logged: RunRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_logs(run, worker=7) == 2
+    assert "has no worker 7; it has [0, 1]" in capsys.readouterr().err
+    assert main_logs(run, stream="both") == 2
+    assert "there is no stream 'both'" in capsys.readouterr().err
+
+
+def test_following_ends_with_the_run_and_prints_what_came_meanwhile(
+    run: Path, logged: RunRecord, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter(["more\n", "last\n", None])
+
+    def pause(_: float) -> None:
+        """The run goes on while the reader waits; at the third look it ends."""
+        text = next(looks)
+        with open(run / "attempt_1" / "worker_0" / "stdout.log", "a") as file:
+            file.write(text or "")
+        if text is None:
+            logged.end_attempt("finished", 0)
+
+    monkeypatch.setattr("paceline.monitor.logs.time.sleep", pause)
+    assert main_logs(run, worker=0, stream="stdout", follow=True) == 0
+    assert capfd.readouterr().out == "out 0\nrestmore\nlast\n"
+
+
+def test_ctrl_c_ends_following(run: Path, logged: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.monitor.logs.time.sleep", pause)
+    assert main_logs(run, follow=True) == 130
+
+
+# ----------------------------------------------------------------------------------------------------------------- stop
+
+
+def test_stop_ends_the_supervisor_and_waits_for_it(
+    run: Path, supervisor: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    collector = threading.Thread(target=supervisor.wait)  # as a shell would
+    collector.start()
+    assert main_stop(run) == 0
+    collector.join(timeout=30)
+    assert supervisor.returncode == 143
+    assert capsys.readouterr().out == f"stopping run (process {supervisor.pid})\nrun is stopped\n"
+    assert main_stop(run) == 0
+    assert capsys.readouterr().out == "run does not run: it is stopped\n"
+
+
+def test_stop_does_not_touch_another_process_of_the_same_number(run: Path, supervisor: subprocess.Popen[str]) -> None:
+    record = RunRecord.load(run)
+    dataclasses.replace(record, pid_started_s=record.pid_started_s - 100).save()
+    assert main_stop(run) == 0
+    assert supervisor.poll() is None
+    assert RunRecord.load(run).state_now() == "lost"
+
+
+def test_a_supervisor_that_does_not_end_is_said_to_go_on(
+    run: Path, supervisor: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.monitor.stop.PATIENCE_S", 0.2)
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    assert main_stop(run) == 1
+    assert "still runs after 0 s" in capsys.readouterr().err
