@@ -1,4 +1,5 @@
-"""How long training stands still for a checkpoint, and how much it slows down while one is written: Paceline and torch's async_save.
+"""How long training stands still for a checkpoint, and how much it slows down while one is written: Paceline and
+torch's async_save.
 
 A model of 33 M parameters with AdamW (a state of 400 MB) takes steps; every few its state is saved. Each contender
 runs in a process of its own, in turns; medians are over all rounds. Printed per save:

@@ -1,6 +1,6 @@
 """What a step costs beyond the bare loop, on one process: blocks of steps of both, in turn, in the same process.
 
-    python benchmarks/overhead.py [--size demo|large] [--blocks 20] [--steps 10]
+python benchmarks/overhead.py [--size demo|large] [--blocks 20] [--steps 10]
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Resume cost against the position in the epoch: seconds from `worker.batches(...)` to its first item, on a dataset of a billion samples.
+"""Resume cost against the position in the epoch: seconds from `worker.batches(...)` to its first item, on a dataset of
+a billion samples.
 
     python benchmarks/resume.py [--runs 7]
 
-A checkpoint is saved at the given share of an epoch; the run is continued from it, and only the data's part of the resume is timed.
+A checkpoint is saved at the given share of an epoch; the run is continued from it, and only the data's part of the
+resume is timed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Numbers:
 
 
 def first_item_s(worker: paceline.Worker, share: float | None) -> float:
-    """Start at `share` of the epoch (None: where the run stands), make one step, and return the wait for the first item."""
+    """Start at `share` of the epoch (None: where the run stands), make one step, and return the wait for the first
+    item."""
     model = worker.prepare(nn.Linear(1, 1))
     optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
     step = worker.stepper(model, optim, nn.functional.mse_loss)
@@ -46,7 +49,6 @@ def first_item_s(worker: paceline.Worker, share: float | None) -> float:
         # Stand at that share of the epoch, as if all steps before it had been made.
         worker._streams["train"].cursor.position = int(share * SAMPLES) // 64 * 64
         worker.save()
-    batches.close()
     return took
 
 
@@ -60,7 +62,13 @@ def main() -> None:
         took = []
         for _ in range(options.runs):
             with tempfile.TemporaryDirectory() as scratch:
-                settings = {"workers": 1, "threads": 1, "run_dir": str(Path(scratch) / "run"), "tensorboard": False, "save_at_end": False}
+                settings = {
+                    "workers": 1,
+                    "threads": 1,
+                    "run_dir": str(Path(scratch) / "run"),
+                    "tensorboard": False,
+                    "save_at_end": False,
+                }
                 paceline.run(lambda worker, share=share: first_item_s(worker, share), plan=plan, **settings)
                 took.append(paceline.run(lambda worker: first_item_s(worker, None), plan=plan, **settings))
         print(f"| {share:.0%} | {1000 * statistics.median(took):.2f} |", flush=True)

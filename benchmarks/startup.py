@@ -1,6 +1,7 @@
-"""Start-up: seconds from the command to the first committed step, against torchrun with the same model; also `--help` and `import paceline`.
+"""Start-up: seconds from the command to the first committed step, against torchrun with the same model; also `--help`
+and `import paceline`.
 
-    python benchmarks/startup.py [--pairs 7]
+python benchmarks/startup.py [--pairs 7]
 """
 
 from __future__ import annotations
@@ -22,12 +23,33 @@ def first_step_s(peer: str, workers: int) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "when"
         if peer == "torchrun":
-            start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(PROGRAMS / "tiny_ddp.py")]
+            start = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(workers),
+                str(PROGRAMS / "tiny_ddp.py"),
+            ]
         else:
-            start = ["-m", "paceline", "run", str(PROGRAMS / "tiny_paceline.py"), "--workers", str(workers), "--run-dir", f"{scratch}/run", "--"]
+            start = [
+                "-m",
+                "paceline",
+                "run",
+                str(PROGRAMS / "tiny_paceline.py"),
+                "--workers",
+                str(workers),
+                "--run-dir",
+                f"{scratch}/run",
+                "--",
+            ]
         began = time.time()
         done = subprocess.run(
-            [sys.executable, *start, str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+            [sys.executable, *start, str(out)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         if done.returncode or not out.exists():
             raise SystemExit(f"{peer} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -55,15 +77,27 @@ def main() -> None:
             order = ["paceline", "torchrun"] if pair % 2 == 0 else ["torchrun", "paceline"]
             took = {peer: first_step_s(peer, workers) for peer in order}
             rows.append((took["paceline"], took["torchrun"]))
-            print(f"{workers} workers, pair {pair + 1}: paceline {rows[-1][0]:.2f} s, torchrun {rows[-1][1]:.2f} s", flush=True)
+            print(
+                f"{workers} workers, pair {pair + 1}: paceline {rows[-1][0]:.2f} s, torchrun {rows[-1][1]:.2f} s",
+                flush=True,
+            )
         ours, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
         ratio = statistics.median(a / b for a, b in rows)
         lines.append(f"| {workers} | {ours:.2f} | {theirs:.2f} | **{ratio:.2f}x** |")
-    print("\n| workers | Paceline, s to the first committed step | torchrun, s | Paceline / torchrun |\n|---|---|---|---|")
+    print(
+        "\n| workers | Paceline, s to the first committed step | torchrun, s | Paceline / torchrun |\n|---|---|---|---|"
+    )
     print("\n".join(lines))
-    help_s, bare_s, import_s = command_s("-m", "paceline", "--help"), command_s("-c", "pass"), command_s("-c", "import paceline")
+    help_s, bare_s, import_s = (
+        command_s("-m", "paceline", "--help"),
+        command_s("-c", "pass"),
+        command_s("-c", "import paceline"),
+    )
     print("\n| command | seconds |\n|---|---|")
-    print(f"| `paceline --help` | {help_s:.3f} |\n| `import paceline`, beyond an empty interpreter | {import_s - bare_s:.3f} |")
+    print(
+        f"| `paceline --help` | {help_s:.3f} |\n| `import paceline`, beyond an empty interpreter | "
+        f"{import_s - bare_s:.3f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Throughput of 2 workers of one thread each on the example's GPT: Paceline against torch's DistributedDataParallel under torchrun.
+"""Throughput of 2 workers of one thread each on the example's GPT: Paceline against torch's DistributedDataParallel
+under torchrun.
 
     python benchmarks/throughput.py [--pairs 5] [--steps 60] [--size demo|large]
 
-The two run in turn, A B B A ...; each run gives the median of its steps (the first tenth left out), each pair a ratio, and the table the median of
-the ratios.
+The two run in turn, A B B A ...; each run gives the median of its steps (the first tenth left out), each pair a ratio,
+and the table the median of the ratios.
 """
 
 from __future__ import annotations
@@ -28,10 +29,33 @@ def step_ms(name: str, size: str, steps: int) -> float:
         arguments = [*map(str, SIZES[size]), str(steps), str(out)]
         script = str(PROGRAMS / f"gpt_{name}.py")
         if name == "ddp":
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, *arguments]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                script,
+                *arguments,
+            ]
         else:
-            command = [sys.executable, "-m", "paceline", "run", script, "--workers", "2", "--run-dir", f"{scratch}/run", "--", *arguments]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900)
+            command = [
+                sys.executable,
+                "-m",
+                "paceline",
+                "run",
+                script,
+                "--workers",
+                "2",
+                "--run-dir",
+                f"{scratch}/run",
+                "--",
+                *arguments,
+            ]
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900
+        )
         if done.returncode or not out.exists():
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         took = json.loads(out.read_text())
@@ -49,10 +73,14 @@ def main() -> None:
         order = ["paceline", "ddp"] if pair % 2 == 0 else ["ddp", "paceline"]
         times = {name: step_ms(name, options.size, options.steps) for name in order}
         rows.append((times["paceline"], times["ddp"]))
-        print(f"pair {pair + 1}: paceline {rows[-1][0]:.1f} ms, DDP {rows[-1][1]:.1f} ms, {rows[-1][1] / rows[-1][0]:.3f}x", flush=True)
+        print(
+            f"pair {pair + 1}: paceline {rows[-1][0]:.1f} ms, DDP {rows[-1][1]:.1f} ms, "
+            f"{rows[-1][1] / rows[-1][0]:.3f}x",
+            flush=True,
+        )
     ours, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
     ratio = statistics.median(b / a for a, b in rows)
-    print(f"\n| model | Paceline, ms per step | DDP, ms per step | throughput, Paceline / DDP |\n|---|---|---|---|")
+    print("\n| model | Paceline, ms per step | DDP, ms per step | throughput, Paceline / DDP |\n|---|---|---|---|")
     print(f"| {options.size} | {ours:.1f} | {theirs:.1f} | **{ratio:.3f}x** |")
 
 

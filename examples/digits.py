@@ -40,7 +40,7 @@ def train(worker: paceline.Worker) -> None:
     step = worker.stepper(model, optim, F.cross_entropy)
     for batch in worker.batches(training, epochs=EPOCHS):
         worker.report(loss=step(batch))
-        if batch.stop == len(training):  # the epoch's last step
+        if batch.ends_epoch:
             # Exact: 360 pictures are 360 pictures on any number of workers, none left out and none counted twice.
             measured = worker.evaluate(model, evaluation, {"loss": F.cross_entropy, "accuracy": accuracy})
             if worker.is_first:

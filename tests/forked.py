@@ -1,4 +1,5 @@
-"""Real workers for tests: forked from the test process, which has paid for `import torch`, joined by gloo through a store in a file."""
+"""Real workers for tests: forked from the test process, which has paid for `import torch`, joined by gloo through a
+store in a file."""
 
 from __future__ import annotations
 
@@ -38,18 +39,27 @@ class World:
         self.attempt = 0
 
     def __call__(
-        self, function: Callable[[Any], Any], workers: int, plan: Plan | None = None, *, limit_s: float = LIMIT_S, **job: Any
+        self,
+        function: Callable[[Any], Any],
+        workers: int,
+        plan: Plan | None = None,
+        *,
+        limit_s: float = LIMIT_S,
+        **job: Any,
     ) -> list[Any]:
         """Return what `function(worker)` returned on each worker; raises WorkersFailed."""
         self.attempt += 1
         exchange = self._scratch / f"exchange_{self.attempt}"
         exchange.mkdir()
         children = {
-            self._fork(function, rank, workers, plan or Plan(), Job(workers=workers, **job), exchange): rank for rank in range(workers)
+            self._fork(function, rank, workers, plan or Plan(), Job(workers=workers, **job), exchange): rank
+            for rank in range(workers)
         }
         statuses = _reap(children, limit_s)
         errors = {
-            rank: (exchange / f"error_{rank}").read_text() if (exchange / f"error_{rank}").exists() else f"status {status}"
+            rank: (exchange / f"error_{rank}").read_text()
+            if (exchange / f"error_{rank}").exists()
+            else f"status {status}"
             for rank, status in statuses.items()
             if status != 0
         }
@@ -66,7 +76,9 @@ class World:
     def worker_dir(self, rank: int) -> Path:
         return self.run_dir / f"attempt_{self.attempt}" / f"worker_{rank}"
 
-    def _fork(self, function: Callable[[Any], Any], rank: int, workers: int, plan: Plan, job: Job, exchange: Path) -> int:
+    def _fork(
+        self, function: Callable[[Any], Any], rank: int, workers: int, plan: Plan, job: Job, exchange: Path
+    ) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()

@@ -32,4 +32,11 @@ def train(worker: paceline.Worker) -> None:
 
 
 if __name__ == "__main__":
-    paceline.run(train, workers=2, plan=Plan(batch=Batch(size=2 * SAMPLES, micro=SAMPLES)), threads=1, save_at_end=False, tensorboard=False)
+    paceline.run(
+        train,
+        workers=2,
+        plan=Plan(batch=Batch(size=2 * SAMPLES, micro=SAMPLES)),
+        threads=1,
+        save_at_end=False,
+        tensorboard=False,
+    )

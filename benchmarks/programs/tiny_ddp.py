@@ -15,7 +15,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     data = TensorDataset(torch.randn(64, 32), torch.randint(10, (64,)))
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    )
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for number, (x, y) in enumerate(loader):
         optim.zero_grad()

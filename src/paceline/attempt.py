@@ -4,49 +4,69 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from paceline.errors import PlanError, WorkerError
+from paceline.errors import LaunchError, PlanError, WorkerError
 from paceline.events import EventLog, RunFinished, RunStarted
+from paceline.launch.head import Head
 from paceline.launch.local import launch
+from paceline.launch.member import Member
 from paceline.launch.outcome import Outcome, WorkerExit
 from paceline.launch.parent import WarmParent
+from paceline.launch.place import deal
 from paceline.monitor.failure import Failure, explain, root
 from paceline.monitor.memory import memory_limit_bytes, oom_kills, oom_likely
-from paceline.monitor.run_record import RunRecord
+from paceline.monitor.process import this_host
+from paceline.monitor.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan import Job, Plan
 from paceline.plan.job import Assignment
 
-__all__ = ["Attempt", "begin_record", "error_of", "watched_by_thread"]
+__all__ = ["Attempt", "begin_record", "error_of", "note_failure", "watched_by_thread"]
 
 POLL_S = 0.1
 
 
 class Attempt:
-    """One attempt of a run, seen from the supervisor: its directory, its record, whoever watches it."""
+    """One attempt of a run, seen from the supervisor of one host: its directory, its record, whoever watches it.
+
+    It is the observer of its own launch. Nothing is written before all hosts have met: only then is it known which of
+    them is the head, which keeps the books of the whole run; the others follow its directory and its count.
+    """
 
     def __init__(
         self,
         job: Job,
-        plan: Plan | None,
-        overrides: Sequence[str],
-        given: Sequence[str],
-        command_started: float,
         *,
+        plan: Plan | None,
+        overrides: Sequence[str] = (),
+        given: Sequence[str] = (),
+        command_started: float,
+        follow: bool = False,
         function: tuple[Callable[[Any], Any], Mapping[str, Any]] | None = None,
     ) -> None:
+        """`job` has its workers and its run_dir; with `follow` the latter gives way to the head's.
+
+        `function` is the function of `paceline.run(fn)` with the Job fields of that call.
+        """
         self.job = job
         self._plan, self._overrides, self._given = plan, tuple(overrides), tuple(given)
         self._command_started = command_started
-        self._function = function
+        self._follow, self._function = follow, function
         self.run_dir = Path(str(job.run_dir))
         self.number = 0
+        self.is_head = True
         self.failures: tuple[Failure, ...] = ()
+        self._record: RunRecord | None = None
+        self._log: EventLog | None = None
+        self._watch: Watch | None = None
 
     @property
     def directory(self) -> Path:
@@ -54,52 +74,103 @@ class Attempt:
 
     def run(self, warm: WarmParent) -> Outcome:
         """Start the workers, watch them to their end, and tell the user how it went."""
-        job = self.job
-        workers = job.workers or 1
-        record = begin_record(self.run_dir, job, workers=workers, plan=self._plan)
-        self.number = record.attempt
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if self._function is not None:
-            self._write_function(*self._function)
-        outcome = Outcome(state="failed", exit_code=1)
         kills_before = oom_kills()
-        log = EventLog(self.directory / "events.jsonl", worker=None)
-        watch = Watch(self.run_dir, self.number, workers, job=job)
+        outcome = Outcome(state="failed", exit_code=1)
         try:
-            log.emit(run_started(job, self.run_dir, self.number))
             outcome = launch(
-                job,
+                self.job,
                 plan=None if self._plan is None else str(self._plan),
                 overrides=self._overrides,
                 given=self._given,
                 run_dir=self.run_dir,
-                attempt=self.number,
-                observer=watch,
+                attempt=next_attempt(self.run_dir),
+                observer=self,
+                met=self._begin,
                 command_started=self._command_started,
                 warm=warm,
             )
+        except (LaunchError, PlanError):
+            outcome = dataclasses.replace(outcome, exit_code=2)
+            raise
         finally:
-            log.emit(
-                RunFinished(
-                    state=outcome.state, exit_code=outcome.exit_code, duration_s=round(time.time() - self._command_started, 3)
-                )
-            )
-            log.close()
             self.failures = tuple(_seen(exit, oom_kills_before=kills_before) for exit in outcome.failures)
-            watch.finish(outcome.state, outcome.exit_code, self.failures)
-            record.end_attempt(outcome.state, outcome.exit_code)
+            self._end(outcome)
         return outcome
 
+    def poll(self) -> None:
+        """Take in what the workers have written (the launch calls it)."""
+        if self._watch is not None:
+            self._watch.poll()
+
+    def say(self, text: str) -> None:
+        """Show a sentence; while the hosts are still meeting there is no console yet."""
+        if self._watch is not None:
+            self._watch.say(text)
+        else:
+            print(f"paceline: {text}", flush=True)
+
     def value(self) -> Any:
-        """What worker 0's function returned."""
+        """What worker 0's function returned; None on the other hosts, which do not have it."""
+        if not self.is_head:
+            return None
         import cloudpickle  # only here: the command never needs it
 
         return cloudpickle.loads((self.directory / "worker_0" / "result.pkl").read_bytes())
 
+    def _begin(self, side: Head | Member) -> Path:
+        """All hosts are there: open the books. Returns the run's directory on this host."""
+        self.number, self.is_head = side.attempt, side.host_index == 0
+        if self._follow and not self.is_head:
+            self.run_dir = Path(side.run_dir)
+        workers = self.job.workers or 1
+        if self.is_head:
+            self._record = begin_record(self.run_dir, self.job, workers=workers, plan=self._plan)
+            if self._record.attempt != self.number:
+                raise PlanError(f"{str(self.run_dir)!r} was used by another run meanwhile: start the job again.")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._function is not None:
+            self._write_function(*self._function)
+        if self.is_head:
+            self._log = EventLog(self.directory / "events.jsonl", worker=None)
+            self._log.emit(run_started(self.job, self.run_dir, self.number, launcher=self.job.launcher))
+        local = None if self.job.hosts == 1 else deal(workers, self.job.hosts)[side.host_index]
+        self._watch = Watch(self.run_dir, self.number, workers, job=self.job, local=local, record=self.is_head)
+        return self.run_dir
+
+    def _end(self, outcome: Outcome) -> None:
+        """Close the books, as far as they were opened."""
+        state, exit_code = outcome.state, outcome.exit_code
+        if self._log is not None:
+            duration_s = round(time.time() - self._command_started, 3)
+            self._log.emit(RunFinished(state=state, exit_code=exit_code, duration_s=duration_s))
+            self._log.close()
+        try:
+            if self._watch is not None:
+                self._watch.finish(state, exit_code, self.failures)
+        finally:
+            if self._record is not None:
+                self._record.end_attempt(state, exit_code)
+
     def _write_function(self, function: Callable[[Any], Any], fields: Mapping[str, Any]) -> None:
         import cloudpickle  # only here: the command never needs it
 
-        (self.directory / "program.pkl").write_bytes(cloudpickle.dumps((function, self._plan, dict(fields))))
+        program = self.directory / "program.pkl"
+        temporary = program.with_name(f".{program.name}.{this_host()}.{os.getpid()}")  # hosts may share the directory
+        temporary.write_bytes(cloudpickle.dumps((function, self._plan, dict(fields))))
+        temporary.replace(program)
+
+
+def next_attempt(run_dir: Path) -> int:
+    """The number of the next attempt in this directory; PlanError where the directory is in use."""
+    if not (run_dir / "run.json").exists():
+        return 1
+    try:
+        record = RunRecord.load(run_dir)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if record.is_alive() and record.pid != os.getpid():
+        raise PlanError(in_use(record))
+    return record.attempt + 1
 
 
 def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) -> RunRecord:
@@ -113,12 +184,20 @@ def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) ->
 
 
 @contextlib.contextmanager
-def watched_by_thread(assignment: Assignment, job: Job) -> Iterator[None]:
-    """Watch the run from a thread beside worker 0, where there is no supervisor: a world that somebody else started."""
+def watched_by_thread(
+    assignment: Assignment, job: Job, *, local: Collection[int], launcher: str
+) -> Iterator[None]:
+    """Watch the run from a thread beside worker 0, where there is no supervisor: a world that somebody else started.
+
+    `local` are the workers of this host, `launcher` is who started them. SIGTERM ends the body with SystemExit, so that
+    the books are closed, unless the program itself has a use for that signal.
+    """
     run_dir = Path(assignment.run_dir)
-    log = EventLog(run_dir / f"attempt_{assignment.attempt}" / "events.jsonl", worker=None)
-    log.emit(run_started(job, run_dir, assignment.attempt))
-    watch = Watch(run_dir, assignment.attempt, assignment.workers, job=job, console="plain")
+    directory = run_dir / f"attempt_{assignment.attempt}"
+    directory.mkdir(parents=True, exist_ok=True)
+    log = EventLog(directory / "events.jsonl", worker=None)
+    log.emit(run_started(job, run_dir, assignment.attempt, launcher=launcher))
+    watch = Watch(run_dir, assignment.attempt, assignment.workers, job=job, console="plain", local=local)
     over = threading.Event()
 
     def poll() -> None:
@@ -129,26 +208,67 @@ def watched_by_thread(assignment: Assignment, job: Job) -> Iterator[None]:
     thread.start()
     state, exit_code = "failed", 1
     try:
-        yield
+        with _exit_at_sigterm():
+            yield
         state, exit_code = "finished", 0
+    except (KeyboardInterrupt, _Terminated) as stop:
+        signum = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
+        state, exit_code = "stopped", 128 + signum
+        raise
     finally:
         over.set()
         thread.join()
+        record = RunRecord.load(run_dir)
+        if record.state != RUNNING:  # another worker has failed, and this one was ended because of it
+            state, exit_code = record.state, record.exit_code or 0
         duration_s = round(time.time() - assignment.command_started, 3)
         log.emit(RunFinished(state=state, exit_code=exit_code, duration_s=duration_s))
         log.close()
         watch.finish(state, exit_code)
-        RunRecord.load(run_dir).end_attempt(state, exit_code)
+        record.end_attempt(state, exit_code)
 
 
-def run_started(job: Job, run_dir: Path, attempt: int) -> RunStarted:
+def note_failure(assignment: Assignment) -> None:
+    """Note that the run has failed, on behalf of worker 0, which may be ended before it can; nothing without its disk."""
+    with contextlib.suppress(ValueError):  # another host's disk: no record here
+        record = RunRecord.load(assignment.run_dir)
+        if record.state == RUNNING and record.attempt == assignment.attempt:
+            record.end_attempt("failed", 1)
+
+
+class _Terminated(SystemExit):
+    """SIGTERM has come."""
+
+
+@contextlib.contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    process = os.getpid()
+
+    def leave(signum: int, _: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        if os.getpid() != process:  # forked by the program: not a worker, and no books to close
+            os.kill(os.getpid(), signum)
+        raise _Terminated(128 + signum)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def run_started(job: Job, run_dir: Path, attempt: int, *, launcher: str) -> RunStarted:
     return RunStarted(
         run_dir=str(run_dir),
         attempt=attempt,
         workers=job.workers or 1,
         hosts=job.hosts,
         program=job.program or "function",
-        launcher=job.launcher,
+        launcher=launcher,
     )
 
 

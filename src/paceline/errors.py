@@ -33,7 +33,14 @@ class WorkerError(PacelineError):
     """A worker failed; `str()` begins with its own traceback where it had one."""
 
     def __init__(
-        self, message: str, *, worker: int, host: str = "", step: int = 0, exit_code: int | None = None, traceback: str = ""
+        self,
+        message: str,
+        *,
+        worker: int,
+        host: str = "",
+        step: int = 0,
+        exit_code: int | None = None,
+        traceback: str = "",
     ) -> None:
         super().__init__(message)
         self.worker, self.host, self.step = worker, host, step
@@ -51,5 +58,7 @@ class CheckpointError(PacelineError):
     """A checkpoint could not be written or read; the message names the file."""
 
 
-def _worker_error(message: str, worker: int, host: str, step: int, exit_code: int | None, traceback: str) -> WorkerError:
+def _worker_error(
+    message: str, worker: int, host: str, step: int, exit_code: int | None, traceback: str
+) -> WorkerError:
     return WorkerError(message, worker=worker, host=host, step=step, exit_code=exit_code, traceback=traceback)

@@ -1,7 +1,7 @@
 """What happens in a run, as typed records: one JSON line each, the only way out of a worker.
 
-Workers and the supervisor append; the console, TensorBoard, Prometheus, `paceline status` and the summary only read. Times are seconds
-since the epoch (`time.time()`), durations are seconds.
+Workers and the supervisor append; the console, TensorBoard, Prometheus, `paceline status` and the summary only read.
+Times are seconds since the epoch (`time.time()`), durations are seconds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class WorkerStarted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """A step was committed. `loss` is that of the whole global batch; `metrics` are this worker's own reported values."""
+    """A step was committed. `loss` is that of the whole global batch; `metrics` are this worker's own reported
+    values."""
 
     step: int
     epoch: int

@@ -122,6 +122,8 @@ def describe(assignment: Assignment) -> dict[str, object]:
     print("said on stderr", file=sys.stderr)
     return {
         "rank": assignment.rank,
+        "local": [assignment.local_rank, assignment.local_workers],
+        "host": [assignment.host_index, assignment.host, assignment.address],
         "files": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
         "channel_fd": assignment.channel_fd,
         "session": os.getsid(0) == os.getpid(),

@@ -7,7 +7,6 @@ JSON.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import select
@@ -19,17 +18,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import LaunchError
 from paceline.launch.local import launch
 from paceline.launch.outcome import Outcome
 from paceline.launch.parent import WarmParent
+from paceline.launch.supervisor import Observer
 from paceline.plan.job import Job
 
 FAULT = Path(__file__).resolve().parent
 ENTRY = "fake_worker:work"
+REFUSED = 3  # exit code after a LaunchError
 MARK = "PROCESS_TEST_MARK"  # environment variable, inherited by every process of one supervisor
 
 
-class Said:
+class Said(Observer):
     """An observer that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -42,59 +44,70 @@ class Said:
         self.texts.append(text)
 
 
+class Lines:
+    """Lines that come through a pipe, each waited for at most so long."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._rest = fd, b""
+
+    def next(self, *, limit_s: float) -> str | None:
+        """The next line; None at the end. Raises TimeoutError."""
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._rest:
+            if not select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError(f"nothing came within {limit_s} s")
+            data = os.read(self._fd, 1 << 16)
+            if not data:
+                return None
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+
 class Announcements:
     """A named pipe into which workers write one line of JSON each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         os.mkfifo(path)
-        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # also a writer: it has no end while this is open
-        self._rest = b""
+        self._fd = os.open(path, os.O_RDWR)  # also a writer: it has no end while this is open
+        self._lines = Lines(self._fd)
 
     def take(self, count: int, *, limit_s: float = 30.0) -> list[Any]:
         """Wait for `count` lines."""
-        found: list[Any] = []
-        deadline = time.monotonic() + limit_s
-        while len(found) < count:
-            line, end, rest = self._rest.partition(b"\n")
-            if end:
-                found.append(json.loads(line))
-                self._rest = rest
-                continue
-            if not select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError(f"{len(found)} of {count} announcements came within {limit_s} s")
-            self._rest += os.read(self._fd, 1 << 16)
-        return found
+        return [json.loads(self._lines.next(limit_s=limit_s) or "") for _ in range(count)]
 
     def close(self) -> None:
         os.close(self._fd)
 
 
-@dataclasses.dataclass
 class Supervised:
     """A supervisor in a process of its own."""
 
-    process: subprocess.Popen[str]
-    mark: str
+    def __init__(self, process: subprocess.Popen[bytes], mark: str) -> None:
+        self.process, self.mark = process, mark
+        self._lines = Lines(process.stdout.fileno()) if process.stdout is not None else None
 
     def result(self, *, limit_s: float = 30.0) -> tuple[int, Outcome | None, list[str]]:
-        """Wait for its end: exit code, outcome, what it said."""
-        output, _ = self.process.communicate(timeout=limit_s)
-        lines = [json.loads(line) for line in output.splitlines()]
-        outcomes = [Outcome.from_json(line["outcome"]) for line in lines if "outcome" in line]
-        return (
-            self.process.returncode,
-            outcomes[0] if outcomes else None,
-            [line["say"] for line in lines if "say" in line],
-        )
+        """Wait for its end: exit code, outcome, what it said and has not been heard; a LaunchError comes last."""
+        outcome, said = None, list[str]()
+        while (line := self._next(limit_s)) is not None:
+            if "outcome" in line:
+                outcome = Outcome.from_json(line["outcome"])
+            else:
+                said += line.values()
+        return self.process.wait(limit_s), outcome, said
 
-    def hear(self, text: str) -> str:
-        """Wait until it says something with `text` in it; the test's time limit is the limit."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if text in line:
-                return line
+    def hear(self, text: str, *, limit_s: float = 30.0) -> str:
+        """Wait until it says something with `text` in it."""
+        while (line := self._next(limit_s)) is not None:
+            if text in line.get("say", ""):
+                return line["say"]
         raise EOFError(f"it ended without saying {text!r}")
+
+    def _next(self, limit_s: float) -> dict[str, Any] | None:
+        line = self._lines.next(limit_s=limit_s) if self._lines is not None else None
+        return None if line is None else json.loads(line)
 
     def left(self, *, limit_s: float = 10.0) -> list[str]:
         """Processes of this supervisor that are still there after `limit_s`; returns as soon as there are none."""
@@ -125,7 +138,7 @@ def supervised(
     process = subprocess.Popen(
         [*prefix, sys.executable, str(FAULT / "launching.py"), json.dumps(options)],
         env={**os.environ, MARK: mark, "PYTHONPATH": python_path, **(environment or {})},
-        **{"stdout": subprocess.PIPE, "text": True, **popen},
+        **{"stdout": subprocess.PIPE, **popen},
     )
     try:
         yield Supervised(process, mark)
@@ -144,7 +157,7 @@ def run_job(
     *,
     modules: Sequence[str] = (),
     entry: str = ENTRY,
-    observer: Said | None = None,
+    observer: Observer | None = None,
     **more: Any,
 ) -> Outcome:
     """Run a job of fake workers to its end, supervised by this process."""
@@ -155,7 +168,7 @@ def run_job(
     return launch(job, run_dir=run_dir, warm=warm, **started, **more)
 
 
-class _Printer:
+class _Printer(Observer):
     """An observer that prints lines of JSON, and at every look a blank where the output is a terminal."""
 
     def __init__(self) -> None:
@@ -174,7 +187,11 @@ def main(options: dict[str, Any]) -> int:
     job = Job(**{**options["job"], "args": tuple(options["job"].get("args", ()))})
     modules = options.get("modules", ())
     plan = options.get("plan")
-    outcome = run_job(job, Path(options["run_dir"]), modules=modules, plan=plan, observer=_Printer())  # type: ignore[arg-type]
+    try:
+        outcome = run_job(job, Path(options["run_dir"]), modules=modules, plan=plan, observer=_Printer())
+    except LaunchError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return REFUSED
     print(json.dumps({"outcome": outcome.to_json()}), flush=True)
     return outcome.exit_code
 

@@ -50,5 +50,5 @@ def test_each_worker_of_a_host_is_told_its_place() -> None:
 
 
 def test_the_number_of_workers_has_to_be_known() -> None:
-    with pytest.raises(ValueError, match="job.workers is None"):
+    with pytest.raises(ValueError, match=r"job\.workers is None"):
         assign(Job(), host="a", host_index=0, address="", run_dir=Path(), attempt=1, command_started=0.0)

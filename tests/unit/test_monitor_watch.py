@@ -134,7 +134,7 @@ def test_a_failed_run_says_why_before_anything_else(workers: Workers) -> None:
     shown = stream.getvalue()
     assert shown.count("Traceback") == shown.count('File "train.py"') == 1
     report = shown.index("worker 1 (host a, pid 11) failed at step 1: ValueError: bad\nTraceback")
-    assert report < shown.index("worker 0 stopped because of it") < shown.index("failed at step 1 after")
+    assert report < shown.index("worker 0 stopped because of it") < shown.index("failed at step 1, after")
     assert watch.exit_note == "worker 1 (host a, pid 11) failed at step 1: ValueError: bad"
     assert facts["peak_memory_bytes"] == 1 << 20
 
@@ -252,6 +252,22 @@ def test_the_metrics_endpoint_is_told_and_noted_while_it_serves(workers: Workers
     finally:
         watch.finish("finished", 0)
     assert RunRecord.load(workers.run).metrics_url is None
+
+
+def test_a_sink_that_cannot_write_is_given_up_and_the_run_goes_on(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=Job(), stream=stream)
+    (workers.run / "metrics.jsonl").symlink_to("/dev/full")
+    (workers.run / "tensorboard").write_text("in the way")
+    for number in (1, 2, 3):
+        workers.step(number)
+        watch.poll()
+    facts = watch.finish("finished", 0)
+    watch.poll()  # too late, and harmless
+    assert facts["steps"] == 3
+    shown = stream.getvalue()
+    assert shown.count("MetricsFile is given up, the run goes on without it: [Errno 28] No space left on device") == 1
+    assert shown.count("TensorBoardFile is given up") == 1
 
 
 def test_an_unknown_kind_of_console_is_refused(workers: Workers) -> None:

@@ -21,7 +21,10 @@ def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int) -> None:
 def test_a_position_gives_the_same_sample_alone_and_among_others(n: int, seed: int, data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)))
     together = sample_indices(seed=seed, epoch=3, num_samples=n, positions=positions)
-    alone = [int(sample_indices(seed=seed, epoch=3, num_samples=n, positions=positions[i : i + 1])[0]) for i in range(len(positions))]
+    alone = [
+        int(sample_indices(seed=seed, epoch=3, num_samples=n, positions=positions[i : i + 1])[0])
+        for i in range(len(positions))
+    ]
     assert together.tolist() == alone
     assert all(0 <= index < n for index in alone)
 

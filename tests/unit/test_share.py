@@ -34,4 +34,6 @@ def test_steps_from_a_position_are_the_rest_of_the_steps_from_the_beginning(
     assert covered == (n - n % size if drop_last else n)
     if steps:
         begin = data.draw(st.integers(0, len(steps) - 1))
-        assert list(step_ranges(num_samples=n, size=size, drop_last=drop_last, position=steps[begin][0])) == steps[begin:]
+        assert (
+            list(step_ranges(num_samples=n, size=size, drop_last=drop_last, position=steps[begin][0])) == steps[begin:]
+        )

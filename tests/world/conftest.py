@@ -1,4 +1,5 @@
-"""Workers are forked from this process: what optimizers import lazily is imported here, once, before anything is forked or compared."""
+"""Workers are forked from this process: what optimizers import lazily is imported here, once, before anything is forked
+or compared."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from forked import World
 
 torch.set_num_threads(1)

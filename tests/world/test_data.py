@@ -1,19 +1,20 @@
-"""Samples: each once per epoch, at any number of workers, with loader processes, after a resume; iterables; evaluation."""
+"""Samples: each once per epoch, at any number of workers, with loader processes, after a resume; iterables;
+evaluation."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import World, WorkersFailed
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from forked import WorkersFailed, World
 from paceline.monitor.audit import audit
 from paceline.plan import Batch, Plan
 
@@ -65,19 +66,25 @@ def seen(worker: Any, dataset: Any, **options: Any) -> dict[tuple[int, int], lis
     return found
 
 
+def joined(parts: Iterable[list[float]]) -> list[float]:
+    return [value for part in parts for value in part]
+
+
 def merged(results: list[dict[Any, list[float]]]) -> dict[Any, list[float]]:
     """Workers hold contiguous parts, in order."""
     keys = sorted({key for result in results for key in result})
-    return {key: sum((result.get(key, []) for result in results), []) for key in keys}
+    return {key: joined(result.get(key, []) for result in results) for key in keys}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("loaders", [0, 2])
-def test_every_sample_once_in_an_order_that_does_not_depend_on_workers(world: World, workers: int, loaders: int) -> None:
+def test_every_sample_once_in_an_order_that_does_not_depend_on_workers(
+    world: World, workers: int, loaders: int
+) -> None:
     plan = Plan(batch=Batch(size=8, micro=3))
     results = merged(world(lambda worker: seen(worker, Numbers(29), epochs=2, loaders=loaders), workers, plan))
     for epoch in range(2):
-        samples = sum((values for (e, _), values in results.items() if e == epoch), [])
+        samples = joined(values for (e, _), values in results.items() if e == epoch)
         assert sorted(samples) == list(range(29))
     assert results == world.one_process(lambda worker: seen(worker, Numbers(29), epochs=2), plan)
     assert audit(world.run_dir).is_clean
@@ -88,14 +95,14 @@ def test_augmentation_is_the_same_wherever_a_sample_is_read(world: World, loader
     plan = Plan(batch=Batch(size=8, micro=2))
     results = merged(world(lambda worker: seen(worker, Augmented(21), epochs=2, loaders=loaders), 3, plan))
     assert results == world.one_process(lambda worker: seen(worker, Augmented(21), epochs=2), plan)
-    first, second = (sorted(sum((v for (e, _), v in results.items() if e == epoch), [])) for epoch in range(2))
+    first, second = (sorted(joined(v for (e, _), v in results.items() if e == epoch)) for epoch in range(2))
     assert first != second  # another draw in each epoch
 
 
 def test_without_shuffle_samples_come_in_order_and_drop_last_leaves_the_rest(world: World) -> None:
     plan = Plan(batch=Batch(size=8, micro=4, shuffle=False, drop_last=True))
     results = merged(world(lambda worker: seen(worker, Numbers(21)), 2, plan))
-    assert sum(results.values(), []) == list(range(16))
+    assert joined(results.values()) == list(range(16))
     assert audit(world.run_dir).is_clean
 
 
@@ -106,7 +113,10 @@ def test_any_collate_function_and_dictionaries(world: World) -> None:
 
     def pad(rows: list[dict[str, list[float]]]) -> dict[str, Any]:
         width = max(len(row["x"]) for row in rows)
-        return {"x": torch.tensor([row["x"] + [0.0] * (width - len(row["x"])) for row in rows]), "names": [str(row) for row in rows]}
+        return {
+            "x": torch.tensor([row["x"] + [0.0] * (width - len(row["x"])) for row in rows]),
+            "names": [str(row) for row in rows],
+        }
 
     def train(worker: Any) -> list[float]:
         model = worker.prepare(nn.Linear(1, 1))
@@ -123,7 +133,7 @@ def test_any_collate_function_and_dictionaries(world: World) -> None:
 def test_iterable_datasets_give_each_item_once(world: World, workers: int, loaders: int) -> None:
     plan = Plan(batch=Batch(size=8, micro=3))
     results = merged(world(lambda worker: seen(worker, Lines(21), epochs=2, loaders=loaders), workers, plan))
-    assert sum(results.values(), []) == list(range(21)) * 2
+    assert joined(results.values()) == list(range(21)) * 2
     assert results == world.one_process(lambda worker: seen(worker, Lines(21), epochs=2), plan)
 
 
@@ -145,7 +155,9 @@ def test_an_iterable_that_differs_between_workers_is_an_error_on_all_and_no_hang
         (Numbers(3), {"loaders": -1}, "loaders=-1"),
     ],
 )
-def test_unusable_data_is_refused_with_the_remedy(world: World, dataset: Any, options: dict[str, Any], says: str) -> None:
+def test_unusable_data_is_refused_with_the_remedy(
+    world: World, dataset: Any, options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(WorkersFailed, match=says):
         world(lambda worker: next(worker.batches(dataset, **options)), 1, Plan(batch=Batch(size=2)))
 
@@ -175,7 +187,7 @@ def test_an_iterable_continues_after_a_resume(world: World) -> None:
     plan = Plan(batch=Batch(size=8, micro=3))
     before = merged(world(lambda worker: seen(worker, Lines(29), epochs=2), 2, plan, max_steps=5))
     after = merged(world(lambda worker: seen(worker, Lines(29), epochs=2), 3, plan))
-    assert sum({**before, **after}.values(), []) == list(range(29)) * 2
+    assert joined({**before, **after}.values()) == list(range(29)) * 2
 
 
 def test_two_streams_in_turn_and_their_positions(world: World) -> None:
@@ -224,6 +236,10 @@ def test_collective_conveniences(world: World) -> None:
     def talk(worker: Any) -> Any:
         worker.wait()
         average = float(worker.average(float(worker.rank)))
-        return average, worker.gather({"rank": worker.rank}), worker.broadcast("from two" if worker.rank == 2 else None, source=2)
+        return (
+            average,
+            worker.gather({"rank": worker.rank}),
+            worker.broadcast("from two" if worker.rank == 2 else None, source=2),
+        )
 
     assert world(talk, 3) == [(1.0, [{"rank": 0}, {"rank": 1}, {"rank": 2}], "from two")] * 3

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from fault.launching import REFUSED, Announcements, Supervised, supervised
 
 TOKEN = "0123456789abcdef0123456789abcdef"
+ADDRESSES = {"left": "10.77.0.1", "right": "10.77.0.2"}
 PORT = 29471
 GONE_S = 10.0
 
@@ -26,14 +28,25 @@ pytestmark = [
 ]
 
 
+# Connects to the head, says what a browser would, and prints all that comes back.
+NONSENSE = f"""
+import socket, sys
+with socket.create_connection(("{ADDRESSES["left"]}", {PORT}), timeout=10) as sock:
+    sock.sendall(b"GET / HTTP/1.1")
+    try:
+        while data := sock.recv(100):
+            sys.stdout.buffer.write(data)
+    except ConnectionResetError:
+        pass
+"""
+
+
 class Net:
     """Two hosts, "left" and "right", and the cable between them."""
 
-    addresses = {"left": "10.77.0.1", "right": "10.77.0.2"}
-
     def __init__(self) -> None:
-        self.spaces = {name: f"paceline-{os.getpid()}-{name}" for name in self.addresses}
-        self._cables = {name: f"pl{os.getpid()}{name[0]}" for name in self.addresses}
+        self.spaces = {name: f"paceline-{os.getpid()}-{name}" for name in ADDRESSES}
+        self._cables = {name: f"pl{os.getpid()}{name[0]}" for name in ADDRESSES}
 
     def build(self) -> None:
         for space in self.spaces.values():
@@ -53,7 +66,7 @@ class Net:
             self.spaces["right"],
         )
         for name, space in self.spaces.items():
-            ip("-n", space, "address", "add", f"{self.addresses[name]}/24", "dev", self._cables[name])
+            ip("-n", space, "address", "add", f"{ADDRESSES[name]}/24", "dev", self._cables[name])
             for device in ("lo", self._cables[name]):
                 ip("-n", space, "link", "set", device, "up")
 
@@ -94,7 +107,7 @@ def start(net: Net, tmp_path: Path) -> Iterator[Any]:
     with ExitStack() as stack:
 
         def one(name: str, *args: str, token: str = TOKEN, plan: str | None = None, **fields: Any) -> Supervised:
-            job = {"workers": 3, "hosts": 2, "head": f"{net.addresses['left']}:{PORT}", "args": args, **fields}
+            job = {"workers": 3, "hosts": 2, "head": f"{ADDRESSES['left']}:{PORT}", "args": args, **fields}
             options = {"job": job, "run_dir": str(tmp_path / name), "plan": plan}
             environment = {"PACELINE_TOKEN": token}
             return stack.enter_context(supervised(options, prefix=net.on(name), environment=environment))
@@ -106,7 +119,7 @@ def test_two_hosts_find_who_is_who(start: Any, pipe: Announcements) -> None:
     args = [f"*:tell={pipe.path}"]
     supervisors = [start("right", *args), start("left", *args)]  # who comes first is not always the head
     told = {one["rank"]: one for one in pipe.take(3)}
-    left, right = [0, "left", Net.addresses["left"]], [1, "right", Net.addresses["right"]]
+    left, right = [0, "left", ADDRESSES["left"]], [1, "right", ADDRESSES["right"]]
     assert [told[rank]["host"] for rank in range(3)] == [left, left, right]
     assert [told[rank]["local"] for rank in range(3)] == [[0, 2], [1, 2], [0, 1]]
     assert all(one["environment"] == [] for one in told.values()), "workers do not see the token"
@@ -136,14 +149,7 @@ def test_a_failure_anywhere_is_told_everywhere(start: Any) -> None:
 
 def test_strangers_are_refused_and_told_and_change_nothing(start: Any, net: Net, pipe: Announcements) -> None:
     """One that talks nonsense and one with another token, before the job is complete and while it runs."""
-    talk = f"import socket; s = socket.create_connection(('{net.addresses['left']}', {PORT})); s.sendall(b'GET / HTTP/1.1')"
-    nonsense = [
-        *net.on("right"),
-        "python3",
-        "-c",
-        f"{talk}; s.settimeout(10); print(len(s.recv(9)), s.recv(99) and s.recv(9))",
-    ]
-    # It connects, hears the head's greeting, and is cut off.
+    nonsense = [*net.on("right"), sys.executable, "-c", NONSENSE]
     args = [f"*:wait={pipe.path}"]
     left = start("left", *args)
     wrong = start("right", *args, token="f" * 32)
@@ -153,8 +159,8 @@ def test_strangers_are_refused_and_told_and_change_nothing(start: Any, net: Net,
     assert "refused a connection from 10.77.0.2: its token is wrong" in left.hear("refused")
     right = start("right", *args)
     pipe.take(3)
-    answer = subprocess.run(nonsense, capture_output=True, text=True, timeout=20, check=False)
-    assert answer.stdout.startswith("9 ") or "ConnectionReset" in answer.stderr
+    heard = subprocess.run(nonsense, capture_output=True, timeout=20, check=True).stdout
+    assert len(heard) <= 40, "more than the greeting was said to a stranger"
     assert "it does not speak Paceline's protocol" in left.hear("refused")
     late = start("right", *args, token="e" * 32)
     assert late.result()[0] == REFUSED
@@ -170,10 +176,7 @@ def test_another_job_is_refused_with_both_values(start: Any) -> None:
     left = start("left", workers=3, plan="replicas=3")
     code, _, said = start("right", workers=4, plan="replicas=3").result()
     assert code == REFUSED
-    assert (
-        "workers: 3 on the head, 4 here; start the same command" in said[-1]
-        or "workers: 3 on the head, 4 here" in said[-1]
-    )
+    assert "workers: 3 on the head, 4 here" in said[-1]
     assert "workers: 3 on the head, 4 here" in left.hear("refused host right")
     right = start("right", workers=3, plan="replicas=3")
     assert (left.result()[0], right.result()[0]) == (0, 0)
@@ -225,7 +228,7 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(where: str, start: Any, pipe: A
 
 def test_a_host_whose_imports_fail_tells_the_others(start: Any, net: Net, tmp_path: Path, pipe: Announcements) -> None:
     left = start("left", f"*:early={pipe.path}")
-    job = {"workers": 3, "hosts": 2, "head": f"{net.addresses['left']}:{PORT}", "args": [f"*:early={pipe.path}"]}
+    job = {"workers": 3, "hosts": 2, "head": f"{ADDRESSES['left']}:{PORT}", "args": [f"*:early={pipe.path}"]}
     options = {"job": job, "run_dir": str(tmp_path / "right"), "modules": ["no_such_module"]}
     with supervised(options, prefix=net.on("right"), environment={"PACELINE_TOKEN": TOKEN}) as right:
         assert right.result()[0] == REFUSED

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import World, WorkersFailed
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from forked import WorkersFailed, World
 from paceline.plan import Batch, Compute, Plan
 
 PLAN = Plan(batch=Batch(size=16, micro=4), compute=Compute(precision="fp64"))
@@ -162,7 +162,7 @@ def test_another_dataset_is_refused(world: World) -> None:
         small = TensorDataset(torch.zeros(20, 6), torch.zeros(20, dtype=torch.int64))
         next(worker.batches(small))
 
-    with pytest.raises(WorkersFailed, match="stands at sample 48 of epoch 0 .* but the dataset has 20 samples now"):
+    with pytest.raises(WorkersFailed, match=r"stands at sample 48 of epoch 0 .* but the dataset has 20 samples now"):
         world(shorter, 1, PLAN)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from forked import World, WorkersFailed
+from forked import WorkersFailed, World
 from paceline.plan import AllReduce, Batch, Cast, Compute, Plan
 
 EXACT = Compute(precision="fp64")
@@ -80,7 +80,9 @@ def assert_same(results: list[dict[str, Any]], oracle: dict[str, Any], tolerance
     for result in results:
         assert result["losses"] == pytest.approx(oracle["losses"], rel=max(tolerance, 1e-6))
         for name, value in oracle["state"].items():
-            torch.testing.assert_close(result["state"][name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                result["state"][name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
         for name, value in results[0]["state"].items():
             assert torch.equal(result["state"][name], value), f"{name} differs between workers"
 
@@ -178,7 +180,7 @@ def test_sum_and_count_weigh_tokens_exactly(world: World) -> None:
 
 
 def test_dropout_is_the_same_wherever_a_micro_batch_runs(world: World) -> None:
-    def masks(worker: Any) -> list[tuple[int, int, list[float]]]:
+    def drawn(worker: Any) -> list[tuple[int, int, list[float]]]:
         model = worker.prepare(nn.Linear(1, 1))
         optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
         found = []
@@ -190,8 +192,8 @@ def test_dropout_is_the_same_wherever_a_micro_batch_runs(world: World) -> None:
         return found
 
     plan = Plan(batch=Batch(size=16, micro=4))
-    many = sorted(sum(world(masks, 3, plan), []))
-    assert many == sorted(world.one_process(masks, plan))
+    many = sorted(mask for masks in world(drawn, 3, plan) for mask in masks)
+    assert many == sorted(world.one_process(drawn, plan))
     assert len({tuple(mask) for _, _, mask in many}) == len(many)
 
 
@@ -282,7 +284,10 @@ def test_frozen_then_thawed_parameters_train_correctly(world: World) -> None:
 def test_parameter_groups_and_schedulers(world: World) -> None:
     def train(worker: Any) -> dict[str, Any]:
         model = worker.prepare(plain_net())
-        groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": [*model[2].parameters(), *model[4].parameters()]}]
+        groups = [
+            {"params": model[0].parameters(), "lr": 0.01},
+            {"params": [*model[2].parameters(), *model[4].parameters()]},
+        ]
         optim = worker.prepare(torch.optim.Adam(groups, lr=0.05))
         schedule = worker.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optim, T_max=8))
         step = worker.stepper(model, optim, F.cross_entropy)
@@ -364,7 +369,9 @@ def test_the_users_hooks_see_and_change_gradients(world: World) -> None:
         losses = [float(step(batch)) for batch in worker.batches(dataset(48), epochs=1)]
         return trained(model, losses) | {"calls": len(calls)}
 
-    plan = Plan(batch=Batch(size=16, micro=8), compute=EXACT, sync=TINY_BUCKETS)  # one micro-batch for each of two workers
+    plan = Plan(
+        batch=Batch(size=16, micro=8), compute=EXACT, sync=TINY_BUCKETS
+    )  # one micro-batch for each of two workers
     results = world(functools.partial(train, hook_after=True), 2, plan)
     assert_same(results, world.one_process(functools.partial(train, hook_after=False), plan))
     assert all(result["calls"] == 3 for result in results)

@@ -1,8 +1,8 @@
 """What a codec is: a generator that yields what must be summed over replicas and receives the sum.
 
-A round is one `yield`. The maths knows nothing of groups or transfers, and whoever drives the generator knows nothing of the
-maths; between a yield and its answer other buckets run. Payloads are small or large tensors of any type; every replica yields
-the same shapes in the same order.
+A round is one `yield`. The maths knows nothing of groups or transfers, and whoever drives the generator knows nothing
+of the maths; between a yield and its answer other buckets run. Payloads are small or large tensors of any type; every
+replica yields the same shapes in the same order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Send gradients in sixteen bits.
 
-Each replica rounds its contribution to nearest once before it is summed; the sum itself is formed in the same type by the back end.
-bf16 keeps the range of fp32 with 8 bits of precision; fp16 has 11 bits but overflows above 65,504, which the check for non-finite
-gradients then turns into a skipped step. Half the bytes of fp32.
+Each replica rounds its contribution to nearest once before it is summed; the sum itself is formed in the same type by
+the back end. bf16 keeps the range of fp32 with 8 bits of precision; fp16 has 11 bits but overflows above 65,504, which
+the check for non-finite gradients then turns into a skipped step. Half the bytes of fp32.
 """
 
 from __future__ import annotations

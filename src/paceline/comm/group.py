@@ -1,7 +1,8 @@
 """A group of workers that move tensors and small objects among themselves.
 
-`Group` wraps a torch process group; `Alone` is the group of one, where nothing moves. Code above never asks how many there are.
-All workers of a group must make the same calls in the same order; tensors must have the same shape and type everywhere.
+`Group` wraps a torch process group; `Alone` is the group of one, where nothing moves. Code above never asks how many
+there are. All workers of a group must make the same calls in the same order; tensors must have the same shape and type
+everywhere.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Alone:
 
 
 class Group:
-    """Two or more workers, over a torch process group. `device` is where small objects travel (the back end's own device)."""
+    """Two or more workers, over a torch process group. `device` is where small objects travel (the back end's own
+    device)."""
 
     def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.index = process_group.rank()
@@ -112,7 +114,11 @@ class Group:
         self.all_reduce(sizes, what="sizes of gathered objects").wait()
         parts = []
         for index, size in enumerate(sizes.tolist()):
-            part = payload.to(self._device) if index == self.index else torch.empty(size, dtype=torch.uint8, device=self._device)
+            part = (
+                payload.to(self._device)
+                if index == self.index
+                else torch.empty(size, dtype=torch.uint8, device=self._device)
+            )
             self.broadcast(part, source=index, what="gathered objects")
             parts.append(part)
         return [_from_bytes(part) for part in parts]

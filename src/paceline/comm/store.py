@@ -36,8 +36,8 @@ class BoardStore(dist.Store):
         self.wait([key])
         return base64.b64decode(self._channel.call("get", key=key))
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self._channel.call("add", key=key, amount=amount))
+    def add(self, key: str, value: int) -> int:
+        return int(self._channel.call("add", key=key, amount=value))
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._channel.call("check", keys=list(keys)))
@@ -50,8 +50,8 @@ class BoardStore(dist.Store):
                 raise SyncError(f"waited {limit_s:.0f} s for {', '.join(keys)}: a peer has not come this far")
             time.sleep(POLL_S)
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        coded = [base64.b64encode(v.encode() if isinstance(v, str) else bytes(v)).decode() for v in (expected, desired)]
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        coded = [base64.b64encode(v.encode() if isinstance(v, str) else bytes(v)).decode() for v in (expected_value, desired_value)]
         return base64.b64decode(self._channel.call("compare_set", key=key, expected=coded[0], desired=coded[1]))
 
     def delete_key(self, key: str) -> bool:

@@ -69,7 +69,8 @@ class Gathering:
         head = f"{terms.host} ({self._address})"
         for index, guest in enumerate(self._guests, start=1):
             guest.workers = ranks[index]
-            guest.link.send({"op": "welcome", "host_index": index, "head": head, "attempt": terms.attempt})
+            place = {"host_index": index, "attempt": terms.attempt, "run_dir": terms.run_dir}
+            guest.link.send({"op": "welcome", "head": head, **place})
         self._head = Head(
             host=terms.host,
             address=self._address,
@@ -77,6 +78,7 @@ class Gathering:
             guests=self._guests,
             door=self,
             attempt=terms.attempt,
+            run_dir=terms.run_dir,
             say=self._say,
         )
         return self._head

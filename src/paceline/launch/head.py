@@ -63,9 +63,11 @@ class Head:
         guests: list[Guest],
         door: Entrance | None,
         attempt: int,
+        run_dir: str,
         say: Callable[[str], None],
     ) -> None:
-        self.host, self.address, self.host_index, self.attempt = host, address, 0, attempt
+        self.host, self.address, self.host_index = host, address, 0
+        self.attempt, self.run_dir = attempt, run_dir
         self.outcome: Outcome | None = None
         self._crew: Crew | None = None
         self._num_workers, self._guests, self._door, self._say = workers, guests, door, say

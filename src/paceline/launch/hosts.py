@@ -34,7 +34,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def meet(
-    job: Job, *, plan: str | None, attempt: int, loop: Loop, say: Callable[[str], None], signals: Signals
+    job: Job,
+    *,
+    plan: str | None,
+    attempt: int,
+    run_dir: str,
+    loop: Loop,
+    say: Callable[[str], None],
+    signals: Signals,
 ) -> Head | Member:
     """Wait until all hosts are there, and return this host's side.
 
@@ -44,13 +51,23 @@ def meet(
     if job.workers is None:
         raise LaunchError("The number of workers is not known: it has to be decided before a job is launched.")
     if job.hosts == 1:
-        return Head(host=host, address=LOOPBACK, workers=job.workers, guests=[], door=None, attempt=attempt, say=say)
+        return Head(
+            host=host,
+            address=LOOPBACK,
+            workers=job.workers,
+            guests=[],
+            door=None,
+            attempt=attempt,
+            run_dir=run_dir,
+            say=say,
+        )
     if job.head is None:
         raise LaunchError(
             f"A job on {job.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on every host."
         )
     token = environment.token(job)
-    terms = Terms(job=job, plan=plan, attempt=attempt, host=host, token=token, at=head_address(job.head))
+    at = head_address(job.head)
+    terms = Terms(job=job, plan=plan, attempt=attempt, run_dir=run_dir, host=host, token=token, at=at)
     return _hold(terms, loop, say, _Patience(terms, loop, say, signals))
 
 

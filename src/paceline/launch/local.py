@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, PacelineError
+from paceline.launch.head import Head
 from paceline.launch.hosts import meet
 from paceline.launch.inline import PATIENCE_S, run_inline
 from paceline.launch.loop import Loop
+from paceline.launch.member import Member
 from paceline.launch.outcome import Outcome, interrupted
 from paceline.launch.parent import ENTRY, WarmParent
 from paceline.launch.place import assign
@@ -37,13 +39,16 @@ def launch(
     run_dir: Path,
     attempt: int,
     observer: Observer,
+    met: Callable[[Head | Member], Path] | None = None,
     command_started: float,
     warm: WarmParent | None = None,
 ) -> Outcome:
     """Run the job's workers of this host, and return how the whole job ended.
 
     `job.workers` must be known. `program` is the pickled function of `paceline.run(fn)`; workers look for it as
-    RUN/attempt_n/program.pkl. `warm`, where given, is used and closed. Blocks until every process is gone. While it
+    RUN/attempt_n/program.pkl. `met` is called when all hosts are there and before anything is written, with this
+    host's side of the job: it knows the head's `attempt` and `run_dir`, and `met` returns the run's directory on this
+    host (without it, `run_dir`). `warm`, where given, is used and closed. Blocks until every process is gone. While it
     runs, Ctrl-C, SIGTERM and SIGHUP end the workers and are told in the Outcome (but for launcher "inline", where
     Ctrl-C is worker 0's). Raises LaunchError where the job could not be started; a failure after that is an Outcome.
     """
@@ -59,24 +64,30 @@ def launch(
         if parent is not None:
             stack.callback(parent.close)
         witness = Witness(observer, signals)
-        run_dir = run_dir.absolute()
         try:
-            side = meet(job, plan=plan, attempt=attempt, loop=loop, say=witness.say, signals=signals)
+            side = meet(
+                job,
+                plan=plan,
+                attempt=attempt,
+                run_dir=str(run_dir),
+                loop=loop,
+                say=witness.say,
+                signals=signals,
+            )
         except Interrupted as early:
             return interrupted(early.signum, ())
         stack.callback(side.close)
-        if side.attempt != attempt:
-            witness.say(
-                f"the head counts this as attempt {side.attempt}; on this host it is attempt {attempt} of {run_dir}"
-            )
-        _bring(program, run_dir / f"attempt_{attempt}" / "program.pkl")
+        if met is not None:
+            run_dir = _told(side, met)
+        run_dir = run_dir.absolute()
+        _bring(program, run_dir / f"attempt_{side.attempt}" / "program.pkl")
         assignments = assign(
             dataclasses.replace(job, timeout_s=max(job.timeout_s, PATIENCE_S)) if is_inline else job,
             host=side.host,
             host_index=side.host_index,
             address=side.address,
             run_dir=run_dir,
-            attempt=attempt,
+            attempt=side.attempt,
             command_started=command_started,
             plan=plan,
             overrides=overrides,
@@ -87,6 +98,15 @@ def launch(
             entry = warm.entry if warm is not None else ENTRY
             return run_inline(supervisor, assignments[0], entry=entry, loop=loop, signals=signals)
         return supervisor.run()
+
+
+def _told(side: Head | Member, met: Callable[[Head | Member], Path]) -> Path:
+    """Call `met`; where it fails, the other hosts are told before the error goes on."""
+    try:
+        return met(side)
+    except PacelineError as error:
+        side.abandon(str(error))
+        raise
 
 
 def _parent(job: Job, warm: WarmParent | None) -> WarmParent | None:

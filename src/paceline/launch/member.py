@@ -30,9 +30,11 @@ class Member:
         address: str,
         host_index: int,
         attempt: int,
+        run_dir: str,
         say: Callable[[str], None],
     ) -> None:
-        self.host, self.address, self.host_index, self.attempt = host, address, host_index, attempt
+        self.host, self.address, self.host_index = host, address, host_index
+        self.attempt, self.run_dir = attempt, run_dir  # the head's: the run has one number and one name on all hosts
         self.outcome: Outcome | None = None
         self._crew: Crew | None = None
         self._link, self._head, self._say = link, head, say

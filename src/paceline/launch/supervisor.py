@@ -102,7 +102,6 @@ class Supervisor:
             raise
         finally:
             self.crew.close()
-            self._side.close()
 
     def _observe(self) -> None:
         now = time.monotonic()

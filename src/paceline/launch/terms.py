@@ -21,6 +21,7 @@ class Terms:
     job: Job
     plan: str | None
     attempt: int
+    run_dir: str  # as this host's user wrote it
     host: str  # this host's name
     at: tuple[str, int]  # the meeting point: host and port
     token: bytes = dataclasses.field(repr=False)

@@ -121,6 +121,7 @@ class Visit:
                 address=self._address,
                 host_index=int(message["host_index"]),
                 attempt=int(message["attempt"]),
+                run_dir=str(message["run_dir"]),
                 say=self._say,
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -22,13 +22,15 @@ class PlainConsole:
     def __init__(self, stream: TextIO, *, every_s: float = EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
         self._interval = Interval()
-        self._due = 0.0  # the first step is always told
+        self._due: float | None = None  # set when the first step has been told
         self._told_step = 0
         self._is_lost = False
 
     def accept(self, item: Record | Step) -> None:
         if isinstance(item, Step):
             self._interval.add(item)
+            if self._told_step == 0:
+                self._tell()  # the first step always, whatever comes with it
 
     def show(self, text: str) -> None:
         """Write lines, as they are."""
@@ -42,7 +44,9 @@ class PlainConsole:
 
     def poll(self, now: float) -> None:
         """Write a line of progress when one is due; `now` is monotonic, in seconds."""
-        if now >= self._due and self._has_news():
+        if self._due is None:
+            self._due = now + self._every_s if self._told_step else None
+        elif now >= self._due and self._has_news():
             self._due = now + self._every_s
             self._tell()
 

@@ -6,10 +6,11 @@ and starts no thread (the metrics endpoint, where one is asked for, has its own)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
@@ -25,12 +26,10 @@ from paceline.monitor.steps import Step, StepMerger
 from paceline.monitor.stream import Tail, attempt_dir
 from paceline.monitor.summary import Summary
 from paceline.monitor.tensorboard import TensorBoardFile
-from paceline.monitor.wording import closing_table, event_line, ready_line
+from paceline.monitor.wording import closing_table, ending_text, event_line, ready_line
 from paceline.plan.job import Job
 
 __all__ = ["Sink", "Watch"]
-
-SIGNALS = {129: "the terminal was closed", 130: "Ctrl-C", 143: "SIGTERM"}  # by exit code
 
 
 class Sink(Protocol):
@@ -79,11 +78,11 @@ class Watch:
         self._tail = Tail(self.run_dir, attempt)
         self._merger = StepMerger(self._local)
         self._summary = Summary(self.run_dir, attempt=attempt, workers=workers)
-        self._tensorboard = TensorBoardFile(self.run_dir / "tensorboard") if job.tensorboard and record else None
+        self._tensorboard = TensorBoardFile(self.run_dir / "tensorboard")
         self._sinks: list[Sink] = [self._summary, self._screen]
         if record:
             self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl"))
-        if self._tensorboard:
+        if job.tensorboard and record:
             self._sinks.append(self._tensorboard)
         self._output = Output(
             attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._screen.show
@@ -99,15 +98,18 @@ class Watch:
             self._serve_metrics(job.metrics_host, job.metrics_port, workers)
 
     def poll(self) -> None:
-        """Take in what is new and show what is due; returns at once."""
+        """Take in what is new and show what is due; returns at once. After `finish` it does nothing."""
+        if self._facts is not None:
+            return
         now = time.monotonic()
         self._take(self._tail.poll(), now)
         self._give(self._merger.rows())
         self._warnings.release(now)
         self._notes.release(now)
         self._output.poll(now)
-        if self._tensorboard:
-            self._tensorboard.poll(now)
+        if self._tensorboard in self._sinks:
+            with self._dropping(self._tensorboard):
+                self._tensorboard.poll(now)
         self._screen.poll(now)
 
     def say(self, text: str) -> None:
@@ -131,14 +133,16 @@ class Watch:
         for failure in self.failures:
             self._summary.peak_memory(failure.worker, failure.peak_memory_bytes or 0)
         self._tail.close()
-        for sink in self._sinks:
-            sink.close()
-        if self.metrics_url:
-            RunRecord.load(self.run_dir).changed(metrics_url=None)
-        self._facts = self._summary.write(state, exit_code) if self._record else self._summary.facts(state, exit_code)
-        self.exit_note = _exit_note(self._facts, self.failures)
+        self._screen.close()
         if self.failures:
             self._screen.show(f"\n{explain(self.failures)}\n")
+        for sink in tuple(self._sinks):
+            with self._dropping(sink):
+                sink.close()
+        if self.metrics_url:
+            self._note_url(None)
+        self._facts = self._summary.write(state, exit_code) if self._record else self._summary.facts(state, exit_code)
+        self.exit_note = _exit_note(self._facts, self.failures)
         self._screen.show(("" if self.failures else "\n") + _closing(self._facts))
         return self._facts
 
@@ -162,16 +166,28 @@ class Watch:
                     self._worker_started(started)
                 case _:
                     pass
-            for sink in self._sinks:
-                sink.accept(record)
+            self._pass_on(record)
             line = event_line(record.event)
             if line:
                 self._screen.show(line)
 
     def _give(self, rows: list[Step]) -> None:
         for row in rows:
-            for sink in self._sinks:
-                sink.accept(row)
+            self._pass_on(row)
+
+    def _pass_on(self, item: Record | Step) -> None:
+        for sink in tuple(self._sinks):
+            with self._dropping(sink):
+                sink.accept(item)
+
+    @contextlib.contextmanager
+    def _dropping(self, sink: Sink) -> Iterator[None]:
+        """Go on without a sink that cannot write any more: a full disk under the metrics must not cost the training."""
+        try:
+            yield
+        except OSError as error:
+            self._sinks.remove(sink)
+            self._screen.show(f"warning: {type(sink).__name__} is given up, the run goes on without it: {error}")
 
     def _located(self, failure: Failure) -> Failure:
         """Note the last step of a worker that had no time to tell it itself: a killed one."""
@@ -188,9 +204,13 @@ class Watch:
 
         endpoint = PrometheusEndpoint(host, port, workers=workers)
         self._sinks.append(endpoint)
-        self.metrics_url = endpoint.url
-        RunRecord.load(self.run_dir).changed(metrics_url=endpoint.url)
+        self._note_url(endpoint.url)
         self._screen.show(f"metrics are served at {endpoint.url}")
+
+    def _note_url(self, url: str | None) -> None:
+        self.metrics_url = url
+        if (self.run_dir / "run.json").exists():
+            RunRecord.load(self.run_dir).changed(metrics_url=url)
 
 
 def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, job: Job) -> Screen:
@@ -208,10 +228,7 @@ def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, job: Job) ->
 
 
 def _exit_note(facts: dict[str, Any], failures: Sequence[Failure]) -> str:
-    if failures:
-        return headline(root(failures))
-    cause = SIGNALS.get(facts["exit_code"])
-    return f"{facts['state']} at step {facts['step']}" + (f" ({cause})" if cause else "")
+    return headline(root(failures)) if failures else ending_text(facts)
 
 
 def _closing(facts: dict[str, Any]) -> str:

@@ -12,9 +12,20 @@ from paceline.monitor.steps import PHASES, Step
 from paceline.monitor.summary import shares
 from paceline.units import bytes_text, duration_text
 
-__all__ = ["SHORT", "Interval", "closing_table", "event_line", "number_text", "rate_text", "ready_line", "shares_text"]
+__all__ = [
+    "SHORT",
+    "Interval",
+    "closing_table",
+    "ending_text",
+    "event_line",
+    "number_text",
+    "rate_text",
+    "ready_line",
+    "shares_text",
+]
 
 SHORT: dict[str, str] = dict(zip(PHASES, ("data", "compute", "comm", "optim"), strict=True))
+CAUSES = {129: "the terminal was closed", 130: "Ctrl-C", 143: "SIGTERM"}  # by exit code
 
 
 class Interval:
@@ -98,7 +109,7 @@ def ready_line(started: Iterable[WorkerStarted]) -> str:
 
 def closing_table(facts: Mapping[str, Any]) -> str:
     """Return the summary of an attempt (the contents of summary.json) as a small table, each row "what  value"."""
-    title = f"{facts['state']} at step {facts['step']} after {duration_text(facts['duration_s'])}"
+    title = f"{ending_text(facts)}, after {duration_text(facts['duration_s'])}"
     rows: list[tuple[str, str]] = []
     if facts["steps"]:
         rows.append(("samples/s", _speed_text(facts)))
@@ -127,6 +138,12 @@ def closing_table(facts: Mapping[str, Any]) -> str:
     rows += [("logs", local_path(facts["log_dir"])), ("run", local_path(facts["run_dir"]))]
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def ending_text(facts: Mapping[str, Any]) -> str:
+    """Return "finished at step 400" or "stopped at step 120 (Ctrl-C)"."""
+    cause = CAUSES.get(facts["exit_code"])
+    return f"{facts['state']} at step {facts['step']}" + (f" ({cause})" if cause else "")
 
 
 def shares_text(parts: Mapping[str, float]) -> str:

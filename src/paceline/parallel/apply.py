@@ -64,5 +64,6 @@ def _refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise PlanError(
-                f"{name} = {module} makes sparse gradients, which are not averaged yet. Use sparse=False (and an optimizer for dense gradients)."
+                f"{name} = {module} makes sparse gradients, which are not averaged yet. Use sparse=False (and an "
+                "optimizer for dense gradients)."
             )

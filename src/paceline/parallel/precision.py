@@ -1,7 +1,7 @@
 """In which types a model computes.
 
-fp32: as written. bf16: weights and optimizer stay fp32, matrix work runs in bf16 by autocast. fp64: everything in double precision, the
-reference for parity.
+fp32: as written. bf16: weights and optimizer stay fp32, matrix work runs in bf16 by autocast. fp64: everything in
+double precision, the reference for parity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Recompute activations in backward instead of keeping them.
 
-"blocks": each of a model's repeated blocks (the members of a ModuleList or Sequential of two or more modules of one class) keeps only its
-inputs (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Random state is kept, so dropout repeats exactly.
+"blocks": each of a model's repeated blocks (the members of a ModuleList or Sequential of two or more modules of one
+class) keeps only its inputs (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Random state is kept,
+so dropout repeats exactly.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ def recompute_blocks(model: nn.Module) -> None:
     blocks = repeated_blocks(model)
     if not blocks:
         raise PlanError(
-            f"Compute(recompute='blocks') found no repeated blocks in {type(model).__name__}: it looks for a ModuleList or Sequential "
+            f"Compute(recompute='blocks') found no repeated blocks in {type(model).__name__}: it looks for a "
+            "ModuleList or Sequential "
             "of two or more modules of one class. Use recompute='none', or put the model's layers into a ModuleList."
         )
     for _, block in blocks:
-        block.forward = _recomputed(block.forward, block)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward, block)
 
 
 def _recomputed(forward: Any, block: nn.Module) -> Any:

@@ -1,9 +1,9 @@
 """The order of samples: a pure function of (seed, epoch, position) that needs no memory and no walk to a position.
 
-A shuffled epoch is a pseudo-random permutation of 0..n-1. It is made by a Feistel network (Luby & Rackoff, 1988) over the
-smallest power of two that holds n, with cycle walking (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): a value
-that falls outside 0..n-1 is encrypted again until it falls inside. Each position costs the same, wherever it lies, so a resume
-is O(1), and any worker can find any sample of any step by itself.
+A shuffled epoch is a pseudo-random permutation of 0..n-1. It is made by a Feistel network (Luby & Rackoff, 1988) over
+the smallest power of two that holds n, with cycle walking (Black & Rogaway, "Ciphers with Arbitrary Finite Domains",
+2002): a value that falls outside 0..n-1 is encrypted again until it falls inside. Each position costs the same,
+wherever it lies, so a resume is O(1), and any worker can find any sample of any step by itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ LEAST_BITS = 6  # smaller Feistel halves shuffle poorly; a tiny epoch walks a li
 def sample_indices(
     *, seed: int, epoch: int, num_samples: int, positions: NDArray[Any], shuffle: bool = True
 ) -> NDArray[np.int64]:
-    """Return the dataset indices that stand at `positions` (0 <= position < num_samples) of an epoch's order, same shape."""
+    """Return the dataset indices that stand at `positions` (0 <= position < num_samples) of an epoch's order, same
+    shape."""
     places = np.asarray(positions, dtype=np.int64)
-    if places.size and not (0 <= places.min() and places.max() < num_samples):
-        raise ValueError(f"positions run from {places.min()} to {places.max()}, outside an epoch of {num_samples} samples")
+    if places.size and not (places.min() >= 0 and places.max() < num_samples):
+        raise ValueError(
+            f"positions run from {places.min()} to {places.max()}, outside an epoch of {num_samples} samples"
+        )
     if not shuffle or num_samples < 2:
         return places.copy()
     bits = max(LEAST_BITS, (num_samples - 1).bit_length())

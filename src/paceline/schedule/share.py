@@ -1,12 +1,13 @@
 """Which micro-batches a step has, and which of them each worker runs.
 
-The list of micro-batches depends on the batch alone; the number of workers decides only who runs which. Contiguous runs keep a
-worker's reads close together and its ledger lines short.
+The list of micro-batches depends on the batch alone; the number of workers decides only who runs which. Contiguous runs
+keep a worker's reads close together and its ledger lines short.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 __all__ = ["Micro", "deal", "micro_batches", "step_ranges"]
@@ -26,7 +27,8 @@ class Micro:
 
 
 def step_ranges(*, num_samples: int, size: int, drop_last: bool, position: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield the [start, stop) positions of each remaining step of an epoch, from `position` on; the last may be short."""
+    """Yield the [start, stop) positions of each remaining step of an epoch, from `position` on; the last may be
+    short."""
     while position < num_samples and not (drop_last and position + size > num_samples):
         stop = min(position + size, num_samples)
         yield position, stop
@@ -34,9 +36,11 @@ def step_ranges(*, num_samples: int, size: int, drop_last: bool, position: int =
 
 
 def micro_batches(start: int, stop: int, micro: int) -> tuple[Micro, ...]:
-    """Cut positions [start, stop) into the fewest micro-batches of at most `micro` samples, whose sizes differ by at most one.
+    """Cut positions [start, stop) into the fewest micro-batches of at most `micro` samples, whose sizes differ by at
+    most one.
 
-    Even sizes leave no last micro-batch of a single sample, on which batch norm would fail, and keep workers equally busy.
+    Even sizes leave no last micro-batch of a single sample, on which batch norm would fail, and keep workers equally
+    busy.
     """
     parts = deal(stop - start, -(-(stop - start) // micro))
     return tuple(Micro(index, start + part.start, start + part.stop) for index, part in enumerate(parts))
@@ -48,4 +52,4 @@ def deal(num_micro: int, num_shares: int) -> tuple[range, ...]:
     bounds = [0]
     for share in range(num_shares):
         bounds.append(bounds[-1] + least + (share < extra))
-    return tuple(range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(range(a, b) for a, b in itertools.pairwise(bounds))

@@ -1,9 +1,9 @@
 """Synchronous averaging: every replica's gradients are summed in buckets while backward runs.
 
-One walk over a step's micro-batches goes `begin`, backward ..., `arm`, the last backward, `flush`, `land`. Only after `arm` do
-buckets leave, each as soon as all its gradients are there and all buckets before it have left: collectives are then issued in the same order on
-every worker, also on one that has no micro-batch in this step and sends zeros. Weights are the business of the caller, who has
-scaled each loss.
+One walk over a step's micro-batches goes `begin`, backward ..., `arm`, the last backward, `flush`, `land`. Only after
+`arm` do buckets leave, each as soon as all its gradients are there and all buckets before it have left: collectives are
+then issued in the same order on every worker, also on one that has no micro-batch in this step and sends zeros. Weights
+are the business of the caller, who has scaled each loss.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class GradientSum:
     def land(self, used: Sequence[bool], *, scale: float) -> bool:
         """Wait for all sums, multiply them by `scale`, and install them; `used` is that of all workers together.
 
-        Parameters that no worker used keep no gradient, so that optimizers leave them alone, as they would in one process.
-        Returns whether all gradients are finite: the same answer on every worker, since all hold the same sums.
+        Parameters that no worker used keep no gradient, so that optimizers leave them alone, as they would in one
+        process. Returns whether all gradients are finite: the same answer on every worker, since all hold the same
+        sums.
         """
         self.waited_s = 0.0
         for bucket in self._buckets:
@@ -119,7 +120,8 @@ class GradientSum:
                 f"a second gradient arrived for {self.names[place]} in the step's last micro-batch: "
                 "add the losses and call backward once, or walk over the batch again for another optimizer"
             )
-        # Buckets leave one gradient late: hooks that the user put on this parameter run after this one and may change its gradient.
+        # Buckets leave one gradient late: hooks that the user put on this parameter run after this one and may change
+        # its gradient.
         while self._num_departed < len(self._buckets) and self._pending[self._num_departed] == 0:
             self._depart_next()
         self._arrived.add(place)

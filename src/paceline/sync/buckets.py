@@ -1,7 +1,7 @@
 """Buckets: gradients that travel together in one flat buffer.
 
-Backward reaches the last layers first, so buckets are filled from the last parameter to the first; each bucket can leave while
-backward still works on earlier layers.
+Backward reaches the last layers first, so buckets are filled from the last parameter to the first; each bucket can
+leave while backward still works on earlier layers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def assign(parameters: Sequence[Named], *, bucket_bytes: int) -> list[list[Named
 class Bucket:
     """One flat buffer, a view of it per parameter, and the exchange under way.
 
-    `depart` copies the gradients in and starts the codec's first round; `land` walks the remaining rounds, blocking, and leaves the sum
-    over replicas in each parameter's `grad`.
+    `depart` copies the gradients in and starts the codec's first round; `land` walks the remaining rounds, blocking,
+    and leaves the sum over replicas in each parameter's `grad`.
     """
 
     def __init__(self, parameters: Sequence[Named], *, group: WorkerGroup, codec: Codec) -> None:
@@ -57,17 +57,11 @@ class Bucket:
 
     def depart(self) -> None:
         """Start to sum the gradients over the replicas; a parameter without a gradient contributes zeros."""
-        views: list[Tensor] = []
-        gradients: list[Tensor] = []
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
-            elif parameter.grad is not view:
-                views.append(view)
-                gradients.append(parameter.grad)
-        if views:
-            torch._foreach_copy_(views, gradients)
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+            else:
+                view.copy_(parameter.grad)
             parameter.grad = view  # frees the gradient that autograd made
         self._rounds = self._codec.exchange(self._flat)
         self._send(next(self._rounds))
@@ -114,7 +108,8 @@ class StayingBucket:
         return
 
     def scale(self, factor: float) -> None:
-        torch._foreach_mul_(self._gradients(), factor)
+        for gradient in self._gradients():
+            gradient.mul_(factor)
 
     def total(self) -> Tensor:
         gradients = self._gradients()

@@ -16,10 +16,14 @@ __all__ = ["StepBatch", "to_device"]
 
 
 class StepBatch:
-    """This worker's micro-batches of a step. Iterating over it is the plain loop: `for x, y in batch: worker.backward(...)`.
+    """This worker's micro-batches of a step. Iterating over it is the plain loop: `for x, y in batch:
+    worker.backward(...)`.
 
-    `step` is the number that the step gets when it is committed, `num_samples` counts the real samples of the whole global batch, and `len()`
-    the micro-batches of this worker, which may be none. It can be walked over again (for a second optimizer); the data is kept.
+    `ends_epoch` says whether it is the last of its epoch (None: an iterable dataset does not tell).
+
+    `step` is the number that the step gets when it is committed, `num_samples` counts the real samples of the whole
+    global batch, and `len()` the micro-batches of this worker, which may be none. It can be walked over again (for a
+    second optimizer); the data is kept.
     """
 
     def __init__(
@@ -31,11 +35,12 @@ class StepBatch:
         start: int,
         stop: int,
         micros: Sequence[Micro],
+        ends_epoch: bool | None,
         fetch: Callable[[], Any],
         walk: Callable[[StepBatch], Iterator[Any]],
     ) -> None:
         self.stream, self.step, self.epoch = stream, step, epoch
-        self.start, self.stop = start, stop
+        self.start, self.stop, self.ends_epoch = start, stop, ends_epoch
         self.micros = tuple(micros)
         self.num_samples = stop - start
         self.num_walks = 0
@@ -53,7 +58,8 @@ class StepBatch:
         return f"<step {self.step}, epoch {self.epoch}: {len(self)} micro-batches here of {self.num_samples} samples>"
 
     def read(self, place: int) -> Any:
-        """Return the data of this worker's micro-batch number `place`, on the CPU; waits for the loader at the first time."""
+        """Return the data of this worker's micro-batch number `place`, on the CPU; waits for the loader at the first
+        time."""
         while len(self._kept) <= place:
             began = time.perf_counter()
             self._kept.append(self._fetch())
@@ -67,7 +73,8 @@ class StepBatch:
 
 
 def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Move every tensor in a tree of dicts, lists, tuples and dataclasses to `device`, floats to `dtype` where it is given."""
+    """Move every tensor in a tree of dicts, lists, tuples and dataclasses to `device`, floats to `dtype` where it is
+    given."""
     if isinstance(data, Tensor):
         target = dtype if data.is_floating_point() else None
         if data.device == device and (target is None or data.dtype == target):
@@ -88,7 +95,8 @@ def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any
 
 
 def _rebuilt(original: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    """A mapping of the original's class where it can be made from a dict; some batch classes have their own `to` instead."""
+    """A mapping of the original's class where it can be made from a dict; some batch classes have their own `to`
+    instead."""
     try:
         return type(original)(moved)  # type: ignore[call-arg]
     except TypeError:

@@ -1,11 +1,13 @@
 """Buffers (batch-norm statistics and the like) across micro-batches.
 
-Every micro-batch starts from the buffers of the step's beginning. What each one makes of them is combined at the end by its share of real
-samples, over all workers: new = old + sum_i w_i (buffer_i - old) / sum_i w_i. So the result is the same however micro-batches are dealt.
-Integer buffers are rounded to nearest, which gives "one more" for batch-norm's counter of batches.
+Every micro-batch starts from the buffers of the step's beginning. What each one makes of them is combined at the end by
+its share of real samples, over all workers: new = old + sum_i w_i (buffer_i - old) / sum_i w_i. So the result is the
+same however micro-batches are dealt. Integer buffers are rounded to nearest, which gives "one more" for batch-norm's
+counter of batches.
 
-A change is seen by the tensor's version counter, so large buffers that never change (masks, tables) cost a comparison of two numbers. torch's
-batch-norm kernels write running statistics without counting it, so floating buffers of one dim are compared by their values, too.
+A change is seen by the tensor's version counter, so large buffers that never change (masks, tables) cost a comparison
+of two numbers. torch's batch-norm kernels write running statistics without counting it, so floating buffers of one dim
+are compared by their values, too.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class BufferCombiner:
         return [slot.drift is not None for slot in self._slots]
 
     def combine(self, changed: Sequence[bool], *, num_samples: int, group: WorkerGroup) -> None:
-        """Set the buffers that changed anywhere to their combination; all workers must call it with the same `changed`."""
+        """Set the buffers that changed anywhere to their combination; all workers must call it with the same
+        `changed`."""
         slots = [slot for slot, is_changed in zip(self._slots, changed, strict=True) if is_changed]
         if not slots:
             return
@@ -81,7 +84,7 @@ class _Slot:
         self._tensor, self._version = self.current(), self.current()._version
 
     def current(self) -> Tensor:
-        return self.module._buffers[self.name]  # type: ignore[return-value]
+        return getattr(self.module, self.name)
 
     def moved(self) -> bool:
         current = self.current()
@@ -101,14 +104,15 @@ class _Slot:
                 if self.current().shape == self._saved.shape:
                     self.current().copy_(self._saved)
                 else:
-                    self.module._buffers[self.name] = self._saved.clone()
+                    setattr(self.module, self.name, self._saved.clone())
             self._mark()
 
     def capture(self, num_samples: int) -> None:
         if self.moved():
             if self.current().shape != self._saved.shape:
                 raise ValueError(
-                    f"buffer {self.full_name} changed its shape from {list(self._saved.shape)} to {list(self.current().shape)} within a step; "
+                    f"buffer {self.full_name} changed its shape from {list(self._saved.shape)} to "
+                    f"{list(self.current().shape)} within a step; "
                     "buffers whose shape depends on the data cannot be combined over workers"
                 )
             change = (self.current().detach().double() - self._saved.double()) * num_samples

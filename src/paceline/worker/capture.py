@@ -1,4 +1,12 @@
-"""Captures for `paceline parity`: each step's loss and gradients, and the weights at the end, written by worker 0."""
+"""Captures for `paceline parity`: each step's loss and gradients, and the weights at the end, written by worker 0.
+
+    losses.jsonl                    one line per committed step: {"step": 1, "loss": 2.3}
+    gradients_<step>.safetensors    what the optimizers were about to use, by the parameters' full names
+    weights.safetensors             parameters and buffers at the end
+
+Gradients are those that an optimizer sees: averaged over all workers, and clipped where the script clips. Types that numpy
+does not know are written as float32, which holds all their values.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +14,20 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["Capture"]
 
 
 class Capture:
-    """Writes losses.jsonl, gradients_<step>.safetensors and weights.safetensors into one directory."""
+    """Writes one run's captures into one directory; on other workers than 0 it does nothing."""
 
     def __init__(self, directory: Path, worker_rank: int) -> None:
         self._directory = directory
         self._is_writer = worker_rank == 0
-        self._seen: dict[int, dict[str, Tensor]] = {}
+        self._step = 0
+        self._seen: dict[str, Tensor] = {}  # gradients of the step under way: several optimizers share its file
         if self._is_writer:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -28,23 +38,36 @@ class Capture:
                 file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
     def gradients(self, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Note averaged gradients as an optimizer is about to see them; several optimizers add up to one file a step."""
-        if self._is_writer:
-            found = self._seen.setdefault(step, {})
-            found.update({name: p.grad.detach().cpu().clone() for name, p in parameters if p.grad is not None})
-            self._write(f"gradients_{step}", found)
+        """Note averaged gradients as an optimizer is about to see them; several optimizers add up to one file a "
+        "step."""
+        if not self._is_writer:
+            return
+        if step != self._step:
+            self._step, self._seen = step, {}
+        self._seen.update({name: _portable(p.grad) for name, p in parameters if p.grad is not None})
+        self._write(f"gradients_{step}", self._seen)
 
     def weights(self, models: Mapping[str, nn.Module]) -> None:
-        """Note the parameters and buffers of all models."""
+        """Note the parameters and buffers of all models; a tied parameter has its first name."""
         if self._is_writer:
             found = {
-                f"{prefix}.{name}": tensor.detach().cpu().clone()
+                f"{prefix}.{name}": _portable(tensor)
                 for prefix, model in models.items()
                 for name, tensor in [*model.named_parameters(), *model.named_buffers()]
             }
             self._write("weights", found)
 
-    def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
+    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file  # only parity needs it
 
-        save_file({key: value.contiguous() for key, value in tensors.items()}, self._directory / f"{name}.safetensors")
+        save_file(dict(tensors), self._directory / f"{name}.safetensors")
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """A copy of its own on the CPU, of a type that numpy knows."""
+    copy = tensor.detach().to("cpu", copy=True)
+    if copy.is_complex():
+        copy = torch.view_as_real(copy)
+    elif copy.is_floating_point() and copy.dtype is not torch.float64:
+        copy = copy.float()
+    return copy.contiguous()

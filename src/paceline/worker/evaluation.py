@@ -1,7 +1,7 @@
 """Exact evaluation over uneven shares: every sample is counted once, by whoever has it, and nothing is padded.
 
-Samples in dataset order are cut into micro-batches that do not depend on the number of workers; each worker runs a contiguous part; sums and
-counts travel once, at the end, in float64.
+Samples in dataset order are cut into micro-batches that do not depend on the number of workers; each worker runs a
+contiguous part; sums and counts travel once, at the end, in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.parallel.precision import computing, input_dtype
 from paceline.schedule.share import deal, micro_batches
 from paceline.worker import randomness
 from paceline.worker.batch import to_device
-from paceline.worker.reading import Collate
+from paceline.worker.reading import Collate, fetch
 
 __all__ = ["Measure", "evaluate"]
 
@@ -41,9 +41,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Return each measure's exact mean over the dataset, equal on all workers; all must call it.
 
-    A measure gets (output, target) of a micro-batch and returns its mean (weighted by the number of samples) or (sum, count).
-    `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is in eval mode meanwhile,
-    without gradients. Random state is seeded for each micro-batch from `seeds`, and as before afterwards.
+    A measure gets (output, target) of a micro-batch and returns its mean (weighted by the number of samples) or (sum,
+    count). `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is
+    in eval mode meanwhile, without gradients. Random state is seeded for each micro-batch from `seeds`, and as before
+    afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -74,18 +75,17 @@ def _micros(
         raise TypeError(f"worker.evaluate() needs a dataset with len() and [], not a {type(dataset).__name__}")
     micros = micro_batches(0, len(dataset), micro)
     share = deal(len(micros), group.size)[group.index]
-    fetch_many = getattr(dataset, "__getitems__", None)
     for item in micros[share.start : share.stop]:
         indices = list(range(item.start, item.stop))
         randomness.seed_all(*seeds, item.index)
-        samples = fetch_many(indices) if callable(fetch_many) else [dataset[index] for index in indices]
-        yield item.index, item.num_samples, collate(list(samples))
+        yield item.index, item.num_samples, collate(fetch(dataset, indices))
 
 
 def _run_pair(model: nn.Module, data: Any) -> tuple[Any, Any]:
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise ValueError(
-            "worker.evaluate() needs (input, target) samples; for others pass forward=fn, where fn(model, micro) returns (output, target)"
+            "worker.evaluate() needs (input, target) samples; for others pass forward=fn, where fn(model, micro) "
+            "returns (output, target)"
         )
     return model(data[0]), data[1]
 
@@ -96,5 +96,8 @@ def _sum_and_count(name: str, value: Any, num_samples: int) -> tuple[float, floa
             raise ValueError(f"measure {name!r} returned {len(value)} values; return the mean, or (sum, count)")
         return float(value[0]), float(value[1])
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"measure {name!r} returned shape {list(value.shape)}; return the mean over the micro-batch, or (sum, count)")
+        raise ValueError(
+            f"measure {name!r} returned shape {list(value.shape)}; return the mean over the micro-batch, or (sum, "
+            "count)"
+        )
     return float(value) * num_samples, float(num_samples)

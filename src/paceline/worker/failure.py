@@ -14,7 +14,9 @@ from paceline.plan.job import Assignment
 
 __all__ = ["is_echo", "write_error"]
 
-PEER_GONE = re.compile(r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused")
+PEER_GONE = re.compile(
+    r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
+)
 
 
 def write_error(error: BaseException, assignment: Assignment, *, step: int) -> None:

@@ -1,6 +1,7 @@
 """Become a worker of a world that somebody else started: torchrun, srun or mpirun.
 
-There is no supervisor then. The engine starts, ends and restarts processes; worker 0 picks the run directory and tells the others.
+There is no supervisor then. The engine starts, ends and restarts processes; worker 0 picks the run directory and tells
+the others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ __all__ = ["joined"]
 
 @contextlib.contextmanager
 def joined(
-    world: World, job: Job, *, run_dir: Callable[[], tuple[Path, int]], command_started: float, log: Callable[[str], None]
+    world: World,
+    job: Job,
+    *,
+    run_dir: Callable[[], tuple[Path, int]],
+    command_started: float,
+    log: Callable[[str], None],
 ) -> Iterator[tuple[Assignment, dist.Store]]:
     """Meet the other workers; yield this one's assignment and the store they share.
 
@@ -68,7 +74,9 @@ def _assignment(world: World, job: Job, run_dir: Path, attempt: int, command_sta
 def _store(world: World, job: Job, log: Callable[[str], None]) -> Iterator[dist.Store]:
     if world.source == "torchrun":
         # torchrun has a store of its own running at this address, or leaves it to worker 0: torch knows which.
-        rendezvous = dist.rendezvous("env://", world.worker_rank, world.workers, timeout=timedelta(seconds=job.timeout_s))
+        rendezvous = dist.rendezvous(
+            "env://", world.worker_rank, world.workers, timeout=timedelta(seconds=job.timeout_s)
+        )
         store, _, _ = next(iter(rendezvous))
         yield store
         return
@@ -110,7 +118,11 @@ def _own_address(world: World) -> str:
 
 def started_at() -> float:
     """When this process began (time.time()), for the start-up time of a world that somebody else started."""
-    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) if Path("/proc/self/stat").exists() else 0
+    ticks = (
+        int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        if Path("/proc/self/stat").exists()
+        else 0
+    )
     if not ticks:
         return time.time()
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])

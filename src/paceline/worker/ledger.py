@@ -1,4 +1,5 @@
-"""The ledger: which positions of which stream this worker ran in each committed step. `paceline audit` proves from it that no sample was lost or repeated."""
+"""The ledger: which positions of which stream this worker ran in each committed step. `paceline audit` proves from it
+that no sample was lost or repeated."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ class Ledger:
     def committed(self, batch: StepBatch, *, step: int, skipped: bool) -> None:
         """Note this worker's positions of a step; a skipped step used its samples without changing the weights."""
         self._write(
-            {"step": step, "stream": batch.stream, "epoch": batch.epoch, "ranges": _ranges(batch.micros), "skipped": skipped}
+            {
+                "step": step,
+                "stream": batch.stream,
+                "epoch": batch.epoch,
+                "ranges": _ranges(batch.micros),
+                "skipped": skipped,
+            }
         )
 
     def close(self) -> None:

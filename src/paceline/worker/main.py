@@ -20,7 +20,8 @@ __all__ = ["work"]
 
 
 def work(assignment: Assignment) -> int:
-    """Run the job's program as this worker; returns the exit status: 0, 1 after an error, 2 after a mistake in the plan or job."""
+    """Run the job's program as this worker; returns the exit status: 0, 1 after an error, 2 after a mistake in the plan
+    or job."""
     faulthandler.enable()
     environment.enter(assignment)
     try:
@@ -30,7 +31,9 @@ def work(assignment: Assignment) -> int:
             _run_function(assignment)
     except SystemExit as stop:
         return _exit_status(stop, assignment)
-    except BaseException as error:  # the process boundary: reported in error.json, and in stderr.log for who reads only that
+    except (
+        BaseException
+    ) as error:  # the process boundary: reported in error.json, and in stderr.log for who reads only that
         write_error(error, assignment, step=0)
         sys.excepthook(type(error), error, error.__traceback__)
         return 2 if isinstance(error, PlanError) else 1
@@ -53,7 +56,9 @@ def _run_script(assignment: Assignment) -> None:
 def _run_function(assignment: Assignment) -> None:
     """Run the function that paceline.run(fn) was called with; its value goes back to the caller through a file."""
     program = Path(assignment.run_dir) / f"attempt_{assignment.attempt}" / "program.pkl"
-    function, plan, fields = cloudpickle.loads(program.read_bytes())  # written by the caller's own process, on this host
+    function, plan, fields = cloudpickle.loads(
+        program.read_bytes()
+    )  # written by the caller's own process, on this host
     value: Any = live(function, assignment, plan=plan, fields=fields)
     if assignment.rank == 0:
         result = Path(assignment.worker_dir) / "result.pkl"

@@ -30,7 +30,8 @@ ABANDON_S = 3.0  # less than what a supervisor gives to a failed job
 
 
 class Preparation:
-    """Owns the registry and both ends of checkpoints. Only worker 0 opens files; the plain part of a checkpoint is held by all."""
+    """Owns the registry and both ends of checkpoints. Only worker 0 opens files; the plain part of a checkpoint is held
+    by all."""
 
     def __init__(
         self, plan: Plan, *, group: WorkerGroup, device: torch.device, buffers: BufferCombiner, files: RunFiles
@@ -61,7 +62,8 @@ class Preparation:
         strangers = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
         if strangers:
             raise ValueError(
-                f"{type(optimizer).__name__} holds {strangers} parameters of no prepared model: call model = worker.prepare(model) first, "
+                f"{type(optimizer).__name__} holds {strangers} parameters of no prepared model: call model = "
+                "worker.prepare(model) first, "
                 "and make the optimizer from that model's parameters"
             )
         full_name = self.registry.name_for("optimizer", name)
@@ -89,10 +91,13 @@ class Preparation:
         run = self._state["run"]
         idle = sorted({*run["extra"], *run["optimizers"], *run["objects"]} - self._used)
         if idle and self._group.index == 0:
-            self._files.emit(Warned(text=f"the checkpoint also holds {', '.join(idle)}, which this script did not prepare: not used"))
+            self._files.emit(
+                Warned(text=f"the checkpoint also holds {', '.join(idle)}, which this script did not prepare: not used")
+            )
 
     def open(self, path: str | None) -> None:
-        """Open a checkpoint, by default the newest complete one of the run; what is prepared from now on is filled from it."""
+        """Open a checkpoint, by default the newest complete one of the run; what is prepared from now on is filled from
+        it."""
         about: tuple[int, str, dict[str, Any]] | None = None
         if self._group.index == 0:
             chosen = Path(path) if path else self._newest()

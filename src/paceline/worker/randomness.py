@@ -1,7 +1,7 @@
 """Random state: each micro-batch has its own, seeded by numbers alone, and the code around the step never notices.
 
-Covered: torch on the CPU and on the worker's device, Python's `random`, and numpy's global generator. Generators that user code
-makes for itself are its own business.
+Covered: torch on the CPU and on the worker's device, Python's `random`, and numpy's global generator. Generators that
+user code makes for itself are its own business.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ def seed_all(*numbers: int) -> None:
 
 def capture() -> dict[str, Any]:
     """Return the state of every global generator, as tensors, numbers and tuples."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            name,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
     }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -1,7 +1,7 @@
 """Read micro-batches: the objects that run inside torch's DataLoader, in this process or in loader processes.
 
-A `Request` names a micro-batch by numbers; the reader turns it into data. Random state is seeded from the request, so augmentation in a
-dataset's `__getitem__` gives the same sample wherever and whenever it is read.
+A `Request` names a micro-batch by numbers; the reader turns it into data. Random state is seeded from the request, so
+augmentation in a dataset's `__getitem__` gives the same sample wherever and whenever it is read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from paceline.schedule.order import sample_indices
 from paceline.schedule.share import Micro
 from paceline.worker import randomness
 
-__all__ = ["Counted", "Reading", "Request", "StreamReader", "open_loader"]
+__all__ = ["Counted", "Reading", "Request", "StreamReader", "fetch", "open_loader"]
 
 Collate = Callable[[list[Any]], Any]
 PR_SET_PDEATHSIG = 1
@@ -63,9 +62,7 @@ class MapReader(Dataset[Any]):
         ).tolist()
         with randomness.aside():
             randomness.seed_all(reading.seed, 1, request.epoch, micro.start)
-            fetch_many = getattr(reading.dataset, "__getitems__", None)
-            samples = fetch_many(indices) if callable(fetch_many) else [reading.dataset[index] for index in indices]
-            return reading.collate(list(samples))
+            return reading.collate(fetch(reading.dataset, indices))
 
 
 class RequestList(Sampler[Request]):
@@ -90,8 +87,8 @@ class Counted:
 class StreamReader(IterableDataset[Any]):
     """Reads the whole of an iterable dataset and collates this worker's micro-batches of each step.
 
-    Every worker passes over every item, so the steps are the same at any number of workers, provided that the dataset gives the same items in the same
-    order everywhere.
+    Every worker passes over every item, so the steps are the same at any number of workers, provided that the dataset
+    gives the same items in the same order everywhere.
     """
 
     def __init__(
@@ -141,8 +138,21 @@ class StreamReader(IterableDataset[Any]):
             position += len(step)
 
 
+def fetch(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return the samples with these numbers, at once where the dataset has torch's `__getitems__`."""
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]
+
+
 def open_loader(
-    reader: MapReader | StreamReader, requests: Iterable[Request] | None, *, loaders: int, prefetch: int, pin: bool, timeout_s: float
+    reader: MapReader | StreamReader,
+    requests: Iterable[Request] | None,
+    *,
+    loaders: int,
+    prefetch: int,
+    pin: bool,
+    timeout_s: float,
 ) -> Iterator[Any]:
     """Start reading ahead; `loaders` processes (0: in this process), each `prefetch` micro-batches ahead."""
     loader = DataLoader(
@@ -169,5 +179,3 @@ def _begin_loader(_: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-
-

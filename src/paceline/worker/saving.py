@@ -1,8 +1,9 @@
-"""What a run's state consists of, by name: how it becomes tensors and plain values, and how it comes back on any number of workers.
+"""What a run's state consists of, by name: how it becomes tensors and plain values, and how it comes back on any number
+of workers.
 
-Models, optimizers and other objects get names in the order in which they are prepared ("model", "model_2", "optimizer", ...). Optimizer state is
-stored per parameter under the parameter's own name, so it does not depend on the order of parameters. Only worker 0 touches files; what it
-reads it sends to the others.
+Models, optimizers and other objects get names in the order in which they are prepared ("model", "model_2", "optimizer",
+...). Optimizer state is stored per parameter under the parameter's own name, so it does not depend on the order of
+parameters. Only worker 0 touches files; what it reads it sends to the others.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Registry:
         """Everything else: parameter groups, plain optimizer state, the other objects' state."""
         parameters = self.parameter_names()
         return {
-            "optimizers": {name: _plain_optimizer(optimizer, parameters) for name, optimizer in self.optimizers.items()},
+            "optimizers": {
+                name: _plain_optimizer(optimizer, parameters) for name, optimizer in self.optimizers.items()
+            },
             "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
             "extra": {prefix: _extra_of(model) for prefix, model in self.models.items()},
         }
@@ -76,14 +79,16 @@ class Registry:
 def load_model(
     name: str, model: nn.Module, plain: Mapping[str, Any], checkpoint: Checkpoint | None, group: WorkerGroup
 ) -> None:
-    """Fill a model from a checkpoint that only worker 0 has open, and make it equal on all workers; all must call it."""
+    """Fill a model from a checkpoint that only worker 0 has open, and make it equal on all workers; all must call
+    it."""
     if checkpoint is not None:
         wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
         stored = [key for key in checkpoint.names if key.startswith(f"{name}.")]
         extra = sorted(set(stored) - set(wanted))
         if extra:
             raise CheckpointError(
-                f"{checkpoint.path}: it holds {', '.join(extra[:5])}{' and more' if len(extra) > 5 else ''}, which the model does not have"
+                f"{checkpoint.path}: it holds {', '.join(extra[:5])}{' and more' if len(extra) > 5 else ''}, "
+                "which the model does not have"
             )
         checkpoint.load_into(wanted)
         _set_extra(model, plain["extra"].get(name, {}))
@@ -98,16 +103,20 @@ def load_optimizer(
     checkpoint: Checkpoint | None,
     group: WorkerGroup,
 ) -> None:
-    """Fill an optimizer on all workers: tensors from worker 0's checkpoint, options from the plain state; all must call it."""
+    """Fill an optimizer on all workers: tensors from worker 0's checkpoint, options from the plain state; all must call
+    it."""
     saved = plain["optimizers"].get(name)
     if saved is None:
-        raise CheckpointError(f"the checkpoint has no state for {name!r}; it has {', '.join(plain['optimizers']) or 'none'}")
+        raise CheckpointError(
+            f"the checkpoint has no state for {name!r}; it has {', '.join(plain['optimizers']) or 'none'}"
+        )
     names = registry.parameter_names()
     present = [[names[id(p)] for p in options["params"]] for options in optimizer.param_groups]
     if present != [options["params"] for options in saved["groups"]]:
         raise CheckpointError(
             f"{name}: its parameter groups differ from the checkpoint's: {[len(g) for g in present]} parameters now, "
-            f"{[len(options['params']) for options in saved['groups']]} then, or others. Give it the same ones, or start with another run_dir"
+            f"{[len(options['params']) for options in saved['groups']]} then, or others. Give it the same ones, "
+            "or start with another run_dir"
         )
     order = [parameter for group_names in present for parameter in group_names]
     state: dict[int, dict[str, Any]] = {order.index(key): dict(values) for key, values in saved["values"].items()}
@@ -136,7 +145,9 @@ def _optimizer_tensors(name: str, checkpoint: Checkpoint | None, group: WorkerGr
 def load_object(name: str, thing: Any, plain: Mapping[str, Any]) -> None:
     """Fill a scheduler or another object from the plain state, which all workers hold."""
     if name not in plain["objects"]:
-        raise CheckpointError(f"the checkpoint has no state for {name!r}; it has {', '.join(plain['objects']) or 'none'}")
+        raise CheckpointError(
+            f"the checkpoint has no state for {name!r}; it has {', '.join(plain['objects']) or 'none'}"
+        )
     thing.load_state_dict(plain["objects"][name])
 
 

@@ -43,8 +43,8 @@ def live(
 ) -> T:
     """Be the worker that the assignment says: run `function(worker)` and return its value.
 
-    `plan` and `fields` (of Job) are what the script itself said; the command's word wins. An error is written to error.json, with the step, before it
-    is raised.
+    `plan` and `fields` (of Job) are what the script itself said; the command's word wins. An error is written to
+    error.json, with the step, before it is raised.
     """
     job = merge_job(assignment, fields or {})
     chosen = merge_plan(assignment, plan)
@@ -87,18 +87,42 @@ def merge_plan(assignment: Assignment, plan: Plan | None) -> Plan:
     return chosen
 
 
-PLACE_FIELDS = ("program", "args", "workers", "launcher", "hosts", "head", "token_file", "run_dir")  # decided before a worker exists
+PLACE_FIELDS = (
+    "program",
+    "args",
+    "workers",
+    "launcher",
+    "hosts",
+    "head",
+    "token_file",
+    "run_dir",
+)  # decided before a worker exists
 
 
-def _say_what_is_not_used(assignment: Assignment, files: RunFiles, plan: Plan | None, fields: Mapping[str, Any]) -> None:
+def _say_what_is_not_used(
+    assignment: Assignment, files: RunFiles, plan: Plan | None, fields: Mapping[str, Any]
+) -> None:
     if assignment.rank != 0:
         return
-    idle = [f"{name}={fields[name]!r}" for name in ("workers", "run_dir") if fields.get(name) not in (None, getattr(assignment.job, name))]
-    idle += [f"{name}={value!r}" for name, value in fields.items() if name in assignment.given and getattr(assignment.job, name) != value]
+    idle = [
+        f"{name}={fields[name]!r}"
+        for name in ("workers", "run_dir")
+        if fields.get(name) not in (None, getattr(assignment.job, name))
+    ]
+    idle += [
+        f"{name}={value!r}"
+        for name, value in fields.items()
+        if name in assignment.given and getattr(assignment.job, name) != value
+    ]
     if plan is not None and assignment.plan is not None and Plan.parse(assignment.plan) != plan:
         idle.append("plan")
     if idle:
-        files.emit(Warned(text=f"the script's {', '.join(dict.fromkeys(idle))} is not used: whoever started the workers decided otherwise"))
+        files.emit(
+            Warned(
+                text=f"the script's {', '.join(dict.fromkeys(idle))} is not used: whoever started the workers "
+                "decided otherwise"
+            )
+        )
 
 
 def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarted:
@@ -115,9 +139,7 @@ def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarte
 
 
 @contextlib.contextmanager
-def _group(
-    assignment: Assignment, job: Job, device: torch.device, store: dist.Store | None
-) -> Iterator[WorkerGroup]:
+def _group(assignment: Assignment, job: Job, device: torch.device, store: dist.Store | None) -> Iterator[WorkerGroup]:
     """Join torch's default process group, so that code which calls torch.distributed itself works too."""
     channel: Channel | None = None
     if store is None and assignment.channel_fd >= 0:

@@ -21,8 +21,9 @@ __all__ = ["Stepper"]
 class Stepper:
     """Made by `worker.stepper`; call it with each batch. All workers must call it, with the batch they were given.
 
-    Returns the loss of the whole global batch as a 0-d tensor, equal on all workers. When gradients are not finite on any worker, no worker
-    takes the step, and one warning says so. After a call `grad_norm` holds the global norm before clipping, where clipping is on.
+    Returns the loss of the whole global batch as a 0-d tensor, equal on all workers. When gradients are not finite on
+    any worker, no worker takes the step, and one warning says so. After a call `grad_norm` holds the global norm before
+    clipping, where clipping is on.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """A stream of steps from one dataset: where it stands, which steps come next, and this worker's part of each.
 
-The position is two numbers (epoch, samples into it); the next step follows from them alone, so a restore costs the same anywhere in an
-epoch. Map-style datasets (`len` and `[]`) are read in the order of `schedule.order`. Iterable datasets are passed over by every worker, which
-keeps its own micro-batches: exact at any number of workers as long as the dataset gives the same items in the same order everywhere, which is
-checked at each step by count; a restore passes over the items before the position.
+The position is two numbers (epoch, samples into it); the next step follows from them alone, so a restore costs the same
+anywhere in an epoch. Map-style datasets (`len` and `[]`) are read in the order of `schedule.order`. Iterable datasets
+are passed over by every worker, which keeps its own micro-batches: exact at any number of workers as long as the
+dataset gives the same items in the same order everywhere, which is checked at each step by count; a restore passes over
+the items before the position.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def is_map_style(dataset: Any) -> bool:
 
 
 class Stream:
-    """Yields the remaining steps of a source as StepBatch objects, from the cursor on; the cursor is moved by the worker's commits."""
+    """Yields the remaining steps of a source as StepBatch objects, from the cursor on; the cursor is moved by the
+    worker's commits."""
 
     def __init__(
         self,
@@ -91,9 +93,15 @@ class Stream:
         share = deal(len(micros), self._group.size)[self._group.index]
         return micros[share.start : share.stop]
 
+    def _end_of_epoch(self) -> int:
+        """The position at which an epoch of a map-style dataset ends."""
+        return self.num_samples - (self.num_samples % self._batch.size if self._batch.drop_last else 0)
+
     def _map_steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
         begin = Cursor(self.cursor.epoch, self.cursor.position)  # the loader runs ahead, while the cursor moves
-        requests = (Request(epoch, micro) for epoch, start, stop in self._plan(begin) for micro in self.mine(start, stop))
+        requests = (
+            Request(epoch, micro) for epoch, start, stop in self._plan(begin) for micro in self.mine(start, stop)
+        )
         items = self._open(MapReader(self._reading()), requests)
         for epoch, start, stop in self._plan(begin):
             batch = StepBatch(
@@ -103,6 +111,7 @@ class Stream:
                 start=start,
                 stop=stop,
                 micros=self.mine(start, stop),
+                ends_epoch=stop == self._end_of_epoch(),
                 fetch=lambda: next(items),
                 walk=self._walk,
             )
@@ -114,7 +123,9 @@ class Stream:
         b = self._batch
         for epoch in range(begin.epoch, self.source.epochs):
             position = begin.position if epoch == begin.epoch else 0
-            for first, stop in step_ranges(num_samples=self.num_samples, size=b.size, drop_last=b.drop_last, position=position):
+            for first, stop in step_ranges(
+                num_samples=self.num_samples, size=b.size, drop_last=b.drop_last, position=position
+            ):
                 yield epoch, first, stop
 
     def _iterable_steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
@@ -144,6 +155,7 @@ class Stream:
                 start=position,
                 stop=position + counted.num_samples,
                 micros=counted.micros,
+                ends_epoch=None,
                 fetch=lambda parts=parts: next(parts),
                 walk=self._walk,
             )
@@ -157,8 +169,10 @@ class Stream:
         sums = total(self._group, [count, count * count], what="the item count of an iterable dataset")
         if size * sums[1] != sums[0] ** 2:
             raise SyncError(
-                f"the iterable dataset of stream {self.source.name!r} gave worker {self._group.index} {count} items after position "
-                f"{position} of epoch {epoch}, but {sums[0] / size:.1f} on average: it must give the same items in the same order on every worker. "
+                f"the iterable dataset of stream {self.source.name!r} gave worker {self._group.index} {count} "
+                "items after position "
+                f"{position} of epoch {epoch}, but {sums[0] / size:.1f} on average: it must give the same items "
+                "in the same order on every worker. "
                 "Seed it, sort its files, and do not split it by worker yourself"
             )
 
@@ -177,16 +191,23 @@ class Stream:
         if not is_map_style(s.dataset):
             if not hasattr(s.dataset, "__iter__"):
                 raise TypeError(
-                    f"worker.batches() got a {type(s.dataset).__name__}: a dataset needs len() and [], or must be iterable"
+                    f"worker.batches() got a {type(s.dataset).__name__}: a dataset needs len() and [], or must be "
+                    "iterable"
                 )
             if hasattr(s.dataset, "__next__"):
-                raise TypeError("worker.batches() got an iterator, which can be read only once; pass the iterable that makes it")
+                raise TypeError(
+                    "worker.batches() got an iterator, which can be read only once; pass the iterable that makes it"
+                )
             if s.loaders > 1:
-                raise ValueError(f"loaders={s.loaders}: an iterable dataset is read by one loader process at most; use loaders=1 or 0")
+                raise ValueError(
+                    f"loaders={s.loaders}: an iterable dataset is read by one loader process at most; use "
+                    "loaders=1 or 0"
+                )
         elif self.num_samples == 0:
             raise ValueError(f"the dataset of stream {s.name!r} is empty")
         elif self.cursor.position > self.num_samples:
             raise ValueError(
-                f"the checkpoint stands at sample {self.cursor.position} of epoch {self.cursor.epoch} of stream {s.name!r}, but the dataset "
+                f"the checkpoint stands at sample {self.cursor.position} of epoch {self.cursor.epoch} of stream "
+                f"{s.name!r}, but the dataset "
                 f"has {self.num_samples} samples now: it is another dataset. Use another run_dir, or fresh=True"
             )

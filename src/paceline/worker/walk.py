@@ -1,11 +1,13 @@
-"""One walk over a step's micro-batches: seed, rewind, forward and backward for each, then one agreement over all workers.
+"""One walk over a step's micro-batches: seed, rewind, forward and backward for each, then one agreement over all
+workers.
 
-The inside of the transaction. Each loss is scaled by its share of the step's real samples, so the sum over micro-batches and workers is the
-gradient of the mean over the global batch. Where losses come as (sum, count), say over tokens, the count is known only
-afterwards: gradients are formed per sample, and multiplied by samples / count once all counts are in.
+The inside of the transaction. Each loss is scaled by its share of the step's real samples, so the sum over
+micro-batches and workers is the gradient of the mean over the global batch. Where losses come as (sum, count), say over
+tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
+counts are in.
 
-The agreement is one small float64 all-reduce, the *tally*, beside the buckets: sum of losses, sum of weights, which parameters were used by
-anybody, which buffers changed anywhere.
+The agreement is one small float64 all-reduce, the *tally*, beside the buckets: sum of losses, sum of weights, which
+parameters were used by anybody, which buffers changed anywhere.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Walks:
         All workers must walk over the batch to its end, also those whose share is empty.
         """
         if self._batch is not None:
-            raise RuntimeError("a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer")
+            raise RuntimeError(
+                "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
+            )
         self._begin(batch, sums)
         try:
             with randomness.aside():
@@ -87,7 +91,8 @@ class Walks:
         batch, micro = self._batch, self._micro
         if batch is None or micro is None:
             raise RuntimeError(
-                "worker.backward() outside of a walk over a batch. Write: for x, y in batch: worker.backward(loss(model(x), y))"
+                "worker.backward() outside of a walk over a batch. Write: for x, y in batch: "
+                "worker.backward(loss(model(x), y))"
             )
         if self._is_backward_done:
             raise RuntimeError(
@@ -164,6 +169,8 @@ def _scalar(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"the loss is a {type(value).__name__}; it must be a tensor, or (sum, count)")
     if value.numel() != 1:
-        raise ValueError(f"the loss has shape {list(value.shape)}; return its mean over the micro-batch, or (sum, count)")
+        raise ValueError(
+            f"the loss has shape {list(value.shape)}; return its mean over the micro-batch, or (sum, count)"
+        )
     value = value.reshape(())
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

@@ -1,8 +1,8 @@
 """The worker: what a training function is given, and all it needs.
 
-One object per process. It owns the transaction: `walk` is its inside, `commit` its end; between steps the loop *turns* (`_turn`): what was reported is
-emitted, and a checkpoint is saved where one is due. Every public method is called by all workers, in the same order, unless it
-says otherwise.
+One object per process. It owns the transaction: `walk` is its inside, `commit` its end; between steps the loop *turns*
+(`_turn`): what was reported is emitted, and a checkpoint is saved where one is due. Every public method is called by
+all workers, in the same order, unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ class Worker:
         self._saved_at_step = -1
         self._resume()
 
-    # -- preparing ---------------------------------------------------------------------------------------------------------------
+    # -- preparing
+    # ---------------------------------------------------------------------------------------------------------------
 
     def prepare(self, thing: T, *, name: str | None = None) -> T:
         """Make a model, optimizer, scheduler or other stateful object part of the run; returns the same object.
 
-        A model is converted, moved and wrapped in place as the plan says, and gets worker 0's weights. Prepare models before their
-        optimizers, and optimizers before their schedulers. What has `state_dict` and `load_state_dict` goes into checkpoints under
-        `name` (by default "model", "optimizer", "scheduler", "object", then "model_2", ...) and comes back from them.
+        A model is converted, moved and wrapped in place as the plan says, and gets worker 0's weights. Prepare models
+        before their optimizers, and optimizers before their schedulers. What has `state_dict` and `load_state_dict`
+        goes into checkpoints under `name` (by default "model", "optimizer", "scheduler", "object", then "model_2", ...)
+        and comes back from them.
         """
         if isinstance(thing, nn.Module):
             self._prepare_model(thing, name)
@@ -79,7 +81,8 @@ class Worker:
             self._prepared.other(thing, name)
         else:
             raise TypeError(
-                f"worker.prepare() got a {type(thing).__name__}; it takes models, optimizers, schedulers and whatever has "
+                f"worker.prepare() got a {type(thing).__name__}; it takes models, optimizers, schedulers and "
+                "whatever has "
                 "state_dict() and load_state_dict(). Data goes to worker.batches()"
             )
         return thing
@@ -95,19 +98,27 @@ class Worker:
     ) -> Stepper:
         """Return `step(batch) -> loss`: forward, backward, agree, clip, commit.
 
-        `loss(output, target)` serves (input, target) batches; `forward(model, micro)` serves everything else. Either returns the mean over the
-        micro-batch, or (sum, count), for example over tokens. `clip_norm` bounds the global norm of the averaged gradient.
+        `loss(output, target)` serves (input, target) batches; `forward(model, micro)` serves everything else. Either
+        returns the mean over the micro-batch, or (sum, count), for example over tokens. `clip_norm` bounds the global
+        norm of the averaged gradient.
         """
         models = [model] if isinstance(model, nn.Module) else list(model)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for one in models:
             if one not in self._gradients:
-                raise ValueError(f"worker.stepper() got a {type(one).__name__} that was not prepared: model = worker.prepare(model)")
+                raise ValueError(
+                    f"worker.stepper() got a {type(one).__name__} that was not prepared: model = worker.prepare(model)"
+                )
         for one in optimizers:
             if one not in self._prepared.registry.optimizers.values():
-                raise ValueError(f"worker.stepper() got {type(one).__name__} that was not prepared: optim = worker.prepare(optim)")
+                raise ValueError(
+                    f"worker.stepper() got {type(one).__name__} that was not prepared: optim = worker.prepare(optim)"
+                )
             if isinstance(one, torch.optim.LBFGS):
-                raise ValueError("LBFGS evaluates the loss many times per step and cannot be used with a stepper; use a first-order optimizer")
+                raise ValueError(
+                    "LBFGS evaluates the loss many times per step and cannot be used with a stepper; use a "
+                    "first-order optimizer"
+                )
         if (loss is None) == (forward is None):
             raise ValueError("worker.stepper() needs either loss=fn(output, target) or forward=fn(model, micro)")
         if clip_norm is not None and clip_norm <= 0:
@@ -126,7 +137,8 @@ class Worker:
             clip_norm=clip_norm,
         )
 
-    # -- data --------------------------------------------------------------------------------------------------------------------
+    # -- data --------------------------------------------------------------------------------------------------------
+    # ------------
 
     def batches(
         self,
@@ -140,8 +152,8 @@ class Worker:
     ) -> Iterator[StepBatch]:
         """Yield one item a step: this worker's micro-batches of the global batch, from where the run stands.
 
-        `loaders` processes read ahead, `prefetch` micro-batches each (0: this process reads). `name` tells streams apart in checkpoints and
-        the ledger; by default "train", then "train_2", ...
+        `loaders` processes read ahead, `prefetch` micro-batches each (0: this process reads). `name` tells streams
+        apart in checkpoints and the ledger; by default "train", then "train_2", ...
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
@@ -160,7 +172,9 @@ class Worker:
             pin=self.device.type == "cuda",
             name=name,
         )
-        stream = Stream(source, self.plan.batch, cursor=cursor, group=self._group, walk=self._plain_walk, timeout_s=self._timeout_s)
+        stream = Stream(
+            source, self.plan.batch, cursor=cursor, group=self._group, walk=self._plain_walk, timeout_s=self._timeout_s
+        )
         self._streams[name] = stream
         self._prepared.begin_training()
         self._files.ledger.opened(name, **stream.about())
@@ -188,12 +202,14 @@ class Worker:
         if self._files.is_save_due(self.step) and self._saved_at_step != self.step:
             self.save()
 
-    # -- the step ----------------------------------------------------------------------------------------------------------------
+    # -- the step
+    # ----------------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: LossLike) -> None:
         """Add a micro-batch's gradient, in the plain loop; `loss` is the mean over the micro-batch, or (sum, count).
 
-        Gradients are averaged over all workers when the walk over the batch ends: then clip if you like, `optim.step()`, `optim.zero_grad()`.
+        Gradients are averaged over all workers when the walk over the batch ends: then clip if you like,
+        `optim.step()`, `optim.zero_grad()`.
         """
         self._walks.backward(loss)
 
@@ -207,7 +223,8 @@ class Worker:
     def _plain_walk(self, batch: StepBatch) -> Iterator[Any]:
         began, data_s = time.perf_counter(), batch.data_s
         yield from self._walks.run(batch, list(self._gradients.values()))
-        # With several models each walk of a plain loop is about one of them, so the others' parameters are idle on purpose.
+        # With several models each walk of a plain loop is about one of them, so the others' parameters are idle on
+        # purpose.
         self._walked(batch, began, data_s, names_unused=len(self._gradients) == 1)
 
     def _walked(self, batch: StepBatch, began: float, data_s: float, *, names_unused: bool) -> Outcome:
@@ -220,11 +237,19 @@ class Worker:
             current.agreed_at = time.perf_counter()
         if not outcome.finite:
             self._warn(
-                f"step {batch.step} was skipped on all workers: its gradients are not finite (loss {float(outcome.loss):.4g})", once=False
+                f"step {batch.step} was skipped on all workers: its gradients are not finite (loss "
+                f"{float(outcome.loss):.4g})",
+                once=False,
             )
         if outcome.unused and names_unused:
-            shown = ", ".join(sorted(outcome.unused)[:8]) + (f" and {len(outcome.unused) - 8} more" if len(outcome.unused) > 8 else "")
-            self._warn(f"these parameters got no gradient from any worker and stay as they are: {shown}", once=True, key="unused")
+            shown = ", ".join(sorted(outcome.unused)[:8]) + (
+                f" and {len(outcome.unused) - 8} more" if len(outcome.unused) > 8 else ""
+            )
+            self._warn(
+                f"these parameters got no gradient from any worker and stay as they are: {shown}",
+                once=True,
+                key="unused",
+            )
         return outcome
 
     def commit(self, batch: StepBatch) -> None:
@@ -254,13 +279,16 @@ class Worker:
         capture, current = self._files.capture, self._current
         if capture is not None and current is not None:
             names = self._prepared.registry.parameter_names()
-            capture.gradients(current.batch.step, [(names[id(p)], p) for g in optimizer.param_groups for p in g["params"]])
+            capture.gradients(
+                current.batch.step, [(names[id(p)], p) for g in optimizer.param_groups for p in g["params"]]
+            )
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._current is not None and self._current.outcome is not None:
             self.commit(self._current.batch)
 
-    # -- measuring ---------------------------------------------------------------------------------------------------------------
+    # -- measuring
+    # ---------------------------------------------------------------------------------------------------------------
 
     def evaluate(
         self,
@@ -272,10 +300,11 @@ class Worker:
         collate: Collate = default_collate,
         forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
     ) -> dict[str, float]:
-        """Return exact means over a dataset with len() and [], equal on all workers; nothing is padded or counted twice.
+        """Return exact means over a dataset with len() and [], equal on all workers; nothing is padded or counted
+        twice.
 
-        `measures` maps names to fn(output, target), which returns the mean over a micro-batch or (sum, count); one function alone is called
-        "loss". `micro` samples are run at once (default: the plan's micro-batch).
+        `measures` maps names to fn(output, target), which returns the mean over a micro-batch or (sum, count); one
+        function alone is called "loss". `micro` samples are run at once (default: the plan's micro-batch).
         """
         began = time.perf_counter()
         named = measures if isinstance(measures, Mapping) else {"loss": measures}
@@ -296,12 +325,14 @@ class Worker:
         return results
 
     def report(self, **metrics: float | Tensor) -> None:
-        """Note values of this step for the console and all other sinks, which average them over the workers that report them."""
+        """Note values of this step for the console and all other sinks, which average them over the workers that report
+        them."""
         if self._current is None:
             raise RuntimeError("worker.report() belongs inside the loop over worker.batches()")
         self._current.metrics.update(metrics)
 
-    # -- saving ------------------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------------------------
+    # ------------
 
     def save(self) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
@@ -312,10 +343,11 @@ class Worker:
         self._prepared.save(step=self.step, cursors=cursors)
 
     def restore(self, path: str | None = None) -> int:
-        """Continue from a checkpoint: `path`, or the newest complete one of the run directory; returns its step (0: there is none).
+        """Continue from a checkpoint: `path`, or the newest complete one of the run directory; returns its step (0:
+        there is none).
 
-        Objects that are prepared already are filled at once, others when they are prepared. A run directory with checkpoints is continued
-        without this call.
+        Objects that are prepared already are filled at once, others when they are prepared. A run directory with
+        checkpoints is continued without this call.
         """
         if self._streams:
             raise RuntimeError("worker.restore() must come before worker.batches()")
@@ -332,7 +364,8 @@ class Worker:
         if self.step:
             self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
 
-    # -- talking to the others ---------------------------------------------------------------------------------------------------
+    # -- talking to the others
+    # ---------------------------------------------------------------------------------------------------
 
     @property
     def is_first(self) -> bool:
@@ -369,7 +402,8 @@ class Worker:
         self._files.finish(self.step)
 
     def abandon(self) -> None:
-        """After an error: forget the step under way, and give a checkpoint that is being written a moment to be committed."""
+        """After an error: forget the step under way, and give a checkpoint that is being written a moment to be
+        committed."""
         self._current = None
         self._prepared.abandon()
 
@@ -437,5 +471,3 @@ def _unused(name: str, taken: Mapping[str, Any]) -> str:
     while (candidate := name if number == 1 else f"{name}_{number}") in taken:
         number += 1
     return candidate
-
-

@@ -1,0 +1,192 @@
+"""Runs a script under every plan and number of workers that `paceline parity` was asked for, and judges what they capture.
+
+Each run is an ordinary one: the same launcher, the script as it is, a run directory of its own. What differs between a
+configuration and its reference is the number of replicas alone (and the wire: the reference's gradients travel whole), so
+both run the same micro-batches of the same global batches. Every run gets the same number of threads: how a matrix
+product is cut over threads changes its rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paceline import config, environment
+from paceline.attempt import Attempt, error_of
+from paceline.cli.parity import Request
+from paceline.cli.parity_compare import Capture, compare
+from paceline.cli.parity_report import Judged, Tolerance, print_report
+from paceline.errors import PlanError, WorkerError
+from paceline.events import WorkerStarted, decode
+from paceline.launch.local import prestart
+from paceline.launch.parent import WarmParent
+from paceline.plan import Job, Plan
+
+__all__ = ["Trial", "main_parity", "trials"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One run: a plan (None: the script's own) on so many workers."""
+
+    name: str  # of its directory
+    plan: Plan | None
+    workers: int
+    is_reference: bool
+
+    def overrides(self, *, float64: bool) -> tuple[str, ...]:
+        """What is changed in the plan, whoever gives it."""
+        changed = [f"plan.layout.replicas={self.workers}"]
+        if self.is_reference:
+            changed.append("plan.wire=raw")
+        if float64:
+            changed.append("plan.compute.precision=fp64")
+        return tuple(changed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """What a run left behind."""
+
+    capture: Capture
+    plan: Plan  # resolved
+    device: str  # "cpu", "cuda"
+
+
+def main_parity(request: Request) -> int:
+    """Run everything, print the table; returns 0 where parity holds, 1 where it does not.
+
+    Raises PlanError where a plan cannot work, WorkerError where the script fails.
+    """
+    planned = trials(request)
+    judged: list[Judged] = []
+    with _directory(request.keep) as directory, contextlib.ExitStack() as stack:
+        warm = stack.enter_context(prestart())
+        reference: Ended | None = None
+        for number, trial in enumerate(planned):
+            _say(f"{number + 1}/{len(planned)}  {_label(trial)}, {request.steps} steps")
+            current = warm
+            if number + 1 < len(planned):  # imports torch while this run computes
+                warm = stack.enter_context(prestart())
+            ended = _run(trial, request, directory, current)
+            if trial.is_reference or reference is None:
+                reference = ended
+            else:
+                judged.append(_judged(trial, ended, reference, request))
+    print_report(judged, steps=request.steps, as_json=request.json)
+    return 0 if all(row.holds for row in judged) else 1
+
+
+def trials(request: Request) -> list[Trial]:
+    """The runs, each reference before what is compared with it; PlanError where a plan cannot work on so many workers."""
+    plans: Sequence[Plan | None] = request.plans or (None,)
+    found: list[Trial] = []
+    for number, plan in enumerate(plans, start=1):
+        part = f"plan_{number}_" if len(plans) > 1 else ""
+        rows = [Trial(name=f"{part}reference", plan=plan, workers=1, is_reference=True)]
+        rows += [
+            Trial(name=f"{part}workers_{workers}", plan=plan, workers=workers, is_reference=False)
+            for workers in request.workers
+        ]
+        for trial in rows:
+            if plan is not None:
+                changed = config.apply(plan, *trial.overrides(float64=request.float64))
+                changed.require(workers=trial.workers)
+        found += rows
+    return found
+
+
+def _run(trial: Trial, request: Request, directory: Path, warm: WarmParent) -> Ended:
+    """Run one trial to its end, without a word on the screen."""
+    run_dir = directory / trial.name
+    captured = run_dir / "captured"
+    fields = {
+        "program": str(request.script),
+        "args": request.args,
+        "workers": trial.workers,
+        "run_dir": str(run_dir),
+        "fresh": True,
+        "save_every": None,
+        "save_at_end": False,
+        "tensorboard": False,
+        "metrics_port": None,
+        "max_steps": request.steps,
+        "capture_dir": str(captured.absolute()),
+    }
+    if request.device != "auto":
+        fields["device"] = request.device
+    threads = environment.default_threads(max(request.workers))
+    job = Job(**fields, threads=threads)  # threads: not among what the command decides, the script's own number wins
+    attempt = Attempt(job, trial.plan, trial.overrides(float64=request.float64), tuple(fields), time.time())
+    with contextlib.redirect_stdout(io.StringIO()):
+        outcome = attempt.run(warm)
+    if outcome.state == "stopped":
+        raise KeyboardInterrupt(outcome.reason)
+    if outcome.state == "failed":
+        raise _failed(trial, attempt)
+    started = _started(attempt.directory / "worker_0" / "events.jsonl")
+    capture = Capture(captured)
+    if not capture.losses:
+        raise PlanError(f"{request.script} took no step: there is nothing to compare. Its loop is over worker.batches(...).")
+    return Ended(capture=capture, plan=Plan.parse(started.plan), device=started.device.partition(":")[0])
+
+
+def _judged(trial: Trial, ended: Ended, reference: Ended, request: Request) -> Judged:
+    return Judged(
+        workers=trial.workers,
+        plan=ended.plan,
+        device=ended.device,
+        reference_device=reference.device,
+        tolerance=Tolerance.of(request.tolerance, precision=ended.plan.compute.precision),
+        found=compare(ended.capture, reference.capture),
+    )
+
+
+def _failed(trial: Trial, attempt: Attempt) -> WorkerError | PlanError:
+    error = error_of(attempt.failures)
+    message = f"the run with {_label(trial)} failed, so there is nothing to compare.\n{error}"
+    if isinstance(error, PlanError):
+        return PlanError(message)
+    return WorkerError(
+        message,
+        worker=error.worker,
+        host=error.host,
+        step=error.step,
+        exit_code=error.exit_code,
+        traceback=error.traceback,
+    )
+
+
+def _started(path: Path) -> WorkerStarted:
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            event = decode(line).event
+            if isinstance(event, WorkerStarted):
+                return event
+    raise ValueError(f"{path} does not say how the worker started")
+
+
+@contextlib.contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    """Where the runs go: a directory that is removed again, unless it is to be kept."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-parity-") as name:
+        yield Path(name)
+
+
+def _label(trial: Trial) -> str:
+    workers = "one process (reference)" if trial.is_reference else f"{trial.workers} worker{'s' * (trial.workers > 1)}"
+    return workers if trial.plan is None else f"{workers}, {trial.plan}"
+
+
+def _say(text: str) -> None:
+    print(f"parity: {text}", file=sys.stderr, flush=True)
