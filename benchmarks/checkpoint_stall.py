@@ -1,5 +1,4 @@
-"""How long training stands still for a checkpoint, and how much it slows down while one is written: Paceline and
-torch's async_save.
+"""How long training stands still for a checkpoint, and how much it slows down beside: Paceline and async_save.
 
 A model of 33 M parameters with AdamW (a state of 400 MB) takes steps; every few its state is saved. Each contender
 runs in a process of its own, in turns; medians are over all rounds. Printed per save:
@@ -89,7 +88,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     contender = CONTENDERS[arguments.contender](model, optimizer, directory)
     for _ in range(3):
         step()
-    stalls, lost, written = [], [], []
+    stalls, lost, written, baseline_s = [], [], [], 0.0
     for number in range(1 + arguments.saves):
         baseline_s = statistics.median(step() for _ in range(BASELINE_STEPS))
         began = time.perf_counter()

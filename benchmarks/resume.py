@@ -35,8 +35,7 @@ class Numbers:
 
 
 def first_item_s(worker: paceline.Worker, share: float | None) -> float:
-    """Start at `share` of the epoch (None: where the run stands), make one step, and return the wait for the first
-    item."""
+    """Start at `share` of the epoch (None: where the run stands), make one step; return how long that took."""
     model = worker.prepare(nn.Linear(1, 1))
     optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
     step = worker.stepper(model, optim, nn.functional.mse_loss)

@@ -1,5 +1,4 @@
-"""Real workers for tests: forked from the test process, which has paid for `import torch`, joined by gloo through a
-store in a file."""
+"""Real workers for tests: forked from the test process, which has paid for `import torch`, joined by gloo."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The example's GPT under torch's DistributedDataParallel, as its tutorial writes it, timed: JSON with the milliseconds
-of each step."""
+"""The example's GPT under torch's DistributedDataParallel, as its tutorial writes it: JSON with the ms of each step."""
 
 import json
 import sys

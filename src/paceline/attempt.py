@@ -1,4 +1,7 @@
-"""One attempt of a run, seen from outside the workers: its directory, its record, who watches it, and how its failures are told."""
+"""One attempt of a run, seen from outside the workers: its directory, its record, who watches it, how it failed.
+
+A supervisor has an `Attempt`; in a world that somebody else started there is none, and worker 0 is `watched_by_thread`.
+"""
 
 from __future__ import annotations
 
@@ -162,15 +165,10 @@ class Attempt:
 
 def next_attempt(run_dir: Path) -> int:
     """The number of the next attempt in this directory; PlanError where the directory is in use."""
-    if not (run_dir / "run.json").exists():
-        return 1
     try:
-        record = RunRecord.load(run_dir)
+        return RunRecord.next_attempt(run_dir)
     except ValueError as error:
         raise PlanError(str(error)) from error
-    if record.is_alive() and record.pid != os.getpid():
-        raise PlanError(in_use(record))
-    return record.attempt + 1
 
 
 def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) -> RunRecord:
@@ -184,9 +182,7 @@ def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) ->
 
 
 @contextlib.contextmanager
-def watched_by_thread(
-    assignment: Assignment, job: Job, *, local: Collection[int], launcher: str
-) -> Iterator[None]:
+def watched_by_thread(assignment: Assignment, job: Job, *, local: Collection[int], launcher: str) -> Iterator[None]:
     """Watch the run from a thread beside worker 0, where there is no supervisor: a world that somebody else started.
 
     `local` are the workers of this host, `launcher` is who started them. SIGTERM ends the body with SystemExit, so that
@@ -229,7 +225,7 @@ def watched_by_thread(
 
 
 def note_failure(assignment: Assignment) -> None:
-    """Note that the run has failed, on behalf of worker 0, which may be ended before it can; nothing without its disk."""
+    """Note that the run has failed, on behalf of worker 0, which may be ended before it can."""
     with contextlib.suppress(ValueError):  # another host's disk: no record here
         record = RunRecord.load(assignment.run_dir)
         if record.state == RUNNING and record.attempt == assignment.attempt:

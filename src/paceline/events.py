@@ -24,9 +24,11 @@ __all__ = [
     "EventLog",
     "Note",
     "Record",
+    "Reported",
     "RunFinished",
     "RunStarted",
     "StepDone",
+    "StreamOpened",
     "Warned",
     "WorkerFailed",
     "WorkerFinished",
@@ -72,8 +74,7 @@ class WorkerStarted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """A step was committed. `loss` is that of the whole global batch; `metrics` are this worker's own reported
-    values."""
+    """A step was committed. `loss` is that of the whole global batch; `metrics` are what this worker reported."""
 
     step: int
     epoch: int
@@ -83,6 +84,24 @@ class StepDone(Event):
     seconds: Mapping[str, float]  # data, compute (forward and backward), communication (waited for), optimizer, total
     skipped: bool = False  # gradients were not finite: no worker took the step
     num_bytes_sent: int = 0  # handed to the wire by this worker, after the codec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamOpened(Event):
+    """A loop over data begins. `last_step` is the step at which it will end, where the dataset's length is known."""
+
+    name: str
+    num_samples: int  # of an epoch; 0: not known
+    epochs: int
+    last_step: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reported(Event):
+    """Values that `worker.report` was given between steps, by this worker."""
+
+    step: int
+    metrics: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

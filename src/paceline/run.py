@@ -1,7 +1,7 @@
 """The door: `paceline.run(fn)` from a script or a notebook, and `start` for the command.
 
-Whoever calls it, one of three things happens: this process is a worker already and becomes it; somebody else started a world (torchrun, srun, mpirun)
-and this process joins it; or this process is the supervisor and starts the workers.
+Whoever calls it, one of three things happens: this process is a worker already and becomes it; somebody else started a
+world (torchrun, srun, mpirun) and this process joins it; or this process is the supervisor and starts the workers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline import config, environment
-from paceline.attempt import Attempt, begin_record, error_of, watched_by_thread
+from paceline.attempt import Attempt, begin_record, error_of, note_failure, watched_by_thread
 from paceline.errors import PlanError
 from paceline.launch.local import prestart
 from paceline.plan import Job, Plan
@@ -33,9 +34,10 @@ T = TypeVar("T")
 def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **job: Any) -> T:
     """Run `function(worker)` on every worker of a job and return worker 0's value.
 
-    `plan` says what is computed; `job` are fields of `Job`: workers, run_dir, save_every, launcher, ... Inside a worker, and under torchrun, srun or
-    mpirun, the call becomes that worker and returns its own value. Raises PlanError before anything starts, and what worker 0 (or whichever
-    failed first) raised, as WorkerError.
+    `plan` says what is computed; `job` are fields of `Job`: workers, run_dir, save_every, launcher, ... Inside a
+    worker, and under torchrun, srun or mpirun, the call becomes that worker and returns its own value; on the other
+    hosts of a job with several it returns None. Raises PlanError before anything starts, and what worker 0 (or
+    whichever failed first) raised, as WorkerError.
     """
     fields = {name: value for name, value in job.items() if value is not None}
     if not callable(function):
@@ -48,7 +50,7 @@ def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **jo
 
         return live(function, own, plan=chosen, fields=fields)
     world = environment.detect()
-    if world is not None:
+    if world is not None and not _is_for_each_host(world, wanted):
         return _join(world, function, wanted, chosen, fields)
     return _run_function(function, wanted, chosen, fields)
 
@@ -65,7 +67,14 @@ def start(
     warm = prestart()
     try:
         settled = _settled(job, plan, overrides, script=Path(job.program))
-        attempt = Attempt(settled, plan, overrides, given, command_started)
+        attempt = Attempt(
+            settled,
+            plan=plan,
+            overrides=overrides,
+            given=given,
+            command_started=command_started,
+            follow=job.run_dir is None,
+        )
         outcome = attempt.run(warm)
     finally:
         warm.close()
@@ -76,35 +85,68 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
     """Be the supervisor of workers that run a function of this process."""
     started = time.time()
     with prestart() as warm:
-        settled = _settled(job, plan, (), script=None)
-        attempt = Attempt(settled, plan, (), (), started, function=(function, fields))
-        outcome = attempt.run(warm)
+        settled = _settled(job, plan, (), script=_own_script())
+        attempt = Attempt(
+            settled, plan=plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
+        )
+        try:
+            outcome = attempt.run(warm)
+        finally:
+            if job.launcher == "inline":
+                environment.leave()  # this process was worker 0, and is no longer
     if outcome.state == "stopped":
-        raise KeyboardInterrupt(outcome.reason)
+        if outcome.exit_code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt(outcome.reason)
+        raise SystemExit(outcome.exit_code)
     if outcome.state == "failed":
         raise error_of(attempt.failures)
     return attempt.value()
 
 
-def _join(
-    world: World, function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]
-) -> T:
+def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]) -> T:
     """Become a worker of a world that somebody else started; beside worker 0 a thread shows and records the run."""
     from paceline.worker.joined import joined, started_at
     from paceline.worker.session import live
 
     if job.workers not in (None, world.workers) and world.worker_rank == 0:
-        print(f"paceline: workers={job.workers} is not used: {world.source} started {world.workers} workers", file=sys.stderr)
+        _tell(f"workers={job.workers} is not used: {world.source} started {world.workers} workers")
 
     def choose() -> tuple[Path, int]:
-        settled = _settled(job, plan, (), script=Path(sys.argv[0]))
+        settled = _settled(dataclasses.replace(job, workers=world.workers), plan, (), script=_own_script())
         directory = Path(str(settled.run_dir))
         return directory, begin_record(directory, settled, workers=world.workers, plan=plan).attempt
 
-    with joined(world, job, run_dir=choose, command_started=started_at(), log=lambda text: print(text, file=sys.stderr)) as (own, store):
+    with joined(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place:
+        own = place.assignment
+        watched = (
+            watched_by_thread(own, own.job, local=place.local, launcher=world.source)
+            if own.rank == 0
+            else contextlib.nullcontext()
+        )
         environment.enter(own)
-        with watched_by_thread(own, own.job) if own.rank == 0 else contextlib.nullcontext():
-            return live(function, own, plan=plan, fields=fields, store=store)
+        try:
+            with watched:
+                return live(function, own, plan=plan, fields=fields, store=place.store)
+        except Exception:
+            note_failure(own)
+            raise
+        finally:
+            environment.leave()
+
+
+def _is_for_each_host(world: World, job: Job) -> bool:
+    """Whether the world was only started to have this job's command once on each of its hosts."""
+    return job.hosts > 1 and (world.workers, world.local_workers) == (job.hosts, 1)
+
+
+def _own_script() -> Path | None:
+    """The script that this process runs; None in a notebook or an interpreter."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return None if path is None or "ipykernel" in Path(path).parts else Path(path)
+
+
+def _tell(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def _settled(job: Job, plan: Plan | None, overrides: Sequence[str], *, script: Path | None) -> Job:
@@ -124,7 +166,7 @@ def _settled(job: Job, plan: Plan | None, overrides: Sequence[str], *, script: P
 
 
 def _workers_in_script(script: Path) -> int | None:
-    """The number in the script's own `paceline.run(..., workers=N)`, read without running it; None where it gives none."""
+    """The number in the script's own `paceline.run(..., workers=N)`, read without running it, or None."""
     try:
         tree = ast.parse(script.read_bytes())
     except (SyntaxError, ValueError):
@@ -136,7 +178,8 @@ def _workers_in_script(script: Path) -> int | None:
                     if isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, int):
                         return keyword.value.value
                     raise PlanError(
-                        f"{script} computes its number of workers ({ast.unparse(keyword)}): say it on the command line, --workers N."
+                        f"{script} computes its number of workers ({ast.unparse(keyword)}): "
+                        "say it on the command line, --workers N."
                     )
     return None
 

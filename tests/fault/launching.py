@@ -135,7 +135,7 @@ def supervised(
     mark = uuid.uuid4().hex
     source = str(FAULT.parent.parent / "src")
     python_path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
+    process: subprocess.Popen[bytes] = subprocess.Popen(
         [*prefix, sys.executable, str(FAULT / "launching.py"), json.dumps(options)],
         env={**os.environ, MARK: mark, "PYTHONPATH": python_path, **(environment or {})},
         **{"stdout": subprocess.PIPE, **popen},

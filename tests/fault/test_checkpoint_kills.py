@@ -36,7 +36,8 @@ def save_forever(directory):
     writer = Writer(directory, keep=2, on_event=lambda event: None)
     while True:
         step += 1
-        tensors = {{f"model.{{k}}": torch.full(({NUM_ELEMENTS},), float(step * 1000 + k)) for k in range({NUM_TENSORS})}}
+        values = {{f"model.{{k}}": float(step * 1000 + k) for k in range({NUM_TENSORS})}}
+        tensors = {{name: torch.full(({NUM_ELEMENTS},), value) for name, value in values.items()}}
         writer.save(step, tensors, {{"step": step, "rng": torch.tensor(step)}}, {{"plan": "replicas=1"}})
         print(step, flush=True)
 

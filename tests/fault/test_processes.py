@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -203,6 +204,22 @@ def test_an_entry_that_does_not_exist_is_explained(tmp_path: Path) -> None:
     assert len(outcome.failures) == 2
 
 
+def test_a_log_directory_that_cannot_be_made_is_a_launch_error(tmp_path: Path) -> None:
+    (tmp_path / "attempt_1").write_text("in the way")
+    with pytest.raises(LaunchError, match=r"Cannot make the log directory .*worker_0: Not a directory"):
+        run_job(job(), tmp_path)
+
+
+def test_too_few_open_files_are_a_launch_error_with_the_remedy(tmp_path: Path) -> None:
+    few, most = len(os.listdir("/proc/self/fd")) + 12, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, most[1]))
+    try:
+        with pytest.raises(LaunchError, match=r"No channel for worker \d+: Too many open files. Raise .*ulimit -n"):
+            run_job(job("*:early", workers=40), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+
+
 def test_launching_leaves_no_file_and_no_thread_open(tmp_path: Path) -> None:
     run_job(job(), tmp_path / "first")
     before = os.listdir("/proc/self/fd"), threading.active_count()
@@ -214,13 +231,12 @@ def test_launching_leaves_no_file_and_no_thread_open(tmp_path: Path) -> None:
 def test_a_killed_warm_parent_is_a_failure_that_says_so(tmp_path: Path, pipe: Announcements) -> None:
     options = {"job": {"workers": 2, "args": [f"*:family={pipe.path}"]}, "run_dir": str(tmp_path / "run")}
     with supervised(options) as supervisor:
-        pids = [pid for announced in pipe.take(2) for pid in announced]
+        pipe.take(2)
         warm = psutil.Process(supervisor.process.pid).children()
         assert len(warm) == 1
         warm[0].kill()
         code, outcome, _ = supervisor.result(limit_s=GONE_S)
-        in_groups = [line for line in supervisor.left(limit_s=0) if int(line.partition(":")[0]) not in pids[2::3]]
-        assert in_groups == []  # only what made a session of its own has nobody left who knows of it
+        assert supervisor.left(limit_s=0) == []
     assert code == 1
     assert outcome is not None
     assert [failure.error["kind"] for failure in outcome.failures if failure.error] == ["WarmParentLost"] * 2

@@ -152,9 +152,9 @@ def test_warm_gets_the_memory_that_the_first_save_uses(tmp_path: Path) -> None:
     staging = Staging()
     tensors = {"x": torch.randn(1 << 20)}
     staging.warm(tensors)
-    block = staging._block  # pyright: ignore[reportPrivateUsage]
+    block = staging._block
     staging.stage(tensors)
-    assert block is not None and staging._block is block  # pyright: ignore[reportPrivateUsage]
+    assert block is not None and staging._block is block
     writer = Writer(tmp_path, keep=1, on_event=lambda event: None)
     writer.warm(tensors)
     writer.save(1, tensors, {}, {})
@@ -226,7 +226,7 @@ def test_in_a_process_group_no_collective_is_used(tmp_path: Path, monkeypatch: p
         for name in (*COLLECTIVES, "scatter_object_list", "reduce_scatter_tensor", "all_gather_into_tensor"):
             monkeypatch.setattr(torch.distributed, name, refuse)
         with pytest.raises(AssertionError, match="a collective"):  # the trap works: torch's own save needs one
-            torch.distributed.checkpoint.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "torch")
+            dcp.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "torch")
         saved = save(tmp_path / "ours")
         assert torch.equal(open_checkpoint(saved).load()["model.part"], some_tensors()["model.part"])
     finally:

@@ -58,7 +58,7 @@ def test_save_returns_before_it_is_written_and_reports_when_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    fill = writer_module._fill  # pyright: ignore[reportPrivateUsage]
+    fill = writer_module._fill
 
     def held(*arguments: Any) -> int:
         assert gate.wait(30)
@@ -94,7 +94,7 @@ def test_the_writing_thread_has_low_priority_and_ends_with_close(tmp_path: Path)
     writer.close()
     writer.close()  # once more does no harm
     [(thread, niceness)] = seen
-    assert (thread.startswith("checkpoint") and niceness == min(19, before + 10)) or niceness == 10
+    assert thread.startswith("checkpoint") and niceness == min(19, before + 10)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
 
@@ -303,7 +303,10 @@ def test_an_error_of_another_kind_names_it(tmp_path: Path) -> None:
     assert isinstance(failed, CheckpointFailed)
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [1, 2], ids=["the same step", "another step"])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EACCES, "Permission denied")
 
@@ -312,6 +315,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, m
         writer.save(1, tensors_of(1), {"step": 1}, {})
         writer.wait()
         monkeypatch.setattr(shutil, "rmtree", refuse)
-        writer.save(2, tensors_of(2), {"step": 2}, {})
-        assert_loadable(writer.wait(), 2)
-    assert [type(event).__name__ for event in events] == ["CheckpointSaved", "CheckpointSaved", "Warned"]
+        writer.save(step, tensors_of(step), {"step": step}, {})
+        assert_loadable(writer.wait(), step)
+        assert_loadable(find(tmp_path).newest, step)
+    assert [type(event).__name__ for event in events] == ["CheckpointSaved", "Warned", "CheckpointSaved"]

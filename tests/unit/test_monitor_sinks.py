@@ -245,7 +245,8 @@ def test_the_summary_adds_up(tmp_path: Path) -> None:
     for item in items:
         summary.accept(item)
     summary.peak_memory(1, 70)
-    facts = summary.write("finished", 0)
+    facts = summary.facts("finished", 0)
+    summary.write(facts)
     assert json.loads((tmp_path / "summary.json").read_text()) == facts
     expected = {
         "state": "finished", "exit_code": 0, "attempt": 2, "workers": 2, "plan": "replicas=2", "resumed_from_step": 10,
@@ -261,7 +262,7 @@ def test_the_summary_adds_up(tmp_path: Path) -> None:
 
 def test_a_run_of_one_step_or_none_has_a_summary(tmp_path: Path) -> None:
     summary = Summary(tmp_path, attempt=1, workers=1)
-    facts = summary.write("failed", 1)
+    facts = summary.facts("failed", 1)
     assert (facts["steps"], facts["samples_per_s"], facts["share_communication"]) == (0, None, None)
     summary.accept(step(1))
     assert summary.facts("finished", 0)["samples_per_s"] == 4.0

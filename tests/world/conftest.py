@@ -1,5 +1,4 @@
-"""Workers are forked from this process: what optimizers import lazily is imported here, once, before anything is forked
-or compared."""
+"""Workers are forked from this process, so what optimizers import lazily is imported here, once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Samples: each once per epoch, at any number of workers, with loader processes, after a resume; iterables;
-evaluation."""
+"""Samples: each once per epoch, on any number of workers, after any resume; iterables; evaluation."""
 
 from __future__ import annotations
 

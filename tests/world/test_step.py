@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
+from paceline.events import Reported, StepDone, StreamOpened, decode
+from paceline.monitor.audit import audit
 from paceline.plan import AllReduce, Batch, Cast, Compute, Plan
 
 EXACT = Compute(precision="fp64")
@@ -458,3 +461,92 @@ def test_compiled_models_train_the_same(world: World) -> None:
 def test_recompute_without_blocks_is_refused_with_the_models_name(world: World) -> None:
     with pytest.raises(WorkersFailed, match="found no repeated blocks in Linear"):
         world(lambda worker: worker.prepare(nn.Linear(2, 2)), 1, Plan(compute=Compute(recompute="blocks")))
+
+
+def test_values_can_be_reported_in_steps_and_between_them(world: World) -> None:
+    def train(worker: Any) -> None:
+        model = worker.prepare(plain_net())
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        for batch in worker.batches(dataset(), epochs=2):
+            worker.report(loss=step(batch), rank=worker.rank)
+        worker.report(accuracy=torch.tensor(0.5))
+
+    world(train, 2, Plan(batch=Batch(size=16, micro=4)))
+    records = [decode(line) for line in (world.worker_dir(1) / "events.jsonl").read_text().splitlines()]
+    steps = [record.event for record in records if isinstance(record.event, StepDone)]
+    assert [step.step for step in steps] == list(range(1, 9))
+    assert all(step.metrics == {"loss": step.loss, "rank": 1.0} for step in steps)
+    assert [record.event for record in records if isinstance(record.event, Reported)] == [
+        Reported(step=8, metrics={"accuracy": 0.5})
+    ]
+    opened = [record.event for record in records if isinstance(record.event, StreamOpened)]
+    assert opened == [StreamOpened(name="train", num_samples=50, epochs=2, last_step=8)]
+
+
+def test_a_failure_in_the_loop_commits_nothing(world: World) -> None:
+    """The step under way when an error passes through the loop is neither in the ledger nor in the events."""
+
+    def train(worker: Any) -> None:
+        model = worker.prepare(plain_net())
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        for batch in worker.batches(dataset(), epochs=2):
+            if worker.step == 3 and worker.rank == 1:
+                raise KeyError("gone")
+            step(batch)
+
+    with pytest.raises(WorkersFailed) as failed:
+        world(train, 3, Plan(batch=Batch(size=16, micro=4)))
+    assert "lost contact with a peer" in failed.value.errors[0]
+    for rank in range(3):
+        steps = [
+            json.loads(line)["step"] for line in (world.worker_dir(rank) / "ledger.jsonl").open() if '"step"' in line
+        ]
+        assert steps == [1, 2, 3]
+    assert audit(world.run_dir).is_clean
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda worker, model, optim: optim_inside(worker, model, optim), "Put it after the loop"),
+        (lambda worker, model, optim: twice(worker, model), "called twice for one micro-batch"),
+        (lambda worker, model, optim: worker.backward(model(torch.ones(1, 6)).sum()), "outside of a walk over a batch"),
+        (lambda worker, model, optim: worker.stepper(nn.Linear(1, 1), optim, F.mse_loss), "was not prepared"),
+        (lambda worker, model, optim: worker.stepper(model, optim), "either loss=fn"),
+        (lambda worker, model, optim: worker.stepper(model, optim, F.mse_loss, clip_norm=0.0), "clip_norm is 0.0"),
+        (lambda worker, model, optim: step_on(worker, model, optim, lambda o, t: o), "the loss has shape"),
+        (lambda worker, model, optim: step_on(worker, model, optim, lambda o, t: 1.0), "the loss is a float"),
+        (lambda worker, model, optim: worker.stepper(model, optim, F.mse_loss)([1]), "not a list"),
+        (lambda worker, model, optim: worker.prepare(model), "is prepared already"),
+        (lambda worker, model, optim: worker.prepare([1]), "it takes models, optimizers"),
+        (lambda worker, model, optim: worker.prepare(nn.Embedding(3, 3, sparse=True)), "makes sparse gradients"),
+    ],
+)
+def test_wrong_use_is_refused_with_the_remedy(world: World, wrong: Callable[..., Any], says: str) -> None:
+    def train(worker: Any) -> None:
+        model = worker.prepare(plain_net())
+        wrong(worker, model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+    with pytest.raises(WorkersFailed, match=says):
+        world(train, 1, Plan(batch=Batch(size=16, micro=4)))
+
+
+def optim_inside(worker: Any, model: nn.Module, optim: Any) -> None:
+    for batch in worker.batches(dataset()):
+        for x, y in batch:
+            worker.backward(F.cross_entropy(model(x), y))
+            optim.step()
+
+
+def twice(worker: Any, model: nn.Module) -> None:
+    for batch in worker.batches(dataset()):
+        for x, y in batch:
+            worker.backward(F.cross_entropy(model(x), y))
+            worker.backward(F.cross_entropy(model(x), y))
+
+
+def step_on(worker: Any, model: nn.Module, optim: Any, loss: Callable[[Any, Any], Any]) -> None:
+    step = worker.stepper(model, optim, loss)
+    step(next(worker.batches(dataset())))

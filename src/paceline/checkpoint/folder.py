@@ -158,10 +158,10 @@ def tidy(directory: Path) -> None:
             shutil.rmtree(path)
 
 
-def discard(directory: Path, *, after_step: int) -> None:
-    """Delete what is beyond a step, complete or not (-1: all); for a run that starts over."""
+def discard(directory: Path, *, after_step: int, keeping: int | None = None) -> None:
+    """Delete what is beyond a step, complete or not (-1: all), but for step `keeping`; for a run that starts over."""
     for path in _candidates(directory):
-        if _step_of(path) > after_step:
+        if _step_of(path) > after_step and _step_of(path) != keeping:
             remove(path)
 
 

@@ -37,7 +37,7 @@ from paceline.units import bytes_text
 
 __all__ = ["Writer"]
 
-_NICENESS = 10  # of the writing thread: it takes what training leaves
+_NICENESS = 10  # of the writing thread, added to the process's: it takes what training leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,20 +138,22 @@ class Writer:
         try:
             self._prepare(partial, save.staged.num_bytes)
             num_bytes = _fill(partial, save)
-            path = publish(partial)
         except (OSError, RuntimeError) as error:  # RuntimeError: see _below
             self._failure = _reason(_below(error), self._directory, save, _removed(partial))
             self._on_event(CheckpointFailed(step=save.step, path=str(partial.with_suffix("")), reason=self._failure))
             return
-        self._newest, self._failure = path, None
         write_s = time.perf_counter() - began
-        self._on_event(
-            CheckpointSaved(step=save.step, path=str(path), num_bytes=num_bytes, stall_s=save.stall_s, write_s=write_s)
-        )
+        self._newest, self._failure = partial, None  # committed: from here on its name is all that can go wrong
         try:
-            prune(self._directory, keep=self._keep, newest=path)
+            self._newest = publish(partial)
+            prune(self._directory, keep=self._keep, newest=self._newest)
         except OSError as error:
-            self._on_event(Warned(text=f"an old checkpoint could not be deleted: {error}"))
+            self._on_event(Warned(text=f"an older checkpoint in {self._directory} could not be deleted: {error}"))
+        self._on_event(
+            CheckpointSaved(
+                step=save.step, path=str(self._newest), num_bytes=num_bytes, stall_s=save.stall_s, write_s=write_s
+            )
+        )
 
     def _prepare(self, partial: Path, num_bytes: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -209,7 +211,7 @@ def _reason(error: BaseException, directory: Path, save: _Save, remains: str) ->
 
 
 def _below(error: BaseException) -> BaseException:
-    """The OSError that an error comes from: torch's zip writer answers a failed write with a RuntimeError about positions."""
+    """The OSError that an error comes from: torch's zip writer turns it into a RuntimeError about file positions."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -228,4 +230,5 @@ def _lower_priority() -> None:
     """On Linux a thread has a priority of its own; elsewhere the call would slow the whole process."""
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):  # a sandbox may forbid even this; saving works at any priority
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

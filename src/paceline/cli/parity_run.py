@@ -123,7 +123,13 @@ def _run(trial: Trial, request: Request, directory: Path, warm: WarmParent) -> E
         fields["device"] = request.device
     threads = environment.default_threads(max(request.workers))
     job = Job(**fields, threads=threads)  # threads: not among what the command decides, the script's own number wins
-    attempt = Attempt(job, trial.plan, trial.overrides(float64=request.float64), tuple(fields), time.time())
+    attempt = Attempt(
+        job,
+        plan=trial.plan,
+        overrides=trial.overrides(float64=request.float64),
+        given=tuple(fields),
+        command_started=time.time(),
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         outcome = attempt.run(warm)
     if outcome.state == "stopped":

@@ -85,8 +85,7 @@ class Alone:
 
 
 class Group:
-    """Two or more workers, over a torch process group. `device` is where small objects travel (the back end's own
-    device)."""
+    """Two or more workers, over a torch process group. Objects travel by way of `device`."""
 
     def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.index = process_group.rank()

@@ -1,7 +1,7 @@
-"""Workers that an engine started (srun, mpirun) meet at worker 0, which serves the board from a thread.
+"""Workers that somebody else started (srun, mpirun) meet at worker 0, which serves the board from a thread.
 
-On one host they meet at a Unix socket without a name in the file system, reachable only from this host and refused to other users. Over several
-hosts worker 0 listens on the head's address, and every worker proves the job's token first.
+On one host they meet at a Unix socket without a name in the file system, reachable only from this host and refused to
+other users. Over several hosts worker 0 listens on the head's address, and every worker proves the job's token first.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from paceline.comm.board import Board
 from paceline.comm.channel import Channel, ChannelClosed
 from paceline.comm.token import HANDSHAKE_TIMEOUT_S, Handshake, Refused
 from paceline.errors import LaunchError
 
-__all__ = ["BoardThread", "meet", "meeting_port"]
+__all__ = ["BoardThread", "meet", "meeting_port", "own_address"]
 
 RETRY_S = 0.02
+OUTSIDE = ("192.0.2.1", 9)  # an address that nobody has: the way to it is the way out of this host
 Address = str | tuple[str, int]
 
 
 def meeting_port(job_id: str) -> int:
-    """The port at which the workers of an engine's job meet: all compute the same from the job's id (20000 to 29999)."""
+    """The port at which a job's workers meet: all compute the same from the job's id (20000 to 29999)."""
     number = 0
     for letter in job_id.encode():
         number = (number * 131 + letter) % 1_000_003
@@ -39,7 +41,8 @@ def meet(
 ) -> tuple[Channel, BoardThread | None]:
     """Return this worker's channel to the board; worker 0 also gets the thread that serves it, to be closed at the end.
 
-    `address` is (host, port), or the name of a Unix socket. Raises LaunchError when worker 0 does not show up in time, or refuses.
+    `address` is (host, port), or the name of a Unix socket. Raises LaunchError when worker 0 does not show up in time,
+    or refuses.
     """
     server = BoardThread(address, token, log) if worker_rank == 0 else None
     deadline = time.monotonic() + timeout_s
@@ -50,8 +53,8 @@ def meet(
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"worker {worker_rank} could not reach worker 0 at {_shown(address)} within {timeout_s:.0f} s ({error.strerror}). "
-                    "Is worker 0 running, and is that address reachable from here?"
+                    f"worker {worker_rank} could not reach worker 0 at {_shown(address)} within {timeout_s:.0f} s "
+                    f"({error.strerror}). Is worker 0 running, and is that address reachable from here?"
                 ) from error
             time.sleep(RETRY_S)
     if token is not None:
@@ -63,23 +66,45 @@ def meet(
     return Channel(sock), server
 
 
+def own_address(head: tuple[str, int], *, is_head: bool) -> str:
+    """Return the address under which the other hosts of a job reach this one; nothing is sent.
+
+    It is the one that faces the head. Where the head's own name means loopback on the head (Debian's 127.0.1.1), it is
+    the one that faces the outside there.
+    """
+    family, _, _, _, address = socket.getaddrinfo(*head, type=socket.SOCK_DGRAM)[0]
+    facing = _facing(family, address)
+    if not is_head or not facing.startswith("127."):
+        return facing
+    try:
+        return _facing(socket.AF_INET, OUTSIDE)
+    except OSError:
+        return "127.0.0.1"  # there is no network: all hosts of this job are this machine
+
+
+def _facing(family: int, address: Any) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 class BoardThread:
     """Serves a board to everybody who may ask: one daemon thread that accepts, one for each connection."""
 
     def __init__(self, address: Address, token: bytes | None, log: Callable[[str], None]) -> None:
         self._token, self._log = token, log
         self._board, self._lock = Board(), threading.Lock()
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        family, place = _place(address, log)
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if not isinstance(address, str):
+            if family != socket.AF_UNIX:
                 self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind(address)
+            self._listener.bind(place)
         except OSError as error:
             self._listener.close()
             raise LaunchError(
-                f"worker 0 cannot listen at {_shown(address)} ({error.strerror}). Set MASTER_ADDR and MASTER_PORT to an address of "
-                "its host and a free port, for all workers"
+                f"worker 0 cannot listen at {_shown(address)} ({error.strerror}). Set MASTER_ADDR and MASTER_PORT to "
+                "an address of its host and a free port, for all workers"
             ) from error
         self._listener.listen(1024)
         threading.Thread(target=self._accept, name="paceline-board", daemon=True).start()
@@ -116,6 +141,20 @@ class BoardThread:
                 with self._lock:
                     reply = self._board.handle(request)
                 channel.send(reply)
+
+
+def _place(address: Address, log: Callable[[str], None]) -> tuple[int, Any]:
+    """Where worker 0 listens: address family and address."""
+    if isinstance(address, str):
+        return socket.AF_UNIX, address
+    family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    if str(place[0]).startswith("127.") and address[0] not in ("localhost", place[0]):
+        log(
+            f"{address[0]} means {place[0]} on its own host, where other hosts do not reach it: "
+            f"worker 0 listens at port {address[1]} of all its addresses"
+        )
+        return family, ("", address[1])
+    return family, place
 
 
 def _shake(sock: socket.socket, handshake: Handshake) -> None:

@@ -51,7 +51,10 @@ class BoardStore(dist.Store):
             time.sleep(POLL_S)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        coded = [base64.b64encode(v.encode() if isinstance(v, str) else bytes(v)).decode() for v in (expected_value, desired_value)]
+        coded = [
+            base64.b64encode(v.encode() if isinstance(v, str) else bytes(v)).decode()
+            for v in (expected_value, desired_value)
+        ]
         return base64.b64decode(self._channel.call("compare_set", key=key, expected=coded[0], desired=coded[1]))
 
     def delete_key(self, key: str) -> bool:

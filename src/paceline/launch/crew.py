@@ -60,8 +60,11 @@ class Crew:
         """Make the workers' directories, and fork them as soon as the warm parent is ready."""
         for assignment in self.alive.values():
             directory = Path(assignment.worker_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "error.json").unlink(missing_ok=True)  # of an earlier start that came no further
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / "error.json").unlink(missing_ok=True)  # of an earlier start that came no further
+            except OSError as error:
+                raise LaunchError(f"Cannot make the log directory {directory}: {error.strerror}.") from error
         if self._parent is not None:
             self._parent.attach(self._loop, on_message=self._heard, on_lost=self._parent_lost)
 
@@ -113,7 +116,13 @@ class Crew:
         self._forked = True
         for worker, assignment in self.alive.items():
             if worker not in self._guests and self._parent is not None:
-                ours, theirs = socket.socketpair()
+                try:
+                    ours, theirs = socket.socketpair()
+                except OSError as error:
+                    raise LaunchError(
+                        f"No channel for worker {worker}: {error.strerror}. Raise the limit on open files (ulimit -n), "
+                        "or use fewer workers on this host."
+                    ) from error
                 self._serve(worker, ours)
                 self._parent.fork(assignment, theirs)
 

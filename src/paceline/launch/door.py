@@ -127,6 +127,9 @@ class Door:
             self._loop.watch(self._sock, READ, self._accept)
 
     def close(self) -> None:
+        """Close it, and say how many were refused; safe to repeat."""
+        if self._sock.fileno() < 0:
+            return
         for introduction in self._waiting:
             introduction.close()
         self._loop.forget(self._sock)

@@ -167,12 +167,15 @@ class Head:
             case "ping":
                 pass
             case "board":
-                reply = self._board.handle(message["request"])
+                request = message["request"]
+                if not isinstance(request, dict):
+                    raise TypeError(f"request is {request!r}")
+                reply = self._board.handle(request)
                 guest.link.send({"op": "reply", "worker": message["worker"], "reply": reply})
             case "started":
                 guest.pids[int(message["worker"])] = int(message["pid"])
             case "exited":
-                ended = WorkerExit(**message["exit"])
+                ended = WorkerExit.from_json(message["exit"])
                 if ended.worker not in guest.workers:
                     raise ValueError(f"worker {ended.worker} is not on host {guest.host}")
                 self.exited(ended)

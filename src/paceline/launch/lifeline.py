@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["adopt_orphans", "children", "name_process", "signal_at_parents_death"]
+__all__ = ["adopt_orphans", "carrying", "children", "name_process", "signal_at_parents_death"]
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
@@ -39,6 +39,18 @@ def children() -> list[int]:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except FileNotFoundError:
         return []
+
+
+def carrying(variable: str, value: str) -> list[int]:
+    """Numbers of all processes that were started with this environment variable, their forks included."""
+    wanted, found = f"{variable}={value}".encode(), list[int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has ended, or is another user's
+    return found
 
 
 def _prctl(option: int, value: int | bytes) -> None:

@@ -33,6 +33,15 @@ class WorkerExit:
     def failed(self) -> bool:
         return self.exit_code != 0
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WorkerExit:
+        """Read what `dataclasses.asdict` wrote; raises TypeError where it is not that."""
+        made = cls(**data)
+        numbers = (made.worker, made.pid, made.peak_memory_bytes, made.exit_code or 0, made.signal or 0)
+        if not all(isinstance(number, int) for number in numbers) or not isinstance(made.error or {}, dict):
+            raise TypeError(f"not a worker's end: {data}")
+        return made
+
 
 Failure = WorkerExit  # one that `failed`
 
@@ -58,9 +67,9 @@ class Outcome:
         return cls(
             state=data["state"],
             exit_code=data["exit_code"],
-            failures=tuple(WorkerExit(**fields) for fields in data["failures"]),
+            failures=tuple(map(WorkerExit.from_json, data["failures"])),
             reason=data["reason"],
-            exits=tuple(WorkerExit(**fields) for fields in data["exits"]),
+            exits=tuple(map(WorkerExit.from_json, data["exits"])),
         )
 
 

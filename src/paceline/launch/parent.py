@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 from paceline.environment import child_environment
 from paceline.errors import LaunchError
+from paceline.launch import lifeline
 from paceline.launch.link import Link
 from paceline.launch.loop import Loop
 from paceline.plan.job import Assignment, assignment_to_json
@@ -24,6 +27,9 @@ __all__ = ["ENTRY", "MODULES", "WarmParent"]
 ENTRY = "paceline.worker.main:work"  # what a worker runs, by name: this room knows nothing of workers
 MODULES = ("torch", "torch.distributed", "numpy", "paceline.worker.main")
 END_S = 4.0  # more than the warm parent gives to what the workers left behind
+LAST_S = 2.0  # after SIGKILL
+
+FAMILY = "PACELINE_FAMILY"  # environment variable that marks the warm parent and all that comes of it
 
 # The interpreter's search path comes first: Paceline itself may be found through what the user's program added to it.
 START = """
@@ -38,11 +44,12 @@ main(start)
 class WarmParent:
     """A process that imports what workers need, and then forks them. Close it on every path."""
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, output: Any, entry: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], sock: socket.socket, output: IO[bytes], *, entry: str, family: str
+    ) -> None:
         self.entry = entry
-        self._process, self._sock, self._output = process, sock, output
+        self._process, self._sock, self._output, self._family = process, sock, output, family
         self._link: Link | None = None
-        self._pids: dict[int, int] = {}  # of workers that have not been reported as ended
         self._asked = False  # for any worker
         self._closed = False
 
@@ -55,12 +62,13 @@ class WarmParent:
             )
         ours, theirs = socket.socketpair()
         output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-        start = {"fd": theirs.fileno(), "supervisor": os.getpid(), "modules": list(modules), "paths": sys.path}
+        start = {"fd": theirs.fileno(), "supervisor": os.getpid(), "modules": list(modules), "paths": _paths()}
+        family = secrets.token_hex(8)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
         try:
             process = subprocess.Popen(
                 [sys.executable, *flags, "-P", "-c", START, json.dumps(start)],
-                env=child_environment(),
+                env=child_environment(**{FAMILY: family}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -73,7 +81,7 @@ class WarmParent:
             raise LaunchError(f"Cannot start {sys.executable}: {error.strerror}.") from error
         finally:
             theirs.close()
-        return cls(process, ours, output, entry)
+        return cls(process, ours, output, entry=entry, family=family)
 
     def __enter__(self) -> WarmParent:
         return self
@@ -90,19 +98,12 @@ class WarmParent:
     ) -> None:
         """Hear what it says (see `paceline.launch.warm`) from `loop`; `on_lost(how)` when it has ended by itself."""
 
-        def heard(message: dict[str, Any]) -> None:
-            if message["op"] == "started":
-                self._pids[message["worker"]] = message["pid"]
-            elif message["op"] == "exited":
-                self._pids.pop(message["worker"], None)
-            on_message(message)
-
         def gone(_: Exception) -> None:
             how = self._how_it_ended()
             self._kill()
             on_lost(how)
 
-        self._link = Link(self._sock, loop, on_message=heard, on_close=gone)
+        self._link = Link(self._sock, loop, on_message=on_message, on_close=gone)
 
     def fork(self, assignment: Assignment, channel: socket.socket) -> None:
         """Ask for a worker; `channel` is its end of the socket to the supervisor, and is closed here."""
@@ -113,7 +114,7 @@ class WarmParent:
             "assignment": assignment_to_json(assignment),
             "entry": self.entry,
             "folder": os.getcwd(),
-            "paths": sys.path,
+            "paths": _paths(),
             "argv": sys.argv,
         }
         self._attached().send(request, passing=[channel])
@@ -149,14 +150,19 @@ class WarmParent:
             self._output.close()
 
     def _kill(self) -> None:
-        """The last resort; also when it was killed: its workers died with it, but their children did not."""
-        while self._pids:
-            _, pid = self._pids.popitem()
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        """Kill what is left when it did not end in good order: itself, and what its workers have started."""
         if self._process.returncode is None:
             self._process.kill()
             self._process.wait()
+        if self._process.returncode == 0 or not self._asked:
+            return
+        # Its workers died with it. Their children have nobody left who knows of them, but carry the family's name.
+        deadline = time.monotonic() + LAST_S
+        while (left := lifeline.carrying(FAMILY, self._family)) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)  # nothing tells when a process ends that is not one's own child
 
     def _attached(self) -> Link:
         if self._link is None:
@@ -173,3 +179,8 @@ class WarmParent:
             return f"ended with exit code {code}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
         return f"was killed by signal {-code} ({name})"
+
+
+def _paths() -> list[str]:
+    """This process's search path; what is no text in it is not searched anyway."""
+    return [path for path in sys.path if isinstance(path, str)]  # pyright: ignore[reportUnnecessaryIsInstance]

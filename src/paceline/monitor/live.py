@@ -14,7 +14,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paceline.events import CheckpointSaved, Evaluated, Record, WorkerFailed, WorkerFinished, WorkerStarted
+from paceline.events import (
+    CheckpointSaved,
+    Evaluated,
+    Record,
+    StreamOpened,
+    WorkerFailed,
+    WorkerFinished,
+    WorkerStarted,
+)
 from paceline.monitor.console import give_up
 from paceline.monitor.files import local_path
 from paceline.monitor.steps import PHASES, Step
@@ -35,6 +43,7 @@ class LiveConsole:
 
     def __init__(self, stream: TextIO, *, run_dir: Path, workers: int, max_steps: int | None) -> None:
         self._run, self._max_steps, self._num_workers = local_path(run_dir), max_steps, workers
+        self._last_step = max_steps
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._live = Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
@@ -75,6 +84,9 @@ class LiveConsole:
             case Evaluated(step=step, metrics=metrics):
                 values = "  ".join(f"{name} {number_text(value)}" for name, value in metrics.items())
                 self._held_out = f"{values}  at step {step}"
+            case StreamOpened(last_step=last_step):
+                known = [number for number in (self._max_steps, last_step) if number is not None]
+                self._last_step = min(known) if known else None
             case CheckpointSaved(path=path):
                 self._checkpoint = local_path(path)
             case _:
@@ -142,15 +154,15 @@ class LiveConsole:
             waits = len(self._marks) < self._num_workers
             return _row("", "starting the workers" if waits else "the first step is under way", "dim")
         text = _label("step")
-        if not self._max_steps:
+        if not self._last_step:
             return text.append(f"{row.step}", "bold").append(f"  epoch {row.epoch}", "dim")
-        share = min(1.0, row.step / self._max_steps)
+        share = min(1.0, row.step / self._last_step)
         done = round(share * BAR_WIDTH)
         text.append("━" * done, "green").append("━" * (BAR_WIDTH - done), "bright_black")
-        text.append(f"  {row.step}", "bold").append(f" of {self._max_steps}  {share:.0%}  epoch {row.epoch}")
+        text.append(f"  {row.step}", "bold").append(f" of {self._last_step}  {share:.0%}  epoch {row.epoch}")
         passed, num_steps = row.time - self._first.time, row.step - self._first.step
         if passed > 0 and num_steps:
-            text.append(f"  {_clock(passed / num_steps * (self._max_steps - row.step))} left", "dim")
+            text.append(f"  {_clock(passed / num_steps * max(0, self._last_step - row.step))} left", "dim")
         return text
 
     def _numbers(self) -> Text | None:

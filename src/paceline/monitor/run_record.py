@@ -17,7 +17,7 @@ from typing import Any
 from paceline.monitor.files import replace_text
 from paceline.monitor.process import is_same_process, process_started_s, this_host
 
-__all__ = ["Attempt", "RunRecord"]
+__all__ = ["RUNNING", "Attempt", "RunRecord"]
 
 RUNNING = "running"
 
@@ -86,15 +86,8 @@ class RunRecord:
         """
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        attempts: tuple[Attempt, ...] = ()
-        if (run_dir / "run.json").exists():
-            before = cls.load(run_dir)
-            attempts = before.attempts
-            if before.is_alive() and before.pid != os.getpid():
-                raise ValueError(
-                    f"{str(run_dir)!r} is in use: process {before.pid} runs attempt {before.attempt} there. "
-                    f"Stop it first (paceline stop {run_dir}), or use another --run-dir."
-                )
+        before = cls._idle(run_dir)
+        attempts = before.attempts if before else ()
         number = 1 + max([attempt.attempt for attempt in attempts], default=0)
         started = time.time()
         return cls(
@@ -108,6 +101,12 @@ class RunRecord:
             pid_started_s=process_started_s(os.getpid()) or 0.0,
             started=started,
         ).save()
+
+    @classmethod
+    def next_attempt(cls, run_dir: Path | str) -> int:
+        """Return the number of the attempt that `begin_attempt` would begin; raises ValueError as it does."""
+        before = cls._idle(Path(run_dir))
+        return 1 + (before.attempt if before else 0)
 
     def end_attempt(self, state: str, exit_code: int) -> RunRecord:
         """Note how the attempt ended ("finished", "failed" or "stopped"); keeps what others have noted meanwhile."""
@@ -125,6 +124,19 @@ class RunRecord:
         del fields["run_dir"]
         replace_text(self.run_dir / "run.json", json.dumps(fields, indent=1) + "\n")
         return self
+
+    @classmethod
+    def _idle(cls, run_dir: Path) -> RunRecord | None:
+        """The record that is there, of a run that nobody else works on (else ValueError); None where there is none."""
+        if not (run_dir / "run.json").exists():
+            return None
+        before = cls.load(run_dir)
+        if before.is_alive() and before.pid != os.getpid():
+            raise ValueError(
+                f"{str(run_dir)!r} is in use: process {before.pid} runs attempt {before.attempt} there. "
+                f"Stop it first (paceline stop {run_dir}), or use another --run-dir."
+            )
+        return before
 
     @property
     def attempt(self) -> int:

@@ -137,11 +137,9 @@ class Summary:
             "log_dir": str(self.run_dir / f"attempt_{self.attempt}"),
         }
 
-    def write(self, state: str, exit_code: int) -> dict[str, Any]:
-        """Write `summary.json` and return what it holds."""
-        facts = self.facts(state, exit_code)
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Write `summary.json`."""
         replace_text(self.run_dir / "summary.json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
-        return facts
 
     def _worker_started(self, started: WorkerStarted, when: float) -> None:
         self.plan = started.plan

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.events import Evaluated, Record, WorkerStarted
+from paceline.events import Evaluated, Record, Reported, WorkerStarted
 from paceline.monitor.steps import Step
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class TensorBoardFile:
             self._add(item.time, item.step, _scalars(item))
         elif isinstance(item.event, Evaluated):
             self._add(item.time, item.event.step, _below("eval", item.event.metrics))
+        elif isinstance(item.event, Reported):
+            self._add(item.time, item.event.step, dict(item.event.metrics))
         elif isinstance(item.event, WorkerStarted):
             self._resumed_from_step = item.event.resumed_from_step
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
-from paceline.events import Evaluated, Note, Record, StepDone, Warned, WorkerStarted
+from paceline.events import Evaluated, Note, Record, Reported, StepDone, StreamOpened, Warned, WorkerStarted
 from paceline.monitor.console import NoConsole, PlainConsole, is_terminal
 from paceline.monitor.failure import Failure, explain, headline, root
 from paceline.monitor.files import local_path
@@ -141,7 +141,10 @@ class Watch:
                 sink.close()
         if self.metrics_url:
             self._note_url(None)
-        self._facts = self._summary.write(state, exit_code) if self._record else self._summary.facts(state, exit_code)
+        self._facts = self._summary.facts(state, exit_code)
+        if self._record:
+            with self._dropping(self._summary):
+                self._summary.write(self._facts)
         self.exit_note = _exit_note(self._facts, self.failures)
         self._screen.show(("" if self.failures else "\n") + _closing(self._facts))
         return self._facts
@@ -152,8 +155,8 @@ class Watch:
                 case StepDone():
                     self._merger.add(record)
                     continue
-                case Evaluated() if record.worker is not None and record.worker != min(self._local):
-                    continue  # exact over all workers: each says the same
+                case Evaluated() | Reported() | StreamOpened() if record.worker not in (None, min(self._local)):
+                    continue  # equal on all workers (or, for reports between steps, worker 0's word)
                 case Note(text=text) if record.worker is not None:
                     self._notes.add(text, record.worker, now)
                 case Note(text=text):

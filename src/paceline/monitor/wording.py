@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paceline.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, Evaluated, Event, WorkerStarted
+from paceline.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    CheckpointSkipped,
+    Evaluated,
+    Event,
+    Reported,
+    WorkerStarted,
+)
 from paceline.monitor.files import local_path
 from paceline.monitor.steps import PHASES, Step
 from paceline.monitor.summary import shares
@@ -81,6 +89,8 @@ def event_line(event: Event) -> str | None:
         case Evaluated(step=step, metrics=metrics, num_samples=num_samples, duration_s=duration_s):
             values = "  ".join(f"{name} {number_text(value)}" for name, value in metrics.items())
             return f"step {step}  held out: {values}  ({num_samples:,} samples in {duration_text(duration_s)})"
+        case Reported(step=step, metrics=metrics):
+            return f"step {step}  " + "  ".join(f"{name} {number_text(value)}" for name, value in metrics.items())
         case CheckpointSaved(step=step, path=path, num_bytes=num_bytes, stall_s=stall_s):
             about = f"{bytes_text(num_bytes)}; training waited {duration_text(stall_s)}"
             return f"step {step}  checkpoint {local_path(path)} ({about})"

@@ -23,8 +23,7 @@ LEAST_BITS = 6  # smaller Feistel halves shuffle poorly; a tiny epoch walks a li
 def sample_indices(
     *, seed: int, epoch: int, num_samples: int, positions: NDArray[Any], shuffle: bool = True
 ) -> NDArray[np.int64]:
-    """Return the dataset indices that stand at `positions` (0 <= position < num_samples) of an epoch's order, same
-    shape."""
+    """Return the dataset indices at `positions` (0 <= position < num_samples) of an epoch's order, same shape."""
     places = np.asarray(positions, dtype=np.int64)
     if places.size and not (places.min() >= 0 and places.max() < num_samples):
         raise ValueError(

@@ -27,8 +27,7 @@ class Micro:
 
 
 def step_ranges(*, num_samples: int, size: int, drop_last: bool, position: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield the [start, stop) positions of each remaining step of an epoch, from `position` on; the last may be
-    short."""
+    """Yield [start, stop) of each remaining step of an epoch, from `position` on. The last may be short."""
     while position < num_samples and not (drop_last and position + size > num_samples):
         stop = min(position + size, num_samples)
         yield position, stop

@@ -58,8 +58,7 @@ class StepBatch:
         return f"<step {self.step}, epoch {self.epoch}: {len(self)} micro-batches here of {self.num_samples} samples>"
 
     def read(self, place: int) -> Any:
-        """Return the data of this worker's micro-batch number `place`, on the CPU; waits for the loader at the first
-        time."""
+        """Return the data of this worker's micro-batch number `place`, on the CPU; at first waits for the loader."""
         while len(self._kept) <= place:
             began = time.perf_counter()
             self._kept.append(self._fetch())
@@ -73,8 +72,7 @@ class StepBatch:
 
 
 def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Move every tensor in a tree of dicts, lists, tuples and dataclasses to `device`, floats to `dtype` where it is
-    given."""
+    """Move all tensors in a tree of dicts, lists, tuples and dataclasses to `device`, floats to `dtype` if given."""
     if isinstance(data, Tensor):
         target = dtype if data.is_floating_point() else None
         if data.device == device and (target is None or data.dtype == target):
@@ -95,8 +93,7 @@ def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any
 
 
 def _rebuilt(original: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    """A mapping of the original's class where it can be made from a dict; some batch classes have their own `to`
-    instead."""
+    """A mapping of the original's class, where that can be made from a dict."""
     try:
         return type(original)(moved)  # type: ignore[call-arg]
     except TypeError:

@@ -55,8 +55,7 @@ class BufferCombiner:
         return [slot.drift is not None for slot in self._slots]
 
     def combine(self, changed: Sequence[bool], *, num_samples: int, group: WorkerGroup) -> None:
-        """Set the buffers that changed anywhere to their combination; all workers must call it with the same
-        `changed`."""
+        """Set the buffers that changed anywhere to their combination; all must call it, with the same `changed`."""
         slots = [slot for slot, is_changed in zip(self._slots, changed, strict=True) if is_changed]
         if not slots:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -17,17 +18,18 @@ __all__ = ["is_echo", "write_error"]
 PEER_GONE = re.compile(
     r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
 )
+LONG = 2000  # characters of one message, or one frame, that are kept; stderr.log has all of it
 
 
 def write_error(error: BaseException, assignment: Assignment, *, step: int) -> None:
-    """Write error.json, once: the first error of a worker is the one that counts."""
+    """Write error.json, once: the first error of a worker is the one that counts. Says on stderr when it cannot."""
     path = Path(assignment.worker_dir) / "error.json"
     if path.exists():
         return
     fields = {
         "kind": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": _short(_message(error)),
+        "traceback": "".join(map(_short, traceback.format_exception(error))),
         "worker": assignment.rank,
         "host": assignment.host,
         "pid": os.getpid(),
@@ -36,12 +38,33 @@ def write_error(error: BaseException, assignment: Assignment, *, step: int) -> N
         "usage": isinstance(error, PlanError),
         "echo": is_echo(error),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(fields), encoding="utf-8")
-    temporary.rename(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(fields), encoding="utf-8")
+        temporary.rename(path)
+    except OSError as problem:  # a full disk, say; the error itself goes on to stderr.log
+        print(f"paceline: {path} could not be written: {problem}", file=sys.stderr)
 
 
 def is_echo(error: BaseException) -> bool:
     """Whether the error only says that a peer went away: the peer's own error is the one to show."""
-    return isinstance(error, (SyncError, RuntimeError, ConnectionError)) and PEER_GONE.search(str(error)) is not None
+    says = PEER_GONE.search(_message(error)) if isinstance(error, (SyncError, RuntimeError, ConnectionError)) else None
+    return says is not None
+
+
+def _message(error: BaseException) -> str:
+    """`str(error)`, also where the user's own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception as failure:  # it is the user's code, and the error that is being told matters more
+        return f"(its __str__ failed: {type(failure).__name__})"
+
+
+def _short(text: str) -> str:
+    """A text without its middle where it is long."""
+    if len(text) <= LONG:
+        return text
+    half = LONG // 2
+    left_out = f" ... ({len(text) - 2 * half:,} characters left out; stderr.log has them) ... "
+    return text[:half] + left_out + text[-half:]

@@ -8,23 +8,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from paceline import environment
-from paceline.comm.meet import BoardThread, meet, meeting_port
+from paceline.comm.meet import meet, meeting_port, own_address
 from paceline.comm.store import BoardStore
 from paceline.errors import LaunchError
 from paceline.plan.job import Assignment, Job
 from paceline.worlds import World
 
-__all__ = ["joined"]
+__all__ = ["Place", "joined", "started_at"]
+
+_calls = itertools.count()  # of `joined` in this process: what is left of the last meeting is not taken for the next
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where this process found itself."""
+
+    assignment: Assignment
+    store: dist.Store
+    local: tuple[int, ...]  # all workers of this host
 
 
 @contextlib.contextmanager
@@ -35,85 +48,90 @@ def joined(
     run_dir: Callable[[], tuple[Path, int]],
     command_started: float,
     log: Callable[[str], None],
-) -> Iterator[tuple[Assignment, dist.Store]]:
-    """Meet the other workers; yield this one's assignment and the store they share.
+) -> Iterator[Place]:
+    """Meet the other workers; yield this one's place among them.
 
     `run_dir()` is called on worker 0 only, and returns the run directory and the number of this attempt.
     """
-    with _store(world, job, log) as store:
-        prefixed = dist.PrefixStore("paceline", store)
+    call = next(_calls)
+    with _store(world, job, call, log) as shared:
+        store = dist.PrefixStore(f"paceline_{call}", shared)
+        limit = timedelta(seconds=job.timeout_s)
+        names = [f"host_{worker_rank}" for worker_rank in range(world.workers)]
+        store.set(names[world.worker_rank], socket.gethostname())
         if world.worker_rank == 0:
             directory, attempt = run_dir()
-            prefixed.set("run", f"{attempt} {directory.resolve()}")
-        prefixed.wait(["run"], timedelta(seconds=job.timeout_s))
-        attempt_text, _, directory_text = prefixed.get("run").decode().partition(" ")
-        yield _assignment(world, job, Path(directory_text), int(attempt_text), command_started), store
+            store.wait(names, limit)
+            hosts = [store.get(name).decode() for name in names]
+            store.set("run", json.dumps({"run_dir": str(directory.resolve()), "attempt": attempt, "hosts": hosts}))
+        store.wait(["run"], limit)
+        run = json.loads(store.get("run"))
+        own = _assignment(world, job, command_started, **run)
+        local = tuple(number for number, host in enumerate(run["hosts"]) if host == own.host)
+        yield Place(assignment=own, store=store, local=local)
 
 
-def _assignment(world: World, job: Job, run_dir: Path, attempt: int, command_started: float) -> Assignment:
+def _assignment(
+    world: World, job: Job, command_started: float, *, run_dir: str, attempt: int, hosts: Sequence[str]
+) -> Assignment:
     one_host = world.local_workers == world.workers
+    names = list(dict.fromkeys(hosts))  # in the order of their first workers
+    host = socket.gethostname()
     return Assignment(
         rank=world.worker_rank,
         workers=world.workers,
         local_rank=world.local_rank,
         local_workers=world.local_workers,
-        host=socket.gethostname(),
-        host_index=0 if one_host else world.worker_rank // world.local_workers,
-        hosts=1 if one_host else -(-world.workers // world.local_workers),
-        address="127.0.0.1" if one_host else _own_address(world),
-        run_dir=str(run_dir),
+        host=host,
+        host_index=names.index(host),
+        hosts=len(names),
+        address="127.0.0.1" if one_host else own_address(_head(world), is_head=world.worker_rank == 0),
+        run_dir=run_dir,
         attempt=attempt,
-        worker_dir=str(run_dir / f"attempt_{attempt}" / f"worker_{world.worker_rank}"),
+        worker_dir=str(Path(run_dir) / f"attempt_{attempt}" / f"worker_{world.worker_rank}"),
         channel_fd=-1,
         command_started=command_started,
-        job=dataclasses.replace(job, run_dir=str(run_dir), workers=world.workers),
+        job=dataclasses.replace(job, run_dir=run_dir, workers=world.workers),
     )
 
 
 @contextlib.contextmanager
-def _store(world: World, job: Job, log: Callable[[str], None]) -> Iterator[dist.Store]:
-    if world.source == "torchrun":
+def _store(world: World, job: Job, call: int, log: Callable[[str], None]) -> Iterator[dist.Store]:
+    if world.source == "torchrun" and world.job_id:
         # torchrun has a store of its own running at this address, or leaves it to worker 0: torch knows which.
-        rendezvous = dist.rendezvous(
-            "env://", world.worker_rank, world.workers, timeout=timedelta(seconds=job.timeout_s)
-        )
-        store, _, _ = next(iter(rendezvous))
+        limit = timedelta(seconds=job.timeout_s)
+        store, _, _ = next(iter(dist.rendezvous("env://", world.worker_rank, world.workers, timeout=limit)))
         yield store
         return
-    server: BoardThread | None = None
-    try:
-        one_host = world.local_workers == world.workers
+    one_host = world.local_workers == world.workers
+    with contextlib.ExitStack() as stack:
         channel, server = meet(
             worker_rank=world.worker_rank,
-            address=f"\0paceline-{os.getuid()}-{world.source}-{world.job_id}" if one_host else _head(world),
+            address=_name(world, call) if one_host else _head(world, call),
             token=None if one_host else environment.token(job),
             timeout_s=job.timeout_s,
             log=log,
         )
-        yield BoardStore(channel, timeout_s=job.timeout_s)
-    finally:
         if server is not None:
-            server.close()
+            stack.callback(server.close)
+        stack.callback(channel.close)
+        yield BoardStore(channel, timeout_s=job.timeout_s)
 
 
-def _head(world: World) -> tuple[str, int]:
+def _name(world: World, call: int) -> str:
+    """A Unix socket's name without a file, the same for all workers of this world and for no other one."""
+    # A job without an id (MPICH): what its workers on this host have in common is the process that started them.
+    job_id = world.job_id or (world.head_port if world.source == "torchrun" else os.getppid())
+    return f"\0paceline-{os.getuid()}-{world.source}-{job_id}-{call}"
+
+
+def _head(world: World, call: int = 0) -> tuple[str, int]:
     if world.head is None:
         raise LaunchError(
             f"{world.source} started {world.workers} workers on several hosts, but does not say where worker 0 is. "
             "Set MASTER_ADDR (and MASTER_PORT) to its host for all workers"
         )
-    return world.head, world.head_port or meeting_port(world.job_id)
-
-
-def _own_address(world: World) -> str:
-    """The address of this host that faces the head (nothing is sent)."""
-    host, port = _head(world)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address: str = probe.getsockname()[0]
-    if address.startswith("127.") and world.worker_rank == 0:
-        return socket.gethostbyname(socket.gethostname())
-    return address
+    return world.head, (world.head_port or meeting_port(world.job_id)) + call
 
 
 def started_at() -> float:

@@ -20,8 +20,7 @@ __all__ = ["work"]
 
 
 def work(assignment: Assignment) -> int:
-    """Run the job's program as this worker; returns the exit status: 0, 1 after an error, 2 after a mistake in the plan
-    or job."""
+    """Run the job's program as this worker; returns the exit status: 0, 1 (an error), 2 (a wrong plan or job)."""
     faulthandler.enable()
     environment.enter(assignment)
     try:

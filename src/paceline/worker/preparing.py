@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.folder import discard
 from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
 from paceline.checkpoint.writer import Writer
 from paceline.comm.group import WorkerGroup
 from paceline.errors import CheckpointError
-from paceline.events import CheckpointSkipped, Warned
+from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Warned
 from paceline.parallel.apply import send_from_first
 from paceline.plan import Plan
 from paceline.worker import randomness
@@ -30,8 +31,7 @@ ABANDON_S = 3.0  # less than what a supervisor gives to a failed job
 
 
 class Preparation:
-    """Owns the registry and both ends of checkpoints. Only worker 0 opens files; the plain part of a checkpoint is held
-    by all."""
+    """Owns the registry and both ends of checkpoints. Only worker 0 opens files; all hold the plain part."""
 
     def __init__(
         self, plan: Plan, *, group: WorkerGroup, device: torch.device, buffers: BufferCombiner, files: RunFiles
@@ -45,6 +45,7 @@ class Preparation:
         self._used: set[str] = set()
         self._has_begun = False
         self._writer: Writer | None = None
+        self._has_saved = False
 
     def model(self, model: nn.Module, name: str | None) -> str:
         """Register a model that has been placed, fill it, and make it equal everywhere; returns its name."""
@@ -96,8 +97,7 @@ class Preparation:
             )
 
     def open(self, path: str | None) -> None:
-        """Open a checkpoint, by default the newest complete one of the run; what is prepared from now on is filled from
-        it."""
+        """Open a checkpoint, by default the newest complete one; what is prepared from now on is filled from it."""
         about: tuple[int, str, dict[str, Any]] | None = None
         if self._group.index == 0:
             chosen = Path(path) if path else self._newest()
@@ -127,13 +127,28 @@ class Preparation:
         """Stage the state on worker 0 and let its background thread write it; the other workers have nothing to do."""
         if self._group.index != 0:
             return
-        if self._writer is None:
-            self._writer = Writer(self._files.checkpoint_dir, keep=self._files.keep, on_event=self._files.emit)
         streams = dict(self._state["streams"]) if self._state else {}
         streams.update({name: {"epoch": cursor.epoch, "position": cursor.position} for name, cursor in cursors.items()})
         state = {"run": self.registry.plain(), "random": randomness.capture(), "streams": streams}
         about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
-        self._writer.save(step, self.registry.tensors(), state, about)
+        self._opened_writer().save(step, self.registry.tensors(), state, about)
+
+    def warm(self) -> None:
+        """Once, after a step has made the optimizers' state: get the memory for saves in the background."""
+        if self._writer is None and self._group.index == 0:
+            self._opened_writer().warm(self.registry.tensors())
+
+    def _opened_writer(self) -> Writer:
+        if self._writer is None:
+            self._writer = Writer(self._files.checkpoint_dir, keep=self._files.keep, on_event=self._saved)
+        return self._writer
+
+    def _saved(self, event: Event) -> None:
+        """Tell it; and once this attempt has a checkpoint of its own, delete those of a future that it does not have."""
+        self._files.emit(event)
+        if isinstance(event, CheckpointSaved) and not self._has_saved:
+            self._has_saved = True
+            discard(self._files.checkpoint_dir, after_step=self.step, keeping=event.step)
 
     def close(self) -> None:
         """Wait for the last save; raises CheckpointError when it could not be committed."""

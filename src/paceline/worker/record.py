@@ -59,6 +59,10 @@ class RunFiles:
     def is_save_due(self, step: int) -> bool:
         return self._job.save_every is not None and step > 0 and step % self._job.save_every == 0
 
+    @property
+    def saves_regularly(self) -> bool:
+        return self._job.save_every is not None
+
     def is_last_step(self, step: int) -> bool:
         return self._job.max_steps is not None and step >= self._job.max_steps
 

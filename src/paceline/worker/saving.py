@@ -79,18 +79,10 @@ class Registry:
 def load_model(
     name: str, model: nn.Module, plain: Mapping[str, Any], checkpoint: Checkpoint | None, group: WorkerGroup
 ) -> None:
-    """Fill a model from a checkpoint that only worker 0 has open, and make it equal on all workers; all must call
-    it."""
+    """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it."""
     if checkpoint is not None:
         wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
-        stored = [key for key in checkpoint.names if key.startswith(f"{name}.")]
-        extra = sorted(set(stored) - set(wanted))
-        if extra:
-            raise CheckpointError(
-                f"{checkpoint.path}: it holds {', '.join(extra[:5])}{' and more' if len(extra) > 5 else ''}, "
-                "which the model does not have"
-            )
-        checkpoint.load_into(wanted)
+        checkpoint.load_into(wanted, prefix=f"{name}.")
         _set_extra(model, plain["extra"].get(name, {}))
     send_from_first([*model.parameters(), *model.buffers()], group)
 
@@ -103,8 +95,7 @@ def load_optimizer(
     checkpoint: Checkpoint | None,
     group: WorkerGroup,
 ) -> None:
-    """Fill an optimizer on all workers: tensors from worker 0's checkpoint, options from the plain state; all must call
-    it."""
+    """Fill an optimizer on all workers: tensors from worker 0's checkpoint, options from the plain state. All must call."""
     saved = plain["optimizers"].get(name)
     if saved is None:
         raise CheckpointError(

@@ -53,8 +53,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 class Stream:
-    """Yields the remaining steps of a source as StepBatch objects, from the cursor on; the cursor is moved by the
-    worker's commits."""
+    """Yields the remaining steps of a source as StepBatch objects, from the cursor on; commits move the cursor."""
 
     def __init__(
         self,
@@ -82,6 +81,15 @@ class Stream:
             "shuffle": b.shuffle and self.num_samples > 0,
             "drop_last": b.drop_last,
         }
+
+    def last_step(self, done: int) -> int | None:
+        """The number of the step at which the stream ends, when `done` steps were made before it; None: not known."""
+        if not self.num_samples:
+            return None
+        b = self._batch
+        per_epoch = self.num_samples // b.size if b.drop_last else -(-self.num_samples // b.size)
+        begun = -(-self.cursor.position // b.size)
+        return done + per_epoch * (self.source.epochs - self.cursor.epoch) - begun
 
     def steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
         """Yield the remaining steps; `next_step()` gives the number of the step to come."""

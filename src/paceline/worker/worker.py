@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from paceline.comm.group import WorkerGroup
-from paceline.events import Evaluated, Note, StepDone, Warned
+from paceline.events import Evaluated, Note, Reported, StepDone, StreamOpened, Warned
 from paceline.parallel.apply import place
 from paceline.plan import Plan
 from paceline.sync.allreduce import GradientSum
@@ -59,9 +59,6 @@ class Worker:
         self._num_bytes_before = 0
         self._saved_at_step = -1
         self._resume()
-
-    # -- preparing
-    # ---------------------------------------------------------------------------------------------------------------
 
     def prepare(self, thing: T, *, name: str | None = None) -> T:
         """Make a model, optimizer, scheduler or other stateful object part of the run; returns the same object.
@@ -137,9 +134,6 @@ class Worker:
             clip_norm=clip_norm,
         )
 
-    # -- data --------------------------------------------------------------------------------------------------------
-    # ------------
-
     def batches(
         self,
         dataset: Any,
@@ -178,6 +172,11 @@ class Worker:
         self._streams[name] = stream
         self._prepared.begin_training()
         self._files.ledger.opened(name, **stream.about())
+        self._files.emit(
+            StreamOpened(
+                name=name, num_samples=stream.num_samples, epochs=epochs, last_step=stream.last_step(self.step)
+            )
+        )
         return self._steps(stream)
 
     def _steps(self, stream: Stream) -> Iterator[StepBatch]:
@@ -187,8 +186,11 @@ class Worker:
             self._current = _Step(batch, stream)
             try:
                 yield batch
-            finally:
-                self._turn()
+            except GeneratorExit:
+                # The user left the loop, by `break` or by an error on its way: what was not committed did not happen.
+                self._leave()
+                raise
+            self._turn()
 
     def _turn(self) -> None:
         """The end of a pass through the user's loop: everything the user does in a step has been done."""
@@ -201,8 +203,15 @@ class Worker:
             self._emit_step(current)
         if self._files.is_save_due(self.step) and self._saved_at_step != self.step:
             self.save()
+        elif self._files.saves_regularly:
+            self._prepared.warm()
 
-    # -- the step
+    def _leave(self) -> None:
+        """The loop was left before its end, or in an error: tell what was committed, and forget the rest."""
+        current, self._current = self._current, None
+        if current is not None and current.is_committed:
+            self._emit_step(current)
+
     # ----------------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: LossLike) -> None:
@@ -287,9 +296,6 @@ class Worker:
         if self._current is not None and self._current.outcome is not None:
             self.commit(self._current.batch)
 
-    # -- measuring
-    # ---------------------------------------------------------------------------------------------------------------
-
     def evaluate(
         self,
         model: nn.Module,
@@ -325,14 +331,13 @@ class Worker:
         return results
 
     def report(self, **metrics: float | Tensor) -> None:
-        """Note values of this step for the console and all other sinks, which average them over the workers that report
-        them."""
-        if self._current is None:
-            raise RuntimeError("worker.report() belongs inside the loop over worker.batches()")
-        self._current.metrics.update(metrics)
-
-    # -- saving ------------------------------------------------------------------------------------------------------
-    # ------------
+        """Note values for the console and all other sinks, which average a step's values over the workers that report
+        them. Outside of the loop over batches the values are told at once."""
+        if self._current is not None:
+            self._current.metrics.update(metrics)
+        else:
+            values = {name: float(value) for name, value in metrics.items()}
+            self._files.emit(Reported(step=self.step, metrics=values))
 
     def save(self) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
@@ -364,9 +369,6 @@ class Worker:
         if self.step:
             self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
 
-    # -- talking to the others
-    # ---------------------------------------------------------------------------------------------------
-
     @property
     def is_first(self) -> bool:
         """Whether this is worker 0."""
@@ -392,7 +394,7 @@ class Worker:
 
     def end(self) -> None:
         """Close the run's books after the user's function has returned: last checkpoint, events, files."""
-        self._turn()
+        self._leave()
         if self._streams and self._files.saves_at_end and self._saved_at_step != self.step:
             self.save()
         self._group.barrier()  # who ends last has seen everybody's last words
@@ -402,8 +404,7 @@ class Worker:
         self._files.finish(self.step)
 
     def abandon(self) -> None:
-        """After an error: forget the step under way, and give a checkpoint that is being written a moment to be
-        committed."""
+        """After an error: forget the step under way, and give a checkpoint under way a moment to be committed."""
         self._current = None
         self._prepared.abandon()
 

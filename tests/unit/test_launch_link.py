@@ -1,0 +1,218 @@
+"""Loops, links and the door: bytes come through whole, strangers do not come through at all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from paceline.comm.channel import encode
+from paceline.comm.token import HANDSHAKE_TIMEOUT_S
+from paceline.launch.door import MOST_AT_ONCE, SHOWN, Door, Introduction
+from paceline.launch.link import Link
+from paceline.launch.loop import READ, Loop
+
+TOKEN = b"a token of sufficient length"
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with closing(Loop()) as made:
+        yield made
+
+
+def turn_until(loop: Loop, done: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < deadline, "nothing more happens"
+        loop.turn(0.05)
+
+
+class Party:
+    """A link that keeps what it hears."""
+
+    def __init__(self, sock: socket.socket, loop: Loop) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.ends: list[Exception] = []
+        self.link = Link(sock, loop, on_message=self.messages.append, on_close=self.ends.append)
+
+
+def test_large_messages_pass_both_ways_at_once_without_blocking(loop: Loop) -> None:
+    one, other = (Party(sock, loop) for sock in socket.socketpair())
+    text = "x" * (3 << 20)  # more than the sockets hold
+    for party in (one, other):
+        for number in range(3):
+            party.link.send({"number": number, "text": text})
+    turn_until(loop, lambda: len(one.messages) == len(other.messages) == 3)
+    assert [message["number"] for message in one.messages] == [0, 1, 2]
+    assert {len(message["text"]) for message in one.messages + other.messages} == {len(text)}
+    one.link.close()
+    turn_until(loop, lambda: bool(other.ends))
+    assert [type(error) for error in other.ends] == [ConnectionError]
+    assert (one.ends, other.link.closed) == ([], True)
+
+
+def test_what_was_said_before_the_end_is_heard_first(loop: Loop) -> None:
+    ours, theirs = socket.socketpair()
+    party = Party(ours, loop)
+    theirs.sendall(encode({"last": "words"}))
+    theirs.close()
+    turn_until(loop, lambda: bool(party.ends))
+    assert party.messages == [{"last": "words"}]
+
+
+def test_sending_to_one_who_has_gone_ends_in_one_close(loop: Loop) -> None:
+    ours, theirs = socket.socketpair()
+    party = Party(ours, loop)
+    theirs.close()
+    for _ in range(3):
+        party.link.send({"anybody": "there"})
+    turn_until(loop, lambda: bool(party.ends))
+    party.link.send({"anybody": "there"})
+    assert len(party.ends) == 1
+
+
+def test_nonsense_closes_the_link_with_a_value_error(loop: Loop) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        party = Party(ours, loop)
+        theirs.sendall(b'{"fine": 1}\n[]\n{"late": 1}\n')
+        turn_until(loop, lambda: bool(party.ends))
+        assert (party.messages, [type(error) for error in party.ends]) == ([{"fine": 1}], [ValueError])
+        assert theirs.recv(1) == b""
+
+
+def test_sockets_are_handed_over_in_order_and_closed_here(loop: Loop) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        party = Party(ours, loop)
+        pairs = [socket.socketpair() for _ in range(3)]
+        for number, (_, passed) in enumerate(pairs):
+            party.link.send({"number": number}, passing=[passed])
+        received: list[int] = []
+        while len(received) < 3:
+            received += socket.recv_fds(theirs, 1 << 16, 8)[1]
+        for number, (kept, passed) in enumerate(pairs):
+            assert passed.fileno() == -1
+            os.write(received[number], b"%d" % number)
+            assert kept.recv(10) == b"%d" % number
+            os.close(received[number])
+            kept.close()
+        party.link.close()
+
+
+def test_a_socket_that_a_callback_closed_is_not_served_in_the_same_turn(loop: Loop) -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    served: list[int] = []
+
+    def ready(number: int) -> None:
+        served.append(number)
+        for ours, _ in pairs:
+            loop.forget(ours)
+            ours.close()
+
+    for number, (ours, theirs) in enumerate(pairs):
+        loop.watch(ours, READ, lambda _, number=number: ready(number))
+        theirs.send(b"x")
+    loop.turn(1.0)
+    loop.turn(0.0)
+    assert len(served) == 1
+    for _, theirs in pairs:
+        theirs.close()
+
+
+class Entrance:
+    """A door on loopback, and what comes through it."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.said, self.proved = loop, list[str](), list[socket.socket]()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.door = Door(listener, TOKEN, loop, on_proved=self.proved.append, say=self.said.append)
+
+    def close(self) -> None:
+        self.door.close()
+        for sock in self.proved:
+            sock.close()
+
+
+@pytest.fixture
+def entrance(loop: Loop) -> Iterator[Entrance]:
+    with closing(Entrance(loop)) as made:
+        yield made
+
+
+def test_the_door_opens_for_the_token(loop: Loop, entrance: Entrance) -> None:
+    proved: list[socket.socket] = []
+    sock = socket.create_connection(entrance.address)
+    Introduction(
+        sock, TOKEN, loop, is_head=False, on_proved=proved.append, on_refused=lambda *why: pytest.fail(str(why))
+    )
+    turn_until(loop, lambda: len(proved) == len(entrance.proved) == 1)
+    assert entrance.said == []
+    sock.close()
+
+
+def test_another_token_is_a_final_no_on_both_sides(loop: Loop, entrance: Entrance) -> None:
+    refused: list[tuple[str, bool]] = []
+    Introduction(
+        socket.create_connection(entrance.address),
+        b"another token",
+        loop,
+        is_head=False,
+        on_proved=lambda _: pytest.fail("it was let in"),
+        on_refused=lambda reason, final: refused.append((reason, final)),
+    )
+    turn_until(loop, lambda: bool(refused and entrance.said))
+    assert refused == [("it holds another token than this host", True)]
+    assert entrance.said == ["refused a connection from 127.0.0.1: its token is wrong"]
+    assert entrance.proved == []
+
+
+def test_who_says_nothing_is_sent_away_in_time(loop: Loop, entrance: Entrance) -> None:
+    with socket.create_connection(entrance.address) as sock:
+        sock.settimeout(10)
+        loop.turn(1.0)
+        entrance.door.tick(time.monotonic() + HANDSHAKE_TIMEOUT_S - 1)
+        assert entrance.said == []
+        entrance.door.tick(time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        assert len(sock.recv(1000)) == 40  # the greeting
+        assert sock.recv(1000) == b""
+    assert entrance.said == ["refused a connection from 127.0.0.1: it did not prove the job's token within 5 s"]
+
+
+def test_a_crowd_of_strangers_is_kept_small_and_told_in_few_words(loop: Loop, entrance: Entrance) -> None:
+    crowd = [socket.create_connection(entrance.address) for _ in range(MOST_AT_ONCE + 10)]
+    turn_until(loop, lambda: len(entrance.said) == SHOWN)
+    for _ in range(len(crowd)):
+        loop.turn(0.0)
+    assert (
+        entrance.said
+        == [f"refused a connection from 127.0.0.1: {MOST_AT_ONCE} others are being asked for the token"] * SHOWN
+    )
+    for sock in crowd:
+        sock.close()
+    entrance.door.close()
+    assert entrance.said[-1] == "refused 10 connections from 127.0.0.1 in all"
+
+
+def test_a_heads_door_that_speaks_another_language_is_a_final_no(loop: Loop) -> None:
+    refused: list[tuple[str, bool]] = []
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+        Introduction(
+            ours,
+            TOKEN,
+            loop,
+            is_head=False,
+            on_proved=lambda _: pytest.fail("it was taken for a head"),
+            on_refused=lambda reason, final: refused.append((reason, final)),
+        )
+        turn_until(loop, lambda: bool(refused))
+    assert refused == [("it does not speak Paceline's protocol", True)]
