@@ -65,7 +65,8 @@ from paceline import Batch, Plan
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--fail", default="", help="WORKER:STEP")
-parser.add_argument("--tell", default="", help="named pipe that each worker writes to after step 6")
+parser.add_argument("--tell", default="", help="named pipe that each worker writes a line to")
+parser.add_argument("--tell-at", type=int, default=6, help="after this step")
 options = parser.parse_args()
 
 
@@ -87,7 +88,7 @@ def train(worker):
         worker.report(loss=step(batch))
         if f"{worker.rank}:{worker.step}" == options.fail:
             raise ValueError(f"worker {worker.rank} has had enough")
-        if options.tell and worker.step == 6:
+        if options.tell and worker.step == options.tell_at:
             tell(worker)
     return {"step": worker.step, "workers": worker.workers}
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import paceline
 from paceline import config, environment
 from paceline.attempt import Attempt, begin_record, error_of, note_failure, watched_by_thread
 from paceline.errors import PlanError
@@ -64,6 +65,9 @@ def start(
     command_started: float,
 ) -> int:
     """Run a script for the command; returns the exit status."""
+    paceline.run = (
+        run  # where the import of this module has put the module: a worker 0 in this process needs the function
+    )
     warm = prestart()
     try:
         settled = _settled(job, plan, overrides, script=Path(job.program))

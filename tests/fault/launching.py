@@ -129,17 +129,20 @@ def marked(mark: str) -> list[str]:
 
 @contextlib.contextmanager
 def supervised(
-    options: dict[str, Any], *, prefix: Sequence[str] = (), environment: dict[str, str] | None = None, **popen: Any
+    options: dict[str, Any],
+    *,
+    prefix: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+    **popen: Any,
 ) -> Iterator[Supervised]:
     """Start a supervisor with `options` for `main`; whatever of it is left in the end is killed."""
     mark = uuid.uuid4().hex
     source = str(FAULT.parent.parent / "src")
     python_path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    process: subprocess.Popen[bytes] = subprocess.Popen(
-        [*prefix, sys.executable, str(FAULT / "launching.py"), json.dumps(options)],
-        env={**os.environ, MARK: mark, "PYTHONPATH": python_path, **(environment or {})},
-        **{"stdout": subprocess.PIPE, **popen},
-    )
+    command = [*prefix, sys.executable, str(FAULT / "launching.py"), json.dumps(options)]
+    variables = {**os.environ, MARK: mark, "PYTHONPATH": python_path, **(environment or {})}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, **popen}
+    process: subprocess.Popen[bytes] = subprocess.Popen[bytes](command, env=variables, **pipes)
     try:
         yield Supervised(process, mark)
     finally:

@@ -64,6 +64,11 @@ class HeadAndMember:
         self.member.send(message)
         self.loop.turn(1.0)
 
+    def state(self) -> str:
+        """What the head decides now."""
+        self.head.tick(time.monotonic())
+        return "going on" if self.head.outcome is None else self.head.outcome.state
+
     def ops(self) -> list[str]:
         """What the member has heard."""
         self.member._sock.setblocking(False)
@@ -100,12 +105,13 @@ def told(member: Channel) -> Mapping[str, Any]:
 def test_the_job_has_finished_when_all_workers_of_all_hosts_have(both: HeadAndMember) -> None:
     both.head.exited(ended(0))
     both.say(op="exited", exit=dataclasses.asdict(ended(2, host="b")))
-    assert both.head.outcome is None
+    assert both.state() == "going on"
     both.head.exited(ended(1))
-    assert both.head.outcome is not None
-    assert (both.head.outcome.state, [one.host for one in both.head.outcome.exits]) == ("finished", ["a", "a", "b"])
+    assert both.state() == "finished"
     message = told(both.member)
-    assert (message["op"], Outcome.from_json(message["outcome"])) == ("end", both.head.outcome)
+    assert message["op"] == "end"
+    assert Outcome.from_json(message["outcome"]) == both.head.outcome
+    assert [one["host"] for one in message["outcome"]["exits"]] == ["a", "a", "b"]
     assert both.crew.told == []
 
 
@@ -135,8 +141,8 @@ def test_a_first_signal_stops_and_a_second_one_kills(both: HeadAndMember) -> Non
     assert both.ops() == ["stop", "kill"]
     for worker in range(3):
         both.head.exited(ended(worker, None, sent_by_us=True))
-    assert both.head.outcome is not None
-    assert (both.head.outcome.state, both.head.outcome.exit_code) == ("stopped", 130)
+    assert both.state() == "stopped"
+    assert both.head.outcome is not None and both.head.outcome.exit_code == 130
 
 
 def test_a_signal_to_a_member_stops_the_job_once(both: HeadAndMember) -> None:
@@ -145,8 +151,17 @@ def test_a_signal_to_a_member_stops_the_job_once(both: HeadAndMember) -> None:
     assert both.crew.told == [("terminate", STOP_S)]
     for worker in range(3):
         both.head.exited(ended(worker, None, sent_by_us=True))
+    assert both.state() == "stopped"
     assert both.head.outcome is not None
     assert (both.head.outcome.exit_code, both.head.outcome.reason) == (143, "stopped by SIGTERM on host b")
+
+
+def test_a_signal_that_workers_got_too_is_a_stop_and_no_failure(both: HeadAndMember) -> None:
+    both.head.exited(ended(0, None, signal=signal.SIGTERM))
+    both.head.exited(ended(1, 128 + signal.SIGTERM))
+    both.head.exited(ended(2, None, signal=signal.SIGTERM))
+    both.head.interrupted(signal.SIGTERM)
+    assert both.state() == "stopped"
 
 
 def test_a_signal_after_a_failure_does_not_hide_it(both: HeadAndMember) -> None:
@@ -155,8 +170,8 @@ def test_a_signal_after_a_failure_does_not_hide_it(both: HeadAndMember) -> None:
     assert both.crew.told == [("terminate", STOP_S)]
     both.head.exited(ended(1, None, sent_by_us=True))
     both.head.exited(ended(2, None, sent_by_us=True))
-    assert both.head.outcome is not None
-    assert (both.head.outcome.state, both.head.outcome.exit_code) == ("failed", 1)
+    assert both.state() == "failed"
+    assert both.head.outcome is not None and both.head.outcome.exit_code == 1
 
 
 def test_a_silent_host_is_lost_and_its_workers_have_failed(both: HeadAndMember) -> None:
@@ -168,6 +183,7 @@ def test_a_silent_host_is_lost_and_its_workers_have_failed(both: HeadAndMember) 
     assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 15 s"]
     both.head.exited(ended(0, None, sent_by_us=True))
     both.head.exited(ended(1, None, sent_by_us=True))
+    assert both.state() == "failed"
     assert both.head.outcome is not None
     lost = both.head.outcome.failures[2]
     assert (lost.worker, lost.host, lost.pid, lost.exit_code, lost.signal) == (2, "b", 77, None, None)
@@ -181,7 +197,7 @@ def test_a_host_lost_after_its_workers_ended_well_is_no_failure(both: HeadAndMem
     assert both.said == ["host b (10.0.0.2) was lost: it closed the connection"]
     both.head.exited(ended(0))
     both.head.exited(ended(1))
-    assert both.head.outcome is not None and both.head.outcome.state == "finished"
+    assert both.state() == "finished"
 
 
 def test_a_member_that_does_not_end_its_workers_is_lost(both: HeadAndMember) -> None:
@@ -190,9 +206,9 @@ def test_a_member_that_does_not_end_its_workers_is_lost(both: HeadAndMember) -> 
     both.head.exited(ended(0, None, sent_by_us=True))
     both.head.exited(ended(1, None, sent_by_us=True))
     both.head.tick(now + STOP_S + REPORT_S - 1)
-    assert both.head.outcome is None
+    assert both.state() == "going on"
     both.head.tick(now + STOP_S + REPORT_S + 1)
-    assert both.head.outcome is not None and both.head.outcome.state == "stopped"
+    assert both.state() == "stopped"
 
 
 @pytest.mark.parametrize(

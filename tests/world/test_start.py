@@ -24,6 +24,7 @@ from programs import (
     STEPS,
     Announcements,
     checkpoints,
+    child_environment,
     command,
     losses,
     record,
@@ -36,6 +37,8 @@ from programs import (
 
 pytestmark = pytest.mark.timeout(90)
 
+# At step 14 the checkpoint of step 4 is complete: the next one, of step 8, has waited for it.
+ENDLESS = ("--epochs", "100000", "--tell-at", "14")
 PROBE = """\
 import atexit, os, sys
 atexit.register(lambda: print(os.getpid(), "torch" in sys.modules, file=open(os.environ["PROBE"], "a")))
@@ -67,7 +70,7 @@ def assert_trained(run_dir: Path, *, workers: int = 2) -> None:
 def test_the_command_trains_and_imports_no_torch(train: Path, tmp_path: Path, pipe: Announcements) -> None:
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "sitecustomize.py").write_text(PROBE)
-    path = os.pathsep.join([str(tmp_path / "probe"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(tmp_path / "probe"), child_environment()["PYTHONPATH"]])
     words = [*PACELINE, "run", train, "--workers", "2", "--tell", pipe.path, "--run-dir", "run", "--", "--epochs", "2"]
     with command(*words, environment={"PYTHONPATH": path, "PROBE": str(tmp_path / "ended")}) as program:
         told = program.told(pipe, 2)
@@ -116,7 +119,7 @@ def test_a_plain_program_takes_its_workers_from_the_script(train: Path, tmp_path
 def test_a_dry_run_starts_nothing(train: Path, tmp_path: Path) -> None:
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "sitecustomize.py").write_text(PROBE)
-    path = os.pathsep.join([str(tmp_path / "probe"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(tmp_path / "probe"), child_environment()["PYTHONPATH"]])
     environment = {"PYTHONPATH": path, "PROBE": str(tmp_path / "ended")}
     words = [*PACELINE, "run", train, "--workers", "2", "--plan", "batch(size=12)", "--dry-run", "--run-dir", "run"]
     code, output = run(*words, environment=environment)
@@ -131,7 +134,7 @@ def test_a_dry_run_starts_nothing(train: Path, tmp_path: Path) -> None:
     [
         (["--workers", "2", "--plan", "replicas=3"], "3"),
         (["--workers", "0"], "Job.workers is 0"),
-        (["--workers", "2", "--set", "plan.bacth.size=3"], "bacth"),
+        (["--workers", "2", "--plan", "batch(size=12)", "--set", "plan.bacth.size=3"], "bacth"),
     ],
 )
 def test_what_cannot_work_is_refused_once_in_words(train: Path, tmp_path: Path, options: list[str], says: str) -> None:
@@ -162,7 +165,10 @@ def test_the_same_run_dir_continues_and_fresh_starts_over(train: Path, tmp_path:
 
 def test_a_closure_of_an_imported_module_runs_and_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_module.py").write_text(
-        "BASE = 40\ndef make(more):\n    def train(worker):\n        return {'sum': BASE + more, 'of': worker.gather(worker.rank)}\n"
+        "BASE = 40\n"
+        "def make(more):\n"
+        "    def train(worker):\n"
+        "        return {'sum': BASE + more, 'of': worker.gather(worker.rank)}\n"
         "    return train\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -184,7 +190,7 @@ def test_a_workers_own_error_is_in_the_callers_exception(capfd: pytest.CaptureFi
 
 
 def test_a_plan_that_cannot_work_is_a_plan_error_of_the_caller() -> None:
-    with pytest.raises(PlanError, match="replicas=3|3 replicas|3 workers"):
+    with pytest.raises(PlanError, match=r"3 replicas|replicas=3"):
         paceline.run(lambda worker: None, workers=2, plan="replicas=3", run_dir="run")
     assert not Path("run").exists()
 
@@ -223,7 +229,7 @@ def test_inline_a_program_may_run_again_and_again(tmp_path: Path) -> None:
     assert "first [True, False]" in output and "second [True, False]" in output and "third [True]" in output
 
 
-# ------------------------------------------------------------------------------------------------------ ends from outside
+# ---------------------------------------------------------------------------------------------------- ends from outside
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -231,7 +237,7 @@ def test_a_signal_stops_the_run_and_the_next_start_continues(
     signum: signal.Signals, train: Path, tmp_path: Path, pipe: Announcements
 ) -> None:
     run_dir = tmp_path / "run"
-    words = [*PACELINE, "run", train, "--workers", "2", "--run-dir", "run", "--epochs", "100000"]
+    words = [*PACELINE, "run", train, "--workers", "2", "--run-dir", "run", *ENDLESS]
     with command(*words, "--tell", pipe.path) as program:
         program.told(pipe, 2)
         code, output = run(*words)
@@ -246,7 +252,7 @@ def test_a_signal_stops_the_run_and_the_next_start_continues(
 def test_a_closing_terminal_stops_the_run_and_the_next_start_continues(
     train: Path, tmp_path: Path, pipe: Announcements
 ) -> None:
-    words = [*PACELINE, "run", train, "--workers", "2", "--run-dir", "run", "--epochs", "100000"]
+    words = [*PACELINE, "run", train, "--workers", "2", "--run-dir", "run", *ENDLESS]
     ours, theirs = pty.openpty()
 
     def take_terminal() -> None:
@@ -273,11 +279,12 @@ def assert_stopped_and_continues(run_dir: Path, words: list[Any], code: int) -> 
     assert code == 0, output
     assert [one["resumed_from_step"] for one in started_workers(run_dir, 2)] == [last, last]
     assert len(losses(run_dir)) == last + 2
-    assert losses(run_dir)[:STEPS] == pytest.approx(list(reference_losses()), rel=1e-5)
+    alike = min(STEPS, last + 2)
+    assert losses(run_dir)[:alike] == pytest.approx(list(reference_losses()[:alike]), rel=1e-5)
 
 
-def test_ctrl_c_ends_a_plain_program(train: Path, tmp_path: Path, pipe: Announcements) -> None:
-    with command(sys.executable, train, "--epochs", "100000", "--tell", pipe.path) as program:
+def test_sigterm_ends_a_plain_program_in_good_order(train: Path, tmp_path: Path, pipe: Announcements) -> None:
+    with command(sys.executable, train, *ENDLESS, "--tell", pipe.path) as program:
         program.told(pipe, 2)
         program.signal(signal.SIGTERM)
         code, output = program.end(limit_s=GONE_S)

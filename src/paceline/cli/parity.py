@@ -19,9 +19,8 @@ EXAMPLES = """\
   paceline parity train.py --workers 2,4 --plan default --plan "cast(dtype=bf16)" --steps 5 --tolerance 1e-2
   paceline parity train.py --workers 1,2 --float64 -- --width 64
 
-Each configuration is compared with one process that runs the same plan, with gradients that travel whole. Without --plan
-the script's own plan is used; the number of replicas is always --workers. How differences are measured, and what can
-differ honestly: docs/parity.md.
+Each configuration is compared with one process that runs the same plan. Without --plan that is the script's own; the
+number of replicas is always --workers. How differences are measured, and what may differ: docs/parity.md.
 Exit status 0: all differences are within the tolerance; 1: not, or a run failed; 2: the command or plan cannot work."""
 
 
@@ -66,15 +65,19 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--steps", metavar="N", default="5", help="steps to run under each (default: 5)")
     parser.add_argument(
-        "--float64", action="store_true", help="compare in float64, where rounding is no excuse (default: as the plan says)"
+        "--float64",
+        action="store_true",
+        help="compare in float64, where rounding is no excuse (default: the plan's precision)",
     )
     parser.add_argument(
-        "--tolerance", metavar="X", help="largest relative difference that passes (default: 1e-5 in float32, 1e-9 in float64)"
+        "--tolerance",
+        metavar="X",
+        help="largest relative difference that passes (default: 1e-5, in float64 1e-9)",
     )
     parser.add_argument(
         "--device", metavar="WHERE", default="auto", help="auto, cpu or cuda, as for `paceline run` (default: auto)"
     )
-    parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the runs and what they captured in this directory")
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the runs and their captures in this directory")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.set_defaults(run=run)
 

@@ -9,11 +9,11 @@ a is the configuration, b the reference, max goes over the elements of one tenso
 The floor is for tensors that are zero in exact arithmetic, such as the gradient of a bias before a batch norm: all that
 is in them is rounding, which differs by 100 % and means nothing.
 
-Weights need one thing more. An optimizer of Adam's kind divides an element's gradient by its own size, so a gradient that
-is only rounding becomes a full step of the learning rate, in a direction that rounding chose. An element whose first
+Weights need one thing more. An optimizer of Adam's kind divides an element's gradient by its own size, so a gradient
+that is only rounding becomes a full step of the learning rate, in a direction that rounding chose. An element whose first
 gradient is below SMALL of its tensor's largest (or of the floor) is therefore left out of the weights' figure, and told
-beside it. Buffers may differ by as much as these elements before it counts: the running mean of a batch norm follows the
-bias before it, and the loss sees neither.
+beside it. Buffers may differ by as much as these elements before it counts: the running mean of a batch norm follows
+the bias before it, and the loss sees neither.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def _weights(capture: Capture, reference: Capture, left_out: dict[str, Array]) -
     with _opened(capture.weights) as mine, _opened(reference.weights) as other:
         is_parameter = {name: name in left_out for name in sorted(mine.names | other.names)}
         floor = FLOOR * max((_size(other.get(name)) for name, is_one in is_parameter.items() if is_one), default=0.0)
-        for name in sorted(is_parameter, key=is_parameter.__getitem__, reverse=True):  # parameters first: they make the slack
+        for name in sorted(
+            is_parameter, key=is_parameter.__getitem__, reverse=True
+        ):  # parameters first: they make the slack
             a, b = mine.get(name), other.get(name)
             scale = max(_size(b), floor)
             if a is None or b is None or a.shape != b.shape:
@@ -138,7 +140,7 @@ def _weights(capture: Capture, reference: Capture, left_out: dict[str, Array]) -
 
 
 def _left_out(capture: Capture, reference: Capture) -> dict[str, Array]:
-    """For each parameter that had a gradient: which elements' first gradient, on either side, was too small to judge by."""
+    """For each parameter that had a gradient: the elements whose first one was too small to judge by."""
     left_out: dict[str, Array] = {}
     waiting: dict[str, Array] = {}  # elements that had no gradient but exact zeros so far: no optimizer amplifies these
     for step in sorted(capture.gradients.keys() & reference.gradients.keys()):

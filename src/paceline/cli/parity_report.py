@@ -16,7 +16,7 @@ __all__ = ["DEFAULTS", "Judged", "Tolerance", "print_report", "report"]
 DEFAULTS = {"fp32": 1e-5, "fp64": 1e-9, "bf16": 1e-2}  # by precision
 WIRE = 1e-2  # what a wire of 16 bits may change
 CAUSES = """\
-Usual causes: a loss that divides by the whole batch, or is scaled by hand; code that asks worker.rank or worker.workers;
+Usual causes: a loss that is scaled by hand, or divides by the whole batch; code that asks worker.rank or worker.workers;
 a random generator of the script's own; state that is neither in a parameter nor in a buffer. See docs/parity.md."""
 NOT_EVEN_ONE = """\
 One worker already differs from the reference, which is the same computation: the script does not repeat itself.
@@ -27,8 +27,8 @@ Look for a random generator that it seeds from the clock or not at all, and for 
 class Tolerance:
     """Largest relative differences that pass.
 
-    Loss, and gradients of the first step: the tolerance itself. Weights: 100 times that, since an optimizer of Adam's kind
-    divides small gradients by themselves and so enlarges their rounding; but at most 1 %, or the tolerance itself.
+    Loss, and gradients of the first step: the tolerance itself. Weights: 100 times that, since an optimizer of Adam's
+    kind divides small gradients by themselves and so enlarges their rounding; but at most 1 %, or the tolerance itself.
     """
 
     numbers: float
@@ -124,13 +124,13 @@ def _notes(row: Judged) -> list[str]:
     found, notes = row.found, list[str]()
     if row.device != row.reference_device:
         notes.append(
-            f"note: {row.label} ran on {row.device}, the reference on {row.reference_device}, which rounds differently: "
+            f"note: {row.label} ran on {row.device}, the reference on {row.reference_device}, which rounds otherwise: "
             "compare on one of them with --device"
         )
     if found.left_out.value > row.tolerance.weights:
         notes.append(
-            f"note: {row.label}: {found.num_left_out} weights had gradients of rounding only and are not judged; they differ "
-            f"by up to {_figure(found.left_out.value)} ({found.left_out.where})"
+            f"note: {row.label}: {found.num_left_out} elements of weights are not judged, since their gradients were too "
+            f"small; they differ by up to {_figure(found.left_out.value)} ({found.left_out.where})"
         )
     return notes
 
@@ -163,7 +163,11 @@ def _facts(judged: Sequence[Judged]) -> dict[str, Any]:
         rows.append(
             {"workers": row.workers, "plan": str(row.plan), "device": row.device, "steps": row.found.num_steps}
             | found
-            | {"num_left_out": row.found.num_left_out, "tolerance": dataclasses.asdict(row.tolerance), "holds": row.holds}
+            | {
+                "num_left_out": row.found.num_left_out,
+                "tolerance": dataclasses.asdict(row.tolerance),
+                "holds": row.holds,
+            }
         )
     return {"holds": all(row.holds for row in judged), "configurations": rows}
 

@@ -1,8 +1,8 @@
-"""Runs a script under every plan and number of workers that `paceline parity` was asked for, and judges what they capture.
+"""Runs a script under every plan and number of workers that `paceline parity` was asked for, and judges what they wrote.
 
 Each run is an ordinary one: the same launcher, the script as it is, a run directory of its own. What differs between a
-configuration and its reference is the number of replicas alone (and the wire: the reference's gradients travel whole), so
-both run the same micro-batches of the same global batches. Every run gets the same number of threads: how a matrix
+configuration and its reference is the number of replicas alone (and the wire: the reference's gradients travel whole),
+so both run the same micro-batches of the same global batches. Every run gets the same number of threads: how a matrix
 product is cut over threads changes its rounding.
 """
 
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline import config, environment
 from paceline.attempt import Attempt, error_of
@@ -84,7 +85,7 @@ def main_parity(request: Request) -> int:
 
 
 def trials(request: Request) -> list[Trial]:
-    """The runs, each reference before what is compared with it; PlanError where a plan cannot work on so many workers."""
+    """The runs, a reference before what is compared with it; PlanError where a plan cannot work on so many workers."""
     plans: Sequence[Plan | None] = request.plans or (None,)
     found: list[Trial] = []
     for number, plan in enumerate(plans, start=1):
@@ -106,7 +107,7 @@ def _run(trial: Trial, request: Request, directory: Path, warm: WarmParent) -> E
     """Run one trial to its end, without a word on the screen."""
     run_dir = directory / trial.name
     captured = run_dir / "captured"
-    fields = {
+    fields: dict[str, Any] = {
         "program": str(request.script),
         "args": request.args,
         "workers": trial.workers,
@@ -139,7 +140,9 @@ def _run(trial: Trial, request: Request, directory: Path, warm: WarmParent) -> E
     started = _started(attempt.directory / "worker_0" / "events.jsonl")
     capture = Capture(captured)
     if not capture.losses:
-        raise PlanError(f"{request.script} took no step: there is nothing to compare. Its loop is over worker.batches(...).")
+        raise PlanError(
+            f"{request.script} took no step: there is nothing to compare. Its loop is over worker.batches(...)."
+        )
     return Ended(capture=capture, plan=Plan.parse(started.plan), device=started.device.partition(":")[0])
 
 

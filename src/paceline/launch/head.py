@@ -98,10 +98,7 @@ class Head:
         if self.outcome is not None or ended.worker in self._exits:
             return
         self._exits[ended.worker] = ended
-        if len(self._exits) == self._num_workers:
-            exits = [self._exits[worker] for worker in sorted(self._exits)]
-            self._finish(verdict(exits) if self._signum is None else interrupted(self._signum, exits, by=self._by))
-        elif ended.failed and not self._ending and self._end_at is None:
+        if ended.failed and not self._ending and self._end_at is None:
             self._end_at = time.monotonic() + GATHER_S
 
     # What the supervisor tells.
@@ -122,6 +119,11 @@ class Head:
         self._finish(Outcome(state="failed", exit_code=1, failures=(failure,), reason=f"host {self.host}: {reason}"))
 
     def tick(self, now: float) -> None:
+        """Decide what is due; signals that came as well have been told before."""
+        if len(self._exits) == self._num_workers:
+            exits = [self._exits[worker] for worker in sorted(self._exits)]
+            self._finish(verdict(exits) if self._signum is None else interrupted(self._signum, exits, by=self._by))
+            return
         if self._door is not None:
             self._door.tick(now)
         if now >= self._next_ping:
@@ -189,7 +191,9 @@ class Head:
     def _stop(self, signum: int, *, by: str = "") -> None:
         if self._ending:
             return
-        if self._end_at is None:  # otherwise the job has failed already
+        # A job that has failed already stays so; but who stops a whole cgroup, say, sends workers the same signal.
+        failures = [ended for ended in self._exits.values() if ended.failed]
+        if all(ended.signal == signum or ended.exit_code == 128 + signum for ended in failures):
             self._signum, self._by = signum, by
         self._end_all(STOP_S)
 

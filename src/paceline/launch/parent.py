@@ -183,4 +183,4 @@ class WarmParent:
 
 def _paths() -> list[str]:
     """This process's search path; what is no text in it is not searched anyway."""
-    return [path for path in sys.path if isinstance(path, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    return [path for path in sys.path if isinstance(path, str)]

@@ -60,12 +60,10 @@ class GradientSum:
             self._depart_next()
         return used
 
-    def land(self, used: Sequence[bool], *, scale: float) -> bool:
+    def land(self, used: Sequence[bool], *, scale: float) -> None:
         """Wait for all sums, multiply them by `scale`, and install them; `used` is that of all workers together.
 
-        Parameters that no worker used keep no gradient, so that optimizers leave them alone, as they would in one
-        process. Returns whether all gradients are finite: the same answer on every worker, since all hold the same
-        sums.
+        Parameters that no worker used keep no gradient, so that optimizers leave them alone, as in one process.
         """
         self.waited_s = 0.0
         for bucket in self._buckets:
@@ -77,8 +75,17 @@ class GradientSum:
         for parameter, is_used in zip(self.parameters, used, strict=True):
             if not is_used:
                 parameter.grad = None
-        totals = [bucket.total() for bucket in self._buckets]
-        return all(bool(torch.isfinite(t)) for t in totals) or all(_finite(p.grad) for p in self.parameters)
+
+    def norm(self) -> Tensor:
+        """The global norm of all gradients, 0-d; equal on every worker, since all hold the same sums."""
+        gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients()]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def is_finite(self) -> bool:
+        """Whether all gradients are finite. A norm that overflows is looked into."""
+        if bool(torch.isfinite(self.norm())):
+            return True
+        return all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in self.parameters)
 
     def drop(self) -> None:
         """Remove all gradients: an optimizer's step then changes nothing."""
@@ -130,7 +137,3 @@ class GradientSum:
     def _depart_next(self) -> None:
         self._buckets[self._num_departed].depart()
         self._num_departed += 1
-
-
-def _finite(gradient: Tensor | None) -> bool:
-    return gradient is None or bool(torch.isfinite(gradient).all())

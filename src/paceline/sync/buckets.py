@@ -83,9 +83,9 @@ class Bucket:
         """Multiply all gradients of the bucket."""
         self._flat.mul_(factor)
 
-    def total(self) -> Tensor:
-        """Sum of all elements: not finite where any gradient is not."""
-        return self._flat.sum()
+    def gradients(self) -> list[Tensor]:
+        """All gradients, in as few tensors as possible."""
+        return [self._flat]
 
     def _send(self, payload: Tensor) -> None:
         self._payload = payload
@@ -108,14 +108,10 @@ class StayingBucket:
         return
 
     def scale(self, factor: float) -> None:
-        for gradient in self._gradients():
+        for gradient in self.gradients():
             gradient.mul_(factor)
 
-    def total(self) -> Tensor:
-        gradients = self._gradients()
-        return torch.stack([gradient.sum() for gradient in gradients]).sum() if gradients else torch.zeros(())
-
-    def _gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
 

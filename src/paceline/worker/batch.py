@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.schedule.share import Micro
+from paceline.worker import randomness
 
 __all__ = ["StepBatch", "to_device"]
 
@@ -67,8 +68,9 @@ class StepBatch:
 
     def drain(self) -> None:
         """Take what was not read from the loader, so that the next step gets its own."""
-        if self.micros:
-            self.read(len(self.micros) - 1)
+        if len(self._kept) < len(self.micros):
+            with randomness.aside():
+                self.read(len(self.micros) - 1)
 
 
 def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -4,8 +4,8 @@
     gradients_<step>.safetensors    what the optimizers were about to use, by the parameters' full names
     weights.safetensors             parameters and buffers at the end
 
-Gradients are those that an optimizer sees: averaged over all workers, and clipped where the script clips. Types that numpy
-does not know are written as float32, which holds all their values.
+Gradients are those that an optimizer sees: averaged over all workers, and clipped where the script clips. Types that
+numpy does not know are written as float32, which holds all their values.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ __all__ = ["is_echo", "write_error"]
 PEER_GONE = re.compile(
     r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
 )
-LONG = 2000  # characters of one message, or one frame, that are kept; stderr.log has all of it
+LONG, TALL = 4000, 60  # characters and lines of one message that are kept; stderr.log has all of it
 
 
 def write_error(error: BaseException, assignment: Assignment, *, step: int) -> None:
@@ -63,8 +63,11 @@ def _message(error: BaseException) -> str:
 
 def _short(text: str) -> str:
     """A text without its middle where it is long."""
-    if len(text) <= LONG:
-        return text
-    half = LONG // 2
-    left_out = f" ... ({len(text) - 2 * half:,} characters left out; stderr.log has them) ... "
-    return text[:half] + left_out + text[-half:]
+    lines = text.splitlines(keepends=True)
+    if len(lines) > TALL:
+        half = TALL // 2
+        text = f"{''.join(lines[:half])}... ({len(lines) - 2 * half:,} lines left out)\n{''.join(lines[-half:])}"
+    if len(text) > LONG:
+        half = LONG // 2
+        text = f"{text[:half]} ... ({len(text) - 2 * half:,} characters left out) ... {text[-half:]}"
+    return text

@@ -58,7 +58,12 @@ def _run_function(assignment: Assignment) -> None:
     function, plan, fields = cloudpickle.loads(
         program.read_bytes()
     )  # written by the caller's own process, on this host
-    value: Any = live(function, assignment, plan=plan, fields=fields)
+    value: Any = None
+    try:
+        value = live(function, assignment, plan=plan, fields=fields)
+    except SystemExit as stop:
+        if stop.code:
+            raise
     if assignment.rank == 0:
         result = Path(assignment.worker_dir) / "result.pkl"
         result.write_bytes(cloudpickle.dumps(value))

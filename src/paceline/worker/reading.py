@@ -23,6 +23,7 @@ from paceline.worker import randomness
 __all__ = ["Counted", "Reading", "Request", "StreamReader", "fetch", "open_loader"]
 
 Collate = Callable[[list[Any]], Any]
+BLOCK = 1024  # positions whose order is computed at once
 PR_SET_PDEATHSIG = 1
 
 
@@ -46,23 +47,33 @@ class Reading:
 
 
 class MapReader(Dataset[Any]):
-    """Turns a Request into collated data."""
+    """Turns a Request into collated data. Seeds the global random state: read aside where that is a worker's own."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
+        self._block: tuple[int, int, list[int]] | None = None  # epoch, number, dataset indices
 
     def __getitem__(self, request: Request) -> Any:
         reading, micro = self._reading, request.micro
-        indices = sample_indices(
-            seed=reading.seed,
-            epoch=request.epoch,
-            num_samples=reading.num_samples,
-            positions=np.arange(micro.start, micro.stop),
-            shuffle=reading.shuffle,
-        ).tolist()
-        with randomness.aside():
-            randomness.seed_all(reading.seed, 1, request.epoch, micro.start)
-            return reading.collate(fetch(reading.dataset, indices))
+        indices = [self._index(request.epoch, position) for position in range(micro.start, micro.stop)]
+        randomness.seed_all(reading.seed, 1, request.epoch, micro.start)
+        return reading.collate(fetch(reading.dataset, indices))
+
+    def _index(self, epoch: int, position: int) -> int:
+        """The dataset index at a position; the order is computed for a block of positions at a time."""
+        number, offset = divmod(position, BLOCK)
+        if self._block is None or self._block[:2] != (epoch, number):
+            reading = self._reading
+            positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, reading.num_samples))
+            indices = sample_indices(
+                seed=reading.seed,
+                epoch=epoch,
+                num_samples=reading.num_samples,
+                positions=positions,
+                shuffle=reading.shuffle,
+            )
+            self._block = (epoch, number, indices.tolist())
+        return self._block[2][offset]
 
 
 class RequestList(Sampler[Request]):

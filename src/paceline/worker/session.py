@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,21 @@ from paceline import config, environment
 from paceline.comm.channel import Channel
 from paceline.comm.group import Alone, Group, WorkerGroup
 from paceline.comm.store import BoardStore
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, SyncError
 from paceline.events import Warned, WorkerStarted
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker import randomness
 from paceline.worker.device import backend_for, choose_device
-from paceline.worker.failure import write_error
+from paceline.worker.failure import is_echo, write_error
 from paceline.worker.record import RunFiles
 from paceline.worker.worker import Worker
 
 __all__ = ["live", "merge_job", "merge_plan"]
 
 T = TypeVar("T")
+
+LEFT = "paceline/left/{}"  # in the store: the step after which a worker's function returned
 
 
 def live(
@@ -50,19 +52,27 @@ def live(
     chosen = merge_plan(assignment, plan)
     files = RunFiles(assignment, job)
     worker: Worker | None = None
+    leaving: SystemExit | None = None
+    value = cast("T", None)  # what sys.exit() returns
     try:
         resolved = chosen.resolve(assignment.workers)
         resolved.require(workers=assignment.workers)
         device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
-        with _group(assignment, job, device, store) as group:
+        with _group(assignment, job, device, store) as (group, shared):
             randomness.seed_all(resolved.batch.seed, 3)
             worker = Worker(
                 plan=resolved, group=group, device=device, files=files, host=assignment.host, timeout_s=job.timeout_s
             )
             files.emit(_started(assignment, resolved, worker))
             _say_what_is_not_used(assignment, files, plan, fields or {})
-            value = function(worker)
+            try:
+                value = _called(function, worker, shared)
+            except SystemExit as stop:
+                if stop.code:
+                    raise
+                leaving = stop  # sys.exit() or sys.exit(0): an end like any other
+            shared.set(LEFT.format(worker.rank), str(worker.step))
             worker.end()
     except BaseException as error:
         write_error(error, assignment, step=worker.step if worker else 0)
@@ -70,6 +80,8 @@ def live(
             worker.abandon()
         files.close()
         raise
+    if leaving is not None:
+        raise leaving
     return value
 
 
@@ -138,8 +150,29 @@ def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarte
     )
 
 
+def _called(function: Callable[[Worker], T], worker: Worker, store: dist.Store) -> T:
+    """Call the user's function; where a peer is lost in it, look whether that one has left the function too early.
+
+    To leave early is no error of the worker that leaves, and the others know only that a connection was closed.
+    """
+    try:
+        return function(worker)
+    except (SyncError, RuntimeError, ConnectionError) as error:
+        gone = [index for index in range(worker.workers) if is_echo(error) and store.check([LEFT.format(index)])]
+        if not gone:
+            raise
+        steps = ", ".join(dict.fromkeys(store.get(LEFT.format(index)).decode() for index in gone))
+        raise SyncError(
+            f"worker{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} left the training function after step {steps}, "
+            "others are in it: all must take the same steps. Look for a return, break, continue or sys.exit() that "
+            "only some reach"
+        ).with_traceback(error.__traceback__) from None
+
+
 @contextlib.contextmanager
-def _group(assignment: Assignment, job: Job, device: torch.device, store: dist.Store | None) -> Iterator[WorkerGroup]:
+def _group(
+    assignment: Assignment, job: Job, device: torch.device, store: dist.Store | None
+) -> Iterator[tuple[WorkerGroup, dist.Store]]:
     """Join torch's default process group, so that code which calls torch.distributed itself works too."""
     channel: Channel | None = None
     if store is None and assignment.channel_fd >= 0:
@@ -150,16 +183,17 @@ def _group(assignment: Assignment, job: Job, device: torch.device, store: dist.S
     timeout = timedelta(seconds=job.timeout_s)
     if assignment.workers > 1:
         environment.set_gloo_interface(_interface_of(assignment.address))
+    shared = store or dist.HashStore()
     dist.init_process_group(
         backend_for(device),
-        store=store or dist.HashStore(),
+        store=shared,
         rank=assignment.rank,
         world_size=assignment.workers,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield Group(_world(), device=device) if assignment.workers > 1 else Alone()
+        yield (Group(_world(), device=device) if assignment.workers > 1 else Alone()), shared
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -45,18 +45,23 @@ class Stepper:
     def __call__(self, batch: StepBatch) -> Tensor:
         if not isinstance(batch, StepBatch):
             raise TypeError(f"step() takes an item of worker.batches(...), not a {type(batch).__name__}")
-        outcome = self._worker.walk(batch, self._gradients, self._loss_of)
+        is_finite = self._measure_norm if self._clip_norm is not None else None
+        outcome = self._worker.walk(batch, self._gradients, self._loss_of, is_finite=is_finite)
         if outcome.finite:
-            if self._clip_norm is not None:
-                self.grad_norm = self._clip(self._clip_norm)
+            if self._clip_norm is not None and self.grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters(), self._clip_norm, self.grad_norm)
             for optimizer in self._optimizers:
                 optimizer.step()
         self._worker.commit(batch)
         return outcome.loss
 
-    def _clip(self, limit: float) -> Tensor:
-        parameters = [parameter for gradients in self._gradients for parameter in gradients.parameters]
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    def _measure_norm(self) -> bool:
+        """Clipping needs the global norm, which is finite only where all gradients are: no second look at them."""
+        self.grad_norm = torch.linalg.vector_norm(torch.stack([gradients.norm() for gradients in self._gradients]))
+        return bool(torch.isfinite(self.grad_norm))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for gradients in self._gradients for parameter in gradients.parameters]
 
 
 def pair_loss(model: nn.Module, loss: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:

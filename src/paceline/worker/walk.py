@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,18 +54,20 @@ class Walks:
         self._precision = plan.compute.precision
         self._batch: StepBatch | None = None  # set while a walk is under way
         self._micro: Micro | None = None
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._weight_sum: Tensor | float = 0.0
+        self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
         self._is_backward_done = False
 
     @property
     def under_way(self) -> bool:
         return self._batch is not None
 
-    def run(self, batch: StepBatch, sums: Sequence[GradientSum]) -> Iterator[Any]:
+    def run(
+        self, batch: StepBatch, sums: Sequence[GradientSum], *, is_finite: Callable[[], bool] | None = None
+    ) -> Iterator[Any]:
         """Yield this worker's micro-batches on its device; the agreement happens when the last one has been dealt with.
 
-        All workers must walk over the batch to its end, also those whose share is empty.
+        All workers must walk over the batch to its end, also those whose share is empty. `is_finite()` judges
+        the averaged gradients, equally on all workers; by default they are looked through.
         """
         if self._batch is not None:
             raise RuntimeError(
@@ -81,7 +83,7 @@ class Walks:
                         yield data
                     if not self._is_backward_done:
                         self.buffers.capture(micro.num_samples)
-            self.outcome = self._agree(batch, sums)
+            self.outcome = self._agree(batch, sums, is_finite)
         finally:
             self._batch = self._micro = None
             batch.num_walks += 1
@@ -102,15 +104,14 @@ class Walks:
         self._is_backward_done = True
         self.buffers.capture(micro.num_samples)  # before backward: recomputed blocks change their buffers once more
         value, weight, factor = _weighed(loss, micro.num_samples, batch.num_samples)
-        self._loss_sum += value.detach().double() * (micro.num_samples if weight is None else 1.0)
-        self._weight_sum = self._weight_sum + (micro.num_samples if weight is None else weight)
+        is_mean = weight is None
+        self._losses.append((value.detach(), micro.num_samples if weight is None else weight, is_mean))
         with torch.autocast(self._device.type, enabled=False):
             (value if factor == 1.0 else value * factor).backward()
 
     def _begin(self, batch: StepBatch, sums: Sequence[GradientSum]) -> None:
         self._batch, self.outcome = batch, None
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._weight_sum = 0.0
+        self._losses = []
         self.buffers.begin()
         for gradients in sums:
             gradients.begin()
@@ -123,35 +124,48 @@ class Walks:
             for gradients in sums:
                 gradients.arm()
 
-    def _agree(self, batch: StepBatch, sums: Sequence[GradientSum]) -> Outcome:
+    def _agree(self, batch: StepBatch, sums: Sequence[GradientSum], is_finite: Callable[[], bool] | None) -> Outcome:
         used_here = [gradients.flush() for gradients in sums]
-        head = torch.stack([self._loss_sum, torch.as_tensor(self._weight_sum, device=self._device).double()])
-        flags = [float(flag) for used in used_here for flag in used] + [float(flag) for flag in self.buffers.changed()]
-        tally = torch.cat([head, torch.tensor(flags, dtype=torch.float64, device=self._device)])
+        changed_here = self.buffers.changed()
+        head = _loss_and_weight(self._losses)
+        tally = torch.tensor(
+            [*head, *(flag for used in used_here for flag in used), *changed_here],
+            dtype=torch.float64,
+            device=self._device,
+        )
         transfer = self._group.all_reduce(tally, what=f"the tally of step {batch.step}")
         began = time.perf_counter()
         transfer.wait()
         loss_sum, weight_sum, *counts = tally.tolist()
-        scale = batch.num_samples / weight_sum if weight_sum > 0 else 1.0
-        finite, unused, place = True, [], 0
         waited_s = time.perf_counter() - began
+        scale = batch.num_samples / weight_sum if weight_sum > 0 else 1.0
+        unused, place = [], 0
         for gradients in sums:
             used = [count > 0 for count in counts[place : place + len(gradients.names)]]
             place += len(used)
             unused += [name for name, is_used in zip(gradients.names, used, strict=True) if not is_used]
-            finite = gradients.land(used, scale=scale) and finite
+            gradients.land(used, scale=scale)
             waited_s += gradients.waited_s
-        changed = [count > 0 for count in counts[place:]]
+        finite = is_finite() if is_finite is not None else all(gradients.is_finite() for gradients in sums)
         if finite:
-            began = time.perf_counter()
-            self.buffers.combine(changed, num_samples=batch.num_samples, group=self._group)
-            waited_s += time.perf_counter() - began
+            self.buffers.combine(
+                [count > 0 for count in counts[place:]], num_samples=batch.num_samples, group=self._group
+            )
         else:
             self.buffers.give_up()
             for gradients in sums:
                 gradients.drop()
         loss = torch.tensor(loss_sum / weight_sum if weight_sum else float("nan"), device=self._device)
         return Outcome(loss, finite, tuple(unused), waited_s)
+
+
+def _loss_and_weight(losses: Sequence[tuple[Tensor, Tensor | float, bool]]) -> tuple[float, float]:
+    """The sums of weighted losses and of weights over this worker's micro-batches."""
+    loss_sum = weight_sum = 0.0
+    for value, weight, is_mean in losses:
+        loss_sum += float(value) * (float(weight) if is_mean else 1.0)
+        weight_sum += float(weight)
+    return loss_sum, weight_sum
 
 
 def _weighed(loss: LossLike, num_micro: int, num_step: int) -> tuple[Tensor, Tensor | float | None, float]:

@@ -222,10 +222,17 @@ class Worker:
         """
         self._walks.backward(loss)
 
-    def walk(self, batch: StepBatch, gradients: Sequence[GradientSum], loss_of: Callable[[Any], Any]) -> Outcome:
+    def walk(
+        self,
+        batch: StepBatch,
+        gradients: Sequence[GradientSum],
+        loss_of: Callable[[Any], Any],
+        *,
+        is_finite: Callable[[], bool] | None,
+    ) -> Outcome:
         """Walk over a batch for a stepper; returns what all workers agreed on."""
         began, data_s = time.perf_counter(), batch.data_s
-        for micro in self._walks.run(batch, gradients):
+        for micro in self._walks.run(batch, gradients, is_finite=is_finite):
             self._walks.backward(loss_of(micro))
         return self._walked(batch, began, data_s, names_unused=True)
 

@@ -1,0 +1,125 @@
+"""The meeting, where one process can hold it: what cannot work is said at once, and waiting ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import LaunchError
+from paceline.launch.head import Head
+from paceline.launch.hosts import meet
+from paceline.launch.loop import Loop
+from paceline.launch.member import Member
+from paceline.launch.signals import Interrupted, Signals
+from paceline.launch.terms import mismatch
+from paceline.plan.job import Job
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef" * 2)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A free port of loopback; nobody else is given it while the test runs."""
+    with closing(socket.socket()) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))  # bound and not listening: those that listen with the same option still may
+        yield sock.getsockname()[1]
+
+
+def attend(said: list[str], signals: Signals | None = None, **fields: Any) -> Head | Member:
+    """Hold the meeting for one host; the side comes back closed."""
+    job = Job(**{"workers": 3, "hosts": 2, "timeout_s": 10.0, **fields})
+    with closing(Loop()) as loop:
+        about: dict[str, Any] = {"plan": None, "attempt": 4, "run_dir": "runs/r", "loop": loop, "say": said.append}
+        with closing(meet(job, signals=signals or Signals(), **about)) as side:
+            return side
+
+
+def test_one_host_meets_nobody() -> None:
+    side = attend([], hosts=1)
+    assert isinstance(side, Head)
+    assert (side.host_index, side.address, side.attempt) == (0, "127.0.0.1", 4)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_whoever_comes_first_is_the_head_and_numbers_the_attempt(host: str, port: int, token_file: str) -> None:
+    if host == "[::1]" and not _has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    fields: dict[str, Any] = {"head": f"{host}:{port}", "token_file": token_file, "hosts": 3}
+    with ThreadPoolExecutor(3) as threads:
+        sides = list(threads.map(lambda _: attend([], **fields), range(3)))
+    assert sorted(type(side).__name__ for side in sides) == ["Head", "Member", "Member"]
+    assert sorted(side.host_index for side in sides) == [0, 1, 2]
+    assert {side.attempt for side in sides} == {4}
+    assert {side.address for side in sides} <= {"127.0.0.1", "::1"}
+
+
+def test_every_hosts_address_is_no_meeting_point(token_file: str) -> None:
+    with pytest.raises(LaunchError, match=r"head='0.0.0.0:29500' is every host's address: name one host"):
+        attend([], head="0.0.0.0:29500", token_file=token_file)
+
+
+def test_a_name_that_nobody_knows_is_waited_for_and_said(token_file: str) -> None:
+    with pytest.raises(LaunchError, match=r"the name no-such-host.invalid is not known"):
+        attend([], head="no-such-host.invalid:29500", token_file=token_file, timeout_s=0.6)
+
+
+def test_a_port_where_something_else_listens_is_said_at_once(token_file: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        at = f"127.0.0.1:{other.getsockname()[1]}"
+
+        def greet() -> None:
+            sock, _ = other.accept()
+            with sock:
+                sock.sendall(b"220 mail.example.org ESMTP\r\n")
+                sock.recv(100)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(LaunchError, match=f"cannot join the job at {at}: it does not speak Paceline's protocol"):
+            attend([], head=at, token_file=token_file)
+        thread.join(10)
+
+
+def test_a_signal_ends_the_waiting(port: int, token_file: str) -> None:
+    signals = Signals()
+    signals.note(signal.SIGTERM)
+    with pytest.raises(Interrupted) as interrupted:
+        attend([], signals, head=f"127.0.0.1:{port}", token_file=token_file)
+    assert interrupted.value.signum == signal.SIGTERM
+
+
+def test_a_job_on_several_hosts_needs_a_token(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    with pytest.raises(LaunchError, match="The job has no token"):
+        attend([], head=f"127.0.0.1:{port}")
+
+
+def test_what_differs_is_named_with_both_values() -> None:
+    assert mismatch({"workers": 2, "plan": "a"}, {"workers": 2, "plan": "a"}) == ""
+    assert mismatch({"workers": 2, "plan": "a"}, {"plan": "b"}) == (
+        "plan: 'a' on the head, 'b' here, workers: 2 on the head, None here"
+    )
+
+
+def _has_ipv6() -> bool:
+    try:
+        with closing(socket.socket(socket.AF_INET6)) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
