@@ -161,10 +161,10 @@ def command(*words: str | Path, environment: dict[str, str] | None = None, **pop
                 stream.close()
 
 
-def run(*words: str | Path, **more: Any) -> tuple[int, str]:
+def run(*words: str | Path, limit_s: float = LIMIT_S, **more: Any) -> tuple[int, str]:
     """Run a command to its end: exit code and output."""
     with command(*words, **more) as program:
-        return program.end()
+        return program.end(limit_s=limit_s)
 
 
 def child_environment() -> dict[str, str]:

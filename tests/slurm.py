@@ -1,4 +1,4 @@
-"""A Slurm cluster for tests: two nodes, each on a host of its own (`network.two_hosts`), and the daemons that they need.
+"""A Slurm cluster for tests: two nodes, each on a host of its own (`network.two_hosts`), and the daemons they need.
 
 Everything is below one folder and belongs to root; nothing of the machine's own Slurm or munge is touched. The daemons
 run in the foreground, as children, and end with the cluster.

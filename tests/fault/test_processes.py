@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fault.launching import FAULT, Announcements, Said, run_job, supervised
+from fault.launching import FAULT, Announcements, Said, marked, run_job, supervised
 from paceline.errors import LaunchError
 from paceline.launch.head import STOP_S
 from paceline.launch.local import launch
@@ -289,6 +289,21 @@ def test_ctrl_c_before_anything_was_imported_leaves_nothing(tmp_path: Path) -> N
         code = supervisor.process.wait(GONE_S)
         assert code in (130, -signal.SIGINT)  # it may come before launch() has begun to note signals
         assert supervisor.left() == []
+
+
+def test_a_signal_to_all_processes_at_once_is_a_stop(tmp_path: Path, pipe: Announcements) -> None:
+    """As from a cluster's scheduler, or a service that is stopped: workers and warm parent get it too, in any order."""
+    options = {"job": {"workers": 2, "args": [f"*:wait={pipe.path}"]}, "run_dir": str(tmp_path / "run")}
+    with supervised(options) as supervisor:
+        pipe.take(2)
+        supervisor.process.send_signal(signal.SIGSTOP)  # it hears of its workers' end and of its own signal together
+        for line in marked(supervisor.mark):
+            os.kill(int(line.partition(":")[0]), signal.SIGTERM)
+        supervisor.process.send_signal(signal.SIGCONT)
+        code, outcome, _ = supervisor.result(limit_s=GONE_S)
+        assert supervisor.left(limit_s=0) == []
+    assert outcome is not None
+    assert (code, outcome.state, outcome.failures) == (143, "stopped", ())
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, pipe: Announcements) -> None:

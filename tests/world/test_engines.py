@@ -1,4 +1,4 @@
-"""The same unchanged program under torchrun, mpirun and srun: the same losses, a whole run directory, one way to fail."""
+"""The same unchanged program under torchrun, mpirun and srun: the same losses, a whole run directory, a clear end."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_a_program_may_run_twice_in_one_world(words: list[str], tmp_path: Path) 
         "import paceline\n"
         "if __name__ == '__main__':\n"
         "    for name in 'one', 'two':\n"
-        "        print(name, paceline.run(lambda worker: worker.gather((name, worker.rank)), run_dir=name), flush=True)\n"
+        "        value = paceline.run(lambda worker: worker.gather((name, worker.rank)), run_dir=name)\n"
+        "        print(name, value, flush=True)\n"
     )
     code, output = run(*words, program, environment=AS_ROOT)
     assert code == 0, output

@@ -101,11 +101,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
             f"--workers {arguments.workers} and --steps {steps} must be at least 1 each, "
             "for example --workers 1,2,4 --steps 5."
         )
-    tolerance: float | None = None
-    if arguments.tolerance is not None:
-        tolerance = config.parse_value(arguments.tolerance, float, path="--tolerance")
-        if not 0 < tolerance < float("inf"):
-            raise PlanError(f"--tolerance is {tolerance}; it must be more than 0, for example 1e-5.")
+    tolerance = None if arguments.tolerance is None else _tolerance(arguments.tolerance)
     keep: Path | None = arguments.keep
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise PlanError(f"--keep {keep} is there already and not an empty directory. Name a new one.")
@@ -123,3 +119,10 @@ def request_of(arguments: argparse.Namespace) -> Request:
         keep=keep,
         json=arguments.json,
     )
+
+
+def _tolerance(text: str) -> float:
+    value: float = config.parse_value(text, float, path="--tolerance")
+    if not 0 < value < float("inf"):
+        raise PlanError(f"--tolerance is {value}; it must be more than 0, for example 1e-5.")
+    return value

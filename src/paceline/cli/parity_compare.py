@@ -10,10 +10,10 @@ The floor is for tensors that are zero in exact arithmetic, such as the gradient
 is in them is rounding, which differs by 100 % and means nothing.
 
 Weights need one thing more. An optimizer of Adam's kind divides an element's gradient by its own size, so a gradient
-that is only rounding becomes a full step of the learning rate, in a direction that rounding chose. An element whose first
-gradient is below SMALL of its tensor's largest (or of the floor) is therefore left out of the weights' figure, and told
-beside it. Buffers may differ by as much as these elements before it counts: the running mean of a batch norm follows
-the bias before it, and the loss sees neither.
+that is only rounding becomes a full step of the learning rate, in a direction that rounding chose. An element whose
+first gradient is below SMALL of its tensor's largest (or of the floor) is therefore left out of the weights' figure,
+and told beside it. Buffers may differ by as much as these elements before it counts: the running mean of a batch norm
+follows the bias before it, and the loss sees neither.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Capture:
 
 def compare(capture: Capture, reference: Capture) -> Differences:
     """Compare a configuration's capture with its reference's; both must have taken at least one step."""
-    by_step = [_gradients(capture, reference, step) for step in sorted(reference.gradients)]
+    by_step = [_gradients(capture, reference, step) for step in sorted(capture.gradients | reference.gradients)]
     left_out = _left_out(capture, reference)
     judged, not_judged = _weights(capture, reference, left_out)
     return Differences(
@@ -97,7 +97,7 @@ def _loss(ours: dict[int, float], theirs: dict[int, float]) -> Difference:
 
 
 def _gradients(capture: Capture, reference: Capture, step: int) -> Difference:
-    if step not in capture.gradients:
+    if step not in capture.gradients or step not in reference.gradients:  # only one of them took the step
         return Difference(value=float("inf"), where="all of them", step=step)
     return _tensors(capture.gradients[step], reference.gradients[step], step)
 
@@ -121,9 +121,7 @@ def _weights(capture: Capture, reference: Capture, left_out: dict[str, Array]) -
     with _opened(capture.weights) as mine, _opened(reference.weights) as other:
         is_parameter = {name: name in left_out for name in sorted(mine.names | other.names)}
         floor = FLOOR * max((_size(other.get(name)) for name, is_one in is_parameter.items() if is_one), default=0.0)
-        for name in sorted(
-            is_parameter, key=is_parameter.__getitem__, reverse=True
-        ):  # parameters first: they make the slack
+        for name in sorted(is_parameter, key=is_parameter.__getitem__, reverse=True):  # parameters first: the slack
             a, b = mine.get(name), other.get(name)
             scale = max(_size(b), floor)
             if a is None or b is None or a.shape != b.shape:

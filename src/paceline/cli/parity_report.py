@@ -16,8 +16,9 @@ __all__ = ["DEFAULTS", "Judged", "Tolerance", "print_report", "report"]
 DEFAULTS = {"fp32": 1e-5, "fp64": 1e-9, "bf16": 1e-2}  # by precision
 WIRE = 1e-2  # what a wire of 16 bits may change
 CAUSES = """\
-Usual causes: a loss that is scaled by hand, or divides by the whole batch; code that asks worker.rank or worker.workers;
-a random generator of the script's own; state that is neither in a parameter nor in a buffer. See docs/parity.md."""
+Usual causes: a loss that is scaled by hand, or divides by the whole batch; code that asks worker.rank or
+worker.workers; a random generator of the script's own; state that is neither in a parameter nor in a buffer.
+See docs/parity.md."""
 NOT_EVEN_ONE = """\
 One worker already differs from the reference, which is the same computation: the script does not repeat itself.
 Look for a random generator that it seeds from the clock or not at all, and for an order that is left to chance."""
@@ -76,12 +77,12 @@ class Judged:
         return not self.too_large
 
 
-def print_report(judged: Sequence[Judged], *, steps: int, as_json: bool) -> None:
+def print_report(judged: Sequence[Judged], *, as_json: bool) -> None:
     """Print the table and what it means, or all of it as JSON."""
-    print(json.dumps(_facts(judged), indent=2) if as_json else report(judged, steps=steps))
+    print(json.dumps(_facts(judged), indent=2) if as_json else report(judged))
 
 
-def report(judged: Sequence[Judged], *, steps: int) -> str:
+def report(judged: Sequence[Judged]) -> str:
     """Return the table, a sentence per failure, and the verdict."""
     blocks: list[str] = []
     for plan in dict.fromkeys(_without_replicas(row.plan) for row in judged):
@@ -129,8 +130,8 @@ def _notes(row: Judged) -> list[str]:
         )
     if found.left_out.value > row.tolerance.weights:
         notes.append(
-            f"note: {row.label}: {found.num_left_out} elements of weights are not judged, since their gradients were too "
-            f"small; they differ by up to {_figure(found.left_out.value)} ({found.left_out.where})"
+            f"note: {row.label}: {found.num_left_out} elements of weights are not judged, since their gradients were "
+            f"too small; they differ by up to {_figure(found.left_out.value)} ({found.left_out.where})"
         )
     return notes
 

@@ -1,4 +1,4 @@
-"""Runs a script under every plan and number of workers that `paceline parity` was asked for, and judges what they wrote.
+"""Runs a script under every plan and number of workers that `paceline parity` was asked for, and has them compared.
 
 Each run is an ordinary one: the same launcher, the script as it is, a run directory of its own. What differs between a
 configuration and its reference is the number of replicas alone (and the wire: the reference's gradients travel whole),
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import shutil
 import sys
 import tempfile
 import time
@@ -78,9 +79,12 @@ def main_parity(request: Request) -> int:
             ended = _run(trial, request, directory, current)
             if trial.is_reference or reference is None:
                 reference = ended
+                _require(ended.plan, request)
             else:
                 judged.append(_judged(trial, ended, reference, request))
-    print_report(judged, steps=request.steps, as_json=request.json)
+                if request.keep is None:
+                    shutil.rmtree(directory / trial.name)  # gradients of every step are many bytes
+    print_report(judged, as_json=request.json)
     return 0 if all(row.holds for row in judged) else 1
 
 
@@ -101,6 +105,12 @@ def trials(request: Request) -> list[Trial]:
                 changed.require(workers=trial.workers)
         found += rows
     return found
+
+
+def _require(plan: Plan, request: Request) -> None:
+    """Raise PlanError where a plan that only the script knew cannot work on all the numbers of workers."""
+    for workers in request.workers:
+        config.apply(plan, f"plan.layout.replicas={workers}").require(workers=workers)
 
 
 def _run(trial: Trial, request: Request, directory: Path, warm: WarmParent) -> Ended:

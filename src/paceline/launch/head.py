@@ -113,6 +113,81 @@ class Head:
         if self._crew is not None:
             self._crew.kill()
 
+    def abandon(self, reason: str, *, signum: int | None = None) -> None:
+        """This host cannot go on, or was stopped before it had workers: tell the others."""
+        if signum is not None:
+            self._finish(interrupted(signum, (), by=f" on host {self.host}"))
+            return
+        failure = lost(0, host=self.host, pid=0, kind="LaunchError", message=f"host {self.host}: {reason}")
+        self._finish(Outcome(state="failed", exit_code=1, failures=(failure,), reason=f"host {self.host}: {reason}"))
+
+    def tick(self, now: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Head:
+    """Serves the board, hears how all workers end, and decides."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        address: str,
+        workers: int,
+        guests: list[Guest],
+        door: Entrance | None,
+        attempt: int,
+        run_dir: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.host, self.address, self.host_index = host, address, 0
+        self.attempt, self.run_dir = attempt, run_dir
+        self.outcome: Outcome | None = None
+        self._crew: Crew | None = None
+        self._num_workers, self._guests, self._door, self._say = workers, guests, door, say
+        self._board = Board()
+        self._exits: dict[int, WorkerExit] = {}
+        self._num_signals = 0  # to this supervisor
+        self._signum: int | None = None  # somebody stopped the job
+        self._by = ""  # where, when it was not here
+        self._end_at: float | None = None  # workers get SIGTERM
+        self._ending = False
+        self._lost_at: float | None = None  # members must have reported by then
+        self._next_ping = 0.0
+
+    def lead(self, crew: Crew) -> None:
+        """Take over the workers of this host."""
+        self._crew = crew
+
+    # What the crew tells (its Listener).
+
+    def request(self, worker: int, request: Mapping[str, Any]) -> None:
+        if self._crew is not None:
+            self._crew.reply(worker, self._board.handle(request))
+
+    def started(self, worker: int, pid: int) -> None:
+        """Nothing to do: the crew knows its own."""
+
+    def exited(self, ended: WorkerExit) -> None:
+        if self.outcome is not None or ended.worker in self._exits:
+            return
+        self._exits[ended.worker] = ended
+        if ended.failed and not self._ending and self._end_at is None:
+            self._end_at = time.monotonic() + GATHER_S
+
+    # What the supervisor tells.
+
+    def interrupted(self, signum: int) -> None:
+        """A signal to the supervisor: end the workers; a second one: kill them."""
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._stop(signum)
+            return
+        self._tell_all({"op": "kill"})
+        if self._crew is not None:
+            self._crew.kill()
+
     def abandon(self, reason: str) -> None:
         """This host cannot go on: tell the others."""
         failure = lost(0, host=self.host, pid=0, kind="LaunchError", message=f"host {self.host}: {reason}")

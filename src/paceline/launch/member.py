@@ -77,9 +77,9 @@ class Member:
         self._link.send({"op": "leaving", "signal": signum, "reason": ""})
         self._crew.terminate(STOP_S)
 
-    def abandon(self, reason: str) -> None:
-        """This host cannot go on: tell the head."""
-        self._link.send({"op": "leaving", "signal": None, "reason": f"host {self.host}: {reason}"})
+    def abandon(self, reason: str, *, signum: int | None = None) -> None:
+        """This host cannot go on, or was stopped before it had workers: tell the head."""
+        self._link.send({"op": "leaving", "signal": signum, "reason": f"host {self.host}: {reason}"})
         self._link.flush(FAREWELL_S)
 
     def tick(self, now: float) -> None:

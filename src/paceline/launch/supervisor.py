@@ -17,7 +17,7 @@ from paceline.launch.crew import Crew
 from paceline.launch.head import Head
 from paceline.launch.loop import Loop
 from paceline.launch.member import Member
-from paceline.launch.outcome import Outcome
+from paceline.launch.outcome import Outcome, interrupted
 from paceline.launch.parent import WarmParent
 from paceline.launch.signals import Signals
 from paceline.plan.job import Assignment
@@ -98,7 +98,10 @@ class Supervisor:
                 self.crew.tick(now)
             return self._side.outcome
         except LaunchError as error:
-            self._side.abandon(str(error))
+            signals = self._signals.take()
+            self._side.abandon(str(error), signum=signals[0] if signals else None)
+            if signals:  # to all processes at once, and the warm parent was faster
+                return interrupted(signals[0], ())
             raise
         finally:
             self.crew.close()

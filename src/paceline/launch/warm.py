@@ -42,7 +42,7 @@ __all__ = ["main"]
 
 # Not SIGTERM: the kernel sends it also when only the thread has ended that started this process.
 PARENT_DIED = signal.SIGUSR1
-HEARD = (signal.SIGCHLD, signal.SIGTERM, PARENT_DIED)
+HEARD = (signal.SIGCHLD, PARENT_DIED)
 POLITE_S, LAST_S = 1.0, 2.0  # at the end: from SIGTERM to SIGKILL for orphans; until they are given up
 MAX_FDS = 16
 
@@ -51,7 +51,8 @@ def main(start: Mapping[str, Any]) -> None:
     """Import `start["modules"]`, then serve the socket `start["fd"]` until `start["supervisor"]` (a pid) ends."""
     supervisor: int = start["supervisor"]
     signal.signal(PARENT_DIED, lambda *_: None if os.getppid() == supervisor else os._exit(1))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides who ends
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the supervisor decides who ends, also when all processes get the signal
     lifeline.signal_at_parents_death(PARENT_DIED)
     lifeline.adopt_orphans()
     lifeline.name_process("paceline-warm")
@@ -141,7 +142,7 @@ class _Server:
             self._sock.sendall(encode(message))
 
     def serve(self) -> None:
-        """Return when the supervisor has gone, or SIGTERM has come."""
+        """Return when the supervisor has gone."""
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         for signum in HEARD:
             signal.signal(signum, lambda *_: None)  # the number is read from the wakeup socket
@@ -189,10 +190,9 @@ class _Server:
         return True
 
     def _read_signals(self) -> bool:
-        came = self._signals.recv(4096)
-        if signal.SIGCHLD in came:
+        if signal.SIGCHLD in self._signals.recv(4096):
             self._reap()
-        return signal.SIGTERM not in came and os.getppid() == self._supervisor
+        return os.getppid() == self._supervisor
 
     def _fork(self, request: Mapping[str, Any], channel_fd: int) -> None:
         worker: int = request["worker"]

@@ -69,7 +69,7 @@ class StepBatch:
     def drain(self) -> None:
         """Take what was not read from the loader, so that the next step gets its own."""
         if len(self._kept) < len(self.micros):
-            with randomness.aside():
+            with randomness.Aside():
                 self.read(len(self.micros) - 1)
 
 

@@ -50,7 +50,7 @@ def evaluate(
     model.eval()
     sums = {name: [0.0, 0.0] for name in measures}
     try:
-        with torch.no_grad(), randomness.aside():
+        with torch.no_grad(), randomness.Aside():
             for place, count, data in _micros(dataset, micro, collate, group, seeds):
                 randomness.seed_all(*seeds, place)
                 with computing(precision, device):

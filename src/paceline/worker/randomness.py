@@ -6,9 +6,7 @@ user code makes for itself are its own business.
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 
 from paceline.schedule.order import mix
 
-__all__ = ["aside", "capture", "restore", "seed_all"]
+__all__ = ["Aside", "capture", "restore", "seed_all"]
 
 
 def seed_all(*numbers: int) -> None:
@@ -60,20 +58,24 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """Leave every global generator as it was before.
+class Aside:
+    """A `with` block that leaves every global generator as it was before; may be used again, but not inside itself.
 
     numpy's generator is exchanged, not copied, which is far cheaper; a normal number that it drew in advance is lost.
     """
-    torch_state, python_state, numpy_generator = torch.get_rng_state(), random.getstate(), np.random.get_bit_generator()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    np.random.set_bit_generator(np.random.MT19937(0))
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_bit_generator(numpy_generator)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
+
+    def __init__(self) -> None:
+        self._spare = np.random.MT19937(0)
+
+    def __enter__(self) -> None:
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self._numpy = np.random.get_bit_generator()
+        np.random.set_bit_generator(self._spare)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_bit_generator(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)

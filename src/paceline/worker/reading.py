@@ -130,14 +130,14 @@ class StreamReader(IterableDataset[Any]):
         set_epoch = getattr(reading.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        with randomness.aside():
+        with randomness.Aside():
             randomness.seed_all(reading.seed, 2, epoch)
             items = iter(reading.dataset)
             for _ in range(position):
                 next(items, None)
             state = randomness.capture()
         while True:
-            with randomness.aside():
+            with randomness.Aside():
                 randomness.restore(state)
                 step = [item for _, item in zip(range(self._size), items, strict=False)]
                 state = randomness.capture()

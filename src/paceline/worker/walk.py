@@ -50,6 +50,7 @@ class Walks:
     def __init__(self, plan: Plan, *, group: WorkerGroup, device: torch.device) -> None:
         self.buffers = BufferCombiner()
         self.outcome: Outcome | None = None
+        self._aside = randomness.Aside()
         self._plan, self._group, self._device = plan, group, device
         self._precision = plan.compute.precision
         self._batch: StepBatch | None = None  # set while a walk is under way
@@ -75,7 +76,7 @@ class Walks:
             )
         self._begin(batch, sums)
         try:
-            with randomness.aside():
+            with self._aside:
                 for place, micro in enumerate(batch.micros):
                     data = to_device(batch.read(place), self._device, input_dtype(self._precision))
                     self._open_micro(batch, micro, is_last=place == len(batch) - 1, sums=sums)
