@@ -1,0 +1,182 @@
+"""Two hosts train one model: the same losses as one process, and one end for both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from network import Host, needs_network, two_hosts
+from programs import (
+    GONE_S,
+    PACELINE,
+    STEPS,
+    Announcements,
+    Program,
+    checkpoints,
+    command,
+    losses,
+    record,
+    reference_losses,
+    run,
+    started_workers,
+    the_run,
+    write_program,
+)
+
+PORT = 29511
+LOST_S = 15.0  # from the death of a host to the end of the job on the other one
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    with two_hosts(tmp_path_factory.mktemp("network"), names=("left", "right"), subnet="10.79.0") as made:
+        yield made
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Announcements]:
+    with contextlib.closing(Announcements(tmp_path / "pipe")) as announcements:
+        yield announcements
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    for name in ("left", "right"):
+        (tmp_path / name).mkdir()
+    write_token(tmp_path / "token", "0123456789abcdef0123456789abcdef")
+    return write_program(tmp_path)
+
+
+def write_token(path: Path, text: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return path
+
+
+def words_on(host: Host, train: Path, head: Host, *options: Any, token: str = "token") -> list[Any]:
+    """The same command on each host."""
+    job = ["--workers", "4", "--hosts", "2", "--head", f"{head.address}:{PORT}", "--token-file", train.parent / token]
+    return [*host.prefix, *PACELINE, "run", train, *job, *options]
+
+
+@contextlib.contextmanager
+def both(hosts: list[Host], train: Path, *options: Any, own_disks: bool = True) -> Iterator[list[Program]]:
+    """The job on both hosts, the head's program first; each in a folder of its own where they share no disk."""
+    with contextlib.ExitStack() as stack:
+        folders = [train.parent / host.name if own_disks else train.parent for host in hosts]
+        yield [
+            stack.enter_context(command(*words_on(host, train, hosts[0], *options), cwd=folder))
+            for host, folder in zip(hosts, folders, strict=True)
+        ]
+
+
+@needs_network
+def test_two_hosts_without_a_shared_disk_train_the_same(
+    hosts: list[Host], train: Path, tmp_path: Path, pipe: Announcements
+) -> None:
+    with both(hosts, train, "--tell", pipe.path) as programs:
+        told = {one["rank"]: one for one in programs[0].told(pipe, 4)}
+        ends = [program.end() for program in programs]
+        assert [program.left() for program in programs] == [[], []]
+    assert [code for code, _ in ends] == [0, 0], ends
+    head, member = (the_run(tmp_path / host.name) for host in hosts)
+    assert head.name == member.name  # one run, one name
+    assert losses(head) == pytest.approx(list(reference_losses()), rel=1e-5)
+    assert checkpoints(head) == [4, STEPS]
+    assert (record(head)["state"], record(head)["host"]) == ("finished", "left")
+    assert sorted(path.name for path in member.iterdir()) == ["attempt_1"]  # its workers' logs, and nothing of the run
+    assert [one["rank"] for one in started_workers(member)] == [2, 3]
+    # gloo uses each host's end of the cable.
+    places = [(told[rank]["host"], told[rank]["interface"]) for rank in range(4)]
+    assert places == [(hosts[rank // 2].name, hosts[rank // 2].device) for rank in range(4)]
+
+
+@needs_network
+def test_two_hosts_that_share_a_disk_keep_one_run(hosts: list[Host], train: Path, tmp_path: Path) -> None:
+    options = ("--run-dir", "run")
+    with both(hosts, train, *options, "--max-steps", "6", own_disks=False) as programs:
+        ends = [program.end() for program in programs]
+    assert [code for code, _ in ends] == [0, 0], ends
+    with both(hosts, train, *options, own_disks=False) as programs:
+        ends = [program.end() for program in programs]
+    assert [code for code, _ in ends] == [0, 0], ends
+    run_dir = tmp_path / "run"
+    assert losses(run_dir) == pytest.approx(list(reference_losses()), rel=1e-5)
+    assert [attempt["attempt"] for attempt in record(run_dir)["attempts"]] == [1, 2]
+    assert [(one["rank"], one["host"], one["resumed_from_step"]) for one in started_workers(run_dir, 2)] == [
+        (0, "left", 6), (1, "left", 6), (2, "right", 6), (3, "right", 6),
+    ]  # fmt: skip
+
+
+@needs_network
+def test_a_wrong_token_is_refused_and_told_on_both_sides(hosts: list[Host], train: Path, tmp_path: Path) -> None:
+    write_token(tmp_path / "other", "fedcba9876543210fedcba9876543210")
+    head, member = hosts
+    with command(*words_on(head, train, head), cwd=tmp_path / "left") as waiting:
+        code, output = run(*words_on(member, train, head, token="other"), cwd=tmp_path / "right")
+        assert code == 2
+        assert "cannot join the job" in output and "it holds another token than this host" in output
+        waiting.signal(signal.SIGTERM)
+        code, output = waiting.end(limit_s=GONE_S)
+        assert waiting.left() == []
+    assert code == 143
+    assert f"refused a connection from {member.address}: its token is wrong" in output
+    assert not (tmp_path / "left" / "runs").exists()  # the job never began
+
+
+@needs_network
+def test_a_host_that_dies_ends_the_job_by_its_name(
+    hosts: list[Host], train: Path, tmp_path: Path, pipe: Announcements
+) -> None:
+    with both(hosts, train, "--epochs", "100000", "--tell", pipe.path) as (head, member):
+        head.told(pipe, 4)
+        for line in member.left():  # everything on it at once, as when the power fails
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line.partition(":")[0]), signal.SIGKILL)
+        code, output = head.end(limit_s=LOST_S)
+        assert head.left() == []
+    assert code == 1
+    assert f"host right ({hosts[1].address}) was lost" in output
+    assert record(the_run(tmp_path / "left"))["state"] == "failed"
+
+
+@needs_network
+def test_ctrl_c_on_any_host_stops_the_job_on_both(
+    hosts: list[Host], train: Path, tmp_path: Path, pipe: Announcements
+) -> None:
+    with both(hosts, train, "--epochs", "100000", "--tell", pipe.path) as (head, member):
+        head.told(pipe, 4)
+        member.signal(signal.SIGINT)
+        ends = [program.end(limit_s=GONE_S) for program in (head, member)]
+        assert (head.left(), member.left()) == ([], [])
+    assert [code for code, _ in ends] == [130, 130], ends
+    assert record(the_run(tmp_path / "left"))["state"] == "stopped"
+
+
+@needs_network
+def test_a_function_runs_on_two_hosts_and_the_head_has_its_value(hosts: list[Host], tmp_path: Path) -> None:
+    program = tmp_path / "call.py"
+    program.write_text(
+        "import json, paceline\n"
+        "def train(worker):\n    return worker.gather(worker.host)\n"
+        "if __name__ == '__main__':\n"
+        f"    job = dict(workers=3, hosts=2, head='{hosts[0].address}:{PORT}', run_dir='run')\n"
+        "    print('value', json.dumps(paceline.run(train, **job)))\n"
+    )
+    environment = {"PACELINE_TOKEN": "0123456789abcdef0123456789abcdef"}
+    with contextlib.ExitStack() as stack:
+        words = [[*host.prefix, PACELINE[0], program] for host in hosts]
+        programs = [stack.enter_context(command(*one, environment=environment)) for one in words]
+        ends = [one.end() for one in programs]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert f"value {json.dumps(['left', 'left', 'right'])}" in ends[0][1]
+    assert "value null" in ends[1][1]
