@@ -277,7 +277,7 @@ def test_a_signal_at_any_moment_leaves_nothing(
     assert code == 128 + signum
     assert outcome is not None
     assert (outcome.state, outcome.failures, outcome.reason) == ("stopped", (), f"stopped by {signum.name}")
-    assert all(ended.sent_by_us for ended in outcome.exits)
+    assert all(ended.sent_by_us and ended.signal == signal.SIGTERM for ended in outcome.exits), "SIGKILL was needed"
 
 
 def test_ctrl_c_before_anything_was_imported_leaves_nothing(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def _notes(row: Judged) -> list[str]:
         )
     if found.left_out.value > row.tolerance.weights:
         notes.append(
-            f"note: {row.label}: {found.num_left_out} elements of weights are not judged, since their gradients were "
-            f"too small; they differ by up to {_figure(found.left_out.value)} ({found.left_out.where})"
+            f"note: {row.label}: weights that are not judged, since their gradients were too small: {found.num_left_out}; "
+            f"they differ by up to {_figure(found.left_out.value)} ({found.left_out.where})"
         )
     return notes
 

@@ -43,6 +43,7 @@ __all__ = ["main"]
 # Not SIGTERM: the kernel sends it also when only the thread has ended that started this process.
 PARENT_DIED = signal.SIGUSR1
 HEARD = (signal.SIGCHLD, PARENT_DIED)
+IGNORED = (signal.SIGINT, signal.SIGTERM)  # the supervisor decides who ends, also when all processes get the signal
 POLITE_S, LAST_S = 1.0, 2.0  # at the end: from SIGTERM to SIGKILL for orphans; until they are given up
 MAX_FDS = 16
 
@@ -51,8 +52,8 @@ def main(start: Mapping[str, Any]) -> None:
     """Import `start["modules"]`, then serve the socket `start["fd"]` until `start["supervisor"]` (a pid) ends."""
     supervisor: int = start["supervisor"]
     signal.signal(PARENT_DIED, lambda *_: None if os.getppid() == supervisor else os._exit(1))
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # the supervisor decides who ends, also when all processes get the signal
+    for signum in IGNORED:
+        signal.signal(signum, signal.SIG_IGN)
     lifeline.signal_at_parents_death(PARENT_DIED)
     lifeline.adopt_orphans()
     lifeline.name_process("paceline-warm")
@@ -196,8 +197,8 @@ class _Server:
 
     def _fork(self, request: Mapping[str, Any], channel_fd: int) -> None:
         worker: int = request["worker"]
-        # A signal that comes before the child has its own dispositions must not be taken for one to this process.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+        # A signal that comes before the child has its own dispositions waits for them, also one that is ignored here.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HEARD, *IGNORED))
         warm_pid = os.getpid()
         try:
             pid = os.fork()

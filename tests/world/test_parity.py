@@ -1,0 +1,417 @@
+"""`paceline parity` holds where the script is right, fails where it is not and names the tensor, and measures what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from torch import nn
+
+from paceline.cli import main as cli
+from paceline.cli.parity_compare import Capture, compare
+from paceline.worker.capture import Capture as Writer
+
+pytestmark = pytest.mark.timeout(60)
+
+HEAD = """
+import sys
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import paceline
+
+def data(count):
+    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :4].argmax(1))
+"""
+
+EVERYTHING = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.drop = nn.Dropout(0.3)
+        self.tied = nn.Linear(12, 12)
+        self.again = nn.Linear(12, 12)
+        self.again.weight = self.tied.weight
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        x = self.drop(torch.relu(self.norm(self.first(x))))
+        return self.head(torch.tanh(self.again(torch.relu(self.tied(x)))))
+
+def train(worker):
+    model = worker.prepare(Net())
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    scheduler = worker.prepare(torch.optim.lr_scheduler.StepLR(optim, 2, 0.5))
+    step = worker.stepper(model, optim, F.cross_entropy, clip_norm=0.5)
+    for batch in worker.batches(data(90), epochs=3):
+        worker.report(loss=step(batch))
+        scheduler.step()
+
+if __name__ == "__main__":  # the script's own numbers of replicas and workers give way to the command's
+    plan = paceline.Plan(layout=paceline.Layout(replicas=4), batch=paceline.Batch(size=20, micro=3))
+    paceline.run(train, plan=plan, workers=4, save_every=1)
+"""
+
+CONTRAST = """
+def contrast(model, micro):
+    a, b = (F.normalize(model(x), dim=1) for x in (micro[0], micro[0] + 0.1 * torch.randn_like(micro[0])))
+    return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
+
+def train(worker):
+    model = worker.prepare(nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 16)))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    step = worker.stepper(model, optim, forward=contrast)
+    for batch in worker.batches(data(64), epochs=5):
+        step(batch)
+
+if __name__ == "__main__":
+    paceline.run(train, plan="batch(size=16,micro=4)")
+"""
+
+GAN = """
+def train(worker):
+    gen = worker.prepare(nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 6)), name="generator")
+    dis = worker.prepare(nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)), name="discriminator")
+    g_optim, d_optim = (worker.prepare(torch.optim.Adam(m.parameters(), lr=1e-2, betas=(0.5, 0.999))) for m in (gen, dis))
+
+    def noise(x):
+        return torch.randn(len(x), 2, dtype=x.dtype)
+
+    def d_loss(model, micro):
+        with torch.no_grad():
+            fake = gen(noise(micro[0]))
+        return F.softplus(-model(micro[0])).mean() + F.softplus(model(fake)).mean()
+
+    d_step = worker.stepper(dis, d_optim, forward=d_loss)
+    g_step = worker.stepper(gen, g_optim, forward=lambda model, micro: F.softplus(-dis(model(noise(micro[0])))).mean())
+    for batch in worker.batches(data(64), epochs=5):
+        worker.report(d_loss=d_step(batch), g_loss=g_step(batch))
+
+if __name__ == "__main__":
+    paceline.run(train, plan="batch(size=16)")
+"""
+
+LOOP = """
+def train(worker):
+    model = worker.prepare(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4)))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in worker.batches(data(50), epochs=5):
+        for x, y in batch:
+            worker.backward({loss})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+        optim.zero_grad()
+
+if __name__ == "__main__":
+    paceline.run(train, plan="batch(size=12,micro=3)", workers=3)
+"""
+PLAIN = LOOP.replace("{loss}", "F.cross_entropy(model(x), y)")
+ASKS_RANK = LOOP.replace("{loss}", "F.cross_entropy(model(x) * (1 + 0.1 * worker.rank), y)")
+SCALED_BY_HAND = LOOP.replace("{loss}", "F.cross_entropy(model(x), y) / worker.workers").replace(
+    "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", ""
+)
+SUMMED_BY_HAND = LOOP.replace("{loss}", "F.cross_entropy(model(x), y) * len(batch)")
+UNSEEDED = PLAIN.replace("\ndef train", "\nown = torch.Generator()\nown.seed()\n\ndef train").replace(
+    "model(x)", "model(x + 0.1 * torch.randn(x.shape, generator=own))"
+)
+RAISES = LOOP.replace("{loss}", "[][worker.rank]")
+
+
+@pytest.fixture
+def parity(tmp_path: Path) -> Any:
+    """Runs the command; checks that it leaves no temporary files."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    def run(script: str, *options: str, threads: str = "1") -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "train.py"
+        path.write_text(HEAD + script)
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "parity", str(path), *options],
+            env=os.environ | {"TMPDIR": str(scratch), "OMP_NUM_THREADS": threads},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=50,
+        )
+        assert [path.name for path in scratch.iterdir() if path.name.startswith("paceline")] == []
+        return done
+
+    return run
+
+
+def row(text: str, label: str) -> list[str]:
+    """The figures of a configuration, from the table."""
+    return next(line for line in text.splitlines() if line.startswith(f"{label}  ")).removeprefix(label).split()
+
+
+# ---------------------------------------------------------------------------------------------------------- it holds
+
+
+def test_dropout_batch_norm_tied_weights_clipping_and_accumulation_do_not_break_it(parity: Any) -> None:
+    done = parity(EVERYTHING, "--workers", "1,2,3")
+    assert (done.returncode, done.stdout.strip().splitlines()[-1]) == (0, "parity holds"), done.stdout + done.stderr
+    assert row(done.stdout, "1 worker")[:4] == ["0"] * 4, "the same computation twice"
+    for label in ("2 workers", "3 workers"):
+        loss, first, _, weights = map(float, row(done.stdout, label)[:4])
+        assert loss < 1e-6
+        assert 0 < first < 1e-6, "another order of sums: not exactly equal, and very close"
+        assert weights < 1e-4
+    assert "plan batch(size=20,micro=3), 5 steps, against one process in float32" in done.stdout
+
+
+def test_in_float64_the_same_script_agrees_to_fourteen_digits(parity: Any) -> None:
+    done = parity(EVERYTHING, "--workers", "2,3", "--float64", "--json", "--steps", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["holds"] is True
+    assert [one["workers"] for one in told["configurations"]] == [2, 3]
+    for one in told["configurations"]:
+        assert one["plan"] == f"replicas={one['workers']}+batch(size=20,micro=3)+compute(precision=fp64)"
+        assert (one["steps"], one["tolerance"]["numbers"]) == (3, 1e-9)
+        assert one["loss"]["value"] < 1e-14
+        assert one["first_gradients"]["value"] < 1e-14
+        assert one["weights"]["value"] < 1e-12
+
+
+@pytest.mark.parametrize("script", [CONTRAST, GAN, PLAIN], ids=["in_batch_loss", "two_steppers", "plain_loop"])
+def test_it_holds_for(script: str, parity: Any) -> None:
+    done = parity(script, "--workers", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(row(done.stdout, "3 workers")[1]) > 0, "gradients were compared"
+
+
+# -------------------------------------------------------------------------------------------------------- it does not
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (ASKS_RANK, "gradients differ most in model."),
+        (SCALED_BY_HAND, "gradients differ most in model."),
+        (SUMMED_BY_HAND, "the loss differs by"),
+    ],
+    ids=["loss_asks_rank", "divided_by_workers", "times_own_micro_batches"],
+)
+def test_a_script_that_depends_on_the_number_of_workers_is_found_out(script: str, says: str, parity: Any) -> None:
+    done = parity(script, "--workers", "2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert row(done.stdout, "2 workers")[-1] == "DIFFERS"
+    assert says in done.stdout
+    assert "Usual causes:" in done.stdout
+    assert done.stdout.endswith("parity does not hold for 1 of 1 configurations\n")
+
+
+def test_a_script_that_does_not_repeat_itself_is_told_so(parity: Any) -> None:
+    done = parity(UNSEEDED, "--workers", "1")
+    assert done.returncode == 1
+    assert "the script does not repeat itself" in done.stdout
+
+
+def test_a_wire_of_16_bits_is_seen_and_may_be_allowed_for(parity: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    wires = ["--plan", "cast(dtype=bf16)+batch(size=12)", "--plan", "cast(dtype=fp16)+batch(size=12)"]
+    done = parity(PLAIN, "--workers", "2", *wires, "--keep", str(kept))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Cast(dtype='bf16') rounds gradients to 16 bits: allow for it with --tolerance" in done.stdout
+    bf16, fp16 = (float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("2 workers  "))
+    assert 1e-3 < bf16 < 1e-2
+    assert 1e-4 < fp16 < 2e-3, "fp16 keeps three bits more"
+    assert sorted(path.name for path in kept.iterdir()) == [
+        f"plan_{number}_{name}" for number in (1, 2) for name in ("reference", "workers_2")
+    ]
+    assert (kept / "plan_1_workers_2" / "captured" / "gradients_1.safetensors").exists()
+
+    assert parity(PLAIN, "--workers", "2", *wires[:2], "--tolerance", "1e-2").returncode == 0
+
+
+def test_a_script_that_fails_shows_its_traceback(parity: Any) -> None:
+    done = parity(RAISES, "--workers", "2")
+    assert done.returncode == 1
+    assert "the run with one process (reference) failed" in done.stderr
+    assert "IndexError: list index out of range" in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+
+
+def test_a_number_of_workers_that_the_scripts_plan_cannot_feed_is_refused_after_the_reference(parity: Any) -> None:
+    done = parity(PLAIN, "--workers", "2,5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "makes 4 micro-batches a step, but the job has 5 workers" in done.stderr
+    assert "parity: 2/3" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tolerance", "-1"], "--tolerance is -1.0; it must be more than 0"),
+        (["--tolerance", "much"], "--tolerance is 'much'"),
+        (["--device", "tpu"], "--device is 'tpu'"),
+        (["--steps", "0"], "must be at least 1 each"),
+        (["--workers", ""], "--workers"),
+        (["--plan", "cast(dtype=fp8)"], "fp8"),
+        (["--workers", "2", "--plan", "batch(size=1)"], "the job has 2 workers"),
+        (["--float64", "--plan", "cast(dtype=bf16)"], "rounds to 16 bits"),
+        (["--keep", "."], "is there already and not an empty directory"),
+        (["--plans", "default"], "did you mean --plan?"),
+    ],
+)
+def test_a_usage_mistake_is_refused_before_anything_starts(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(9)")
+    assert cli.main(["parity", str(script), *options]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert says in told.err
+
+
+# --------------------------------------------------------------------------------------------------------- the formula
+
+
+class Made:
+    """Captures made by hand; `model.w` is large, `model.b` is only rounding."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir()
+
+    def losses(self, *losses: float) -> Made:
+        rows = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+        (self.directory / "losses.jsonl").write_text("\n".join(rows))
+        return self
+
+    def gradients(self, step: int, **tensors: list[float]) -> Made:
+        return self._save(f"gradients_{step}", tensors)
+
+    def weights(self, **tensors: list[float]) -> Capture:
+        self._save("weights", tensors)
+        return Capture(self.directory)
+
+    def _save(self, name: str, tensors: dict[str, list[float]]) -> Made:
+        arrays = {f"model.{key}": np.asarray(value, dtype=np.float32) for key, value in tensors.items()}
+        save_file(arrays, self.directory / f"{name}.safetensors")
+        return self
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Made, Made]:
+    return Made(tmp_path / "a"), Made(tmp_path / "b")
+
+
+def test_a_difference_is_relative_to_the_largest_element_of_its_tensor(two: tuple[Made, Made]) -> None:
+    a, b = two
+    found = compare(
+        a.losses(2.0, 1.1).gradients(1, w=[1.0, 4.0], v=[0.50, 1.0]).weights(w=[1.0, 2.0], v=[1.0, 1.01]),
+        b.losses(2.0, 1.0).gradients(1, w=[1.0, 4.0], v=[0.51, 1.0]).weights(w=[1.0, 2.0], v=[1.0, 1.00]),
+    )
+    assert (found.loss.value, found.loss.step) == (pytest.approx(0.1), 2)
+    assert (found.first_gradients.value, found.first_gradients.where) == (pytest.approx(0.01, rel=1e-4), "model.v")
+    assert (found.weights.value, found.weights.where) == (pytest.approx(0.01, rel=1e-4), "model.v")
+    assert found.num_left_out == 0
+
+
+def test_a_gradient_that_is_only_rounding_counts_little_and_its_weights_are_told_apart(two: tuple[Made, Made]) -> None:
+    """The bias before a batch norm: another gradient, so another full step of Adam, and another running mean."""
+    a, b = two
+    found = compare(
+        a.losses(1.0).gradients(1, w=[1.0], b=[1e-8]).weights(w=[1.0], b=[0.01], mean=[0.51]),
+        b.losses(1.0).gradients(1, w=[1.0], b=[-1e-8]).weights(w=[1.0], b=[-0.01], mean=[0.50]),
+    )
+    assert found.first_gradients.value == pytest.approx(2e-6)  # 2e-8 over 1 % of the model's largest
+    assert (found.weights.value, found.num_left_out) == (0.0, 1)
+    assert (found.left_out.value, found.left_out.where) == (pytest.approx(2.0), "model.b")
+
+
+def test_a_buffer_that_differs_more_than_what_it_may_follow_counts(two: tuple[Made, Made]) -> None:
+    a, b = two
+    found = compare(
+        a.losses(1.0).gradients(1, w=[1.0]).weights(w=[1.0], mean=[0.6]),
+        b.losses(1.0).gradients(1, w=[1.0]).weights(w=[1.0], mean=[0.5]),
+    )
+    assert (found.weights.value, found.weights.where) == (pytest.approx(0.2, rel=1e-4), "model.mean")
+
+
+def test_an_element_that_gets_its_first_gradient_later_is_judged_by_that_one(two: tuple[Made, Made]) -> None:
+    """A row of an embedding that the first batch does not use: exact zeros are not amplified by any optimizer."""
+    a, b = two
+    found = compare(
+        a.losses(1.0, 1.0).gradients(1, w=[1.0, 0.0]).gradients(2, w=[1.0, 1.0]).weights(w=[1.0, 0.9]),
+        b.losses(1.0, 1.0).gradients(1, w=[1.0, 0.0]).gradients(2, w=[1.0, 1.0]).weights(w=[1.0, 1.0]),
+    )
+    assert found.num_left_out == 0
+    assert found.weights.value == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "value"),
+    [
+        ([float("nan")], [float("nan")], 0.0),
+        ([float("inf")], [float("inf")], 0.0),
+        ([float("nan")], [1.0], float("inf")),
+        ([1.0], [float("inf")], float("inf")),
+        ([0.0], [0.0], 0.0),
+        ([1.0, 1.0], [1.0], float("inf")),
+    ],
+)
+def test_what_is_not_finite_or_has_another_shape_is_no_small_difference(
+    ours: list[float], theirs: list[float], value: float, two: tuple[Made, Made]
+) -> None:
+    a, b = two
+    found = compare(
+        a.losses(1.0).gradients(1, w=ours).weights(w=[1.0]), b.losses(1.0).gradients(1, w=theirs).weights(w=[1.0])
+    )
+    assert found.first_gradients.value == value
+
+
+def test_what_only_one_side_has_is_a_difference(two: tuple[Made, Made]) -> None:
+    a, b = two
+    found = compare(
+        a.losses(1.0).gradients(1, w=[1.0]).weights(w=[1.0]),
+        b.losses(1.0, 0.5).gradients(1, w=[1.0], v=[1.0]).gradients(2, w=[1.0]).weights(w=[1.0], v=[1.0]),
+    )
+    assert (found.loss.value, found.loss.step) == (float("inf"), 2)
+    assert (found.first_gradients.value, found.first_gradients.where) == (float("inf"), "model.v")
+    assert (found.gradients.value, found.gradients.step) == (float("inf"), 1)
+    assert (found.weights.value, found.weights.where) == (float("inf"), "model.v")
+
+
+# --------------------------------------------------------------------------------------------------------- the capture
+
+
+def test_a_capture_is_read_back_whatever_the_types(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.half = nn.Parameter(torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+    model.whole = nn.Parameter(torch.ones(2, 3, dtype=torch.float64).T)
+    model.register_buffer("count", torch.tensor(3))
+    model.register_buffer("mask", torch.tensor([True, False]))
+    model.register_buffer("wave", torch.tensor([1 + 2j]))
+    model.again = model.whole
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    writer = Writer(tmp_path / "captured", 0)
+    writer.gradients(1, [("model.half", model.half)])
+    writer.gradients(1, [("model.whole", model.whole)])  # another optimizer, in the same step
+    writer.loss(1, 0.25)
+    writer.gradients(2, [("model.half", model.half)])
+    writer.loss(2, float("nan"))
+    writer.weights({"model": model})
+    Writer(tmp_path / "nothing", 1).loss(1, 0.25)  # only worker 0 writes
+
+    capture = Capture(tmp_path / "captured")
+    assert capture.losses[1] == 0.25
+    assert np.isnan(capture.losses[2])
+    assert sorted(capture.gradients) == [1, 2]
+    found = compare(capture, Capture(tmp_path / "captured"))
+    assert (found.num_steps, found.loss.value, found.gradients.value, found.weights.value) == (2, 0.0, 0.0, 0.0)
+    assert not (tmp_path / "nothing").exists()
