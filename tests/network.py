@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ import pytest
 
 __all__ = ["Host", "needs_network", "two_hosts"]
 
-T = TypeVar("T")
+Test = TypeVar("Test", bound=Callable[..., None])
 TOOLS = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
@@ -40,26 +40,34 @@ class Host:
         return [*enter, "sh", "-c", become, self.name, str(self.hosts_file)]
 
 
-def needs_network(test: T) -> T:
+def needs_network(test: Test) -> Test:
     """Skip a test, with the reason, where such hosts cannot be made."""
     not_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: network namespaces are made and removed")
-    return not_root(pytest.mark.needs("ip", "nsenter", "unshare")(test))
+    marked: Test = pytest.mark.needs("ip", "nsenter", "unshare")(test)
+    return not_root(marked)
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path, *, names: tuple[str, str] = ("n1", "n2"), subnet: str = "10.78.0") -> Iterator[list[Host]]:
-    """Make two hosts that know each other by name, and remove them."""
-    hosts_file = folder / "hosts"
+def two_hosts(
+    folder: Path, *, names: tuple[str, str] = ("n1", "n2"), subnet: str = "10.78.0", own_name_is_loopback: bool = False
+) -> Iterator[list[Host]]:
+    """Make two hosts that know each other by name, and remove them.
+
+    `own_name_is_loopback`: each takes its own name for 127.0.1.1, as Debian's installer leaves it.
+    """
     addresses = [f"{subnet}.{number}" for number in (1, 2)]
-    lines = [f"{address} {name}" for address, name in zip(addresses, names, strict=True)]
-    hosts_file.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+    for own in names:
+        lines = ["127.0.0.1 localhost"]
+        for address, name in zip(addresses, names, strict=True):
+            lines.append(f"{'127.0.1.1' if own_name_is_loopback and name == own else address} {name}")
+        (folder / f"hosts.{own}").write_text("\n".join(lines) + "\n")
     hosts = [
         Host(
             name=name,
             address=address,
             namespace=f"paceline-{os.getpid()}-{name}",
             device=f"pl{os.getpid()}{'ab'[number]}",
-            hosts_file=hosts_file,
+            hosts_file=folder / f"hosts.{name}",
         )
         for number, (name, address) in enumerate(zip(names, addresses, strict=True))
     ]

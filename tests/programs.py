@@ -143,11 +143,12 @@ class Program:
 def command(*words: str | Path, environment: dict[str, str] | None = None, **popen: Any) -> Iterator[Program]:
     """Start a command; whatever of it is left in the end is killed."""
     mark = uuid.uuid4().hex
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options: dict[str, Any] = {"text": True, "start_new_session": True, **streams, **popen}
     process = subprocess.Popen(
         [str(word) for word in words],
         env=child_environment() | {MARK: mark} | (environment or {}),
-        **({"text": True, "start_new_session": True} | streams | popen),
+        **options,
     )
     try:
         yield Program(process, mark)

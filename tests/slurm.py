@@ -21,7 +21,7 @@ from network import TOOLS, Host, needs_network
 
 __all__ = ["Cluster", "needs_slurm", "slurm_cluster"]
 
-T = TypeVar("T")
+Test = TypeVar("Test", bound=Callable[..., None])
 UP_S = 30.0  # from starting the daemons until both nodes are idle
 END_S = 2.0  # from SIGTERM to SIGKILL: slurmd does not always heed the first
 LOOK_S = 0.05
@@ -75,9 +75,10 @@ class Cluster:
         return {"SLURM_CONF": str(self.configuration), "PATH": TOOLS}
 
 
-def needs_slurm(test: T) -> T:
+def needs_slurm(test: Test) -> Test:
     """Skip a test, with the reason, where there is no Slurm."""
-    return needs_network(pytest.mark.needs("slurmctld", "slurmd", "srun", "munged")(test))
+    marked: Test = pytest.mark.needs("slurmctld", "slurmd", "srun", "munged")(test)
+    return needs_network(marked)
 
 
 @contextlib.contextmanager

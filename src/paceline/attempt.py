@@ -96,8 +96,7 @@ class Attempt:
             outcome = dataclasses.replace(outcome, exit_code=2)
             raise
         finally:
-            self.failures = tuple(_seen(exit, oom_kills_before=kills_before) for exit in outcome.failures)
-            self._end(outcome)
+            self._end(outcome, tuple(_seen(exit, oom_kills_before=kills_before) for exit in outcome.failures))
         return outcome
 
     def poll(self) -> None:
@@ -137,10 +136,18 @@ class Attempt:
             self._log = EventLog(self.directory / "events.jsonl", worker=None)
             self._log.emit(run_started(self.job, self.run_dir, self.number, launcher=self.job.launcher))
         local = None if self.job.hosts == 1 else deal(workers, self.job.hosts)[side.host_index]
-        self._watch = Watch(self.run_dir, self.number, workers, job=self.job, local=local, record=self.is_head)
+        self._watch = Watch(
+            self.run_dir,
+            self.number,
+            workers,
+            job=self.job,
+            local=local,
+            record=self.is_head,
+            explains=self._function is None,  # otherwise the exception of `paceline.run(fn)` does
+        )
         return self.run_dir
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: Outcome, failures: tuple[Failure, ...]) -> None:
         """Close the books, as far as they were opened."""
         state, exit_code = outcome.state, outcome.exit_code
         if self._log is not None:
@@ -149,7 +156,8 @@ class Attempt:
             self._log.close()
         try:
             if self._watch is not None:
-                self._watch.finish(state, exit_code, self.failures)
+                self._watch.finish(state, exit_code, failures)
+                self.failures = self._watch.failures
         finally:
             if self._record is not None:
                 self._record.end_attempt(state, exit_code)
@@ -203,25 +211,30 @@ def watched_by_thread(assignment: Assignment, job: Job, *, local: Collection[int
     thread = threading.Thread(target=poll, name="paceline-watch", daemon=True)
     thread.start()
     state, exit_code = "failed", 1
-    try:
-        with _exit_at_sigterm():
+    with _Sigterm() as sigterm:
+        try:
             yield
-        state, exit_code = "finished", 0
-    except (KeyboardInterrupt, _Terminated) as stop:
-        signum = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
-        state, exit_code = "stopped", 128 + signum
-        raise
-    finally:
-        over.set()
-        thread.join()
-        record = RunRecord.load(run_dir)
-        if record.state != RUNNING:  # another worker has failed, and this one was ended because of it
-            state, exit_code = record.state, record.exit_code or 0
-        duration_s = round(time.time() - assignment.command_started, 3)
-        log.emit(RunFinished(state=state, exit_code=exit_code, duration_s=duration_s))
-        log.close()
-        watch.finish(state, exit_code)
-        record.end_attempt(state, exit_code)
+            state, exit_code = "finished", 0
+        except (KeyboardInterrupt, _Terminated) as stop:
+            signum = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
+            state, exit_code = "stopped", 128 + signum
+            raise
+        except SystemExit as leaving:
+            if not leaving.code:
+                state, exit_code = "finished", 0
+            raise
+        finally:
+            sigterm.hold()
+            over.set()
+            thread.join()
+            record = RunRecord.load(run_dir)
+            if record.state != RUNNING:  # another worker has failed, and this one was ended because of it
+                state, exit_code = record.state, record.exit_code or 0
+            duration_s = round(time.time() - assignment.command_started, 3)
+            log.emit(RunFinished(state=state, exit_code=exit_code, duration_s=duration_s))
+            log.close()
+            watch.finish(state, exit_code)
+            record.end_attempt(state, exit_code)
 
 
 def note_failure(assignment: Assignment) -> None:
@@ -236,25 +249,41 @@ class _Terminated(SystemExit):
     """SIGTERM has come."""
 
 
-@contextlib.contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    process = os.getpid()
+class _Sigterm:
+    """While entered, SIGTERM raises `_Terminated` in the main thread; after `hold`, it takes effect at the end.
 
-    def leave(signum: int, _: FrameType | None) -> None:
-        signal.signal(signum, signal.SIG_DFL)
-        if os.getpid() != process:  # forked by the program: not a worker, and no books to close
+    Nothing is changed where the program has a use of its own for the signal, or where this is not the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._ours = self._held = self._came = False
+
+    def __enter__(self) -> _Sigterm:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._ours = in_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if self._ours:
+            signal.signal(signal.SIGTERM, self._terminated)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._came:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def hold(self) -> None:
+        """From now on something is being done that must come to its end."""
+        self._held = True
+
+    def _terminated(self, signum: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:  # forked by the program: not a worker, and with nothing to close
+            signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        raise _Terminated(128 + signum)
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        elif self._held:
+            self._came = True
+        else:
+            raise _Terminated(128 + signum)
 
 
 def run_started(job: Job, run_dir: Path, attempt: int, *, launcher: str) -> RunStarted:

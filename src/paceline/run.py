@@ -36,9 +36,9 @@ def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **jo
     """Run `function(worker)` on every worker of a job and return worker 0's value.
 
     `plan` says what is computed; `job` are fields of `Job`: workers, run_dir, save_every, launcher, ... Inside a
-    worker, and under torchrun, srun or mpirun, the call becomes that worker and returns its own value; on the other
-    hosts of a job with several it returns None. Raises PlanError before anything starts, and what worker 0 (or
-    whichever failed first) raised, as WorkerError.
+    worker, and under torchrun, srun or mpirun, the call becomes that worker: it returns its own value, and exits where
+    a peer has failed. On the other hosts of a job with several it returns None. Raises PlanError before anything
+    starts, and what worker 0 (or whichever failed first) raised, as WorkerError.
     """
     fields = {name: value for name, value in job.items() if value is not None}
     if not callable(function):
@@ -65,9 +65,15 @@ def start(
     command_started: float,
 ) -> int:
     """Run a script for the command; returns the exit status."""
-    paceline.run = (
-        run  # where the import of this module has put the module: a worker 0 in this process needs the function
-    )
+    world = environment.detect()
+    if world is not None and world.workers > 1 and not _is_for_each_host(world, job):
+        raise PlanError(
+            f"{world.source} started this command {world.workers} times, and each would start workers of its own. Have "
+            f"it start the script itself (... python {job.program}), or this command once on each host, with "
+            f"--hosts {world.workers} and --head. To have {world.source} ignored, set PACELINE_WORLD=none."
+        )
+    # Where the import of this module has put the module: the program of a worker 0 in this process needs the function.
+    paceline.run = run
     warm = prestart()
     try:
         settled = _settled(job, plan, overrides, script=Path(job.program))
@@ -109,6 +115,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
 
 def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]) -> T:
     """Become a worker of a world that somebody else started; beside worker 0 a thread shows and records the run."""
+    from paceline.worker.failure import is_echo
     from paceline.worker.joined import joined, started_at
     from paceline.worker.session import live
 
@@ -131,8 +138,11 @@ def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | 
         try:
             with watched:
                 return live(function, own, plan=plan, fields=fields, store=place.store)
-        except Exception:
+        except Exception as error:
             note_failure(own)
+            if is_echo(error):
+                _tell(f"worker {own.rank} (host {own.host}) ended because a peer went away")
+                raise SystemExit(1) from None
             raise
         finally:
             environment.leave()

@@ -45,9 +45,8 @@ def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero(
     columns = Parameter(torch.zeros(3, 4).t())
     pictures = Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
     expanded = Parameter(torch.zeros(1, 5))
-    for parameter in (columns, pictures):
-        parameter.grad = torch.randn_like(parameter)
-    wanted = [columns.grad.clone(), pictures.grad.clone()]
+    wanted = [torch.randn_like(columns), torch.randn_like(pictures)]
+    columns.grad, pictures.grad = (gradient.clone() for gradient in wanted)
     bucket = Bucket([("a", columns), ("b", pictures), ("c", expanded)], group=Alone(), codec=RawCodec())
     bucket.depart()
     bucket.land()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from network import Host, two_hosts
 from programs import (
     PACELINE,
     STEPS,
+    Announcements,
     checkpoints,
+    command,
     losses,
     record,
     reference_losses,
@@ -70,7 +73,8 @@ def assert_trained(run_dir: Path, output: str, *, launcher: str) -> None:
 
 def assert_failed(run_dir: Path, code: int, output: str) -> None:
     assert code != 0
-    assert "ValueError: worker 1 has had enough" in output
+    assert output.count("ValueError: worker 1 has had enough") == 1
+    assert "Connection closed" not in output  # the other worker's echo is a line of words, if it lives to say it
     assert (record(run_dir)["state"], record(run_dir)["exit_code"]) == ("failed", 1)
     told = json.loads(run(*PACELINE, "status", run_dir, "--json")[1])
     assert (told["state"], told["workers"][1]["state"]) == ("failed", "failed")
@@ -120,6 +124,26 @@ def test_worlds_that_disagree_are_an_error_that_names_both(train: Path, tmp_path
     assert code != 0
     assert "torchrun: worker 1 of 4" in output and "openmpi: worker 0 of 2" in output and "PACELINE_WORLD" in output
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_itself_is_not_for_engines_to_multiply(train: Path, tmp_path: Path) -> None:
+    code, output = run(*MPIRUN, "-m", "paceline", "run", train, environment=AS_ROOT)
+    assert code == 2
+    assert "openmpi started this command 2 times" in output and "--hosts 2" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_sigterm_to_the_engine_stops_the_run_in_good_order(train: Path, tmp_path: Path) -> None:
+    with closing(Announcements(tmp_path / "pipe")) as pipe:
+        options = ["--epochs", "100000", "--tell", pipe.path]
+        with command(*TORCHRUN, train, *options) as program:
+            program.told(pipe, 2)
+            program.process.terminate()
+            code, output = program.end(limit_s=FAILED_S)
+            assert program.left() == []
+    assert code != 0
+    run_dir = the_run(tmp_path)
+    assert (record(run_dir)["state"], record(run_dir)["exit_code"]) == ("stopped", 143), output
 
 
 # ---------------------------------------------------------------------------------------------------------------- slurm

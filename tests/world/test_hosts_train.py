@@ -163,6 +163,31 @@ def test_ctrl_c_on_any_host_stops_the_job_on_both(
 
 
 @needs_network
+def test_a_world_set_by_hand_meets_at_a_head_whose_own_name_is_loopback(train: Path, tmp_path: Path) -> None:
+    """As any engine may set it: RANK and its kin. The head's name is another address on the head itself."""
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "h1",
+        "MASTER_PORT": str(PORT),
+    }
+    world["PACELINE_TOKEN"] = (tmp_path / "token").read_text()
+    with contextlib.ExitStack() as stack:
+        made = two_hosts(tmp_path, names=("h1", "h2"), subnet="10.80.0", own_name_is_loopback=True)
+        programs = [
+            stack.enter_context(command(*host.prefix, PACELINE[0], train, environment=world | {"RANK": str(number)}))
+            for number, host in enumerate(stack.enter_context(made))
+        ]
+        ends = [program.end() for program in programs]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert "h1 means 127.0.1.1 on its own host" in ends[0][1]
+    run_dir = the_run(tmp_path)
+    assert losses(run_dir) == pytest.approx(list(reference_losses()), rel=1e-5)
+    assert [one["host"] for one in started_workers(run_dir)] == ["h1", "h2"]
+
+
+@needs_network
 def test_a_function_runs_on_two_hosts_and_the_head_has_its_value(hosts: list[Host], tmp_path: Path) -> None:
     program = tmp_path / "call.py"
     program.write_text(

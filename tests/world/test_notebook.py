@@ -7,6 +7,7 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import psutil
@@ -67,6 +68,11 @@ class Notebook:
         error = "\n".join(f"{one['ename']}: {one['evalue']}\n" + "\n".join(one["traceback"]) for one in errors)
         return printed, "".join(values), error
 
+    async def interrupt(self) -> None:
+        """Interrupt the kernel, as the button does."""
+        kernel: Any = self.client.km
+        await kernel.interrupt_kernel()
+
     def others(self) -> list[str]:
         """The processes of this notebook that are not the kernel itself."""
         return [line for line in marked(self._mark) if not is_kernel(int(line.partition(":")[0]))]
@@ -120,7 +126,7 @@ def test_interrupting_the_kernel_stops_the_run_and_leaves_only_the_kernel(tmp_pa
         await notebook.cell(DEFINE)
         running = asyncio.create_task(notebook.cell(ENDLESS.format(pipe.path)))
         assert len(await asyncio.to_thread(pipe.take, 2, limit_s=60)) == 2
-        await notebook.client.km.interrupt_kernel()
+        await notebook.interrupt()
         _, _, error = await running
         assert error.startswith("KeyboardInterrupt")
         assert notebook.others() == []

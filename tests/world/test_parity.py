@@ -1,4 +1,4 @@
-"""`paceline parity` holds where the script is right, fails where it is not and names the tensor, and measures what it says."""
+"""`paceline parity` holds where the script is right, fails where it is not, and measures what it says."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ GAN = """
 def train(worker):
     gen = worker.prepare(nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 6)), name="generator")
     dis = worker.prepare(nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)), name="discriminator")
-    g_optim, d_optim = (worker.prepare(torch.optim.Adam(m.parameters(), lr=1e-2, betas=(0.5, 0.999))) for m in (gen, dis))
+    g_optim, d_optim = (worker.prepare(torch.optim.Adam(model.parameters(), lr=1e-2)) for model in (gen, dis))
 
     def noise(x):
         return torch.randn(len(x), 2, dtype=x.dtype)
@@ -133,12 +133,12 @@ def parity(tmp_path: Path) -> Any:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
 
-    def run(script: str, *options: str, threads: str = "1") -> subprocess.CompletedProcess[str]:
+    def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "train.py"
         path.write_text(HEAD + script)
         done = subprocess.run(
             [sys.executable, "-m", "paceline", "parity", str(path), *options],
-            env=os.environ | {"TMPDIR": str(scratch), "OMP_NUM_THREADS": threads},
+            env=os.environ | {"TMPDIR": str(scratch)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -391,7 +391,7 @@ def test_what_only_one_side_has_is_a_difference(two: tuple[Made, Made]) -> None:
 
 def test_a_capture_is_read_back_whatever_the_types(tmp_path: Path) -> None:
     model = nn.Module()
-    model.half = nn.Parameter(torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+    model.low = nn.Parameter(torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
     model.whole = nn.Parameter(torch.ones(2, 3, dtype=torch.float64).T)
     model.register_buffer("count", torch.tensor(3))
     model.register_buffer("mask", torch.tensor([True, False]))
@@ -400,10 +400,10 @@ def test_a_capture_is_read_back_whatever_the_types(tmp_path: Path) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 2.0)
     writer = Writer(tmp_path / "captured", 0)
-    writer.gradients(1, [("model.half", model.half)])
+    writer.gradients(1, [("model.low", model.low)])
     writer.gradients(1, [("model.whole", model.whole)])  # another optimizer, in the same step
     writer.loss(1, 0.25)
-    writer.gradients(2, [("model.half", model.half)])
+    writer.gradients(2, [("model.low", model.low)])
     writer.loss(2, float("nan"))
     writer.weights({"model": model})
     Writer(tmp_path / "nothing", 1).loss(1, 0.25)  # only worker 0 writes

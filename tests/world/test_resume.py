@@ -181,3 +181,16 @@ def test_checkpoints_are_torchs_own_format(world: World, tmp_path: Path) -> None
     stored: dict[str, Tensor] = {"model.0.weight": torch.zeros(12, 6, dtype=torch.float64)}
     dcp.load(stored, checkpoint_id=str(world.run_dir / "checkpoints" / "step_00000003"), no_dist=True)
     assert float(stored["model.0.weight"].abs().sum()) > 0
+
+
+def test_a_fresh_start_is_what_the_next_start_continues(world: World) -> None:
+    """Checkpoints of the former try, at later steps, must not win over those of the fresh one."""
+    world(train, 1, PLAN, max_steps=8)
+    world(train, 1, PLAN, max_steps=3, fresh=True)
+    assert sorted(world(train, 1, PLAN)[0]["steps"]) == list(range(4, 13))
+
+
+def test_a_fresh_start_that_saves_nothing_deletes_nothing(world: World) -> None:
+    world(train, 1, PLAN, max_steps=8)
+    world(train, 1, PLAN, max_steps=3, fresh=True, save_at_end=False)
+    assert sorted(world(train, 1, PLAN)[0]["steps"]) == list(range(9, 13))

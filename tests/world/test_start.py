@@ -189,6 +189,15 @@ def test_a_workers_own_error_is_in_the_callers_exception(capfd: pytest.CaptureFi
     assert "in train" in caught.value.traceback
 
 
+def test_a_plain_program_that_fails_shows_the_workers_traceback_once(train: Path, tmp_path: Path) -> None:
+    code, output = run(sys.executable, train, "--fail", "1:5")
+    assert code == 1
+    assert output.count("ValueError: worker 1 has had enough\n") == 2  # in the headline, and below the traceback
+    assert output.count('raise ValueError(f"worker {worker.rank} has had enough")') == 1
+    assert "worker 0 stopped because of it" in output
+    assert record(the_run(tmp_path))["state"] == "failed"
+
+
 def test_a_plan_that_cannot_work_is_a_plan_error_of_the_caller() -> None:
     with pytest.raises(PlanError, match=r"3 replicas|replicas=3"):
         paceline.run(lambda worker: None, workers=2, plan="replicas=3", run_dir="run")

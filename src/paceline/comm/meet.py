@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from paceline.comm.board import Board
 from paceline.comm.channel import Channel, ChannelClosed
 from paceline.comm.token import HANDSHAKE_TIMEOUT_S, Handshake, Refused
@@ -78,8 +80,9 @@ def own_address(head: tuple[str, int], *, is_head: bool) -> str:
         return facing
     try:
         return _facing(socket.AF_INET, OUTSIDE)
-    except OSError:
-        return "127.0.0.1"  # there is no network: all hosts of this job are this machine
+    except OSError:  # there is no way out: an address of a local network, or all hosts of this job are this machine
+        found = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family == socket.AF_INET]
+        return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
 
 
 def _facing(family: int, address: Any) -> str:

@@ -56,7 +56,8 @@ class Watch:
     """Everything that watches an attempt. Call `poll` often, and `finish` in all cases: it gives the terminal back.
 
     `local`: the workers whose files this host has; None: all `workers` of the job. `record=False` (hosts that follow a
-    head) writes no file of the run: the head does. Raises LaunchError where the job's metrics endpoint cannot listen.
+    head) writes no file of the run: the head does. `explains=False`: somebody else tells the user why the run failed.
+    Raises LaunchError where the job's metrics endpoint cannot listen.
     """
 
     def __init__(
@@ -70,10 +71,11 @@ class Watch:
         stream: TextIO | None = None,
         local: Collection[int] | None = None,
         record: bool = True,
+        explains: bool = True,
     ) -> None:
         self.run_dir, self.attempt = Path(run_dir), attempt
         self._local = frozenset(range(workers) if local is None else local)
-        self._record = record
+        self._record, self._explains = record, explains
         self._screen = _screen(console, sys.stdout if stream is None else stream, self.run_dir, workers, job)
         self._tail = Tail(self.run_dir, attempt)
         self._merger = StepMerger(self._local)
@@ -134,7 +136,7 @@ class Watch:
             self._summary.peak_memory(failure.worker, failure.peak_memory_bytes or 0)
         self._tail.close()
         self._screen.close()
-        if self.failures:
+        if self.failures and self._explains:
             self._screen.show(f"\n{explain(self.failures)}\n")
         for sink in tuple(self._sinks):
             with self._dropping(sink):
@@ -146,7 +148,7 @@ class Watch:
             with self._dropping(self._summary):
                 self._summary.write(self._facts)
         self.exit_note = _exit_note(self._facts, self.failures)
-        self._screen.show(("" if self.failures else "\n") + _closing(self._facts))
+        self._screen.show(("" if self.failures and self._explains else "\n") + _closing(self._facts))
         return self._facts
 
     def _take(self, records: list[Record], now: float) -> None:

@@ -30,11 +30,10 @@ def work(assignment: Assignment) -> int:
             _run_function(assignment)
     except SystemExit as stop:
         return _exit_status(stop, assignment)
-    except (
-        BaseException
-    ) as error:  # the process boundary: reported in error.json, and in stderr.log for who reads only that
+    except BaseException as error:  # the process boundary: reported in error.json ...
         write_error(error, assignment, step=0)
-        sys.excepthook(type(error), error, error.__traceback__)
+        if assignment.job.launcher != "inline" or assignment.rank > 0:  # there the console is this process's own
+            sys.excepthook(type(error), error, error.__traceback__)  # ... and in stderr.log
         return 2 if isinstance(error, PlanError) else 1
     return 0
 

@@ -144,7 +144,7 @@ class Preparation:
         return self._writer
 
     def _saved(self, event: Event) -> None:
-        """Tell it; and once this attempt has a checkpoint of its own, delete those of a future that it does not have."""
+        """Tell it; once this attempt has a checkpoint of its own, delete those of a future that it does not have."""
         self._files.emit(event)
         if isinstance(event, CheckpointSaved) and not self._has_saved:
             self._has_saved = True

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand  # numpy's type stubs lack the two functions in numpy.random
 
 from paceline.schedule.order import mix
 
@@ -70,12 +71,12 @@ class Aside:
     def __enter__(self) -> None:
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self._numpy = np.random.get_bit_generator()
-        np.random.set_bit_generator(self._spare)
+        self._numpy = mtrand.get_bit_generator()
+        mtrand.set_bit_generator(self._spare)
 
     def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
-        np.random.set_bit_generator(self._numpy)
+        mtrand.set_bit_generator(self._numpy)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)

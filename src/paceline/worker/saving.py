@@ -95,7 +95,7 @@ def load_optimizer(
     checkpoint: Checkpoint | None,
     group: WorkerGroup,
 ) -> None:
-    """Fill an optimizer on all workers: tensors from worker 0's checkpoint, options from the plain state. All must call."""
+    """Fill an optimizer on all workers: tensors from worker 0's checkpoint, options from the plain state."""
     saved = plain["optimizers"].get(name)
     if saved is None:
         raise CheckpointError(

@@ -57,8 +57,9 @@ class Stepper:
 
     def _measure_norm(self) -> bool:
         """Clipping needs the global norm, which is finite only where all gradients are: no second look at them."""
-        self.grad_norm = torch.linalg.vector_norm(torch.stack([gradients.norm() for gradients in self._gradients]))
-        return bool(torch.isfinite(self.grad_norm))
+        norm = torch.linalg.vector_norm(torch.stack([gradients.norm() for gradients in self._gradients]))
+        self.grad_norm = norm
+        return bool(torch.isfinite(norm))
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for gradients in self._gradients for parameter in gradients.parameters]
