@@ -49,6 +49,11 @@ def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **jo
     if own is not None:
         from paceline.worker.session import live  # inside a worker torch is there already
 
+        if (Path(own.worker_dir) / "events.jsonl").exists():
+            raise PlanError(
+                "The script calls paceline.run() a second time, but one run has one directory, one count of steps and "
+                "one set of checkpoints. Start it with `python`, where each call is a run, or make it two scripts."
+            )
         return live(function, own, plan=chosen, fields=fields)
     world = environment.detect()
     if world is not None and not _is_for_each_host(world, wanted):

@@ -15,6 +15,7 @@ import pytest
 
 from paceline.cli import main as cli
 from paceline.cli.arguments import Parser, split_script
+from paceline.cli.parity import Request
 from paceline.cli.run import OPTIONS
 from paceline.errors import CheckpointError, LaunchError, PlanError
 from paceline.plan import Batch, Cast, Job, Layout, Plan
@@ -370,14 +371,21 @@ PASSED_ON: list[tuple[list[str], str, str, tuple[Any, ...], dict[str, Any]]] = [
         ],
         "paceline.cli.parity_run",
         "main_parity",
-        (Path("train.py"), ("--w", "8"), (1, 2), (Plan(wire=Cast(dtype="bf16")),), 5, False, 1e-3),
+        (
+            Request(
+                script=Path("train.py"),
+                args=("--w", "8"),
+                plans=(Plan(wire=Cast(dtype="bf16")),),
+                tolerance=1e-3,
+            ),
+        ),
         {},
     ),
     (
         ["parity", "train.py", "--float64", "--steps", "3", "--width", "4"],
         "paceline.cli.parity_run",
         "main_parity",
-        (Path("train.py"), ("--width", "4"), (1, 2), (), 3, True, None),
+        (Request(script=Path("train.py"), args=("--width", "4"), steps=3, float64=True),),
         {},
     ),
 ]

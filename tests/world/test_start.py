@@ -160,6 +160,20 @@ def test_the_same_run_dir_continues_and_fresh_starts_over(train: Path, tmp_path:
     assert [one["resumed_from_step"] for one in started_workers(run_dir, 4)] == [3, 3]  # of the new start, not the old
 
 
+def test_a_second_call_in_one_run_is_refused_and_python_makes_it_two_runs(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(
+        "import paceline\n"
+        "if __name__ == '__main__':\n"
+        "    for name in 'one', 'two':\n"
+        "        print(name, paceline.run(lambda worker: worker.rank, workers=1, run_dir=name))\n"
+    )
+    code, output = run(*PACELINE, "run", "twice.py", "--run-dir", "run")
+    assert code == 2 and "calls paceline.run() a second time" in output
+    code, output = run(sys.executable, "twice.py")
+    assert code == 0, output
+    assert [record(tmp_path / name)["state"] for name in ("one", "two")] == ["finished"] * 2
+
+
 # ------------------------------------------------------------------------------------------------------ a function call
 
 

@@ -550,3 +550,18 @@ def twice(worker: Any, model: nn.Module) -> None:
 def step_on(worker: Any, model: nn.Module, optim: Any, loss: Callable[[Any, Any], Any]) -> None:
     step = worker.stepper(model, optim, loss)
     step(next(worker.batches(dataset())))
+
+
+def test_a_worker_that_leaves_out_a_step_is_an_error_on_all(world: World) -> None:
+    def train(worker: Any) -> None:
+        model = worker.prepare(plain_net())
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        for batch in worker.batches(dataset(), epochs=2):
+            if worker.rank == 1 and worker.step == 2:
+                continue
+            step(batch)
+
+    with pytest.raises(WorkersFailed) as failed:
+        world(train, 3, Plan(batch=Batch(size=16, micro=4)))
+    assert all("All workers must make the same steps" in failed.value.errors[rank] for rank in range(3))

@@ -130,7 +130,7 @@ def _notes(row: Judged) -> list[str]:
         )
     if found.left_out.value > row.tolerance.weights:
         notes.append(
-            f"note: {row.label}: weights that are not judged, since their gradients were too small: {found.num_left_out}; "
+            f"note: {row.label}: weights with gradients too small to be judged: {found.num_left_out}; "
             f"they differ by up to {_figure(found.left_out.value)} ({found.left_out.where})"
         )
     return notes

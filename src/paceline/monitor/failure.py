@@ -17,7 +17,7 @@ __all__ = ["Failure", "explain", "headline", "root"]
 
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"  # where our own frames lie
 OURS = re.compile(r"[\\/](site|dist)-packages[\\/]paceline[\\/]")  # the same on a host with another layout
-STARTERS = ("<frozen runpy>", "<frozen importlib")  # what runs a script, above its own frames
+STARTERS = ("<frozen runpy>", "<frozen importlib", "<string>")  # what runs a script, above its own frames
 CHAIN = re.compile(  # between the tracebacks of an error and of what it came from
     r"(\n\n(?:During handling of the above exception, another exception occurred"
     r"|The above exception was the direct cause of the following exception):\n\n)"

@@ -45,6 +45,7 @@ class StepBatch:
         self.micros = tuple(micros)
         self.num_samples = stop - start
         self.num_walks = 0
+        self.serial = 0  # which one of all batches that this worker was given; set by the worker
         self.data_s = 0.0  # waited for data
         self._fetch, self._walk = fetch, walk
         self._kept: list[Any] = []

@@ -6,8 +6,8 @@ micro-batches and workers is the gradient of the mean over the global batch. Whe
 tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
 counts are in.
 
-The agreement is one small float64 all-reduce, the *tally*, beside the buckets: sum of losses, sum of weights, which
-parameters were used by anybody, which buffers changed anywhere.
+The agreement is one small float64 all-reduce, the *tally*, beside the buckets: the batch's number (it must be the same
+everywhere), sum of losses, sum of weights, which parameters were used by anybody, which buffers changed anywhere.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import WorkerGroup
+from paceline.errors import SyncError
 from paceline.parallel.precision import computing, input_dtype
 from paceline.plan import Plan
 from paceline.schedule.share import Micro
@@ -128,7 +129,7 @@ class Walks:
     def _agree(self, batch: StepBatch, sums: Sequence[GradientSum], is_finite: Callable[[], bool] | None) -> Outcome:
         used_here = [gradients.flush() for gradients in sums]
         changed_here = self.buffers.changed()
-        head = _loss_and_weight(self._losses)
+        head = [batch.serial, batch.serial**2, *_loss_and_weight(self._losses)]
         tally = torch.tensor(
             [*head, *(flag for used in used_here for flag in used), *changed_here],
             dtype=torch.float64,
@@ -137,7 +138,13 @@ class Walks:
         transfer = self._group.all_reduce(tally, what=f"the tally of step {batch.step}")
         began = time.perf_counter()
         transfer.wait()
-        loss_sum, weight_sum, *counts = tally.tolist()
+        serial_sum, square_sum, loss_sum, weight_sum, *counts = tally.tolist()
+        if self._group.size * square_sum != serial_sum**2:
+            raise SyncError(
+                f"worker {self._group.index} walks over batch {batch.serial} of the run, others over another one: some worker "
+                "left out a step (continue, break) that others made. All workers must make the same steps: decide by values "
+                "that are equal on all, such as the loss"
+            )
         waited_s = time.perf_counter() - began
         scale = batch.num_samples / weight_sum if weight_sum > 0 else 1.0
         unused, place = [], 0

@@ -57,6 +57,7 @@ class Worker:
         self._told: set[str] = set()
         self._turned_at = time.perf_counter()
         self._num_bytes_before = 0
+        self._num_batches = 0
         self._saved_at_step = -1
         self._resume()
 
@@ -183,6 +184,8 @@ class Worker:
         for batch in stream.steps(lambda: self.step + 1):
             if self._files.is_last_step(self.step):
                 return
+            self._num_batches += 1
+            batch.serial = self._num_batches
             self._current = _Step(batch, stream)
             try:
                 yield batch
@@ -412,7 +415,7 @@ class Worker:
 
     def abandon(self) -> None:
         """After an error: forget the step under way, and give a checkpoint under way a moment to be committed."""
-        self._current = None
+        self._leave()
         self._prepared.abandon()
 
     def _emit_step(self, current: _Step) -> None:
