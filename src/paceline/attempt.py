@@ -17,14 +17,14 @@ from types import FrameType
 from typing import Any
 
 from paceline.errors import LaunchError, PlanError, WorkerError
-from paceline.events import EventLog, RunFinished, RunStarted
+from paceline.events import EventLog, RunFinished, RunStarted, WorkerFailed
 from paceline.launch.head import Head
 from paceline.launch.local import launch
 from paceline.launch.member import Member
 from paceline.launch.outcome import Outcome, WorkerExit
 from paceline.launch.parent import WarmParent
 from paceline.launch.place import deal
-from paceline.monitor.failure import Failure, explain, root
+from paceline.monitor.failure import Failure, explain, headline, root
 from paceline.monitor.memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.monitor.process import this_host
 from paceline.monitor.run_record import RUNNING, RunRecord
@@ -151,6 +151,9 @@ class Attempt:
         """Close the books, as far as they were opened."""
         state, exit_code = outcome.state, outcome.exit_code
         if self._log is not None:
+            for failure in self.failures:
+                reason = headline(failure)
+                self._log.emit(WorkerFailed(rank=failure.worker, host=failure.host, step=failure.step, reason=reason))
             duration_s = round(time.time() - self._command_started, 3)
             self._log.emit(RunFinished(state=state, exit_code=exit_code, duration_s=duration_s))
             self._log.close()

@@ -142,8 +142,8 @@ class Walks:
         if self._group.size * square_sum != serial_sum**2:
             raise SyncError(
                 f"worker {self._group.index} walks over batch {batch.serial} of the run, others over another one: some "
-                "worker left out a step (continue, break) that others made. All workers must make the same steps: decide "
-                "by values that are equal on all, such as the loss"
+                "worker left out a step (continue, break) that others made. All workers must make the same steps: "
+                "decide by values that are equal on all, such as the loss"
             )
         waited_s = time.perf_counter() - began
         scale = batch.num_samples / weight_sum if weight_sum > 0 else 1.0
