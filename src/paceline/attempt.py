@@ -151,7 +151,7 @@ class Attempt:
         """Close the books, as far as they were opened."""
         state, exit_code = outcome.state, outcome.exit_code
         if self._log is not None:
-            for failure in self.failures:
+            for failure in failures:
                 reason = headline(failure)
                 self._log.emit(WorkerFailed(rank=failure.worker, host=failure.host, step=failure.step, reason=reason))
             duration_s = round(time.time() - self._command_started, 3)
