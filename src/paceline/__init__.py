@@ -49,6 +49,8 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module("paceline.run").run
         globals()["run"] = value
         return value
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("paceline")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(home), name)

@@ -180,6 +180,8 @@ def next_attempt(run_dir: Path) -> int:
         return RunRecord.next_attempt(run_dir)
     except ValueError as error:
         raise PlanError(str(error)) from error
+    except OSError as error:
+        raise _unusable(run_dir, error) from error
 
 
 def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) -> RunRecord:
@@ -190,6 +192,14 @@ def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) ->
         )
     except ValueError as error:
         raise PlanError(str(error)) from error
+    except OSError as error:
+        raise _unusable(run_dir, error) from error
+
+
+def _unusable(run_dir: Path, error: OSError) -> PlanError:
+    return PlanError(
+        f"cannot use {run_dir} as the run's directory: {error.strerror}. Choose another with run_dir (--run-dir)."
+    )
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **jo
     fields = {name: value for name, value in job.items() if value is not None}
     if not callable(function):
         raise TypeError(f"paceline.run() needs a function of one argument, the worker, not a {type(function).__name__}")
+    if not isinstance(plan, (Plan, str, type(None))):
+        raise TypeError(f"paceline.run(plan={plan!r}): give a Plan, or its text")
     wanted = config.read(Job, fields)
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     own = environment.assignment()
@@ -110,7 +112,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
             if job.launcher == "inline":
                 environment.leave()  # this process was worker 0, and is no longer
     if outcome.state == "stopped":
-        if outcome.exit_code == 128 + signal.SIGINT:
+        if outcome.exit_code == 128 + signal.SIGINT and _own_script() is None:
             raise KeyboardInterrupt(outcome.reason)
         raise SystemExit(outcome.exit_code)
     if outcome.state == "failed":

@@ -55,7 +55,8 @@ def write_attempt(
 ) -> None:
     opening = {"stream": "train", "samples": SAMPLES, "batch": BATCH, "micro": MICRO, "seed": 3, "shuffle": True}
     opening = {**opening, "drop_last": False, **about}
-    texts = {k: [{"attempt": attempt, "from_step": from_step}, opening] for k in range(workers)}
+    head = {"attempt": attempt, "from_step": from_step, "of_attempt": attempt - 1 or None}
+    texts = {k: [head, opening] for k in range(workers)}
     for worker, _, line in lines:
         texts[worker].append(line)
     for worker, told in texts.items():
@@ -183,7 +184,7 @@ def test_a_skipped_step_used_its_samples_and_is_information(run: Path, capsys: p
     result = audit(run)
     assert result.is_clean and result.epochs[0].skipped_steps == (5,)
     assert main_audit(run) == 0
-    assert "skipped for non-finite gradients, samples used: step 5" in capsys.readouterr().out
+    assert "skipped (samples used, weights unchanged): step 5" in capsys.readouterr().out
 
 
 def test_with_drop_last_an_epoch_ends_at_its_last_full_batch(run: Path) -> None:
@@ -219,11 +220,25 @@ def test_streams_are_judged_apart(run: Path) -> None:
     assert [(epoch.stream, epoch.num_used) for epoch in result.epochs] == [("noise", 4), ("train", 50)]
 
 
-def test_an_iterable_stream_is_said_not_to_be_proved(run: Path) -> None:
-    write_attempt(run, 1, steps(workers=2, last=3), workers=2, samples=None)
+def test_an_iterable_is_checked_as_far_as_it_went(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_attempt(run, 1, steps(workers=2, last=9), workers=2, samples=0, shuffle=False)
     result = audit(run)
-    assert result.is_clean and result.epochs == ()
-    assert "nothing can be proved" in result.notes[0]
+    assert result.is_clean and states(result) == ["unfinished", "unfinished"]
+    assert [epoch.num_used for epoch in result.epochs] == [50, 16]
+    assert "where its epochs end is not known" in result.notes[0]
+    assert main_audit(run) == 0
+    assert "50 samples of an iterable were used, each once, none left out" in capsys.readouterr().out
+
+
+def test_an_iterables_lost_and_repeated_positions_are_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_attempt(run, 1, steps(workers=1, last=7), workers=1, samples=0, shuffle=False)
+    edit(ledger(run, 1, 0), 3, ranges=[[12, 20]])  # instead of 16 to 24
+    (epoch,) = audit(run).epochs
+    assert epoch.state == "broken"
+    assert [(gap.start, gap.stop) for gap in epoch.missing] == [(20, 24)]
+    assert [(twice.start, twice.stop) for twice in epoch.repeated] == [(12, 14), (14, 16)]
+    assert main_audit(run) == 1
+    assert "missing   positions 20-23, between steps 3 and 4" in capsys.readouterr().out
 
 
 def test_a_last_line_cut_off_by_a_kill_is_ignored_when_the_step_was_taken_again(run: Path) -> None:
@@ -300,7 +315,7 @@ def test_equal_epochs_share_a_line_and_others_do_not(run: Path, capsys: pytest.C
     assert shown[1].startswith("  train, epochs 0-1 (steps 1-14): in each, each of 50 samples was used exactly once")
     assert [line.split(":")[0] for line in shown[2:5]] == [
         "  train, epoch 2 (steps 15-21)",
-        "    skipped for non-finite gradients, samples used",
+        "    skipped (samples used, weights unchanged)",
         "  train, epoch 3 (steps 22-28)",
     ]
     assert shown[6] == "clean: 4 finished epochs, no sample was lost and none was used twice"

@@ -34,11 +34,8 @@ def test_buckets_hold_every_parameter_once_last_first_and_keep_their_size(sizes:
 
 def test_a_bucket_has_one_type() -> None:
     parameters = named([1, 1, 1, 1], [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32])
-    assert [[name for name, _ in run] for run in assign(parameters, bucket_bytes=1000)] == [
-        ["p3"],
-        ["p2", "p1"],
-        ["p0"],
-    ]
+    runs = assign(parameters, bucket_bytes=1000)
+    assert [[name for name, _ in run] for run in runs] == [["p3", "p0"], ["p2", "p1"]]
 
 
 def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero() -> None:

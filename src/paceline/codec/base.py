@@ -22,6 +22,7 @@ class Codec(Protocol):
 
     additive: bool  # the sum of payloads decodes to the sum: they may be reduced on the way
     elementwise: bool  # valid on any slice of the buffer
+    exact: bool  # the sum is that of the buffers themselves, so other small numbers may travel with them
 
     def exchange(self, flat: Tensor) -> Rounds:
         """Replace `flat` (1-D) by its sum over replicas, in place, by the rounds that it yields."""

@@ -16,14 +16,16 @@ __all__ = ["CastCodec"]
 
 
 class CastCodec:
-    """Round to `dtype` (bfloat16 or float16) on the way."""
+    """Round to `dtype` (bfloat16 or float16) on the way; of complex numbers both parts."""
 
     additive = True
     elementwise = True
+    exact = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def exchange(self, flat: Tensor) -> Rounds:
-        total = yield flat.to(self.dtype)
-        flat.copy_(total)
+        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
+        total = yield numbers.to(self.dtype)
+        numbers.copy_(total)

@@ -14,6 +14,7 @@ class RawCodec:
 
     additive = True
     elementwise = True
+    exact = True
 
     def exchange(self, flat: Tensor) -> Rounds:
         total = yield flat

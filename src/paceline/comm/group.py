@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ from torch import Tensor
 from paceline.errors import SyncError
 
 __all__ = ["Alone", "Group", "Landed", "Transfer", "WorkerGroup"]
+
+
+GLOO_JOKE = re.compile(r"\s*GLHF!.*", re.DOTALL)
 
 
 class Transfer(Protocol):
@@ -85,7 +89,11 @@ class Alone:
 
 
 class Group:
-    """Two or more workers, over a torch process group. Objects travel by way of `device`."""
+    """Two or more workers, over a torch process group that moves tensors of the CPU and of `device`.
+
+    Objects travel as CPU tensors, so they need no GPU, and a blocking call waits on the host, not in a stream. What
+    holds CUDA tensors arrives with them on `device`, the receiver's own.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.index = process_group.rank()
@@ -108,31 +116,27 @@ class Group:
 
     def gather_objects(self, value: Any) -> list[Any]:
         payload = _to_bytes(value)
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.index] = payload.numel()
         self.all_reduce(sizes, what="sizes of gathered objects").wait()
         parts = []
         for index, size in enumerate(sizes.tolist()):
-            part = (
-                payload.to(self._device)
-                if index == self.index
-                else torch.empty(size, dtype=torch.uint8, device=self._device)
-            )
+            part = payload if index == self.index else torch.empty(size, dtype=torch.uint8)
             self.broadcast(part, source=index, what="gathered objects")
             parts.append(part)
-        return [_from_bytes(part) for part in parts]
+        return [_from_bytes(part, self._device) for part in parts]
 
     def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
         payload = _to_bytes(value if self.index == source else None)
-        size = torch.tensor([payload.numel()], dtype=torch.int64, device=self._device)
+        size = torch.tensor([payload.numel()], dtype=torch.int64)
         self.broadcast(size, source=source, what="size of a broadcast object")
         same = self.index == source
-        part = payload.to(self._device) if same else torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        part = payload if same else torch.empty(int(size), dtype=torch.uint8)
         self.broadcast(part, source=source, what="broadcast object")
-        return value if same else _from_bytes(part)
+        return value if same else _from_bytes(part, self._device)
 
     def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1, device=self._device), what="barrier").wait()
+        self.all_reduce(torch.zeros(1), what="barrier").wait()
 
 
 class _Flight:
@@ -150,19 +154,23 @@ class _Flight:
 
 
 def _lost(what: str, error: RuntimeError) -> SyncError:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = GLOO_JOKE.sub("", str(error)).strip()
+    first_line = text.splitlines()[0] if text else type(error).__name__
     return SyncError(f"lost contact with a peer during {what}: {first_line}")
 
 
 def _to_bytes(value: Any) -> Tensor:
     stream = io.BytesIO()
-    pickle.dump(value, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    torch.save(value, stream, pickle_protocol=pickle.HIGHEST_PROTOCOL)
     return torch.from_numpy(np.frombuffer(stream.getvalue(), dtype=np.uint8).copy())
 
 
-def _from_bytes(payload: Tensor) -> Any:
+def _from_bytes(payload: Tensor, device: torch.device) -> Any:
+    def place(storage: Any, location: str) -> Any:
+        return storage.to(device=device) if location.startswith("cuda") else storage
+
     # Bytes of a peer of the same job, over connections that were made through the job's own board.
-    return pickle.loads(payload.cpu().numpy().tobytes())
+    return torch.load(io.BytesIO(payload.numpy().tobytes()), map_location=place, weights_only=False)
 
 
 def total(group: WorkerGroup, values: Sequence[float], *, what: str, device: torch.device | None = None) -> list[float]:

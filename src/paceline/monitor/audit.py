@@ -59,12 +59,18 @@ class Repeated:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpochAudit:
-    """The verdict on one epoch of one stream."""
+    """The verdict on one epoch of one stream.
+
+    state: "exact": each sample was used once. "continued": each from `begins_at` on; what came before is in another
+    run. "unfinished": each once so far; it is the last epoch, or of an iterable, whose end is not known. "broken":
+    samples were lost or repeated, or the ledgers contradict themselves.
+    """
 
     stream: str
     epoch: int
-    state: str  # "exact" | "unfinished" (the last one, exact so far) | "broken"
-    num_samples: int  # that the epoch consists of: without what drop_last drops
+    state: str
+    num_samples: int  # that the epoch consists of: without what drop_last drops; 0: not known (an iterable)
+    begins_at: int  # the positions before it were used by another run, from whose checkpoint this one went on
     num_used: int  # distinct positions
     first_step: int
     last_step: int
@@ -102,8 +108,7 @@ def audit(run_dir: Path | str) -> AuditResult:
     for attempt in ledgers.attempts:
         problems += _partial_steps(attempt)
         notes += _void_note(attempt)
-    for stream in sorted(ledgers.iterable_streams):
-        notes.append(f"stream {stream} is an iterable without positions: nothing can be proved of its samples")
+    notes += _what_cannot_be_known(ledgers)
     problems += _elsewhere(run_dir, ledgers.attempts)
     if not ledgers.attempts:
         problems.append("there is no ledger: no step was committed, and nothing is proved")
@@ -147,10 +152,11 @@ def main_audit(run_dir: Path | str, json: bool = False) -> int:
 def _judge(name: str, epoch: int, columns: EpochColumns, *, is_last: bool) -> EpochAudit:
     stream = columns.streams[-1]
     cover = Cover(columns)
-    samples = stream.samples or 0
+    samples, is_endless = stream.samples or 0, stream.samples is None
     total, is_finished = _end_of_epoch(columns, cover.end)
-    missing, repeated = list(cover.gaps()), list(cover.overlaps())
-    if not is_finished and not is_last:
+    missing, repeated = list(_gaps(cover, columns.begins_at)), list(cover.overlaps())
+    is_short = not is_finished and not is_last and not is_endless
+    if is_short:
         missing.append((cover.end, total, cover.last_holder, None))
     num_missing = sum(stop - start for start, stop, _, _ in missing)
     says = list(_contradictions(columns, cover.end, total))
@@ -158,7 +164,7 @@ def _judge(name: str, epoch: int, columns: EpochColumns, *, is_last: bool) -> Ep
         says.append(f"{num_missing:,} samples were not used")
     if cover.num_repeated:
         says.append(f"{cover.num_repeated:,} uses too many")
-    if not is_finished and not is_last:
+    if is_short:
         says.append(f"it ends at position {cover.end:,} though a later epoch has begun")
     is_permutation = None
     if is_finished and not says and samples <= MOST_PERMUTED:
@@ -169,8 +175,9 @@ def _judge(name: str, epoch: int, columns: EpochColumns, *, is_last: bool) -> Ep
     return EpochAudit(
         stream=name,
         epoch=epoch,
-        state="broken" if says else "exact" if is_finished else "unfinished",
-        num_samples=total,
+        state="broken" if says else _state(is_finished, columns.begins_at),
+        num_samples=0 if is_endless else total,
+        begins_at=columns.begins_at,
         num_used=cover.num_used,
         first_step=min(columns.seen_steps),
         last_step=max(columns.seen_steps),
@@ -182,6 +189,19 @@ def _judge(name: str, epoch: int, columns: EpochColumns, *, is_last: bool) -> Ep
         is_permutation=is_permutation,
         says=tuple(says),
     )
+
+
+def _state(is_finished: bool, begins_at: int) -> str:
+    if not is_finished:
+        return "unfinished"
+    return "continued" if begins_at else "exact"
+
+
+def _gaps(cover: Cover, begins_at: int) -> Iterator[tuple[int, int, int | None, int | None]]:
+    """The cover's gaps, without what another run had used before."""
+    for start, stop, after, before in cover.gaps():
+        if stop > begins_at:
+            yield max(start, begins_at), stop, after, before
 
 
 def _missing(cover: Cover, gap: tuple[int, int, int | None, int | None], samples: Samples) -> Missing:
@@ -198,10 +218,12 @@ def _repeated(cover: Cover, overlap: tuple[int, int, int, int], samples: Samples
 
 def _end_of_epoch(columns: EpochColumns, reached: int) -> tuple[int, bool]:
     """Return how many positions the epoch has, and whether its steps reached the last."""
-    stream, samples = columns.streams[-1], columns.streams[-1].samples or 0
+    stream, samples = columns.streams[-1], columns.streams[-1].samples
+    if samples is None:
+        return reached, False
     if not stream.drop_last:
         return samples, reached >= samples
-    if len({each.batch for each in columns.streams}) == 1:
+    if len({each.batch for each in columns.streams}) == 1 and columns.begins_at % stream.batch == 0:
         total = samples // stream.batch * stream.batch
         return total, reached >= total
     if samples - reached < stream.batch:  # the batch was changed between attempts: no other full one fits
@@ -218,6 +240,12 @@ def _contradictions(columns: EpochColumns, reached: int, total: int) -> Iterator
         yield f"its steps do not share one order of samples ({told}): dataset or seed were changed between attempts"
     if reached > total:
         yield f"positions up to {reached:,} were used, beyond the end"
+    first = min(columns.starts, default=columns.begins_at)
+    if first < columns.begins_at:
+        yield (
+            f"positions from {first:,} on were used, but the checkpoint of another run that it went on from stands at "
+            f"{columns.begins_at:,}: those before were used there"
+        )
 
 
 def _is_permutation(stream: Stream, epoch: int, samples: int) -> bool:
@@ -292,5 +320,24 @@ def _void_note(attempt: Attempt) -> list[str]:
     void = np.unique(column(attempt.void_steps))
     if not len(void):
         return []
-    which = f"steps {void[0]}-{void[-1]}" if len(void) > 1 else f"step {void[0]}"
-    return [f"{which} of attempt {attempt.number} are void: a later attempt went on from step {attempt.until_step:.0f}"]
+    which = f"steps {void[0]}-{void[-1]} of attempt {attempt.number} are void"
+    if len(void) == 1:
+        which = f"step {void[0]} of attempt {attempt.number} is void"
+    if attempt.until_step:
+        return [f"{which}: a later attempt went on from step {attempt.until_step:.0f}"]
+    return [f"{which}: no later attempt went on from this one"]
+
+
+def _what_cannot_be_known(ledgers: Ledgers) -> Iterator[str]:
+    """Say of which samples the ledgers prove less than that each was used once."""
+    endless = {
+        name for (name, _), columns in ledgers.epochs.items() if any(each.samples is None for each in columns.streams)
+    }
+    for stream in sorted(endless):
+        yield (
+            f"stream {stream} is an iterable: where its epochs end is not known; what it gave was checked for "
+            "repetitions and gaps"
+        )
+    begun = ledgers.begun_elsewhere
+    if begun is not None:
+        yield f"the run went on from step {begun.from_step} of {begun.source}: what came before is not in its ledgers"

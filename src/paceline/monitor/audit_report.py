@@ -51,13 +51,21 @@ def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
     if epoch.state == "exact":
         tried = ", by an order that is a permutation" if epoch.is_permutation else ""
         yield f"{name}each of {epoch.num_samples:,} samples was used exactly once{tried}"
+    elif epoch.state == "continued":
+        yield (
+            f"{name}each of {epoch.num_used:,} samples from position {epoch.begins_at:,} on was used exactly once; "
+            "those before were another run's"
+        )
+    elif epoch.state == "unfinished" and not epoch.num_samples:
+        yield f"{name}{epoch.num_used:,} samples of an iterable were used{_since(epoch)}, each once, none left out"
     elif epoch.state == "unfinished":
-        yield f"{name}unfinished; {epoch.num_used:,} of {epoch.num_samples:,} samples were used, each once"
+        used = f"{epoch.num_used:,} of {epoch.num_samples:,} samples were used{_since(epoch)}, each once"
+        yield f"{name}unfinished; {used}"
     else:
         yield f"{name}BROKEN: {'; '.join(epoch.says)}"
     if epoch.skipped_steps:
         steps = ", ".join(map(str, epoch.skipped_steps[:MOST_STEPS]))
-        yield f"    skipped for non-finite gradients, samples used: step{'s' * (len(epoch.skipped_steps) > 1)} {steps}"
+        yield f"    skipped (samples used, weights unchanged): step{'s' * (len(epoch.skipped_steps) > 1)} {steps}"
     for gap in epoch.missing:
         yield f"    missing   {_positions(gap)}, {_between(gap)}"
     for twice in epoch.repeated:
@@ -67,10 +75,16 @@ def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
         yield f"    repeated  {_positions(twice)}, by {by}"
 
 
+def _since(epoch: EpochAudit) -> str:
+    return f" from position {epoch.begins_at:,} on" if epoch.begins_at else ""
+
+
 def _positions(found: Missing | Repeated) -> str:
     count = found.stop - found.start
     more = ", ..." if count > len(found.samples) else ""
     which = f"position {found.start:,}" if count == 1 else f"positions {found.start:,}-{found.stop - 1:,}"
+    if not found.samples:  # of an iterable: nobody can say which they are
+        return which
     return f"{which} ({count:,} sample{'s' * (count > 1)}: {', '.join(map(str, found.samples))}{more})"
 
 

@@ -1,7 +1,9 @@
 """Reads all ledgers of a run into columns: which steps count, and which positions each of them used.
 
-A run that continued from a checkpoint took some steps again. Each attempt says from which step it went on: the steps
-of earlier attempts above it are void, their samples count as never used.
+A run that continued from a checkpoint took some steps again. Each attempt says from which step of which attempt it
+went on: going back from the newest one gives the line of steps that led to today's state. All others are void, their
+samples count as never used. The line may begin in another run's checkpoint: then what its streams had used before is
+told by their starting positions alone.
 """
 
 from __future__ import annotations
@@ -23,11 +25,21 @@ __all__ = ["Attempt", "EpochColumns", "Ledgers", "Stream"]
 class Stream:
     """What a worker said when it opened a stream."""
 
-    samples: int | None  # None: iterable, without a length
+    samples: int | None  # None: an iterable, whose epochs end nobody knows where
     batch: int
     seed: int
     shuffle: bool
     drop_last: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """What an attempt went on from, by the head of its ledgers."""
+
+    from_step: int
+    of_attempt: int | None  # whose checkpoint it was; None: none of this run
+    source: str | None = None  # the checkpoint, where it is another run's
+    starts: tuple[tuple[str, int, int], ...] = ()  # stream, epoch, position: where that checkpoint stands
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -37,8 +49,8 @@ class Attempt:
     number: int
     workers: tuple[int, ...]  # with a ledger
     silent: tuple[int, ...]  # with a directory but without a ledger that can be read
-    from_step: int
-    until_step: float = math.inf  # later steps are void
+    begun: Beginning
+    until_step: float = 0  # later steps are void; until it is found in the line, all are
     steps: dict[str, dict[int, array[int]]] = dataclasses.field(default_factory=dict[str, "dict[int, array[int]]"])
     void_steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))
 
@@ -47,6 +59,7 @@ class Attempt:
 class EpochColumns:
     """The position ranges that the valid steps of one epoch used: row i is [starts[i], stops[i])."""
 
+    begins_at: int = 0  # the positions before it were used by another run
     streams: list[Stream] = dataclasses.field(
         default_factory=list["Stream"]
     )  # distinct ones, in the order of appearance
@@ -65,13 +78,11 @@ class Ledgers:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.epochs: dict[tuple[str, int], EpochColumns] = {}
-        self.iterable_streams: set[str] = set()
         self._paths: dict[tuple[int, int], Path] = {}
         self.attempts = self._find_attempts(run_dir)
-        until = math.inf
-        for attempt in reversed(self.attempts):
-            attempt.until_step = until
-            until = min(until, attempt.from_step)
+        self.begun_elsewhere = self._find_line()
+        starts = self.begun_elsewhere.starts if self.begun_elsewhere else ()
+        self._starts = {(stream, epoch): position for stream, epoch, position in starts}
         for attempt in self.attempts:
             for worker in attempt.workers:
                 self._read(attempt, worker)
@@ -84,27 +95,53 @@ class Ledgers:
                 continue
             places = {worker_number(place.name): place / "ledger.jsonl" for place in directory.iterdir()}
             paths = {worker: path for worker, path in places.items() if worker is not None}
-            starts = {worker: start for worker, path in paths.items() if (start := _from_step(path)) is not None}
+            starts = {worker: start for worker, path in paths.items() if (start := _beginning(path)) is not None}
             if not starts:  # it ended before any worker could take a step
                 continue
             if len(set(starts.values())) > 1:
-                self.problems.append(f"attempt {number}: its workers disagree on the step they went on from: {starts}")
+                told = {worker: start.from_step for worker, start in starts.items()}
+                self.problems.append(f"attempt {number}: its workers disagree on what they went on from: {told}")
             self._paths.update({(int(number), worker): paths[worker] for worker in starts})
             silent = tuple(sorted(paths.keys() - starts.keys()))
             workers = tuple(sorted(starts))
-            found.append(Attempt(number=int(number), workers=workers, silent=silent, from_step=min(starts.values())))
+            begun = min(starts.values(), key=lambda start: start.from_step)
+            found.append(Attempt(number=int(number), workers=workers, silent=silent, begun=begun))
         return sorted(found, key=lambda attempt: attempt.number)
+
+    def _find_line(self) -> Beginning | None:
+        """Go back from the newest attempt to what it went on from, and so on; the others lead nowhere. Returns the
+        beginning of the line, where that is another run's checkpoint."""
+        by_number = {attempt.number: attempt for attempt in self.attempts}
+        attempt, until = self.attempts[-1] if self.attempts else None, math.inf
+        while attempt is not None:
+            attempt.until_step = until
+            begun = attempt.begun
+            until = min(until, begun.from_step)
+            if begun.source is not None:
+                return begun
+            before = begun.of_attempt
+            if before is not None and before not in by_number and until > 0:
+                self.problems.append(
+                    f"attempt {attempt.number} went on from step {begun.from_step} of attempt {before}, "
+                    "which left no ledger"
+                )
+            attempt = by_number.get(before) if before is not None and before < attempt.number else None
+        return None
 
     def _read(self, attempt: Attempt, worker: int) -> None:
         streams: dict[str, Stream] = {}
+        has_stepped = False
         for where, line in self._lines(self._paths[attempt.number, worker]):
             try:
                 if "step" in line:
+                    has_stepped = True
                     self._take_step(attempt, worker, line, streams)
                 elif "stream" in line:
                     streams[line["stream"]] = _stream(line)
                 elif line.get("attempt") != attempt.number:
                     self.problems.append(f"{where} belongs to attempt {line.get('attempt')}, not {attempt.number}")
+                elif has_stepped:
+                    self.problems.append(f"{where} begins the attempt anew after steps were taken in it")
             except (KeyError, TypeError, ValueError) as error:
                 self.problems.append(f"{where} does not say what a ledger says ({type(error).__name__}: {error})")
 
@@ -114,14 +151,15 @@ class Ledgers:
             attempt.void_steps.append(step)
             return
         ranges = [(int(start), int(stop)) for start, stop in line["ranges"]]
-        if step <= attempt.from_step or any(not 0 <= start <= stop for start, stop in ranges):
-            raise ValueError(f"step {step} with ranges {ranges} cannot be, in an attempt from step {attempt.from_step}")
+        if step <= attempt.begun.from_step or any(not 0 <= start <= stop for start, stop in ranges):
+            raise ValueError(
+                f"step {step} with ranges {ranges} cannot be, in an attempt from step {attempt.begun.from_step}"
+            )
         stream = streams[name]
         attempt.steps.setdefault(name, {}).setdefault(worker, array("q")).append(step)
-        if stream.samples is None:
-            self.iterable_streams.add(name)
-            return
-        columns = self.epochs.setdefault((name, epoch), EpochColumns())
+        if (name, epoch) not in self.epochs:
+            self.epochs[name, epoch] = EpochColumns(begins_at=self._starts.get((name, epoch), 0))
+        columns = self.epochs[name, epoch]
         if stream not in columns.streams:
             columns.streams.append(stream)
         columns.seen_steps.append(step)
@@ -151,14 +189,28 @@ class Ledgers:
             )
 
 
-def _from_step(path: Path) -> int | None:
-    """The step an attempt went on from, by the first line of a ledger; None where that is missing or cut off."""
+def _beginning(path: Path) -> Beginning | None:
+    """What an attempt went on from, by the first line of a ledger or its repetition after a restore; None where that
+    is missing or cut off."""
     if not path.exists():
         return None
+    begun: Beginning | None = None
     with open(path, encoding="utf-8", errors="replace") as file:
-        line = _parsed(file.readline())
-    start = (line or {}).get("from_step")
-    return start if isinstance(start, int) else None
+        for text in file:
+            line = _parsed(text)
+            if line is None or not isinstance(line.get("from_step"), int):
+                break
+            begun = _begun(line)
+    return begun
+
+
+def _begun(line: dict[str, Any]) -> Beginning:
+    return Beginning(
+        from_step=line["from_step"],
+        of_attempt=line.get("of_attempt"),
+        source=line.get("source"),
+        starts=tuple((str(name), int(epoch), int(place)) for name, (epoch, place) in line.get("starts", {}).items()),
+    )
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
@@ -172,7 +224,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
 def _stream(line: dict[str, Any]) -> Stream:
     samples = line["samples"]
     return Stream(
-        samples=None if samples is None else int(samples),
+        samples=int(samples or 0) or None,
         batch=int(line["batch"]),
         seed=int(line["seed"]),
         shuffle=bool(line["shuffle"]),

@@ -143,6 +143,8 @@ def closing_table(facts: Mapping[str, Any]) -> str:
         rows.append(("peak memory", f"{bytes_text(facts['peak_memory_bytes'])} in one worker"))
     if facts["checkpoints_saved"]:
         rows.append(("checkpoint", local_path(facts["checkpoint"])))
+    elif facts["steps"] and facts["state"] != "finished":
+        rows.append(("checkpoint", "none of this attempt: --save-every STEPS would have left one"))
     if facts["checkpoints_failed"]:
         rows.append(("failed saves", str(facts["checkpoints_failed"])))
     rows += [("logs", local_path(facts["log_dir"])), ("run", local_path(facts["run_dir"]))]
@@ -186,5 +188,5 @@ def _steps_text(facts: Mapping[str, Any]) -> str:
     if facts["resumed_from_step"]:
         text += f", continued after step {facts['resumed_from_step']}"
     if facts["skipped_steps"]:
-        text += f", {facts['skipped_steps']} of them skipped: gradients were not finite"
+        text += f", {facts['skipped_steps']} of them skipped"
     return text

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.comm.group import WorkerGroup
 from paceline.errors import PlanError
@@ -23,6 +24,7 @@ CHUNK_BYTES = 32 << 20
 
 def place(model: nn.Module, plan: Plan, *, device: torch.device) -> None:
     """Convert, move, wrap and compile `model`. Weights are made equal afterwards, by `send_from_first`."""
+    _refuse_lazy(model)
     _refuse_sparse(model)
     convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
     model.to(device)  # 2. before anything keeps a reference to a parameter's storage
@@ -58,6 +60,15 @@ def _send(tensors: list[Tensor], group: WorkerGroup) -> None:
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.size()))
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise PlanError(
+                f"{name} of {type(model).__name__} has no shape yet (a lazy module): run one forward before prepare, "
+                "on inputs of the right shape, as in model(torch.zeros(1, ...)); or give the module its sizes"
+            )
 
 
 def _refuse_sparse(model: nn.Module) -> None:

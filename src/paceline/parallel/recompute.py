@@ -8,6 +8,8 @@ so dropout repeats exactly.
 from __future__ import annotations
 
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -45,14 +47,25 @@ def recompute_blocks(model: nn.Module) -> None:
             "of two or more modules of one class. Use recompute='none', or put the model's layers into a ModuleList."
         )
     for _, block in blocks:
-        block.forward = _recomputed(block.forward, block)
+        block.forward = _recomputed(block)
 
 
-def _recomputed(forward: Any, block: nn.Module) -> Any:
+def _recomputed(block: nn.Module) -> Callable[..., Any]:
+    """The block's forward with recomputation, as a method: `copy.deepcopy` binds a method to the copy."""
+    forward: Any = block.forward
+    if not isinstance(forward, types.MethodType) or forward.__self__ is not block:
+        function = functools.partial(_call_unbound, forward)  # the user's own replacement, which copies share anyway
+    else:
+        function = forward.__func__
+
     @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not block.training:
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return function(block, *args, **kwargs)
+        return checkpoint(function, block, *args, use_reentrant=False, **kwargs)
 
-    return run
+    return types.MethodType(run, block)
+
+
+def _call_unbound(forward: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)

@@ -1,16 +1,20 @@
 """Synchronous averaging: every replica's gradients are summed in buckets while backward runs.
 
-One walk over a step's micro-batches goes `begin`, backward ..., `arm`, the last backward, `flush`, `land`. Only after
-`arm` do buckets leave, each as soon as all its gradients are there and all buckets before it have left: collectives are
-then issued in the same order on every worker, also on one that has no micro-batch in this step and sends zeros. Weights
-are the business of the caller, who has scaled each loss.
+One walk over a step's micro-batches goes `begin`, backward ..., `arm`, the last backward, `flush`, `collect`, `land`.
+Only after `arm` do buckets leave, each as soon as all its gradients are there and all buckets before it have left:
+collectives are then issued in the same order on every worker, also on one that has no micro-batch in this step and
+sends zeros. One object therefore holds all parameters that a walk is about. Weights are the business of the caller, who
+has scaled each loss.
+
+Buckets that nobody used in the walk of the same number of the step before (the other model of a GAN, an average of the
+weights) are *cold*: they wait until all workers know whether anybody used them, and normally need not be sent.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,67 +23,134 @@ from torch.nn import Parameter
 from paceline.codec.build import build_codec
 from paceline.comm.group import WorkerGroup
 from paceline.plan import AllReduce, Cast, Raw
-from paceline.sync.buckets import Bucket, StayingBucket, assign
+from paceline.sync.buckets import Bucket, Named, StayingBucket, assign
 
 __all__ = ["GradientSum"]
 
+SPARE_RIDERS = 256  # places for a walk's own numbers beside one for each parameter
+
 
 class GradientSum:
-    """Sums the gradients of a set of named parameters over a group."""
+    """Sums the gradients of a set of named parameters over a group; a parameter with several names counts once."""
 
-    def __init__(
-        self, parameters: Sequence[tuple[str, Parameter]], *, group: WorkerGroup, sync: AllReduce, wire: Raw | Cast
-    ) -> None:
-        self._all = list(parameters)
+    def __init__(self, parameters: Iterable[Named], *, group: WorkerGroup, sync: AllReduce, wire: Raw | Cast) -> None:
+        unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(parameters))}
+        self._all = list(reversed(unique.values()))
+        self._ids = frozenset(unique)
         self._group, self._sync, self._wire = group, sync, wire
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._buckets: list[Bucket] | list[StayingBucket] = []
+        self._trained: set[int] = set()  # places in `_all` of parameters that require gradients, or once did
+        self._cold: dict[int, set[int]] = {}  # number of the walk in its step -> buckets that nobody used then
+        self._bytes_before = 0
+        self._num_riders = 0
+        self._carrier: Bucket | StayingBucket | None = None  # of the tally
+        self._used: list[bool] = []  # by any worker, in the last walk
+        self._device = self._all[0][1].device if self._all else torch.device("cpu")
         self._armed = False
+        self.parameters: list[Parameter] = []  # that are summed, in the order in which they leave
+        self.names: list[str] = []
         self.waited_s = 0.0  # for transfers, in the last `land`
-        self._build()
 
-    def begin(self) -> None:
-        """Forget old gradients; a step's gradients start from nothing."""
-        if self._trainable != [parameter.requires_grad for _, parameter in self._all]:
-            self._build()  # the user froze or thawed parameters, on all workers alike
-        for _, parameter in self._all:
-            parameter.grad = None
+    def begin(self, walk: int) -> None:
+        """Forget old gradients: a walk's gradients start from nothing. `walk` is its number in the step, from 0."""
+        trained = self._trained | {place for place, (_, p) in enumerate(self._all) if p.requires_grad}
+        if trained != self._trained:
+            self._build(trained)  # the user thawed parameters, on all workers alike
+        self.drop()
         self._armed = False
+        self._walk = walk
+        cold = self._cold.get(walk, set())
+        self._queue = [number for number in range(len(self._buckets)) if number not in cold]
         self._num_departed = 0
-        self._arrived: set[int] = set()
+        self._arrived: set[int] = set()  # places of gradients that came in this walk
+        self._ready: set[int] = set()  # and in its last backward
         self._pending = [len(bucket.parameters) for bucket in self._buckets]
+
+    def check(self) -> None:
+        """Raise where gradients that had arrived are gone, or some were made that nobody sums."""
+        wiped = [self.names[place] for place in self._arrived if self.parameters[place].grad is None]
+        if wiped:
+            raise RuntimeError(
+                f"the gradient of {wiped[0]} was removed within a walk over a batch (optim.zero_grad()?): "
+                "gradients belong to the whole walk. Call zero_grad() after optim.step(), outside of the inner loop"
+            )
+        for place, (name, parameter) in enumerate(self._all):
+            if parameter.requires_grad and place not in self._trained:
+                raise RuntimeError(
+                    f"{name} was thawed (requires_grad=True) within a step, so its gradient is summed by nobody: "
+                    "set requires_grad between steps"
+                )
 
     def arm(self) -> None:
         """The coming backward is the walk's last: let buckets leave as they fill."""
         self._armed = True
 
-    def flush(self) -> list[bool]:
-        """Send all that has not left, and return which parameters got a gradient here, in the order of `names`."""
-        used = [parameter.grad is not None for parameter in self.parameters]
-        self._armed = False
-        while self._num_departed < len(self._buckets):
-            self._depart_next()
-        return used
+    def flush(self, numbers: Sequence[float]) -> None:
+        """Send what has not left, and the tally: `numbers` to be summed, and which parameters got a gradient here.
 
-    def land(self, used: Sequence[bool], *, scale: float) -> None:
-        """Wait for all sums, multiply them by `scale`, and install them; `used` is that of all workers together.
+        The tally rides on the last bucket where it can; its numbers should then bear single precision.
+        """
+        self.check()
+        used = [parameter.grad is not None for parameter in self.parameters]
+        tally = [*map(float, numbers), *map(float, used)]
+        self._armed = False
+        self._num_numbers = len(numbers)
+        last = self._buckets[self._queue[-1]] if self._queue else None
+        self._carrier = last if last is not None and last.can_carry and len(tally) <= self._num_riders else None
+        while self._num_departed < len(self._queue):
+            is_last = self._num_departed == len(self._queue) - 1
+            self._depart_next(tally if is_last and self._carrier is not None else ())
+        if self._carrier is None:
+            self._tally = torch.tensor(tally, dtype=torch.float64, device=self._device)
+            self._tally_transfer = self._group.all_reduce(self._tally, what="the tally of a step")
+
+    def collect(self) -> list[float]:
+        """Wait for the sums of `numbers` over all workers, and learn which parameters anybody used."""
+        began = time.perf_counter()
+        for number in self._queue:
+            self._buckets[number].land()
+        if self._carrier is not None:
+            tally = self._carrier.riders()
+        else:
+            self._tally_transfer.wait()
+            tally = self._tally.tolist()
+        self.waited_s = time.perf_counter() - began
+        self._used = [count > 0 for count in tally[self._num_numbers :]]
+        return tally[: self._num_numbers]
+
+    def land(self, *, scale: float) -> None:
+        """Install the sums, multiplied by `scale`; buckets that were cold and used all the same are exchanged first.
 
         Parameters that no worker used keep no gradient, so that optimizers leave them alone, as in one process.
         """
-        self.waited_s = 0.0
-        for bucket in self._buckets:
-            began = time.perf_counter()
-            bucket.land()
-            self.waited_s += time.perf_counter() - began
-            if scale != 1.0:
+        cold: set[int] = set()
+        place = 0
+        for number, bucket in enumerate(self._buckets):
+            uses = self._used[place : place + len(bucket.parameters)]
+            place += len(uses)
+            if not any(uses):
+                cold.add(number)
+            elif number not in self._queue:
+                bucket.depart()
+                began = time.perf_counter()
+                bucket.land()
+                self.waited_s += time.perf_counter() - began
+            if scale != 1.0 and any(uses):
                 bucket.scale(scale)
-        for parameter, is_used in zip(self.parameters, used, strict=True):
-            if not is_used:
-                parameter.grad = None
+            for parameter, is_used in zip(bucket.parameters, uses, strict=True):
+                if not is_used:
+                    parameter.grad = None
+        self._cold[self._walk] = cold
 
-    def norm(self) -> Tensor:
+    def unused(self) -> tuple[str, ...]:
+        """The parameters that no worker used in the last walk."""
+        return tuple(name for name, is_used in zip(self.names, self._used, strict=True) if not is_used)
+
+    def norm(self, dtype: torch.dtype | None = None) -> Tensor:
         """The global norm of all gradients, 0-d; equal on every worker, since all hold the same sums."""
-        gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients()]
-        return torch.nn.utils.get_total_norm(gradients)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients if dtype is None else [g.to(dtype) for g in gradients])
 
     def is_finite(self) -> bool:
         """Whether all gradients are finite. A norm that overflows is looked into."""
@@ -92,23 +163,34 @@ class GradientSum:
         for _, parameter in self._all:
             parameter.grad = None
 
+    def has_any(self) -> bool:
+        """Whether any gradient has arrived here."""
+        return bool(self._arrived)
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether `parameter` is one of those that were registered."""
+        return id(parameter) in self._ids
+
     @property
     def num_bytes_sent(self) -> int:
         """Bytes handed to the wire since the beginning."""
         return self._bytes_before + sum(bucket.num_bytes_sent for bucket in self._buckets)
 
-    def _build(self) -> None:
+    def _build(self, trained: set[int]) -> None:
+        self._bytes_before = self.num_bytes_sent
         for hook in self._hooks:
             hook.remove()
-        self._bytes_before = self.num_bytes_sent if self._hooks else 0
-        self._trainable = [parameter.requires_grad for _, parameter in self._all]
-        trainable = [(name, parameter) for name, parameter in self._all if parameter.requires_grad]
-        runs = assign(trainable, bucket_bytes=self._sync.bucket_bytes)
-        self._buckets: list[Bucket] | list[StayingBucket]
+        self._trained, self._cold = trained, {}
+        runs = assign([self._all[place] for place in sorted(trained)], bucket_bytes=self._sync.bucket_bytes)
         if self._group.size == 1:
             self._buckets = [StayingBucket(run) for run in runs]
         else:
-            self._buckets = [Bucket(run, group=self._group, codec=build_codec(self._wire)) for run in runs]
+            self._num_riders = len(trained) + SPARE_RIDERS
+            codecs = [build_codec(self._wire) for _ in runs]
+            self._buckets = [
+                Bucket(run, group=self._group, codec=codec, num_riders=self._num_riders)
+                for run, codec in zip(runs, codecs, strict=True)
+            ]
         self.parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         self.names = [name for bucket in self._buckets for name in bucket.names]
         self._hooks = []
@@ -120,20 +202,21 @@ class GradientSum:
                 place += 1
 
     def _gradient_arrived(self, bucket: int, place: int, parameter: Tensor) -> None:
+        self._arrived.add(place)
         if not self._armed:
             return
-        if place in self._arrived:
+        if place in self._ready:
             raise RuntimeError(
                 f"a second gradient arrived for {self.names[place]} in the step's last micro-batch: "
                 "add the losses and call backward once, or walk over the batch again for another optimizer"
             )
         # Buckets leave one gradient late: hooks that the user put on this parameter run after this one and may change
-        # its gradient.
-        while self._num_departed < len(self._buckets) and self._pending[self._num_departed] == 0:
+        # its gradient. The last one waits for the tally.
+        while self._num_departed < len(self._queue) - 1 and self._pending[self._queue[self._num_departed]] == 0:
             self._depart_next()
-        self._arrived.add(place)
+        self._ready.add(place)
         self._pending[bucket] -= 1
 
-    def _depart_next(self) -> None:
-        self._buckets[self._num_departed].depart()
+    def _depart_next(self, riders: Sequence[float] = ()) -> None:
+        self._buckets[self._queue[self._num_departed]].depart(riders)
         self._num_departed += 1

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from paceline.codec.base import Codec, Rounds
 from paceline.comm.group import Transfer, WorkerGroup
 
-__all__ = ["Bucket", "assign"]
+__all__ = ["Bucket", "Named", "StayingBucket", "assign"]
 
 Named = tuple[str, Parameter]
 
@@ -23,15 +23,16 @@ Named = tuple[str, Parameter]
 def assign(parameters: Sequence[Named], *, bucket_bytes: int) -> list[list[Named]]:
     """Divide parameters, last first, into runs of one dtype and device of at most `bucket_bytes` (or one parameter)."""
     runs: list[list[Named]] = []
-    kind: tuple[torch.dtype, torch.device] | None = None
-    filled = 0
+    is_open: dict[tuple[torch.dtype, torch.device], tuple[list[Named], int]] = {}  # run, bytes in it
     for name, parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
-        if kind != (parameter.dtype, parameter.device) or filled + size > bucket_bytes:
-            runs.append([])
-            kind, filled = (parameter.dtype, parameter.device), 0
-        runs[-1].append((name, parameter))
-        filled += size
+        run, filled = is_open.get(kind, ([], bucket_bytes))
+        if not run or filled + size > bucket_bytes:
+            run, filled = [], 0
+            runs.append(run)
+        run.append((name, parameter))
+        is_open[kind] = (run, filled + size)
     return runs
 
 
@@ -42,28 +43,35 @@ class Bucket:
     and leaves the sum over replicas in each parameter's `grad`.
     """
 
-    def __init__(self, parameters: Sequence[Named], *, group: WorkerGroup, codec: Codec) -> None:
+    def __init__(self, parameters: Sequence[Named], *, group: WorkerGroup, codec: Codec, num_riders: int = 0) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.num_bytes_sent = 0
         self._group, self._codec = group, codec
         self._what = f"all_reduce of {_span(self.names)}"
         first = self.parameters[0]
-        self._flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        self.can_carry = codec.exact and first.dtype in (torch.float32, torch.float64)
+        self._num_elements = sum(p.numel() for p in self.parameters)
+        self._num_sent = self._num_elements
+        num_riders = num_riders if self.can_carry else 0
+        self._flat = torch.zeros(self._num_elements + num_riders, dtype=first.dtype, device=first.device)
         self._views = _views(self._flat, self.parameters)
         self._rounds: Rounds | None = None
         self._payload: Tensor | None = None
         self._transfer: Transfer | None = None
 
-    def depart(self) -> None:
+    def depart(self, riders: Sequence[float] = ()) -> None:
         """Start to sum the gradients over the replicas; a parameter without a gradient contributes zeros."""
+        self._num_sent = self._num_elements + len(riders)
+        if riders:
+            self._flat[self._num_elements : self._num_sent] = torch.tensor(riders, dtype=self._flat.dtype)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             else:
                 view.copy_(parameter.grad)
             parameter.grad = view  # frees the gradient that autograd made
-        self._rounds = self._codec.exchange(self._flat)
+        self._rounds = self._codec.exchange(self._flat[: self._num_sent])
         self._send(next(self._rounds))
 
     def land(self) -> None:
@@ -79,13 +87,13 @@ class Bucket:
             self._send(payload)
         self._rounds = self._payload = self._transfer = None
 
+    def riders(self) -> list[float]:
+        """The sums of the numbers that travelled along."""
+        return self._flat[self._num_elements : self._num_sent].tolist()
+
     def scale(self, factor: float) -> None:
         """Multiply all gradients of the bucket."""
-        self._flat.mul_(factor)
-
-    def gradients(self) -> list[Tensor]:
-        """All gradients, in as few tensors as possible."""
-        return [self._flat]
+        self._flat[: self._num_elements].mul_(factor)
 
     def _send(self, payload: Tensor) -> None:
         self._payload = payload
@@ -100,19 +108,21 @@ class StayingBucket:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.num_bytes_sent = 0
+        self.can_carry = False
 
-    def depart(self) -> None:
+    def depart(self, riders: Sequence[float] = ()) -> None:
         return
+
+    def riders(self) -> list[float]:
+        return []
 
     def land(self) -> None:
         return
 
     def scale(self, factor: float) -> None:
-        for gradient in self.gradients():
-            gradient.mul_(factor)
-
-    def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:

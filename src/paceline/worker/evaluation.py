@@ -19,6 +19,7 @@ from paceline.parallel.precision import computing, input_dtype
 from paceline.schedule.share import deal, micro_batches
 from paceline.worker import randomness
 from paceline.worker.batch import to_device
+from paceline.worker.buffers import BufferCombiner
 from paceline.worker.reading import Collate, fetch
 
 __all__ = ["Measure", "evaluate"]
@@ -44,8 +45,11 @@ def evaluate(
     A measure gets (output, target) of a micro-batch and returns its mean (weighted by the number of samples) or (sum,
     count). `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is
     in eval mode meanwhile, without gradients. Random state is seeded for each micro-batch from `seeds`, and as before
-    afterwards.
+    afterwards; buffers that change in eval mode (observers, say) are put back after each micro-batch.
     """
+    _check(dataset)
+    buffers = BufferCombiner()
+    buffers.add(model)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = {name: [0.0, 0.0] for name in measures}
@@ -60,7 +64,9 @@ def evaluate(
                         value, weight = _sum_and_count(name, measure(output, target), count)
                         sums[name][0] += value
                         sums[name][1] += weight
+                buffers.give_up()
     finally:
+        buffers.give_up()
         for module, mode in modes:
             module.training = mode
     flat = total(group, [number for pair in sums.values() for number in pair], what="evaluation", device=device)
@@ -71,14 +77,22 @@ def _micros(
     dataset: Any, micro: int, collate: Collate, group: WorkerGroup, seeds: tuple[int, ...]
 ) -> Iterator[tuple[int, int, Any]]:
     """(index, number of samples, collated data) of this worker's micro-batches."""
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(f"worker.evaluate() needs a dataset with len() and [], not a {type(dataset).__name__}")
     micros = micro_batches(0, len(dataset), micro)
     share = deal(len(micros), group.size)[group.index]
     for item in micros[share.start : share.stop]:
         indices = list(range(item.start, item.stop))
         randomness.seed_all(*seeds, item.index)
         yield item.index, item.num_samples, collate(fetch(dataset, indices))
+
+
+def _check(dataset: Any) -> None:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(f"worker.evaluate() needs a dataset with len() and [], not a {type(dataset).__name__}")
+    if len(dataset) == 0:
+        raise ValueError(
+            f"worker.evaluate() got an empty {type(dataset).__name__}, over which there is no mean: pass one with "
+            "samples, or leave the evaluation out"
+        )
 
 
 def _run_pair(model: nn.Module, data: Any) -> tuple[Any, Any]:

@@ -10,6 +10,9 @@ import time
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
+from paceline.comm.channel import ChannelClosed
 from paceline.errors import PlanError, SyncError
 from paceline.plan.job import Assignment
 
@@ -18,6 +21,7 @@ __all__ = ["is_echo", "write_error"]
 PEER_GONE = re.compile(
     r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
 )
+TORCH_SAYS = re.compile(r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore")  # in a plain RuntimeError of torch.distributed
 LONG, TALL = 4000, 60  # characters and lines of one message that are kept; stderr.log has all of it
 
 
@@ -49,8 +53,11 @@ def write_error(error: BaseException, assignment: Assignment, *, step: int) -> N
 
 def is_echo(error: BaseException) -> bool:
     """Whether the error only says that a peer went away: the peer's own error is the one to show."""
-    says = PEER_GONE.search(_message(error)) if isinstance(error, (SyncError, RuntimeError, ConnectionError)) else None
-    return says is not None
+    message = _message(error)
+    is_ours = isinstance(error, (SyncError, ChannelClosed, dist.DistError)) or (
+        type(error) is RuntimeError and TORCH_SAYS.search(message) is not None
+    )  # and not a connection of the user's own
+    return is_ours and PEER_GONE.search(message) is not None
 
 
 def _message(error: BaseException) -> str:

@@ -3,23 +3,43 @@ that no sample was lost or repeated."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.schedule.share import Micro
 from paceline.worker.batch import StepBatch
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "Origin"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What an attempt goes on from: nothing, a checkpoint of its run, or one of another run."""
+
+    step: int = 0
+    attempt: int | None = None  # of this run, which saved the checkpoint
+    source: str | None = None  # the checkpoint, where it is of another run
+    starts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict[str, tuple[int, int]])
+    """Of another run: where each of its streams stands, (epoch, position); what came before is not in our ledgers."""
 
 
 class Ledger:
     """Appends one JSON line per committed step to `ledger.jsonl`, flushed at once."""
 
-    def __init__(self, path: Path, *, attempt: int, from_step: int) -> None:
+    def __init__(self, path: Path, *, attempt: int, origin: Origin) -> None:
+        self._attempt = attempt
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._write({"attempt": attempt, "from_step": from_step})
+        self.begin(origin)
+
+    def begin(self, origin: Origin) -> None:
+        """Note what the attempt goes on from; said again before its first step, the later word counts."""
+        line: dict[str, Any] = {"attempt": self._attempt, "from_step": origin.step, "of_attempt": origin.attempt}
+        if origin.source is not None:
+            line.update(source=origin.source, starts={name: list(start) for name, start in origin.starts.items()})
+        self._write(line)
 
     def opened(self, stream: str, **about: Any) -> None:
         """Note what a stream reads: samples, batch, micro, seed, shuffle, drop_last."""

@@ -22,6 +22,7 @@ __all__ = ["work"]
 def work(assignment: Assignment) -> int:
     """Run the job's program as this worker; returns the exit status: 0, 1 (an error), 2 (a wrong plan or job)."""
     faulthandler.enable()
+    _settle_breakpoints(assignment)
     environment.enter(assignment)
     try:
         if assignment.job.program:
@@ -36,6 +37,19 @@ def work(assignment: Assignment) -> int:
             sys.excepthook(type(error), error, error.__traceback__)  # ... and in stderr.log
         return 2 if isinstance(error, PlanError) else 1
     return 0
+
+
+def _settle_breakpoints(assignment: Assignment) -> None:
+    """A worker in a process of its own has no terminal: pdb would end at once, on every worker."""
+    if assignment.job.launcher == "inline":
+        if assignment.rank != 0:
+            sys.breakpointhook = lambda *_, **__: None  # worker 0 has the debugger; the others wait for it
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("breakpoint() needs a terminal: use launcher='inline' (--launcher inline), for worker 0")
+
+    sys.breakpointhook = refuse
 
 
 def _run_script(assignment: Assignment) -> None:

@@ -21,9 +21,10 @@ from paceline.parallel.apply import send_from_first
 from paceline.plan import Plan
 from paceline.worker import randomness
 from paceline.worker.buffers import BufferCombiner
+from paceline.worker.cursor import Cursor
+from paceline.worker.ledger import Origin
 from paceline.worker.record import RunFiles
 from paceline.worker.saving import Registry, load_model, load_object, load_optimizer, restore_rates
-from paceline.worker.stream import Cursor
 
 __all__ = ["Preparation"]
 
@@ -39,6 +40,7 @@ class Preparation:
         self.registry = Registry()
         self.step = 0  # of the open checkpoint
         self.source = ""  # its path
+        self._is_own = True  # it belongs to this run directory
         self._plan, self._group, self._device, self._buffers, self._files = plan, group, device, buffers, files
         self._checkpoint: Checkpoint | None = None  # on worker 0
         self._state: dict[str, Any] | None = None  # its plain part, on all workers
@@ -59,6 +61,7 @@ class Preparation:
 
     def optimizer(self, optimizer: Optimizer, name: str | None) -> None:
         """Register an optimizer, and fill it."""
+        self.registry.refuse_known_optimizer(optimizer)
         known = self.registry.parameter_names()
         strangers = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
         if strangers:
@@ -81,7 +84,16 @@ class Preparation:
     def cursor(self, stream: str) -> Cursor:
         """Where a stream stands."""
         saved = self._state["streams"].get(stream) if self._state else None
-        return Cursor(saved["epoch"], saved["position"]) if saved else Cursor()
+        return Cursor.from_plain(saved) if saved else Cursor()
+
+    def origin(self) -> Origin:
+        """For the ledger: what goes on here."""
+        if self._state is None:
+            return Origin()
+        if self._is_own:
+            return Origin(step=self.step, attempt=self._state["attempt"])
+        starts = {name: (saved["epoch"], saved["position"]) for name, saved in self._state["streams"].items()}
+        return Origin(step=self.step, source=self.source, starts=starts)
 
     def begin_training(self) -> None:
         """Once, before the first batch: put the random state back, and say what of the checkpoint nobody asked for."""
@@ -98,18 +110,19 @@ class Preparation:
 
     def open(self, path: str | None) -> None:
         """Open a checkpoint, by default the newest complete one; what is prepared from now on is filled from it."""
-        about: tuple[int, str, dict[str, Any]] | None = None
+        about: tuple[int, str, bool, dict[str, Any]] | None = None
         if self._group.index == 0:
             chosen = Path(path) if path else self._newest()
             if chosen is not None:
                 self._checkpoint = open_checkpoint(chosen)
-                about = (self._checkpoint.step, str(chosen), self._checkpoint.state)
+                is_own = chosen.resolve().parent == self._files.checkpoint_dir.resolve()
+                about = (self._checkpoint.step, str(chosen), is_own, self._checkpoint.state)
         about = self._group.broadcast_object(about)
         if about is None:
             if path:
                 raise CheckpointError(f"worker 0 could not open {path}")
             return
-        self.step, self.source, self._state = about
+        self.step, self.source, self._is_own, self._state = about
         self._used, self._has_begun = set(), False
 
     def refill(self) -> None:
@@ -128,8 +141,13 @@ class Preparation:
         if self._group.index != 0:
             return
         streams = dict(self._state["streams"]) if self._state else {}
-        streams.update({name: {"epoch": cursor.epoch, "position": cursor.position} for name, cursor in cursors.items()})
-        state = {"run": self.registry.plain(), "random": randomness.capture(), "streams": streams}
+        streams.update({name: cursor.plain() for name, cursor in cursors.items()})
+        state = {
+            "run": self.registry.plain(),
+            "random": randomness.capture(),
+            "streams": streams,
+            "attempt": self._files.attempt,
+        }
         about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
         self._opened_writer().save(step, self.registry.tensors(), state, about)
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline.schedule.order import sample_indices
 from paceline.schedule.share import Micro
 from paceline.worker import randomness
 
-__all__ = ["Counted", "Reading", "Request", "StreamReader", "fetch", "open_loader"]
+__all__ = ["Counted", "Reading", "Request", "StreamReader", "fetch", "open_loader", "refuse_loader"]
 
 Collate = Callable[[list[Any]], Any]
 BLOCK = 1024  # positions whose order is computed at once
@@ -94,6 +95,10 @@ class Counted:
     micros: tuple[Micro, ...]
     data: tuple[Any, ...]
 
+    def pin_memory(self) -> Counted:
+        """Return the same in page-locked memory; torch's DataLoader calls it where it pins."""
+        return dataclasses.replace(self, data=tuple(map(pin_memory, self.data)))
+
 
 class StreamReader(IterableDataset[Any]):
     """Reads the whole of an iterable dataset and collates this worker's micro-batches of each step.
@@ -144,9 +149,25 @@ class StreamReader(IterableDataset[Any]):
             if not step or (len(step) < self._size and self._drop_last):
                 return
             mine = self._mine(position, position + len(step))
-            data = tuple(reading.collate(step[m.start - position : m.stop - position]) for m in mine)
-            yield Counted(len(step), tuple(mine), data)
+            data = [self._collated(step[m.start - position : m.stop - position], epoch, m) for m in mine]
+            yield Counted(len(step), tuple(mine), tuple(data))
             position += len(step)
+
+    def _collated(self, items: list[Any], epoch: int, micro: Micro) -> Any:
+        """Collate a micro-batch with random state of its own, the same on whichever worker."""
+        with randomness.Aside():
+            randomness.seed_all(self._reading.seed, 2, epoch, micro.start)
+            return self._reading.collate(items)
+
+
+def refuse_loader(dataset: Any) -> None:
+    """Raise TypeError for torch's DataLoader, which would cut and shuffle by itself."""
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "worker.batches() got a DataLoader, which cuts batches and shuffles by itself. Pass its dataset, and the "
+            "rest as arguments: worker.batches(loader.dataset, collate=loader.collate_fn, "
+            "loaders=loader.num_workers); the batch size and the shuffling belong to the plan, Batch(size=, shuffle=)"
+        )
 
 
 def fetch(dataset: Any, indices: list[int]) -> list[Any]:

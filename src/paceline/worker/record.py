@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.events import Event, EventLog, WorkerFinished
 from paceline.plan.job import Assignment, Job
 from paceline.worker.capture import Capture
-from paceline.worker.ledger import Ledger
+from paceline.worker.ledger import Ledger, Origin
 
 __all__ = ["RunFiles"]
 
@@ -33,6 +33,10 @@ class RunFiles:
         return self._ledger
 
     @property
+    def attempt(self) -> int:
+        return self._assignment.attempt
+
+    @property
     def checkpoint_dir(self) -> Path:
         return self.run_dir / "checkpoints"
 
@@ -48,9 +52,12 @@ class RunFiles:
     def saves_at_end(self) -> bool:
         return self._job.save_at_end
 
-    def begin(self, *, from_step: int) -> None:
-        """Open the ledger of this attempt, which continues after `from_step`."""
-        self._ledger = Ledger(self.worker_dir / "ledger.jsonl", attempt=self._assignment.attempt, from_step=from_step)
+    def begin(self, origin: Origin) -> None:
+        """Open the ledger of this attempt, which goes on from `origin`; again after a restore."""
+        if self._ledger is None:
+            self._ledger = Ledger(self.worker_dir / "ledger.jsonl", attempt=self.attempt, origin=origin)
+        else:
+            self._ledger.begin(origin)
 
     def emit(self, event: Event) -> None:
         """Append an event; may be called from any thread."""

@@ -8,6 +8,7 @@ parameters. Only worker 0 touches files; what it reads it sends to the others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,14 @@ class Registry:
             number += 1
         return name
 
+    def refuse_known_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ValueError for an optimizer that has a name already."""
+        for name, known in self.optimizers.items():
+            if known is optimizer:
+                raise ValueError(
+                    f"this {type(optimizer).__name__} is prepared already, as {name!r}; prepare each optimizer once"
+                )
+
     def parameter_names(self) -> dict[int, str]:
         """id of a parameter -> its full name, over all models; a tied parameter has its first name."""
         names: dict[int, str] = {}
@@ -61,7 +70,7 @@ class Registry:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, Tensor):
-                        found[f"{prefix}.state.{parameters[id(parameter)]}.{key}"] = value
+                        found[f"{prefix}.state.{_name_of(parameter, parameters, prefix)}.{key}"] = value
         return found
 
     def plain(self) -> dict[str, Any]:
@@ -69,7 +78,7 @@ class Registry:
         parameters = self.parameter_names()
         return {
             "optimizers": {
-                name: _plain_optimizer(optimizer, parameters) for name, optimizer in self.optimizers.items()
+                name: _plain_optimizer(name, optimizer, parameters) for name, optimizer in self.optimizers.items()
             },
             "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
             "extra": {prefix: _extra_of(model) for prefix, model in self.models.items()},
@@ -102,18 +111,18 @@ def load_optimizer(
             f"the checkpoint has no state for {name!r}; it has {', '.join(plain['optimizers']) or 'none'}"
         )
     names = registry.parameter_names()
-    present = [[names[id(p)] for p in options["params"]] for options in optimizer.param_groups]
+    present = [[_name_of(p, names, name) for p in options["params"]] for options in optimizer.param_groups]
     if present != [options["params"] for options in saved["groups"]]:
         raise CheckpointError(
             f"{name}: its parameter groups differ from the checkpoint's: {[len(g) for g in present]} parameters now, "
             f"{[len(options['params']) for options in saved['groups']]} then, or others. Give it the same ones, "
             "or start with another run_dir"
         )
-    order = [parameter for group_names in present for parameter in group_names]
-    state: dict[int, dict[str, Any]] = {order.index(key): dict(values) for key, values in saved["values"].items()}
+    order = {parameter: number for number, parameter in enumerate(itertools.chain(*present))}
+    state: dict[int, dict[str, Any]] = {order[key]: dict(values) for key, values in saved["values"].items()}
     for key, tensor in _optimizer_tensors(name, checkpoint, group).items():
         parameter, _, entry = key.removeprefix(f"{name}.state.").rpartition(".")
-        state.setdefault(order.index(parameter), {})[entry] = tensor
+        state.setdefault(order[parameter], {})[entry] = tensor
     groups = []
     first = 0
     for options in saved["groups"]:
@@ -165,10 +174,22 @@ def _set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
         model.get_submodule(key.removesuffix(suffix) if key != suffix[1:] else "").set_extra_state(value)
 
 
-def _plain_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+def _plain_optimizer(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    groups = [
+        {**group, "params": [_name_of(p, names, name) for p in group["params"]]} for group in optimizer.param_groups
+    ]
     values = {
-        names[id(parameter)]: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        _name_of(parameter, names, name): {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         for parameter, state in optimizer.state.items()
     }
     return {"groups": groups, "values": {key: value for key, value in values.items() if value}}
+
+
+def _name_of(parameter: Tensor, names: Mapping[int, str], optimizer: str) -> str:
+    """The parameter's full name; ValueError where it is of no prepared model (`add_param_group` checks nothing)."""
+    if id(parameter) not in names:
+        raise ValueError(
+            f"{optimizer} holds a parameter of shape {list(parameter.shape)} that is of no prepared model, so it is "
+            "neither averaged nor saved: prepare the model that has it before optim.add_param_group()"
+        )
+    return names[id(parameter)]

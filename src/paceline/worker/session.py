@@ -19,7 +19,7 @@ from paceline.comm.channel import Channel
 from paceline.comm.group import Alone, Group, WorkerGroup
 from paceline.comm.store import BoardStore
 from paceline.errors import LaunchError, SyncError
-from paceline.events import Warned, WorkerStarted
+from paceline.events import Note, WorkerStarted
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker import randomness
@@ -130,9 +130,9 @@ def _say_what_is_not_used(
         idle.append("plan")
     if idle:
         files.emit(
-            Warned(
-                text=f"the script's {', '.join(dict.fromkeys(idle))} is not used: whoever started the workers "
-                "decided otherwise"
+            Note(
+                text=f"the script says {', '.join(dict.fromkeys(idle))}; the command, or whoever started the workers, "
+                "says otherwise, and that counts"
             )
         )
 

@@ -31,14 +31,14 @@ class Stepper:
         worker: Worker,
         *,
         optimizers: Sequence[Optimizer],
-        gradients: Sequence[GradientSum],
+        gradients: GradientSum,
         loss_of: Callable[[Any], Any],
         clip_norm: float | None,
     ) -> None:
         self.grad_norm: Tensor | None = None
         self._worker = worker
         self._optimizers = tuple(optimizers)
-        self._gradients = tuple(gradients)
+        self._gradients = gradients
         self._loss_of = loss_of
         self._clip_norm = clip_norm
 
@@ -49,20 +49,20 @@ class Stepper:
         outcome = self._worker.walk(batch, self._gradients, self._loss_of, is_finite=is_finite)
         if outcome.finite:
             if self._clip_norm is not None and self.grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters(), self._clip_norm, self.grad_norm)
+                torch.nn.utils.clip_grads_with_norm_(self._gradients.parameters, self._clip_norm, self.grad_norm)
             for optimizer in self._optimizers:
                 optimizer.step()
         self._worker.commit(batch)
-        return outcome.loss
+        return torch.tensor(outcome.loss, dtype=torch.float64, device=self._worker.device)
 
     def _measure_norm(self) -> bool:
-        """Clipping needs the global norm, which is finite only where all gradients are: no second look at them."""
-        norm = torch.linalg.vector_norm(torch.stack([gradients.norm() for gradients in self._gradients]))
-        self.grad_norm = norm
-        return bool(torch.isfinite(norm))
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for gradients in self._gradients for parameter in gradients.parameters]
+        """Clipping needs the global norm, which is finite where all gradients are: no second look at them, unless the
+        norm itself has overflowed."""
+        self.grad_norm = self._gradients.norm()
+        if bool(torch.isfinite(self.grad_norm)):
+            return True
+        self.grad_norm = self._gradients.norm(torch.float64)
+        return bool(torch.isfinite(self.grad_norm))
 
 
 def pair_loss(model: nn.Module, loss: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:

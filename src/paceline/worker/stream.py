@@ -20,17 +20,19 @@ from paceline.errors import SyncError
 from paceline.plan import Batch
 from paceline.schedule.share import Micro, deal, micro_batches, step_ranges
 from paceline.worker.batch import StepBatch
-from paceline.worker.reading import Collate, Counted, MapReader, Reading, Request, StreamReader, open_loader
+from paceline.worker.cursor import Cursor, StepOrder, continued, stream_seed
+from paceline.worker.reading import (
+    Collate,
+    Counted,
+    MapReader,
+    Reading,
+    Request,
+    StreamReader,
+    open_loader,
+    refuse_loader,
+)
 
 __all__ = ["Cursor", "Source", "is_map_style"]
-
-
-@dataclasses.dataclass(slots=True)
-class Cursor:
-    """Where a stream stands: `position` samples of `epoch` are committed."""
-
-    epoch: int = 0
-    position: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,10 @@ def is_map_style(dataset: Any) -> bool:
 
 
 class Stream:
-    """Yields the remaining steps of a source as StepBatch objects, from the cursor on; commits move the cursor."""
+    """Yields the remaining steps of a source as StepBatch objects, from the cursor on; commits move the cursor.
+
+    `cursor` is what a checkpoint says; what has changed since then is refused, or said in `notes`.
+    """
 
     def __init__(
         self,
@@ -65,31 +70,33 @@ class Stream:
         walk: Callable[[StepBatch], Iterator[Any]],
         timeout_s: float,
     ) -> None:
-        self.source, self.cursor = source, cursor
+        self.source = source
         self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
         self._check()
+        self._order = StepOrder(
+            samples=self.num_samples,
+            seed=stream_seed(batch, source.name),
+            shuffle=batch.shuffle and self.num_samples > 0,
+            batch=batch.size,
+            micro=batch.resolved_micro,
+            drop_last=batch.drop_last,
+        )
+        self.cursor, self.notes = continued(cursor, self._order, source.name)
+        self.was_finished = self._is_finished()
 
     def about(self) -> dict[str, Any]:
         """For the ledger: what is read and how."""
-        b = self._batch
-        return {
-            "samples": self.num_samples,
-            "batch": b.size,
-            "micro": b.resolved_micro,
-            "seed": b.seed,
-            "shuffle": b.shuffle and self.num_samples > 0,
-            "drop_last": b.drop_last,
-        }
+        return dataclasses.asdict(self._order)
 
     def last_step(self, done: int) -> int | None:
         """The number of the step at which the stream ends, when `done` steps were made before it; None: not known."""
         if not self.num_samples:
             return None
-        b = self._batch
-        per_epoch = self.num_samples // b.size if b.drop_last else -(-self.num_samples // b.size)
-        begun = -(-self.cursor.position // b.size)
-        return done + per_epoch * (self.source.epochs - self.cursor.epoch) - begun
+        left = self.source.epochs - self.cursor.epoch
+        if left <= 0:
+            return done
+        return done + self._order.num_steps(self.cursor.position) + self._order.num_steps(0) * (left - 1)
 
     def steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
         """Yield the remaining steps; `next_step()` gives the number of the step to come."""
@@ -101,9 +108,9 @@ class Stream:
         share = deal(len(micros), self._group.size)[self._group.index]
         return micros[share.start : share.stop]
 
-    def _end_of_epoch(self) -> int:
-        """The position at which an epoch of a map-style dataset ends."""
-        return self.num_samples - (self.num_samples % self._batch.size if self._batch.drop_last else 0)
+    def _is_finished(self) -> bool:
+        """Whether no step is left. An iterable tells only when it was read to its end."""
+        return self.last_step(0) == 0 if self.num_samples else self.cursor.epoch >= self.source.epochs
 
     def _map_steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
         begin = Cursor(self.cursor.epoch, self.cursor.position)  # the loader runs ahead, while the cursor moves
@@ -119,7 +126,7 @@ class Stream:
                 start=start,
                 stop=stop,
                 micros=self.mine(start, stop),
-                ends_epoch=stop == self._end_of_epoch(),
+                ends_epoch=stop == self._order.end_of_epoch(start),
                 fetch=lambda: next(items),
                 walk=self._walk,
             )
@@ -154,6 +161,7 @@ class Stream:
             self._agree_on_count(counted.num_samples, epoch, position)
             if counted.num_samples == 0:
                 epoch, position = epoch + 1, 0
+                self.cursor.epoch, self.cursor.position = epoch, position
                 continue
             parts = iter(counted.data)
             yield StepBatch(
@@ -191,11 +199,12 @@ class Stream:
         )
 
     def _reading(self) -> Reading:
-        b = self._batch
-        return Reading(self.source.dataset, self.source.collate, self.num_samples, b.seed, b.shuffle)
+        s = self._order
+        return Reading(self.source.dataset, self.source.collate, s.samples, s.seed, s.shuffle)
 
     def _check(self) -> None:
         s = self.source
+        refuse_loader(s.dataset)
         if not is_map_style(s.dataset):
             if not hasattr(s.dataset, "__iter__"):
                 raise TypeError(
@@ -213,9 +222,9 @@ class Stream:
                 )
         elif self.num_samples == 0:
             raise ValueError(f"the dataset of stream {s.name!r} is empty")
-        elif self.cursor.position > self.num_samples:
+        elif self._batch.drop_last and self.num_samples < self._batch.size:
             raise ValueError(
-                f"the checkpoint stands at sample {self.cursor.position} of epoch {self.cursor.epoch} of stream "
-                f"{s.name!r}, but the dataset "
-                f"has {self.num_samples} samples now: it is another dataset. Use another run_dir, or fresh=True"
+                f"the dataset of stream {s.name!r} has {self.num_samples} samples, which Batch(size="
+                f"{self._batch.size}, drop_last=True) all drops: there would be no step. Use drop_last=False, or a "
+                f"size of {self.num_samples} or less"
             )

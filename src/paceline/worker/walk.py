@@ -6,17 +6,18 @@ micro-batches and workers is the gradient of the mean over the global batch. Whe
 tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
 counts are in.
 
-The agreement is one small float64 all-reduce, the *tally*, beside the buckets: the batch's number (it must be the same
-everywhere), sum of losses, sum of weights, which parameters were used by anybody, which buffers changed anywhere.
+The agreement is a *tally* that travels with the last bucket: the batch's number (it must be the same everywhere), sum
+of losses, sum of weights, which parameters were used by anybody, which buffers changed anywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,9 @@ from paceline.worker.buffers import BufferCombiner
 
 __all__ = ["Outcome", "Walks"]
 
+SERIALS = 16  # batches are told apart by their number modulo this: sums of squares stay exact in single precision
+WEIGHT_UNIT = 4096
+
 LossLike = Tensor | tuple[Tensor, Any] | list[Any]
 
 
@@ -39,9 +43,10 @@ LossLike = Tensor | tuple[Tensor, Any] | list[Any]
 class Outcome:
     """What all workers agreed on: equal everywhere."""
 
-    loss: Tensor  # 0-d, of the whole global batch; NaN when nobody called backward
+    loss: float  # of the whole global batch; NaN when nobody called backward
     finite: bool  # of the gradients; when False they have been dropped
     unused: tuple[str, ...]  # parameters that no worker used
+    is_empty: bool  # nobody called backward: the walk only looked at the data
     communication_s: float
 
 
@@ -50,11 +55,12 @@ class Walks:
 
     def __init__(self, plan: Plan, *, group: WorkerGroup, device: torch.device) -> None:
         self.buffers = BufferCombiner()
-        self.outcome: Outcome | None = None
-        self._aside = randomness.Aside()
+        self.outcome: Outcome | None = None  # of the last walk; None while one is under way, or when it was left early
         self._plan, self._group, self._device = plan, group, device
         self._precision = plan.compute.precision
+        self._aside = randomness.Aside()
         self._batch: StepBatch | None = None  # set while a walk is under way
+        self._gradients: GradientSum | None = None
         self._micro: Micro | None = None
         self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
         self._is_backward_done = False
@@ -64,31 +70,37 @@ class Walks:
         return self._batch is not None
 
     def run(
-        self, batch: StepBatch, sums: Sequence[GradientSum], *, is_finite: Callable[[], bool] | None = None
+        self, batch: StepBatch, gradients: GradientSum, *, is_finite: Callable[[], bool] | None = None
     ) -> Iterator[Any]:
         """Yield this worker's micro-batches on its device; the agreement happens when the last one has been dealt with.
 
-        All workers must walk over the batch to its end, also those whose share is empty. `is_finite()` judges
-        the averaged gradients, equally on all workers; by default they are looked through.
+        All workers must walk over the batch to its end, also those whose share is empty. `is_finite()` judges the
+        averaged gradients, equally on all workers; by default they are looked through. A walk that is left early
+        changes nothing.
         """
         if self._batch is not None:
             raise RuntimeError(
                 "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
             )
-        self._begin(batch, sums)
+        self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
+        self.buffers.begin()
+        gradients.begin(batch.num_walks)
         try:
             with self._aside:
                 for place, micro in enumerate(batch.micros):
                     data = to_device(batch.read(place), self._device, input_dtype(self._precision))
-                    self._open_micro(batch, micro, is_last=place == len(batch) - 1, sums=sums)
+                    self._open_micro(batch, micro, gradients, is_last=place == len(batch) - 1)
                     with computing(self._precision, self._device):
                         yield data
                     if not self._is_backward_done:
                         self.buffers.capture(micro.num_samples)
-            self.outcome = self._agree(batch, sums, is_finite)
+            self.outcome = self._agree(batch, gradients, is_finite)
         finally:
-            self._batch = self._micro = None
+            self._batch = self._micro = self._gradients = None
             batch.num_walks += 1
+            if self.outcome is None:
+                self.buffers.give_up()
+                gradients.drop()
 
     def backward(self, loss: LossLike) -> None:
         """Add the micro-batch's gradient with its weight."""
@@ -104,6 +116,8 @@ class Walks:
                 "or walk over the batch again for another optimizer"
             )
         self._is_backward_done = True
+        if self._gradients is not None:
+            self._gradients.check()
         self.buffers.capture(micro.num_samples)  # before backward: recomputed blocks change their buffers once more
         value, weight, factor = _weighed(loss, micro.num_samples, batch.num_samples)
         is_mean = weight is None
@@ -111,68 +125,71 @@ class Walks:
         with torch.autocast(self._device.type, enabled=False):
             (value if factor == 1.0 else value * factor).backward()
 
-    def _begin(self, batch: StepBatch, sums: Sequence[GradientSum]) -> None:
-        self._batch, self.outcome = batch, None
-        self._losses = []
-        self.buffers.begin()
-        for gradients in sums:
-            gradients.begin()
-
-    def _open_micro(self, batch: StepBatch, micro: Micro, *, is_last: bool, sums: Sequence[GradientSum]) -> None:
+    def _open_micro(self, batch: StepBatch, micro: Micro, gradients: GradientSum, *, is_last: bool) -> None:
         self._micro, self._is_backward_done = micro, False
         self.buffers.rewind()
         randomness.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_walks, micro.index)
         if is_last:
-            for gradients in sums:
-                gradients.arm()
+            gradients.arm()
 
-    def _agree(self, batch: StepBatch, sums: Sequence[GradientSum], is_finite: Callable[[], bool] | None) -> Outcome:
-        used_here = [gradients.flush() for gradients in sums]
-        changed_here = self.buffers.changed()
-        head = [batch.serial, batch.serial**2, *_loss_and_weight(self._losses)]
-        tally = torch.tensor(
-            [*head, *(flag for used in used_here for flag in used), *changed_here],
-            dtype=torch.float64,
-            device=self._device,
-        )
-        transfer = self._group.all_reduce(tally, what=f"the tally of step {batch.step}")
-        began = time.perf_counter()
-        transfer.wait()
-        serial_sum, square_sum, loss_sum, weight_sum, *counts = tally.tolist()
-        if self._group.size * square_sum != serial_sum**2:
+    def _agree(self, batch: StepBatch, gradients: GradientSum, is_finite: Callable[[], bool] | None) -> Outcome:
+        if gradients.has_any() and not self._losses:
+            raise RuntimeError(
+                "gradients were made by loss.backward(): call worker.backward(loss) instead, which gives the "
+                "micro-batch its weight in the global batch"
+            )
+        serial = batch.serial % SERIALS
+        loss, loss_rest, weight, weight_rest = _halves(*_loss_and_weight(self._losses))
+        gradients.flush([serial, serial**2, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
+        serials, squares, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
+        if self._group.size * squares != serials**2:
             raise SyncError(
                 f"worker {self._group.index} walks over batch {batch.serial} of the run, others over another one: some "
                 "worker left out a step (continue, break) that others made. All workers must make the same steps: "
                 "decide by values that are equal on all, such as the loss"
             )
-        waited_s = time.perf_counter() - began
-        scale = batch.num_samples / weight_sum if weight_sum > 0 else 1.0
-        unused, place = [], 0
-        for gradients in sums:
-            used = [count > 0 for count in counts[place : place + len(gradients.names)]]
-            place += len(used)
-            unused += [name for name, is_used in zip(gradients.names, used, strict=True) if not is_used]
-            gradients.land(used, scale=scale)
-            waited_s += gradients.waited_s
-        finite = is_finite() if is_finite is not None else all(gradients.is_finite() for gradients in sums)
+        loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
+        gradients.land(scale=batch.num_samples / weight_sum if weight_sum > 0 else 1.0)
+        finite = is_finite() if is_finite is not None else gradients.is_finite()
         if finite:
-            self.buffers.combine(
-                [count > 0 for count in counts[place:]], num_samples=batch.num_samples, group=self._group
-            )
+            self.buffers.combine([count > 0 for count in changed], num_samples=batch.num_samples, group=self._group)
         else:
             self.buffers.give_up()
-            for gradients in sums:
-                gradients.drop()
-        loss = torch.tensor(loss_sum / weight_sum if weight_sum else float("nan"), device=self._device)
-        return Outcome(loss, finite, tuple(unused), waited_s)
+            gradients.drop()
+        unused = gradients.unused()
+        return Outcome(
+            loss=loss_sum / weight_sum if weight_sum else float("nan"),
+            finite=finite,
+            unused=unused,
+            is_empty=not weight_sum and len(unused) == len(gradients.names),
+            communication_s=gradients.waited_s,
+        )
+
+
+def _halves(loss: float, weight: float) -> tuple[float, float, float, float]:
+    """Numbers whose sums stay precise in single precision: a loss and its rest, a weight as units and rest."""
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(loss))
+    units = weight // WEIGHT_UNIT
+    return rounded, loss - rounded if math.isfinite(rounded) else 0.0, units, weight - units * WEIGHT_UNIT
 
 
 def _loss_and_weight(losses: Sequence[tuple[Tensor, Tensor | float, bool]]) -> tuple[float, float]:
     """The sums of weighted losses and of weights over this worker's micro-batches."""
+    if not losses:
+        return 0.0, 0.0
+    values = torch.stack([value.double() for value, _, _ in losses]).tolist()  # one synchronisation for all
     loss_sum = weight_sum = 0.0
-    for value, weight, is_mean in losses:
-        loss_sum += float(value) * (float(weight) if is_mean else 1.0)
-        weight_sum += float(weight)
+    for value, (_, weight, is_mean) in zip(values, losses, strict=True):
+        number = float(weight)
+        if 0 < number < 1:
+            raise ValueError(
+                f"the loss returned a pair whose second part is {number:.4g}: that is the count (of samples or "
+                "tokens) that the "
+                "sum is over. Return the mean alone, or (sum, count); report other values by worker.report()"
+            )
+        loss_sum += value * (number if is_mean else 1.0)
+        weight_sum += number
     return loss_sum, weight_sum
 
 
@@ -182,7 +199,11 @@ def _weighed(loss: LossLike, num_micro: int, num_step: int) -> tuple[Tensor, Ten
         if len(loss) != 2:
             raise ValueError(f"the loss returned {len(loss)} values; return the mean, or (sum, count)")
         value, count = loss
-        weight = count.detach().double() if isinstance(count, Tensor) else float(count)
+        if isinstance(count, Tensor) and count.numel() != 1:
+            raise ValueError(
+                f"the loss returned a count of shape {list(count.shape)}; return the mean, or (sum, count)"
+            )
+        weight = count.detach().double().reshape(()) if isinstance(count, Tensor) else float(count)
         return _scalar(value), weight, 1.0 / num_step
     return _scalar(loss), None, num_micro / num_step
 

@@ -1,8 +1,8 @@
 """The worker: what a training function is given, and all it needs.
 
-One object per process. It owns the transaction: `walk` is its inside, `commit` its end; between steps the loop *turns*
-(`_turn`): what was reported is emitted, and a checkpoint is saved where one is due. Every public method is called by
-all workers, in the same order, unless it says otherwise.
+One object per process. It owns the transaction: `walk` is its inside, `commit` its end; `books` counts, and between
+steps a checkpoint is saved where one is due. Every public method is called by all workers, in the same order, between
+steps, unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from paceline.comm.group import WorkerGroup
-from paceline.events import Evaluated, Note, Reported, StepDone, StreamOpened, Warned
+from paceline.events import Evaluated, Note, StreamOpened
 from paceline.parallel.apply import place
 from paceline.plan import Plan
 from paceline.sync.allreduce import GradientSum
+from paceline.sync.buckets import Named
 from paceline.worker.batch import StepBatch
+from paceline.worker.books import Books
 from paceline.worker.evaluation import Measure, evaluate
 from paceline.worker.preparing import Preparation
 from paceline.worker.reading import Collate
@@ -47,18 +49,16 @@ class Worker:
         self.workers = group.size
         self.replica = group.index
         self.host = host
-        self.step = 0  # committed steps, of all attempts
         self._group, self._files, self._timeout_s = group, files, timeout_s
         self._walks = Walks(plan, group=group, device=device)
         self._prepared = Preparation(plan, group=group, device=device, buffers=self._walks.buffers, files=files)
-        self._gradients: dict[nn.Module, GradientSum] = {}
+        self._parameters: dict[nn.Module, list[Named]] = {}  # of each prepared model, as they were then
+        self._sums: dict[tuple[int, ...], GradientSum] = {}  # by the models that a walk is about
+        self._num_checked: dict[Optimizer, int] = {}  # parameters of each prepared optimizer
+        self._books = Books(files, lambda: sum(gradients.num_bytes_sent for gradients in self._sums.values()))
         self._streams: dict[str, Stream] = {}
-        self._current: _Step | None = None
-        self._told: set[str] = set()
-        self._turned_at = time.perf_counter()
-        self._num_bytes_before = 0
-        self._num_batches = 0
         self._saved_at_step = -1
+        self._is_stopped = False  # by max_steps
         self._resume()
 
     def prepare(self, thing: T, *, name: str | None = None) -> T:
@@ -73,6 +73,7 @@ class Worker:
             self._prepare_model(thing, name)
         elif isinstance(thing, Optimizer):
             self._prepared.optimizer(thing, name)
+            self._check_optimizer(thing)
             thing.register_step_pre_hook(self._before_optimizer)
             thing.register_step_post_hook(self._after_optimizer)
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
@@ -103,7 +104,7 @@ class Worker:
         models = [model] if isinstance(model, nn.Module) else list(model)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for one in models:
-            if one not in self._gradients:
+            if one not in self._parameters:
                 raise ValueError(
                     f"worker.stepper() got a {type(one).__name__} that was not prepared: model = worker.prepare(model)"
                 )
@@ -127,10 +128,19 @@ class Worker:
             raise ValueError("a stepper over several models needs forward=fn(models, micro)")
         else:
             loss_of = pair_loss(models[0], cast("Callable[[Any, Any], Any]", loss))
+        gradients = self._sum_over(models)
+        for one in optimizers:
+            strangers = sum(not gradients.has(p) for group in one.param_groups for p in group["params"])
+            if strangers:
+                raise ValueError(
+                    f"{type(one).__name__} holds {strangers} parameters that are not of this stepper's models: "
+                    "their gradients "
+                    "would not be averaged. Give the stepper all models: worker.stepper([a, b], optim, forward=...)"
+                )
         return Stepper(
             self,
             optimizers=optimizers,
-            gradients=[self._gradients[one] for one in models],
+            gradients=gradients,
             loss_of=loss_of,
             clip_norm=clip_norm,
         )
@@ -148,7 +158,10 @@ class Worker:
         """Yield one item a step: this worker's micro-batches of the global batch, from where the run stands.
 
         `loaders` processes read ahead, `prefetch` micro-batches each (0: this process reads). `name` tells streams
-        apart in checkpoints and the ledger; by default "train", then "train_2", ...
+        apart in checkpoints and the ledger; by default "train", then "train_2", ... Each name has its own order of
+        samples, so a loop `for epoch in range(n): for batch in worker.batches(data)` gets another order in each epoch.
+        Such a loop cannot be resumed rightly in a later epoch: a stream that was finished gives nothing, but the code
+        behind its loop runs again. Use `epochs=n`, and `batch.ends_epoch` for what is done once per epoch.
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
@@ -172,6 +185,7 @@ class Worker:
         )
         self._streams[name] = stream
         self._prepared.begin_training()
+        self._say_what_goes_on(stream)
         self._files.ledger.opened(name, **stream.about())
         self._files.emit(
             StreamOpened(
@@ -180,42 +194,38 @@ class Worker:
         )
         return self._steps(stream)
 
+    def _say_what_goes_on(self, stream: Stream) -> None:
+        """Tell what of a stream is not as it was when its checkpoint was saved."""
+        if not self.is_first:
+            return
+        if stream.was_finished:
+            self._books.warn(
+                f"stream {stream.source.name!r} was finished before the checkpoint: its loop is empty now, and code "
+                "after it runs again. Use epochs=n and batch.ends_epoch instead",
+                once="finished",
+            )
+            return
+        for text in stream.notes:
+            self._files.emit(Note(text=text))
+
     def _steps(self, stream: Stream) -> Iterator[StepBatch]:
+        name = stream.source.name
         for batch in stream.steps(lambda: self.step + 1):
             if self._files.is_last_step(self.step):
+                self._stop()
                 return
-            self._num_batches += 1
-            batch.serial = self._num_batches
-            self._current = _Step(batch, stream)
+            self._books.open(batch, stream.cursor)
             try:
                 yield batch
             except GeneratorExit:
                 # The user left the loop, by `break` or by an error on its way: what was not committed did not happen.
-                self._leave()
+                self._books.leave(name)
                 raise
-            self._turn()
-
-    def _turn(self) -> None:
-        """The end of a pass through the user's loop: everything the user does in a step has been done."""
-        current, self._current = self._current, None
-        if current is None:
-            return
-        if not current.is_committed:
-            self._advance(current, skipped=True)  # the user took no step: the samples count as seen
-        else:
-            self._emit_step(current)
-        if self._files.is_save_due(self.step) and self._saved_at_step != self.step:
-            self.save()
-        elif self._files.saves_regularly:
-            self._prepared.warm()
-
-    def _leave(self) -> None:
-        """The loop was left before its end, or in an error: tell what was committed, and forget the rest."""
-        current, self._current = self._current, None
-        if current is not None and current.is_committed:
-            self._emit_step(current)
-
-    # ----------------------------------------------------------------------------------------------------------------
+            self._books.close(name)
+            if self._files.is_save_due(self.step) and self._saved_at_step != self.step:
+                self.save()
+            elif self._files.saves_regularly:
+                self._prepared.warm()
 
     def backward(self, loss: LossLike) -> None:
         """Add a micro-batch's gradient, in the plain loop; `loss` is the mean over the micro-batch, or (sum, count).
@@ -228,66 +238,36 @@ class Worker:
     def walk(
         self,
         batch: StepBatch,
-        gradients: Sequence[GradientSum],
+        gradients: GradientSum,
         loss_of: Callable[[Any], Any],
         *,
         is_finite: Callable[[], bool] | None,
     ) -> Outcome:
         """Walk over a batch for a stepper; returns what all workers agreed on."""
-        began, data_s = time.perf_counter(), batch.data_s
-        for micro in self._walks.run(batch, gradients, is_finite=is_finite):
+        for micro in self._timed_walk(batch, gradients, is_finite, names_unused=True):
             self._walks.backward(loss_of(micro))
-        return self._walked(batch, began, data_s, names_unused=True)
+        return cast("Outcome", self._walks.outcome)
 
     def _plain_walk(self, batch: StepBatch) -> Iterator[Any]:
-        began, data_s = time.perf_counter(), batch.data_s
-        yield from self._walks.run(batch, list(self._gradients.values()))
-        # With several models each walk of a plain loop is about one of them, so the others' parameters are idle on
-        # purpose.
-        self._walked(batch, began, data_s, names_unused=len(self._gradients) == 1)
+        # With several models each walk of a plain loop is about one of them: the others are idle on purpose.
+        models = list(self._parameters)
+        if not models:
+            raise RuntimeError("no model is prepared, so nothing would be averaged: model = worker.prepare(model)")
+        return self._timed_walk(batch, self._sum_over(models), None, names_unused=len(models) == 1)
 
-    def _walked(self, batch: StepBatch, began: float, data_s: float, *, names_unused: bool) -> Outcome:
+    def _timed_walk(
+        self, batch: StepBatch, gradients: GradientSum, is_finite: Callable[[], bool] | None, *, names_unused: bool
+    ) -> Iterator[Any]:
+        step = self._books.begin_walk(batch)
+        began, data_s = time.perf_counter(), batch.data_s
+        yield from self._walks.run(batch, gradients, is_finite=is_finite)
         outcome = cast("Outcome", self._walks.outcome)
-        current = self._current
-        if current is not None and current.batch is batch:
-            current.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
-            current.communication_s += outcome.communication_s
-            current.outcome = outcome if current.outcome is None or not outcome.finite else current.outcome
-            current.agreed_at = time.perf_counter()
-        if not outcome.finite:
-            self._warn(
-                f"step {batch.step} was skipped on all workers: its gradients are not finite (loss "
-                f"{float(outcome.loss):.4g})",
-                once=False,
-            )
-        if outcome.unused and names_unused:
-            shown = ", ".join(sorted(outcome.unused)[:8]) + (
-                f" and {len(outcome.unused) - 8} more" if len(outcome.unused) > 8 else ""
-            )
-            self._warn(
-                f"these parameters got no gradient from any worker and stay as they are: {shown}",
-                once=True,
-                key="unused",
-            )
-        return outcome
+        step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
+        self._books.end_walk(step, outcome, names_unused=names_unused)
 
     def commit(self, batch: StepBatch) -> None:
         """End the transaction of a batch: steppers call it, and prepared optimizers in the plain loop."""
-        current = self._current
-        if current is None or current.batch is not batch:
-            raise RuntimeError("this batch is over: step(batch) belongs inside the loop over worker.batches()")
-        now = time.perf_counter()
-        current.optimizer_s += now - current.agreed_at
-        current.agreed_at = now
-        if not current.is_committed and current.outcome is not None:
-            self.step += 1
-            current.is_committed = True
-            self._advance(current, skipped=not current.outcome.finite)
-
-    def _advance(self, current: _Step, *, skipped: bool) -> None:
-        batch = current.batch
-        current.stream.cursor.epoch, current.stream.cursor.position = batch.epoch, batch.stop
-        self._files.ledger.committed(batch, step=batch.step, skipped=skipped)
+        self._books.commit(batch)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._walks.under_way:
@@ -295,16 +275,56 @@ class Worker:
                 "optim.step() was called inside the walk over a batch, before the gradients were averaged. "
                 "Put it after the loop: for x, y in batch: worker.backward(...)   then   optim.step()"
             )
-        capture, current = self._files.capture, self._current
-        if capture is not None and current is not None:
-            names = self._prepared.registry.parameter_names()
-            capture.gradients(
-                current.batch.step, [(names[id(p)], p) for g in optimizer.param_groups for p in g["params"]]
+        self._check_optimizer(optimizer)
+        step = self._books.latest
+        if step is None or step.batch.num_walks == 0:
+            return
+        if self._walks.outcome is None:
+            raise RuntimeError(
+                "the walk over this batch was left early (break, or an error that was caught), so its gradients "
+                "were not "
+                "averaged and are dropped. Walk over the batch to its end before optim.step()"
             )
+        if self._walks.outcome.is_empty:
+            raise RuntimeError(
+                "the last walk over this batch called no worker.backward(): there is nothing for optim.step() to apply"
+            )
+        if self._files.capture is not None:
+            names = self._prepared.registry.parameter_names()
+            parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+            self._files.capture.gradients(step.batch.step, parameters)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._current is not None and self._current.outcome is not None:
-            self.commit(self._current.batch)
+        if self._books.latest is not None:
+            self._books.commit(self._books.latest.batch)
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse parameters that nobody averages: those of models, or of parts of them, that were not there at
+        `prepare(model)`."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._num_checked.get(optimizer) == len(held):
+            return
+        known = {id(parameter) for parameters in self._parameters.values() for _, parameter in parameters}
+        strangers = sum(id(parameter) not in known for parameter in held)
+        if strangers:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds {strangers} parameters that were in no model when it was "
+                "prepared: they "
+                "would not be averaged. Replace or add layers before worker.prepare(model), then make the optimizer"
+            )
+        self._num_checked[optimizer] = len(held)
+
+    def _sum_over(self, models: Sequence[nn.Module]) -> GradientSum:
+        key = tuple(id(model) for model in models)
+        if key not in self._sums:
+            named = [pair for model in models for pair in self._parameters[model]]
+            self._sums[key] = GradientSum(named, group=self._group, sync=self.plan.sync, wire=self.plan.wire)
+        return self._sums[key]
+
+    def _require_between_steps(self, what: str) -> None:
+        """Inside a walk other workers may have more or fewer micro-batches: a collective would meet another one."""
+        if self._walks.under_way:
+            raise RuntimeError(f"{what} was called inside a step (a walk over a batch); call it between steps")
 
     def evaluate(
         self,
@@ -322,6 +342,7 @@ class Worker:
         `measures` maps names to fn(output, target), which returns the mean over a micro-batch or (sum, count); one
         function alone is called "loss". `micro` samples are run at once (default: the plan's micro-batch).
         """
+        self._require_between_steps("worker.evaluate()")
         began = time.perf_counter()
         named = measures if isinstance(measures, Mapping) else {"loss": measures}
         results = evaluate(
@@ -343,19 +364,21 @@ class Worker:
     def report(self, **metrics: float | Tensor) -> None:
         """Note values for the console and all other sinks, which average a step's values over the workers that report
         them. Outside of the loop over batches the values are told at once."""
-        if self._current is not None:
-            self._current.metrics.update(metrics)
-        else:
-            values = {name: float(value) for name, value in metrics.items()}
-            self._files.emit(Reported(step=self.step, metrics=values))
+        self._books.report(metrics)
 
     def save(self) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
-        if self._walks.under_way:
-            raise RuntimeError("worker.save() was called inside a step; call it between steps")
+        self._require_between_steps("worker.save()")
         cursors = {name: stream.cursor for name, stream in self._streams.items()}
         self._saved_at_step = self.step
         self._prepared.save(step=self.step, cursors=cursors)
+
+    def _stop(self) -> None:
+        """A loop ends at max_steps: what a later start goes on from is the state of now. Code after the loop will run
+        there too, in its time, so what it does today is not saved at the end."""
+        if self._files.saves_at_end and not self._is_stopped and self.step > self._prepared.step:
+            self.save()
+        self._is_stopped = True
 
     def restore(self, path: str | None = None) -> int:
         """Continue from a checkpoint: `path`, or the newest complete one of the run directory; returns its step (0:
@@ -368,16 +391,27 @@ class Worker:
             raise RuntimeError("worker.restore() must come before worker.batches()")
         self._prepared.open(path)
         self._prepared.refill()
-        self.step = self._saved_at_step = self._prepared.step
+        self._books.step = self._saved_at_step = self._prepared.step
+        self._files.begin(self._prepared.origin())
+        if self.step:
+            self._files.emit(Note(text=f"restored step {self.step} ({self._prepared.source})"))
         return self.step
 
     def _resume(self) -> None:
         if self._files.may_resume:
             self._prepared.open(None)
-            self.step = self._saved_at_step = self._prepared.step
-        self._files.begin(from_step=self.step)
+            self._books.step = self._saved_at_step = self._prepared.step
+        self._files.begin(self._prepared.origin())
         if self.step:
             self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
+
+    def __repr__(self) -> str:
+        return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
+
+    @property
+    def step(self) -> int:
+        """How many steps are committed, over all attempts."""
+        return self._books.step
 
     @property
     def is_first(self) -> bool:
@@ -386,27 +420,34 @@ class Worker:
 
     def average(self, value: Tensor | float) -> Tensor:
         """Return the mean of a tensor or number over all workers."""
-        tensor = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, device=self.device)
+        self._require_between_steps("worker.average()")
+        if isinstance(value, Tensor):
+            tensor = value.detach().clone()
+        else:
+            tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         self._group.all_reduce(tensor, what="worker.average").wait()
         return tensor / self.workers
 
     def gather(self, value: T) -> list[T]:
         """Return every worker's value, in the order of their ranks, on every worker. Values are pickled."""
+        self._require_between_steps("worker.gather()")
         return self._group.gather_objects(value)
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """Return the value of worker `source` on every worker. Values are pickled."""
+        self._require_between_steps("worker.broadcast()")
         return self._group.broadcast_object(value, source=source)
 
     def wait(self) -> None:
         """Return when all workers have come here."""
+        self._require_between_steps("worker.wait()")
         self._group.barrier()
 
     def end(self) -> None:
         """Close the run's books after the user's function has returned: last checkpoint, events, files."""
-        self._leave()
-        if self._streams and self._files.saves_at_end and self._saved_at_step != self.step:
-            self.save()
+        self._books.leave()
+        if self._streams and self._files.saves_at_end and not self._is_stopped:
+            self.save()  # again, where this step was saved before: code after the loop may have changed the state
         self._group.barrier()  # who ends last has seen everybody's last words
         self._prepared.close()
         if self._files.capture is not None:
@@ -415,62 +456,13 @@ class Worker:
 
     def abandon(self) -> None:
         """After an error: forget the step under way, and give a checkpoint under way a moment to be committed."""
-        self._leave()
+        self._books.leave()
         self._prepared.abandon()
-
-    def _emit_step(self, current: _Step) -> None:
-        now = time.perf_counter()
-        num_bytes = sum(gradients.num_bytes_sent for gradients in self._gradients.values())
-        outcome, batch = current.outcome, current.batch
-        loss = float(outcome.loss) if outcome is not None else None
-        if self._files.capture is not None and loss is not None:
-            self._files.capture.loss(batch.step, loss)
-        self._files.emit(
-            StepDone(
-                step=batch.step,
-                epoch=batch.epoch,
-                num_samples=batch.num_samples,
-                loss=loss,
-                metrics={key: float(value) for key, value in current.metrics.items()},
-                seconds={
-                    "data": batch.data_s,
-                    "compute": current.compute_s,
-                    "communication": current.communication_s,
-                    "optimizer": current.optimizer_s,
-                    "total": now - self._turned_at,
-                },
-                skipped=outcome is not None and not outcome.finite,
-                num_bytes_sent=num_bytes - self._num_bytes_before,
-            )
-        )
-        self._turned_at, self._num_bytes_before = now, num_bytes
 
     def _prepare_model(self, model: nn.Module, name: str | None) -> None:
         place(model, self.plan, device=self.device)
         full_name = self._prepared.model(model, name)
-        self._gradients[model] = GradientSum(
-            [(f"{full_name}.{key}", parameter) for key, parameter in model.named_parameters()],
-            group=self._group,
-            sync=self.plan.sync,
-            wire=self.plan.wire,
-        )
-
-    def _warn(self, text: str, *, once: bool, key: str = "") -> None:
-        if not once or key not in self._told:
-            self._told.add(key)
-            self._files.emit(Warned(text=text))
-
-
-class _Step:
-    """What is known of the step under way."""
-
-    def __init__(self, batch: StepBatch, stream: Stream) -> None:
-        self.batch, self.stream = batch, stream
-        self.outcome: Outcome | None = None
-        self.metrics: dict[str, Any] = {}
-        self.is_committed = False
-        self.compute_s = self.communication_s = self.optimizer_s = 0.0
-        self.agreed_at = time.perf_counter()
+        self._parameters[model] = [(f"{full_name}.{key}", parameter) for key, parameter in model.named_parameters()]
 
 
 def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:

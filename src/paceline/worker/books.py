@@ -1,0 +1,215 @@
+"""The books of the steps: which batches are under way, which are committed, and what is told of them.
+
+A stream has one batch under way at a time; several streams may be interleaved. A step gets its number when it is walked
+over, is committed by the optimizer's step, and is told (as StepDone) when the loop asks for the stream's next batch, or
+before the next step is committed: numbers and events are in order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from paceline.events import Reported, StepDone, Warned
+from paceline.worker.batch import StepBatch
+from paceline.worker.cursor import Cursor
+from paceline.worker.record import RunFiles
+from paceline.worker.walk import Outcome
+
+__all__ = ["Books", "OpenStep"]
+
+NAMED_AT_MOST = 8
+SKIPS_TOLD, SKIPS_ALLOWED = 3, 100  # steps in a row without finite gradients
+
+
+class OpenStep:
+    """What is known of a batch that is under way."""
+
+    def __init__(self, batch: StepBatch, cursor: Cursor) -> None:
+        self.batch, self.cursor = batch, cursor
+        self.outcome: Outcome | None = None  # of the first walk that called backward
+        self.metrics: dict[str, Tensor | float] = {}
+        self.is_committed = self.is_told = False
+        self.compute_s = self.communication_s = self.optimizer_s = 0.0
+        self.agreed_at = time.perf_counter()
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.outcome is None or not self.outcome.finite
+
+
+class Books:
+    """Keeps count for one worker. `num_bytes_sent()` is what went to the wire so far."""
+
+    def __init__(self, files: RunFiles, num_bytes_sent: Callable[[], int]) -> None:
+        self.step = 0  # committed steps, of all attempts
+        self.latest: OpenStep | None = None  # the batch that was handed out or walked over last
+        self._files, self._num_bytes_sent = files, num_bytes_sent
+        self._open: dict[str, OpenStep] = {}  # by stream
+        self._num_batches = self._num_skips = 0
+        self._told_at, self._bytes_told = time.perf_counter(), 0
+        self._warned: set[str] = set()
+
+    def open(self, batch: StepBatch, cursor: Cursor) -> None:
+        """A stream hands out a batch."""
+        self._num_batches += 1
+        batch.serial = self._num_batches
+        self.latest = self._open[batch.stream] = OpenStep(batch, cursor)
+
+    def begin_walk(self, batch: StepBatch) -> OpenStep:
+        """A walk over a batch begins: it gets the number of the next step, unless it is committed already."""
+        step = self._of(batch)
+        if not step.is_committed:
+            batch.step = self.step + 1
+        self.latest = step
+        return step
+
+    def end_walk(self, step: OpenStep, outcome: Outcome, *, names_unused: bool) -> None:
+        """All workers have agreed."""
+        step.communication_s += outcome.communication_s
+        step.agreed_at = time.perf_counter()
+        if outcome.is_empty:
+            return
+        step.outcome = step.outcome or outcome
+        self._count_skips(step.batch.step, outcome)
+        if outcome.finite and math.isnan(outcome.loss):
+            self.warn(f"step {step.batch.step}: the loss is not a number (a total count of 0?)")
+        if outcome.unused and names_unused:
+            shown = ", ".join(sorted(outcome.unused)[:NAMED_AT_MOST])
+            more = len(outcome.unused) - NAMED_AT_MOST
+            more_text = f" and {more} more" if more > 0 else ""
+            text = f"these parameters got no gradient from any worker and stay as they are: {shown}{more_text}"
+            self.warn(text, once="unused")
+
+    def _count_skips(self, number: int, outcome: Outcome) -> None:
+        """Say that a step is skipped, a few times in a row; a run that only skips has lost its weights, and ends."""
+        self._num_skips = 0 if outcome.finite else self._num_skips + 1
+        if 0 < self._num_skips <= SKIPS_TOLD:
+            more = "; further ones in a row are not told" if self._num_skips == SKIPS_TOLD else ""
+            text = f"step {number} was skipped on all workers: its gradients are not finite (loss {outcome.loss:.4g})"
+            self.warn(text + more)
+        if self._num_skips >= SKIPS_ALLOWED:
+            raise RuntimeError(
+                f"the gradients of {SKIPS_ALLOWED} steps in a row were not finite (loss {outcome.loss:.4g}): the "
+                "weights, the "
+                "data or the loss are broken. Lower the learning rate, clip (clip_norm=1.0), or look at the "
+                "first skipped step"
+            )
+
+    def commit(self, batch: StepBatch) -> None:
+        """The weights have changed (or the step is skipped): the batch is done."""
+        step = self._of(batch)
+        now = time.perf_counter()
+        step.optimizer_s += now - step.agreed_at
+        step.agreed_at = now
+        if not step.is_committed and step.outcome is not None:
+            self._commit(step)
+
+    def close(self, stream: str) -> None:
+        """The loop asks for the stream's next batch: everything the user does in a step has been done."""
+        step = self._open.pop(stream, None)
+        if step is None:
+            return
+        if not step.is_committed:
+            self.warn(
+                f"no prepared optimizer stepped for batch {step.batch.serial}: its samples count as used, its "
+                "gradients "
+                "are dropped. Prepare the optimizer and call optim.step() for every batch; to accumulate, use a larger "
+                "Batch(size=...)",
+                once="unstepped",
+            )
+            step.outcome = None
+            self._commit(step)
+        self._tell(step)
+        if self.latest is step:
+            self.latest = None
+
+    def leave(self, stream: str | None = None) -> None:
+        """Loops (or one) were left early, or in an error: tell what was committed, and forget the rest."""
+        for name in [stream] if stream is not None else list(self._open):
+            step = self._open.pop(name, None)
+            if step is not None and step.is_committed:
+                self._tell(step)
+            if self.latest is step:
+                self.latest = None
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Note values of the latest batch; between batches they are told at once."""
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        if self.latest is not None:
+            self.latest.metrics.update(values)
+        else:
+            numbers = {name: float(value) for name, value in values.items()}
+            self._files.emit(Reported(step=self.step, metrics=numbers))
+
+    def warn(self, text: str, *, once: str | None = None) -> None:
+        """Warn; with `once` only the first time for that key."""
+        if once is None or once not in self._warned:
+            self._warned.add(once or "")
+            self._files.emit(Warned(text=text))
+
+    def _of(self, batch: StepBatch) -> OpenStep:
+        step = self._open.get(batch.stream)
+        if step is None or step.batch is not batch:
+            raise RuntimeError(
+                f"{batch} is over: the loop has asked for the next batch of stream {batch.stream!r}, or was left. "
+                "step(batch) belongs inside the loop"
+            )
+        return step
+
+    def _commit(self, step: OpenStep) -> None:
+        for other in self._open.values():
+            if other.is_committed and not other.is_told:
+                self._tell(other)
+        batch = step.batch
+        self.step += 1
+        batch.step = self.step
+        step.is_committed = True
+        step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
+        self._files.ledger.committed(batch, step=batch.step, skipped=step.is_skipped)
+
+    def _tell(self, step: OpenStep) -> None:
+        if step.is_told:
+            return
+        step.is_told = True
+        batch, outcome = step.batch, step.outcome
+        now, num_bytes = time.perf_counter(), self._num_bytes_sent()
+        if self._files.capture is not None and outcome is not None:
+            self._files.capture.loss(batch.step, outcome.loss)
+        self._files.emit(
+            StepDone(
+                step=batch.step,
+                epoch=batch.epoch,
+                num_samples=batch.num_samples,
+                loss=None if outcome is None else outcome.loss,
+                metrics={name: float(value) for name, value in step.metrics.items()},
+                seconds={
+                    "data": batch.data_s,
+                    "compute": step.compute_s,
+                    "communication": step.communication_s,
+                    "optimizer": step.optimizer_s,
+                    "total": now - self._told_at,
+                },
+                skipped=step.is_skipped,
+                num_bytes_sent=num_bytes - self._bytes_told,
+            )
+        )
+        self._told_at, self._bytes_told = now, num_bytes
+
+
+def _number(name: str, value: Any) -> Tensor | float:
+    """The value as it is now; tensors stay on their device, so that nothing waits for it."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"worker.report({name}=...) got a tensor of shape {list(value.shape)}; report single numbers"
+            )
+        return value.detach().reshape(()).clone()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"worker.report({name}={value!r}): report numbers, or tensors of one element") from None
