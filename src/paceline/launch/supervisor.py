@@ -1,7 +1,7 @@
 """The loop of one host's supervisor: one thread, no torch, until the job has an outcome.
 
 The crew starts and ends workers, the side (head or member) decides; the supervisor turns the loop, passes signals on
-and lets the observer look about ten times a second. Whatever happens, it leaves no process behind.
+and lets the observer look about five times a second. Whatever happens, it leaves no process behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.plan.job import Assignment
 
 __all__ = ["Observer", "Supervisor", "Witness"]
 
-OBSERVE_S = 0.1
+OBSERVE_S = 0.2
 TERMINAL_GONE = (errno.EIO, errno.EPIPE)  # EPIPE: the reader of `paceline run ... | head` has ended
 
 
@@ -32,7 +32,7 @@ class Observer(Protocol):
     """Who shows the run to the user."""
 
     def poll(self) -> None:
-        """Look at what has happened; called about ten times a second."""
+        """Look at what has happened; called about five times a second."""
 
     def say(self, text: str) -> None:
         """Show one sentence."""
