@@ -25,6 +25,7 @@ def main() -> None:
         optim.step()
         if number == 0 and dist.get_rank() == 0:
             Path(sys.argv[1]).write_text(str(time.time()))
+    dist.barrier()
     dist.destroy_process_group()
 
 

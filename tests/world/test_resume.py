@@ -194,3 +194,12 @@ def test_a_fresh_start_that_saves_nothing_deletes_nothing(world: World) -> None:
     world(train, 1, PLAN, max_steps=8)
     world(train, 1, PLAN, max_steps=3, fresh=True, save_at_end=False)
     assert sorted(world(train, 1, PLAN)[0]["steps"]) == list(range(9, 13))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_over(world: World) -> None:
+    world(train, 1, PLAN, max_steps=3)
+    for data in (world.run_dir / "checkpoints").glob("*/*.distcp"):
+        data.unlink()
+    with pytest.raises(WorkersFailed, match=r"none of the 1 checkpoints in .* can be read .*--fresh"):
+        world(train, 2, PLAN)
+    assert sorted(world(train, 1, PLAN, max_steps=2, fresh=True)[0]["steps"]) == [1, 2]

@@ -183,6 +183,14 @@ class Preparation:
         found = find(self._files.checkpoint_dir)
         for path, reason in found.skipped:
             self._files.emit(CheckpointSkipped(path=str(path), reason=reason))
+        # What was being written when a run was killed is no loss; a checkpoint that was complete once is one.
+        damaged = [path for path, _ in found.skipped if ".partial" not in path.name]
+        if found.newest is None and damaged:
+            raise CheckpointError(
+                f"none of the {len(damaged)} checkpoints in {self._files.checkpoint_dir} can be read "
+                f"({found.skipped[-1][1]}), so "
+                "nothing is continued. Mend them, or start over with fresh=True (--fresh)"
+            )
         return found.newest
 
     def _fill_model(self, name: str) -> None:
