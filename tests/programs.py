@@ -204,7 +204,8 @@ def record(run_dir: Path) -> dict[str, Any]:
 
 def checkpoints(run_dir: Path) -> list[int]:
     """The steps of the complete checkpoints, oldest first."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/*/checkpoint.json"))
+    names = [path.parent.name.removeprefix("step_") for path in run_dir.glob("checkpoints/*/checkpoint.json")]
+    return sorted(int(name) for name in names if name.isdecimal())  # one under way may have its mark, but not its name
 
 
 def started_workers(run_dir: Path, attempt: int = 1) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Watches one attempt of a run: reads what the workers write, passes it on to the console and every file and endpoint.
 
-The supervisor's loop calls `poll` about ten times a second; it costs well under a millisecond when nothing is new,
+The supervisor's loop calls `poll` about five times a second; it costs well under a millisecond when nothing is new,
 and starts no thread (the metrics endpoint, where one is asked for, has its own).
 """
 
