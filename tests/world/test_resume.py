@@ -203,3 +203,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_over(wo
     with pytest.raises(WorkersFailed, match=r"none of the 1 checkpoints in .* can be read .*--fresh"):
         world(train, 2, PLAN)
     assert sorted(world(train, 1, PLAN, max_steps=2, fresh=True)[0]["steps"]) == [1, 2]
+
+
+def test_another_kind_of_optimizer_is_refused_by_name(world: World) -> None:
+    def run(worker: Any, *, kind: Any) -> None:
+        model = worker.prepare(net())
+        step = worker.stepper(model, worker.prepare(kind(model.parameters(), lr=0.01)), F.cross_entropy)
+        for batch in worker.batches(dataset()):
+            step(batch)
+
+    world(lambda worker: run(worker, kind=torch.optim.Adam), 1, PLAN, max_steps=2)
+    with pytest.raises(WorkersFailed, match=r"optimizer is a SGD now, .* it has no dampening, momentum, nesterov"):
+        world(lambda worker: run(worker, kind=torch.optim.SGD), 1, PLAN)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.plan.job import Assignment, Job
+from paceline.schedule import share
 
 __all__ = ["assign", "deal", "worker_dir"]
 
@@ -18,9 +18,7 @@ def deal(workers: int, hosts: int) -> tuple[range, ...]:
     """
     if not 1 <= hosts <= workers:
         raise ValueError(f"{workers} workers cannot be dealt to {hosts} hosts: each host needs at least one")
-    least, more = divmod(workers, hosts)
-    starts = [host * least + min(host, more) for host in range(hosts + 1)]
-    return tuple(range(start, end) for start, end in itertools.pairwise(starts))
+    return share.deal(workers, hosts)
 
 
 def assign(

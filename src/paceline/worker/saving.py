@@ -118,6 +118,14 @@ def load_optimizer(
             f"{[len(options['params']) for options in saved['groups']]} then, or others. Give it the same ones, "
             "or start with another run_dir"
         )
+    lacking = {key for options in optimizer.param_groups for key in options} - {
+        key for o in saved["groups"] for key in o
+    }
+    if lacking:
+        raise CheckpointError(
+            f"{name} is a {type(optimizer).__name__} now, and the checkpoint's was of another kind: it has no "
+            f"{', '.join(sorted(lacking))}. Use the same optimizer as before, or start with another run_dir"
+        )
     order = {parameter: number for number, parameter in enumerate(itertools.chain(*present))}
     state: dict[int, dict[str, Any]] = {order[key]: dict(values) for key, values in saved["values"].items()}
     for key, tensor in _optimizer_tensors(name, checkpoint, group).items():
