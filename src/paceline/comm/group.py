@@ -58,6 +58,10 @@ class WorkerGroup(Protocol):
         """Return when all have called it."""
         ...
 
+    def close(self) -> None:
+        """Let go of the transport; nothing may be sent afterwards."""
+        ...
+
 
 class Landed:
     """A transfer that has nothing to wait for."""
@@ -87,6 +91,9 @@ class Alone:
     def barrier(self) -> None:
         return
 
+    def close(self) -> None:
+        return
+
 
 class Group:
     """Two or more workers, over a torch process group that moves tensors of the CPU and of `device`.
@@ -98,7 +105,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.index = process_group.rank()
         self.size = process_group.size()
-        self._group = process_group
+        self._group: dist.ProcessGroup | None = process_group
         self._device = device
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
@@ -137,6 +144,11 @@ class Group:
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1), what="barrier").wait()
+
+    def close(self) -> None:
+        # The last reference joins gloo's threads. One that still drops a finished transfer's tensors while Python is
+        # being finalized would end the process by std::terminate.
+        self._group = None
 
 
 class _Flight:

@@ -192,8 +192,10 @@ def _group(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    group: WorkerGroup = Group(_world(), device=device) if assignment.workers > 1 else Alone()
     try:
-        yield (Group(_world(), device=device) if assignment.workers > 1 else Alone()), shared
+        yield group, shared
+        group.close()
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
