@@ -13,7 +13,10 @@ release = version = _project["version"]
 extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
+highlight_language = "text"  # blocks without a language are what a terminal shows
 
 html_theme = "furo"
 html_title = f"Paceline {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]

@@ -95,7 +95,7 @@ def train(worker):
 
 if __name__ == "__main__":
     value = paceline.run(train, workers=2, plan=Plan(batch=Batch(size=12, micro=3)), save_every=4)
-    print("value", json.dumps(value))
+    print("value " + json.dumps(value) + "\\n", end="")
 '''
 
 

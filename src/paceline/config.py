@@ -48,6 +48,7 @@ T = TypeVar("T")
 
 KIND = "kind"  # the key that names the class where an annotation allows several
 UNION = typing.get_origin(Literal[0] | None)  # what a union with a Literal is; all others are types.UnionType
+TUPLE = {False: re.compile(","), True: re.compile("[-,]")}  # of anything; of whole numbers: "2-8" in a plan's text
 SHORT_FORM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<fields>[^()]*)\))?\s*")
 
 
@@ -119,7 +120,10 @@ def parse_value(text: str, annotation: Any, *, path: str, owner: type | None = N
                     return legal
         if typing.get_origin(option) is tuple:
             item = typing.get_args(option)[0]
-            return tuple(parse_value(part, item, path=path) for part in text.split(",")) if text else ()
+            parts = TUPLE[item is int].split(text) if text else []
+            if len(options) > 1 and len(parts) < 2:
+                continue  # another alternative's
+            return tuple(parse_value(part, item, path=path) for part in parts)
     if choices(annotation):
         return read_short(text, annotation, path=path)
     if str in options:
@@ -353,6 +357,8 @@ def _word(value: object) -> str:
     """A field's value in a short form: letters, digits and ".-_" only, so that the whole is safe in a file name."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
+    if isinstance(value, tuple):
+        return "-".join(map(str, value))
     return repr(value).replace("+", "") if isinstance(value, float) else str(value)
 
 

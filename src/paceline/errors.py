@@ -6,15 +6,32 @@
       WorkerError       a worker failed: which one, where, when, and its own traceback
       SyncError         workers could not agree: who is missing, since which step
       CheckpointError   a checkpoint could not be written or read
+      RunFileError      a file of the run (ledger, events, metrics, ...) could not be written
 
 All survive pickling. Other mistakes in arguments raise plain ValueError or TypeError.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckpointError", "LaunchError", "PacelineError", "PlanError", "SyncError", "WorkerError"]
+__all__ = [
+    "DISK_FULL",
+    "CheckpointError",
+    "LaunchError",
+    "PacelineError",
+    "PlanError",
+    "RunFileError",
+    "SyncError",
+    "WorkerError",
+    "writing",
+]
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what an OSError then says
 
 
 class PacelineError(Exception):
@@ -56,6 +73,32 @@ class SyncError(PacelineError):
 
 class CheckpointError(PacelineError):
     """A checkpoint could not be written or read; the message names the file."""
+
+
+class RunFileError(PacelineError):
+    """A file of the run could not be written; the message names it, says why, and what to do."""
+
+    def __init__(self, message: str, *, path: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.path, self.reason = path, reason
+
+    @classmethod
+    def about(cls, path: Path, error: OSError) -> RunFileError:
+        """Return the error that tells of `path` what the system said."""
+        reason = error.strerror or str(error)
+        remedy = "Look at the disk and the rights there, or use another run_dir"
+        if error.errno in DISK_FULL:
+            remedy = "Free space there and start again with the same run_dir: it goes on from the newest checkpoint"
+        return cls(f"{path} could not be written: {reason}. {remedy}.", path=str(path), reason=reason)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the body, which writes `path`, into a RunFileError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFileError.about(path, error) from error
 
 
 def _worker_error(

@@ -11,9 +11,9 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
 __all__ = [
     "CheckpointFailed",
@@ -24,6 +24,7 @@ __all__ = [
     "EventLog",
     "Note",
     "Record",
+    "Regrouped",
     "Reported",
     "RunFinished",
     "RunStarted",
@@ -32,8 +33,11 @@ __all__ = [
     "Warned",
     "WorkerFailed",
     "WorkerFinished",
+    "WorkerJoined",
+    "WorkerLost",
     "WorkerStarted",
     "decode",
+    "open_log",
 ]
 
 
@@ -163,6 +167,38 @@ class WorkerFailed(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerLost(Event):
+    """An elastic run has lost a worker; the others go on. `step` is the newest that was committed."""
+
+    rank: int
+    host: str
+    step: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Regrouped(Event):
+    """The members that are left after a loss have formed again, and go on after `step` committed steps."""
+
+    causes: Sequence[str]
+    members: Sequence[int]  # worker ranks
+    step: int
+    detected_s: float  # from the loss, as far as it is known, until the last of them knew
+    regrouped_s: float  # from then until all of them stood together
+    steps_lost: int  # that had been committed, and have to be taken again
+    holds: bool  # too few: they wait for others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerJoined(Event):
+    """A worker that came later has committed its first step, `after_s` after its predecessor was lost."""
+
+    rank: int
+    step: int
+    after_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerFinished(Event):
     rank: int
     step: int
@@ -191,7 +227,7 @@ class EventLog:
     def __init__(self, path: Path, *, worker: int | None) -> None:
         self.worker = worker
         self._lock = threading.Lock()  # checkpoints are announced by the thread that writes them
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = open_log(path)
 
     def emit(self, event: Event) -> None:
         fields = {"event": type(event).__name__, "time": round(time.time(), 6), "worker": self.worker}
@@ -202,6 +238,17 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def open_log(path: Path) -> TextIO:
+    """Open a file of lines to be appended to, each flushed at once; ends a line that a killed writer left open."""
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115
+    if file.tell() > 0:
+        file.seek(-1, 2)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    file.close()
+    return open(path, "a", encoding="utf-8", buffering=1)
 
 
 def decode(line: str) -> Record:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import paceline
 from paceline import config, environment
-from paceline.attempt import Attempt, begin_record, error_of, note_failure, watched_by_thread
+from paceline.attempt import Attempt, begin_record, error_of, name_of, note_failure, watched_by_thread
 from paceline.errors import PlanError
 from paceline.launch.local import prestart
 from paceline.plan import Job, Plan
@@ -49,9 +49,9 @@ def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **jo
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     own = environment.assignment()
     if own is not None:
-        from paceline.worker.session import live  # inside a worker torch is there already
+        from paceline.worker.session import has_lived, live  # inside a worker torch is there already
 
-        if (Path(own.worker_dir) / "events.jsonl").exists():
+        if has_lived(own):
             raise PlanError(
                 "The script calls paceline.run() a second time, but one run has one directory, one count of steps and "
                 "one set of checkpoints. Start it with `python`, where each call is a run, or make it two scripts."
@@ -137,7 +137,7 @@ def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | 
     with joined(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place:
         own = place.assignment
         watched = (
-            watched_by_thread(own, own.job, local=place.local, launcher=world.source)
+            watched_by_thread(own, own.job, local=place.local, program=name_of(function), launcher=world.source)
             if own.rank == 0
             else contextlib.nullcontext()
         )
@@ -161,9 +161,10 @@ def _is_for_each_host(world: World, job: Job) -> bool:
 
 
 def _own_script() -> Path | None:
-    """The script that this process runs; None in a notebook or an interpreter."""
+    """The script that this process runs; None in a notebook or an interpreter, or where it is read from a pipe."""
     path = getattr(sys.modules["__main__"], "__file__", None)
-    return None if path is None or "ipykernel" in Path(path).parts else Path(path)
+    is_script = path is not None and path != "<stdin>" and "ipykernel" not in Path(path).parts
+    return Path(path) if is_script and path is not None else None
 
 
 def _tell(text: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.events import Event
 from paceline.launch.local import launch
 from paceline.launch.outcome import Outcome
 from paceline.launch.parent import WarmParent
@@ -42,6 +43,9 @@ class Said(Observer):
 
     def say(self, text: str) -> None:
         self.texts.append(text)
+
+    def emit(self, event: Event) -> None:
+        pass
 
 
 class Lines:
@@ -183,6 +187,9 @@ class _Printer(Observer):
 
     def say(self, text: str) -> None:
         print(json.dumps({"say": text}), flush=True)
+
+    def emit(self, event: Event) -> None:
+        pass
 
 
 def main(options: dict[str, Any]) -> int:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 GONE_S = 10.0  # the promise: this long after an error everything is gone
 
 SCRIPT = """\
-import ctypes, os, signal, sys, threading, time, warnings
+import ctypes, os, resource, signal, sys, threading, time, warnings
 import torch, torch.nn as nn, torch.nn.functional as F
 import paceline
 
@@ -100,6 +100,11 @@ def go_wrong(worker):
             parse("many")
         case "plan":
             paceline.Plan(batch=paceline.Batch(size=0))
+        case "shapes":
+            nn.Sequential(nn.Linear(4, 1), nn.Linear(4, 1))(torch.zeros(1, 4))
+        case "full":  # no file of this worker's may grow beyond what its events have now
+            size = os.stat("run/attempt_1/worker_1/events.jsonl").st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def train(worker):
@@ -233,31 +238,83 @@ def test_a_worker_that_hangs_on_is_ended_too(train: Callable[..., Done]) -> None
     [
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def train(worker:\n    pass\n", "SyntaxError: "),
-        ("print(1)\n", "ended without calling paceline.run"),
     ],
-    ids=["import", "syntax", "no_run"],
+    ids=["import", "syntax"],
 )
 def test_a_script_that_is_wrong_before_it_trains(text: str, says: str, paceline: Callable[..., Done]) -> None:
     Path("wrong.py").write_text(text)
     done = paceline("run", "wrong.py", "--workers", "2", "--run-dir", "run")
-    assert done.status == (2 if "calling" in says else 1)
+    assert done.status == 1
     assert "all failed with the same error at step 0" in done.screen
     assert says in done.screen
     assert done.screen.count("Traceback") <= 1
     assert "failed before the first step; logs are in run/attempt_1" in done.screen
 
 
-def test_a_plan_error_in_the_script_is_a_usage_error_and_shows_only_the_users_line(train: Callable[..., Done]) -> None:
+def test_a_frame_of_torch_below_the_users_is_folded(train: Callable[..., Done]) -> None:
+    done = train("shapes")
+    assert done.status == 1
+    assert re.search(
+        r"train.py\", line \d+, in go_wrong\n    nn.Sequential.*\n( +\^+\n)?  \.\.\. \d+ frames in torch\nRun",
+        done.report,
+    )
+    assert "site-packages/torch" not in done.report
+    assert "site-packages/torch" in error_of(1)["traceback"], "the whole is in the files"
+
+
+# --------------------------------------------------------------------------------------------------------- usage errors
+
+MANY = "x" * 300  # a message is not cut
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("pass\n", "wrong.py ended without calling paceline.run(...): there was nothing to train."),
+        (
+            f"import paceline\nraise paceline.PlanError('{MANY}')\n",
+            f"{MANY} (wrong.py, line 2)",
+        ),
+        (
+            "import paceline\npaceline.run(print, plan=paceline.Plan(batch=paceline.Batch(size=2, micro=1)))\n",
+            "makes 2 micro-batches a step, but the job has 3 workers",
+        ),
+    ],
+    ids=["no_run", "plan", "rule"],
+)
+def test_a_usage_error_that_only_workers_find_is_its_sentence_once(
+    text: str, says: str, paceline: Callable[..., Done]
+) -> None:
+    Path("wrong.py").write_text(text)
+    done = paceline("run", "wrong.py", "--workers", "3", "--run-dir", "run")
+    assert done.status == 2
+    sentence, end = done.screen.strip().split("\n\n")
+    assert sentence.startswith("paceline: ") and "\n" not in sentence
+    assert says in sentence
+    assert end == "failed before the first step; logs are in run/attempt_1"
+    assert all(word not in done.screen for word in ("Traceback", "because of it", "worker 0"))
+
+
+def test_a_plan_error_of_one_worker_is_a_usage_error_with_the_users_line(train: Callable[..., Done]) -> None:
     done = train("plan")
     assert done.status == 2
-    assert "PlanError: Batch.size is 0; it must be at least 1 sample." in done.report
-    assert "src/paceline" not in done.report
+    assert re.fullmatch(r"paceline: Batch.size is 0; it must be at least 1 sample. \(train.py, line \d+\)", done.report)
+
+
+def test_an_override_that_no_plan_takes_is_refused_before_anything_is_written(train: Callable[..., Done]) -> None:
+    done = train("none", options=("--set", "plan.bacth.size=4"))
+    assert done.status == 2
+    assert done.screen.startswith("paceline: plan.bacth: Plan has no field 'bacth'. Did you mean 'batch'?")
+    assert not Path("run").exists()
 
 
 def test_an_error_in_a_loader_process_is_the_users_own(train: Callable[..., Done]) -> None:
     done = train("loader")
     assert done.status == 1
-    assert "OSError: sample 40 cannot be read" in done.report
+    assert re.match(
+        r"worker \d .* failed at step \d: OSError: sample 40 cannot be read \(in loader process 0\)\n", done.report
+    )
+    assert "DataLoader" not in done.report
     assert re.search(r'train.py", line \d+, in __getitem__', done.report)
     assert len(re.findall(r"^workers? [\d, -]+ stopped because of it$", done.report, re.MULTILINE)) == 1
 
@@ -370,6 +427,24 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_run_and_names_the_place(t
     assert done.screen.count("Traceback") <= 1
 
 
+def test_a_ledger_that_cannot_be_written_ends_the_run_with_one_sentence(train: Callable[..., Done]) -> None:
+    done = train("full", options=("--save-every", "2"))
+    assert done.status == 1
+    headline, *echo = done.report.splitlines()
+    assert re.fullmatch(
+        r"worker 1 \(host \S+, pid \d+\) failed at step \d: RunFileError: \S+/worker_1/\w+.jsonl could not be written: "
+        r"File too large. Free space there and start again with the same run_dir: it goes on from the newest \w+.",
+        headline,
+    )
+    assert echo == ["workers 0, 2 stopped because of it"]
+    assert "Traceback" not in done.screen
+    assert json.loads(Path("run/run.json").read_text())["state"] == "failed"
+    assert list(Path("run/checkpoints").glob("step_*/checkpoint.json"))
+    assert not list(Path("run").glob("attempt_1/worker_*/.error.spare"))
+    again = train("none", options=("--save-every", "2"))
+    assert (again.status, "finished at step 16" in again.screen) == (0, True), again.screen
+
+
 # ------------------------------------------------------------------------------------------------ looking at a real run
 
 
@@ -390,7 +465,7 @@ def test_status_logs_and_audit_tell_the_truth_about_a_run_that_was_killed_twice_
     assert train("kill", "11", workers=2, options=every).status == 1
     done = train("none", workers=1, options=every)
     assert done.status == 0
-    assert "continuing after step 10" in done.screen
+    assert done.screen.count("resumed from step 10") == 1
     assert json.loads(paceline("status", "run", "--json").screen)["step"] == 16
 
     audit = paceline("audit", "run")
@@ -426,3 +501,15 @@ def test_logs_show_what_every_worker_printed_by_worker_and_stream(paceline: Call
     assert "careful 1" in one
     assert "hello" not in one
     assert "careful 0" not in one
+
+
+def test_a_finished_run_that_is_started_again_says_that_nothing_was_left(train: Callable[..., Done]) -> None:
+    assert train("none", workers=2).status == 0
+    done = train("none", workers=2)
+    assert done.status == 0
+    assert "finished already at step 16, nothing was left to do, after " in done.screen
+    assert re.search(
+        r"^  to train on +more epochs in the script, or a later --max-steps; or --fresh", done.screen, re.M
+    )
+    fresh = train("none", workers=2, options=("--fresh",))
+    assert "finished at step 16, after" in fresh.screen

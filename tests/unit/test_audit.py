@@ -297,6 +297,7 @@ def test_a_directory_that_is_no_run_is_a_usage_error(tmp_path: Path, capsys: pyt
 def test_a_run_without_ledgers_proves_nothing(run: Path) -> None:
     RunRecord.begin_attempt(run, job={}, workers=1)
     assert main_audit(run) == 1
+    assert audit(run).verdict == "not clean"
 
 
 def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,6 +305,24 @@ def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main_audit(run, json=True) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["clean"] is True and told["epochs"][0]["num_used"] == 50
+
+
+@pytest.mark.parametrize(
+    ("last", "verdict", "line"),
+    [
+        (0, "nothing to prove yet", "nothing to prove yet: no finished epoch"),
+        (6, "nothing to prove yet", "nothing to prove yet: no finished epoch"),
+        (7, "clean", "clean: 1 finished epoch, no sample was lost and none was used twice"),
+    ],
+)
+def test_a_run_without_a_finished_epoch_has_nothing_to_prove_yet(
+    run: Path, last: int, verdict: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_attempt(run, 1, steps(workers=2, last=last), workers=2)
+    assert main_audit(run) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert main_audit(run, json=True) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == verdict
 
 
 def test_equal_epochs_share_a_line_and_others_do_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,9 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "save_at_end": (["--no-save-at-end"], False),
     "keep": (["--keep=5"], 5),
     "timeout_s": (["--timeout-s", "30"], 30.0),
+    "silence_s": (["--silence-s", "3"], 3.0),
+    "patience_s": (["--patience-s", "5"], 5.0),
+    "grace_s": (["--grace-s", "90"], 90.0),
     "device": (["--device", "cpu"], "cpu"),
     "capture_dir": (["--capture-dir", "c"], "c"),
     "threads": (["--threads", "2"], 2),
@@ -459,3 +462,45 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         _, err = process.communicate(timeout=30)
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("plan.bacth.size=4", "plan.bacth: Plan has no field 'bacth'. Did you mean 'batch'?"),
+        ("plan.batch.sise=4", "plan.batch.sise: Batch has no field 'sise'. Did you mean 'size'?"),
+        ("plan.batch.size=four", "plan.batch.size is 'four'; it must be a whole number"),
+        ("plan.batch.size=0", "Batch.size is 0; it must be at least 1 sample."),
+        ("plan.wire.dtype=fp17", "plan.wire.dtype is 'fp17'; it must be 'bf16' or 'fp16'"),
+        ("plan.wire.type=fp16", "Raw has no field 'type'"),
+    ],
+)
+def test_an_override_that_no_plan_takes_is_refused_before_there_is_a_run(
+    override: str, says: str, script: str, started: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(capsys, "run", script, "--set", override)
+    assert started == []
+
+
+def test_an_override_that_the_script_s_plan_may_take_is_left_to_it(script: str, started: Record) -> None:
+    overrides = ["plan.wire.dtype=fp16", "plan.batch.size=8"]
+    assert cli.main(["run", script, *(word for text in overrides for word in ("--set", text))]) == 7
+    assert list(started[0][1]["overrides"]) == overrides
+
+
+def test_an_export_to_a_directory_is_refused_and_the_folders_that_it_makes_are_told(
+    takes_the_place_of: Callable[..., Record], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = takes_the_place_of("paceline.checkpoint.export", "main_export")
+    Path("here").mkdir()
+    assert "here is a directory: name the file to write, for example here/model.safetensors" in refused(
+        capsys, "export", "RUN", "here"
+    )
+    assert calls == []
+
+    def export(_: Path, target: Path) -> int:
+        target.parent.mkdir(parents=True)
+        return 0
+
+    monkeypatch.setattr(sys.modules["paceline.checkpoint.export"], "main_export", export)
+    assert run(capsys, "export", "RUN", "here/a/b/m.st") == (0, "made the folders here/a, here/a/b\n", "")

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from paceline.comm.channel import Channel
+from paceline.events import Event
 from paceline.launch.head import GATHER_S, REPORT_S, SILENCE_S, STOP_S, TERMINATE_S, Guest, Head
 from paceline.launch.link import Link
 from paceline.launch.loop import Loop
 from paceline.launch.member import Member
 from paceline.launch.outcome import Outcome, WorkerExit
+from paceline.plan.job import Job
 
 WELL = WorkerExit(
     worker=0, host="a", pid=10, exit_code=0, signal=None, peak_memory_bytes=1, error=None, sent_by_us=False
@@ -37,8 +39,8 @@ class PretendedCrew:
     def kill(self) -> None:
         self.told.append("kill")
 
-    def reply(self, worker: int, reply: Mapping[str, Any]) -> None:
-        self.told.append((worker, reply))
+    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+        self.told.append((worker, message))
 
 
 class HeadAndMember:
@@ -53,10 +55,11 @@ class HeadAndMember:
             on_message=lambda message: self.head.guest_said(self.guest, message),
             on_close=lambda error: self.head.guest_lost(self.guest, str(error)),
         )
-        self.guest = Guest(link=link, host="b", address="10.0.0.2", workers=range(2, 3))
+        self.guest = Guest(link=link, host="b", address="10.0.0.2", workers={2})
         fields: dict[str, Any] = {"host": "a", "address": "10.0.0.1", "attempt": 1, "run_dir": "runs/r"}
-        self.head = Head(workers=3, guests=[self.guest], door=None, say=self.said.append, **fields)
-        self.head.lead(self.crew)  # type: ignore[arg-type]
+        job = Job(workers=3, hosts=2, head="a:29500")
+        self.head = Head(job=job, guests=[self.guest], door=None, say=self.said.append, **fields)
+        self.head.lead(self.crew, list[Event]().append)  # type: ignore[arg-type]
         self.member = Channel(theirs)
 
     def say(self, **message: Any) -> None:
@@ -128,9 +131,9 @@ def test_after_a_failure_the_others_have_a_moment_and_are_ended(both: HeadAndMem
 
 def test_the_board_serves_members_workers_too(both: HeadAndMember) -> None:
     both.head.request(0, {"id": 1, "op": "add", "key": "n", "amount": 2})
-    both.say(op="board", worker=2, request={"id": 7, "op": "add", "key": "n", "amount": 3})
+    both.say(op="said", worker=2, request={"id": 7, "op": "add", "key": "n", "amount": 3})
     assert both.crew.told == [(0, {"id": 1, "value": 2})]
-    assert told(both.member) == {"op": "reply", "worker": 2, "reply": {"id": 7, "value": 5}}
+    assert told(both.member) == {"op": "tell", "worker": 2, "message": {"id": 7, "value": 5}}
 
 
 def test_a_first_signal_stops_and_a_second_one_kills(both: HeadAndMember) -> None:
@@ -220,7 +223,7 @@ def test_a_member_that_does_not_end_its_workers_is_lost(both: HeadAndMember) -> 
         {"op": "exited", "exit": {"worker": 2}},
         {"op": "exited", "exit": dataclasses.asdict(WELL)},  # worker 0 is not its own
         {"op": "started", "worker": "two", "pid": 1},
-        {"op": "board", "worker": 2, "request": []},
+        {"op": "said", "worker": 2, "request": []},
         {"op": "exited", "exit": dataclasses.asdict(WELL) | {"worker": 2, "error": "text"}},
     ],
 )
@@ -267,12 +270,12 @@ def test_what_the_head_says_before_there_are_workers_is_done_later(pair: MemberA
     pair.head.send({"op": "stop", "grace_s": 3.0})
     pair.loop.turn(1.0)
     assert pair.crew.told == []
-    pair.member.lead(pair.crew)  # type: ignore[arg-type]
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
     assert pair.crew.told == [("terminate", 3.0)]
 
 
 def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) -> None:
-    pair.member.lead(pair.crew)  # type: ignore[arg-type]
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
     now = time.monotonic()
     pair.member.tick(now + SILENCE_S - 1)
     assert pair.crew.told == []
@@ -287,7 +290,7 @@ def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) ->
 
 
 def test_a_signal_to_a_member_is_told_to_the_head(pair: MemberAndHead) -> None:
-    pair.member.lead(pair.crew)  # type: ignore[arg-type]
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
     pair.member.interrupted(signal.SIGHUP)
     assert told(pair.head) == {"op": "leaving", "signal": int(signal.SIGHUP), "reason": ""}
     pair.member.interrupted(signal.SIGHUP)

@@ -85,22 +85,82 @@ def test_frames_of_ours_above_the_user_s_are_left_out() -> None:
     )
     text = explain([failed(0, traceback=trace)])
     assert "worker/main.py" not in text and "runpy" not in text and "^^^^^" not in text
-    assert 'train.py", line 7' in text and "worker/stepper.py" in text
+    assert "worker/stepper.py" not in text
+    assert 'train.py", line 7, in train\n    step(batch)\n  ... 1 frame in paceline\n  File "/home/me/train.py"' in text
     assert text.endswith('    raise ValueError("bad")\nValueError: bad\nsecond line')
 
 
-def test_a_usage_error_shows_the_user_s_line_and_not_what_refused_it() -> None:
+def test_runs_of_frames_of_torch_and_paceline_below_the_user_s_are_one_line() -> None:
+    torch = "/venv/lib/python3.11/site-packages/torch/nn/modules"
+    trace = (
+        "Traceback (most recent call last):\n"
+        '  File "/home/me/train.py", line 7, in train\n    step(batch)\n'
+        f'  File "{OURS}/worker/stepper.py", line 2, in __call__\n    loss()\n    ^^^^^^\n'
+        f'  File "{torch}/module.py", line 2, in _call_impl\n    forward()\n'
+        '  File "/home/me/model.py", line 3, in forward\n    self.fc(x)\n'
+        f'  File "{torch}/module.py", line 2, in _call_impl\n    forward()\n'
+        f'  File "{torch}/linear.py", line 2, in forward\n    F.linear()\n'
+        "RuntimeError: shapes cannot be multiplied\n"
+    )
+    assert explain([failed(0, traceback=trace)]).split("\n")[1:] == [
+        "Traceback (most recent call last):",
+        '  File "/home/me/train.py", line 7, in train',
+        "    step(batch)",
+        "  ... 2 frames in paceline, torch",
+        '  File "/home/me/model.py", line 3, in forward',
+        "    self.fc(x)",
+        "  ... 2 frames in torch",
+        "RuntimeError: shapes cannot be multiplied",
+    ]
+
+
+def test_an_error_in_a_loader_process_has_the_user_s_type_message_and_frames() -> None:
+    inner = (
+        "Traceback (most recent call last):\n"
+        '  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 1, in _worker_loop\n'
+        f'  File "{OURS}/worker/reading.py", line 1, in __getitem__\n    fetch()\n'
+        '  File "/home/me/train.py", line 7, in __getitem__\n    return self.rows[index]\n'
+        "           ~~~~~~~~~^^^^^^^\n"
+        "KeyError: 'colour: red'\n"
+    )
+    message = f"Caught KeyError in DataLoader worker process 1.\nOriginal {inner}"
+    other = message.replace("process 1", "process 0")
+    text = explain([
+        failed(worker, said, kind="KeyError", traceback=f'{FRAMES.format(3, "x")}KeyError: {said}')
+        for worker, said in enumerate([message, other])
+    ])  # fmt: skip
+    assert text.split("\n") == [
+        "workers 0, 1 (host a) all failed with the same error at step 812: KeyError: 'colour: red' "
+        "(in loader process 1)",
+        "Traceback (most recent call last):",
+        '  File "/home/me/train.py", line 7, in __getitem__',
+        "    return self.rows[index]",
+        "           ~~~~~~~~~^^^^^^^",
+        "KeyError: 'colour: red'",
+    ]
+
+
+def test_a_usage_error_is_its_sentence_alone_uncut_with_the_user_s_line() -> None:
     trace = (
         f'Traceback (most recent call last):\n  File "{OURS}/worker/main.py", line 1, in work\n    run()\n'
         '  File "/home/me/train.py", line 7, in train\n    Plan(wire=3)\n'
         f'  File "{OURS}/plan/plan.py", line 9, in __post_init__\n    raise PlanError("no")\n'
         "paceline.errors.PlanError: no\n"
     )
-    text = explain([failed(0, traceback=trace, usage=True)])
-    assert text.split("\n", 1)[1] == (
-        'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in train\n    Plan(wire=3)\n'
-        "paceline.errors.PlanError: no"
+    sentence = "no " * 200 + "end."
+    text = explain([failed(0, sentence, traceback=trace, usage=True), failed(1, echo=True), killed(2, sent_by_us=True)])
+    assert text == f"paceline: {sentence} (/home/me/train.py, line 7)"
+
+
+def test_an_error_that_says_all_has_no_traceback_and_is_one_for_workers_that_differ_in_their_files() -> None:
+    text = explain([
+        failed(worker, f"/r/attempt_1/worker_{worker}/ledger.jsonl is not written. {'Why. ' * 60}", says_all=True)
+        for worker in (0, 1)
+    ])  # fmt: skip
+    assert text.startswith(
+        "workers 0, 1 (host a) all failed with the same error at step 812: ValueError: /r/attempt_1/"
     )
+    assert text.endswith("Why. Why.") and "Traceback" not in text and "..." not in text
 
 
 def test_a_real_chain_of_errors_keeps_all_its_parts(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from paceline.monitor.steps import Step
 from paceline.monitor.summary import Summary
 from paceline.monitor.tensorboard import EVERY_S, TensorBoardFile
 
-SECONDS = {"data": 0.1, "compute": 1.4, "communication": 0.4, "optimizer": 0.1, "total": 2.0}
+SECONDS = {"data": 0.1, "compute": 1.3, "communication": 0.4, "optimizer": 0.1, "total": 2.0}
 
 
 def step(number: int, **fields: Any) -> Step:
@@ -114,8 +114,9 @@ def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
     sink.close()
     found = scalars(tmp_path / "tb")
     assert found["lr"] == [(1, 0.5)] and found["eval/accuracy"] == [(2, 0.75)]
-    assert found["seconds/compute"] == [(1, pytest.approx(1.4)), (2, pytest.approx(1.4))]
-    assert found["samples_per_s"] == [(1, 4.0), (2, 4.0)]
+    assert found["samples_per_second"] == [(1, 4.0), (2, 4.0)] and found["progress/epoch"] == [(1, 0.0), (2, 0.0)]
+    parts = {name.removeprefix("seconds/"): points[0][1] for name, points in found.items() if "seconds/" in name}
+    assert parts == pytest.approx({**SECONDS, "other": 0.1})
     assert [number for number, _ in found["loss"]] == [1, 2]
 
 
@@ -174,7 +175,10 @@ def test_prometheus_serves_counters_gauges_and_seconds_without_a_step_label() ->
         assert values["paceline_sent_bytes_total"] == 20
         assert values["paceline_loss"] == -37
         assert values['paceline_step_seconds_sum{phase="communication"}'] == pytest.approx(0.8)
-        assert values['paceline_step_seconds_count{phase="total"}'] == 2
+        of_steps = {name: value for name, value in values.items() if "paceline_step_seconds_sum" in name}
+        assert of_steps['paceline_step_seconds_sum{phase="other"}'] == pytest.approx(0.2)
+        assert sum(of_steps.values()) == pytest.approx(4.0)  # the phases are the whole: nothing is counted twice
+        assert (values["paceline_last_step"], values["paceline_epoch"]) == (42, 0)
         assert values['paceline_checkpoint_seconds_sum{part="stall"}'] == 0.25
         assert values["paceline_checkpoint_failures_total"] == 1
         assert values['paceline_evaluation{name="accuracy"}'] == 0.75
@@ -186,6 +190,27 @@ def test_prometheus_serves_counters_gauges_and_seconds_without_a_step_label() ->
         endpoint.close()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(endpoint.url, timeout=10)
+
+
+def test_prometheus_says_of_each_metric_what_it_is() -> None:
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=1)
+    try:
+        endpoint.accept(step(1, metrics={"lr": 0.5}))
+        lines = urllib.request.urlopen(endpoint.url, timeout=10).read().decode().splitlines()
+    finally:
+        endpoint.close()
+    about = {
+        name: text for _, kind, name, text in (line.split(" ", 3) for line in lines if line[0] == "#") if kind == "HELP"
+    }
+    kinds = {
+        name: text for _, kind, name, text in (line.split(" ", 3) for line in lines if line[0] == "#") if kind == "TYPE"
+    }
+    samples = {re.split(r"[ {]", line)[0] for line in lines if line[0] != "#"}
+    families = {re.sub(r"_(sum|count)$", "", name) for name in samples}
+    assert families <= about.keys() == kinds.keys()
+    assert all(re.fullmatch(r"[A-Z].{15,}\.", text) for text in about.values()), about
+    counters = {name for name, kind in kinds.items() if kind == "counter"}
+    assert counters == {name for name in families if name.endswith("_total")}
 
 
 def test_a_port_in_use_is_an_error_that_says_what_to_do() -> None:

@@ -23,18 +23,20 @@ from paceline.events import (
     EventLog,
     Note,
     StepDone,
+    StreamOpened,
     Warned,
     WorkerFinished,
     WorkerStarted,
 )
 from paceline.monitor.console import PlainConsole
 from paceline.monitor.failure import Failure
+from paceline.monitor.live import LiveConsole
 from paceline.monitor.run_record import RunRecord
 from paceline.monitor.watch import Watch
 from paceline.monitor.wording import closing_table, number_text
 from paceline.plan.job import Job
 
-SECONDS = {"data": 0.001, "compute": 0.088, "communication": 0.008, "optimizer": 0.003, "total": 0.1}
+SECONDS = {"data": 0.001, "compute": 0.086, "communication": 0.008, "optimizer": 0.003, "total": 0.1}
 JOB = Job(tensorboard=False)
 
 
@@ -49,10 +51,14 @@ class Workers:
             directory.mkdir(parents=True)
         self.logs = [EventLog(path / "events.jsonl", worker=worker) for worker, path in enumerate(self.directories)]
 
-    def start(self) -> None:
-        for worker, log in enumerate(self.logs):
-            about: dict[str, Any] = {"rank": worker, "pid": 10 + worker, "startup_s": 1.9, "plan": "replicas=2"}
-            log.emit(WorkerStarted(**about, workers=self.count, host="a", device="cpu", resumed_from_step=0))
+    def start(self, *, resumed_from_step: int = 0) -> None:
+        for worker in range(self.count):
+            self.start_one(worker, resumed_from_step=resumed_from_step)
+
+    def start_one(self, worker: int, *, host: str = "a", resumed_from_step: int = 0) -> None:
+        about: dict[str, Any] = {"rank": worker, "pid": 10 + worker, "startup_s": 1.9, "plan": "replicas=2"}
+        about |= {"host": host, "resumed_from_step": resumed_from_step}
+        self.logs[worker].emit(WorkerStarted(**about, workers=self.count, device="cpu"))
 
     def step(self, number: int, **fields: Any) -> None:
         values: dict[str, Any] = {"epoch": 0, "num_samples": 8, "loss": 10 / number, "metrics": {}, "seconds": SECONDS}
@@ -95,9 +101,9 @@ def test_a_finished_run_leaves_its_files_and_a_closing_table(workers: Workers) -
     facts = watch.finish("finished", 0)
     assert watch.finish("failed", 1) is facts
     shown = stream.getvalue()
-    assert shown.startswith("2 workers on cpu, ready in 1.90 s  plan replicas=2\nstep 1  loss 10  lr 0.5  ")
+    assert shown.startswith("2 workers on cpu, ready in 1.90 s  plan replicas=2\nstep 1  loss 10  lr 0.5\n")
     assert shown.count("held out: accuracy 0.75  (30 samples in 500 ms)") == 1
-    assert shown.count("checkpoint run/checkpoints/step_5 (2.00 KiB; training waited 4.00 ms)") == 1
+    assert shown.count("step 5  checkpoint saved (2.00 KiB; training waited 4.00 ms)") == 1
     assert "\na sample of text\n" in shown
     table = shown[shown.index("finished at step 5") :].splitlines()
     rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in table[1:])
@@ -193,7 +199,51 @@ def test_a_plain_line_comes_first_then_once_an_interval_and_at_the_end(workers: 
     workers.step(8)
     watch.finish("finished", 0)
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1", "3", "5", "7", "8"]
-    assert stream.getvalue().splitlines()[0].endswith("data 1% compute 88% comm 8% optim 3%")
+    assert stream.getvalue().splitlines()[0] == "step 1  loss 10"  # its speed says nothing about the others
+    assert stream.getvalue().splitlines()[1].endswith("data 1% compute 86% comm 8% optim 3% other 2%")
+
+
+def test_a_plain_line_says_how_far_the_run_is_to_go_and_counts_epochs_from_one(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=Job(tensorboard=False, max_steps=90), stream=stream)
+    workers.step(1)
+    watch.poll()
+    workers.emit(StreamOpened(name="train", num_samples=80, epochs=3, last_step=30))
+    workers.step(25, epoch=2)
+    watch.finish("finished", 0)
+    assert stream.getvalue().startswith("step 1 of 90  loss 10\nstep 25 of 30  epoch 3 of 3  loss 0.4  ")
+
+
+def test_a_host_tells_of_all_workers_of_the_job_and_which_of_them_are_its_own(tmp_path: Path) -> None:
+    workers = Workers(tmp_path / "run", count=4)
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 4, job=JOB, stream=stream, local=[2, 3])
+    workers.start_one(0, host="b")  # another host's, seen on a disk that both share
+    workers.start_one(2)
+    watch.poll()
+    assert stream.getvalue() == ""
+    workers.start_one(3)
+    watch.poll()
+    workers.start_one(1, host="b")
+    watch.poll()
+    workers.close()
+    assert stream.getvalue() == "4 workers (2 of them here on a: cpu), ready in 1.90 s  plan replicas=2\n"
+
+
+def test_a_resumed_run_says_so_once(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    workers.emit(Note(text="resumed from step 417 (run/checkpoints/step_00000417)"))
+    workers.start(resumed_from_step=417)
+    workers.step(418)
+    watch.poll()
+    assert stream.getvalue().splitlines()[:3] == [
+        "2 workers on cpu, ready in 1.90 s  plan replicas=2",
+        "resumed from step 417 (run/checkpoints/step_00000417)",
+        "step 418  loss 0.02392",
+    ]
+    assert stream.getvalue().count("step 417") == 1
+    watch.finish("stopped", 130)
 
 
 def test_a_closed_pipe_does_not_end_the_run_and_is_said_once(
@@ -265,10 +315,14 @@ def test_a_sink_that_cannot_write_is_given_up_and_the_run_goes_on(workers: Worke
         watch.poll()
     facts = watch.finish("finished", 0)
     watch.poll()  # too late, and harmless
-    assert facts["steps"] == 3
+    assert (facts["steps"], facts["exit_code"]) == (3, 1), "the run is whole, but its books are not"
     shown = stream.getvalue()
-    assert shown.count("MetricsFile is given up, the run goes on without it: [Errno 21] Is a directory") == 1
-    assert shown.count("TensorBoardFile is given up") == shown.count("Summary is given up") == 1
+    assert shown.count("metrics.jsonl could not be written: Is a directory. Look at the disk and the rights") == 1
+    assert (
+        shown.count("The run goes on without it.") == 1 and shown.count("tensorboard could not be written: File") == 1
+    )
+    assert "summary.json could not" not in shown, "once for each reason"
+    assert {Path(name).name for name in watch.unwritten} == {"metrics.jsonl", "summary.json"}
     assert "finished at step 3" in shown
 
 
@@ -357,6 +411,8 @@ def test_a_terminal_shows_a_block_with_lines_above_it(workers: Workers, terminal
     watch.poll()
     assert "starting the workers" in terminal.read()
     workers.start()
+    watch._screen.poll(time.monotonic() + 2.0)  # pyright: ignore[reportPrivateUsage]
+    assert "starting the workers" in terminal.read()  # nobody has read yet that they are there
     workers.step(1)
     workers.step(5, metrics={"lr": 0.5})
     workers.emit(Evaluated(step=5, num_samples=30, metrics={"accuracy": 0.75}, duration_s=0.5))
@@ -367,7 +423,7 @@ def test_a_terminal_shows_a_block_with_lines_above_it(workers: Workers, terminal
     for part in (
         "5 of 10  50%",
         "lr 0.5",
-        "samples/s  data 1%  compute 88%  comm 8%  optim 3%",
+        "  data 1%  compute 86%  comm 8%  optim 3%  other 2%",
         "●●  2",
         "accuracy 0.75",
     ):
@@ -378,6 +434,73 @@ def test_a_terminal_shows_a_block_with_lines_above_it(workers: Workers, terminal
     end = terminal.read()
     assert "\x1b[?25h" in end  # the cursor is back
     assert plain(end).split("finished at step 5")[1].strip().endswith("run            run")
+
+
+NUMBERS = (
+    "1234 of 20000", "6%", "epoch 3 of 40", "1.9876", "lr 0.0001234", "grad_norm 12.35", "samples/s", "a step",
+    "data 1%", "compute 86%", "comm 8%", "optim 3%", "other 2%", "accuracy 0.9876", "top5_accuracy 0.9988",
+    "loss 0.1235", "at step 1230", "step 1000", "12.0 MiB",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 120])
+def test_no_number_of_the_block_is_cut_at_any_width(
+    workers: Workers, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    job = Job(tensorboard=False)
+    console = LiveConsole(terminal.stream, run_dir=workers.run, workers=2, local=range(2), max_steps=None)
+    watch = Watch(workers.run, 1, 2, job=job, console="none")
+    watch._sinks.append(console)  # pyright: ignore[reportPrivateUsage]
+    workers.start()
+    workers.emit(StreamOpened(name="train", num_samples=4000, epochs=40, last_step=20000))
+    workers.step(1200, epoch=2)
+    workers.step(1234, epoch=2, loss=1.98764, metrics={"lr": 0.0001234, "grad_norm": 12.3456})
+    measured = {"accuracy": 0.98764, "top5_accuracy": 0.99876, "loss": 0.123456}
+    workers.emit(Evaluated(step=1230, num_samples=30, metrics=measured, duration_s=0.5))
+    workers.emit(CheckpointSaved(step=1000, path="c", num_bytes=12 << 20, stall_s=0.1, write_s=1.0))
+    watch.poll()
+    console.poll(now=1e9)
+    rows = plain(terminal.read()).splitlines()
+    watch.finish("finished", 0)
+    numbers = {number.replace("1.9876", "1.988") for number in NUMBERS}
+    assert {number for number in numbers if not any(number in row for row in rows)} == set()
+    below_title = [row for row in rows if "paceline" not in row]
+    assert not [row for row in below_title if len(row) > columns or "…" in row]
+    assert (len(below_title) > 7) == (columns < 80)  # with room, each has its own single line
+
+
+def test_the_bar_of_times_is_as_long_as_the_bar_of_steps_and_ends_with_what_is_left(
+    workers: Workers, terminal: Terminal
+) -> None:
+    watch = Watch(workers.run, 1, 2, job=Job(tensorboard=False, max_steps=10), stream=terminal.stream)
+    seconds = {"data": 0.0, "compute": 0.05, "communication": 0.0, "optimizer": 0.0, "total": 0.1}
+    workers.step(4, seconds={**SECONDS, "total": 9.0})  # what belongs to the first step is left out
+    workers.step(5, seconds=seconds)
+    watch.poll()
+    shown = terminal.read()
+    watch.finish("finished", 0)
+    bars = {
+        row.split()[0]: sum(map(row.count, "━─█")) for row in plain(shown).splitlines() if row[6:10] in ("step", "time")
+    }
+    assert bars == {"step": 40, "time": 40}
+    assert "compute 50%  comm 0%  optim 0%  other 50%" in plain(shown)
+    assert re.search(r"\x1b\[32m█{20}\x1b\[0m\x1b\[90m█{20}\x1b\[0m", shown)
+
+
+def test_a_terminal_of_one_host_of_several_waits_for_its_own_workers_only(tmp_path: Path, terminal: Terminal) -> None:
+    workers = Workers(tmp_path / "run", count=4)
+    watch = Watch(workers.run, 1, 4, job=JOB, stream=terminal.stream, local=[0, 1])
+    workers.start_one(0)
+    watch.poll()
+    assert "●○  1 of 2 here, 4 in all" in plain(terminal.read())
+    workers.start_one(1)
+    watch.poll()
+    watch._screen.poll(time.monotonic() + 5.0)  # pyright: ignore[reportPrivateUsage]
+    shown = plain(terminal.read())
+    watch.finish("finished", 0)
+    workers.close()
+    assert "the first step is under way" in shown and "●●  2 here, 4 in all" in shown
 
 
 def test_a_terminal_that_understands_nothing_gets_plain_lines(

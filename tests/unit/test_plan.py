@@ -19,7 +19,7 @@ from paceline.plan import AllReduce, Batch, Cast, Compute, Layout, Plan, Raw
 counts = st.integers(min_value=1, max_value=10**9)
 plans = st.builds(
     Plan,
-    layout=st.builds(Layout, replicas=st.none() | counts),
+    layout=st.builds(Layout, replicas=st.none() | counts | st.tuples(counts, counts).map(sorted).map(tuple)),
     sync=st.builds(AllReduce, bucket_bytes=counts),
     wire=st.just(Raw()) | st.builds(Cast, dtype=st.sampled_from(["bf16", "fp16"])),
     batch=st.builds(
@@ -77,6 +77,7 @@ def test_text_and_repr_leave_defaults_out() -> None:
         ("allreduce", Plan()),
         ("raw + replicas = 2", Plan(layout=Layout(replicas=2))),
         ("Layout(replicas=2)", Plan(layout=Layout(replicas=2))),
+        ("replicas=2-8", Plan(layout=Layout(replicas=(2, 8)))),
         ("Cast(dtype=fp16)", Plan(wire=Cast(dtype="fp16"))),
         ("wire=cast(dtype=fp16)", Plan(wire=Cast(dtype="fp16"))),
         ("all_reduce(bucket_bytes=1024)+replicas=none", Plan(sync=AllReduce(bucket_bytes=1024))),
@@ -103,6 +104,8 @@ def test_text_may_be_written_in_several_ways(text: str, plan: Plan) -> None:
         ("batch(seed=-1)", "Batch.seed is -1; it must be from 0 to 2**63 - 1."),
         ("allreduce(bucket_bytes=0)", "AllReduce.bucket_bytes is 0; it must be at least 1"),
         ("replicas=0", "Layout.replicas is 0; it must be at least 1"),
+        ("replicas=8-2", "a pair is (least, most), such as (2, 8)"),
+        ("replicas=2-x", "'x'; it must be a whole number"),
         ("micro=8", "Did you mean 'plan.batch.micro'?"),
         ("replica=8", "Did you mean 'plan.layout.replicas'?"),
         ("replicas=2+replicas=3", "gives replicas twice"),
@@ -124,7 +127,6 @@ NOT_BUILT_FIELDS: list[tuple[type[Any], dict[str, Any]]] = [
     (Layout, {"stages": 2}),
     (Layout, {"context": 2}),
     (Layout, {"experts": 2}),
-    (Layout, {"replicas": (2, 8)}),
     (Compute, {"recompute": "selective"}),
     (Compute, {"precision": "fp16"}),
     (Compute, {"offload": True}),
@@ -142,7 +144,7 @@ def test_fields_and_values_that_are_not_built_are_refused_by_name(cls: type[Any]
 
 @pytest.mark.parametrize(
     "text",
-    ["shard=4", "zero=3", "replicas=2-8", "layout(stages=2)", "compute(offload=true)", "allreduce(algorithm=tree)"],
+    ["shard=4", "zero=3", "layout(stages=2)", "compute(offload=true)", "allreduce(algorithm=tree)"],
 )
 def test_text_refuses_by_name_what_the_constructors_refuse(text: str) -> None:
     with pytest.raises(PlanError, match=r"^\w+\(\w+=.*is not built yet\. Use "):

@@ -140,7 +140,7 @@ def test_changes_win_and_are_merged_before_the_job_is_checked(tmp_path: Path) ->
         ("[plan]\nwires = 'raw'", "plan.wires: Plan has no field 'wires'. Did you mean 'wire'?"),
         ("[plan]\nbatch = {size = '64'}", "plan.batch.size is '64'; it must be a whole number."),
         ("[plan]\nlayout = {shard = 4}", "Layout(shard=4): sharding one replica"),
-        ("[plan]\nlayout = {replicas = [2, 8]}", "(elasticity) is not built yet"),
+        ("[plan]\nlayout = {replicas = [8, 2]}", "a pair is (least, most)"),
         ("[plan]\nwire = {kind = 'Int8'}", "Int8: sending 8-bit integers is not built yet"),
         ("[plan]\nsync = {kind = 'LocalSGD', every = 64}", "LocalSGD: agreeing only every few steps"),
         ("[plan]\ncompute = {recompute = 'selective'}", "Compute(recompute='selective'): "),

@@ -13,28 +13,11 @@ from paceline.errors import PlanError
 from paceline.plan import Batch, Cast, Compute, Layout, Plan
 from paceline.plan.rules import RULES
 
-
-class Parameter:
-    def __init__(self, requires_grad: bool) -> None:
-        self.requires_grad = requires_grad
-
-
-class Model:
-    """Looks like a module as far as the rules look."""
-
-    def __init__(self, *trainable: bool) -> None:
-        self._parameters = [Parameter(value) for value in trainable]
-
-    def parameters(self) -> list[Parameter]:
-        return self._parameters
-
-
 BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "layout-fits-workers": (Plan(layout=Layout(replicas=4)), {"workers": 6}),
     "micro-fits-size": (Plan(batch=Batch(size=4, micro=8)), {}),
     "work-for-every-worker": (Plan(batch=Batch(size=8, micro=4)), {"workers": 3}),
     "reference-travels-whole": (Plan(compute=Compute(precision="fp64"), wire=Cast(dtype="bf16")), {}),
-    "something-to-train": (Plan(), {"model": Model(False, False)}),
 }
 
 
@@ -46,7 +29,7 @@ def test_every_rule_has_a_plan_that_breaks_it_alone() -> None:
 
 def test_a_sound_plan_breaks_nothing() -> None:
     plan = Plan(layout=Layout(replicas=3), batch=Batch(size=10), wire=Cast(dtype="bf16"))
-    assert plan.check(workers=3, model=Model(True, False)) == ()
+    assert plan.check(workers=3) == ()
     plan.require(workers=3)
 
 

@@ -94,7 +94,7 @@ def test_a_micro_batch_that_leaves_a_buffer_alone_counts_with_the_old_value() ->
     buffers.rewind()
     assert module.kept.item() == 2.0
     buffers.capture(3)
-    buffers.combine(buffers.changed(), num_samples=4, group=Alone())
+    buffers.combine(buffers.changed(), num_samples=4, group=Alone())()
     assert module.kept.item() == 4.0  # (10 + 3 * 2) / 4
 
 

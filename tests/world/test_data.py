@@ -242,3 +242,20 @@ def test_collective_conveniences(world: World) -> None:
         )
 
     assert world(talk, 3) == [(1.0, [{"rank": 0}, {"rank": 1}, {"rank": 2}], "from two")] * 3
+
+
+@pytest.mark.parametrize(
+    ("count", "drop_last", "says"),
+    [
+        (0, False, "the iterable dataset of stream 'train' is empty: it gave no item in its first epoch"),
+        (5, True, "gave fewer than 8 items in its first epoch, and Batch(size=8, drop_last=True) drops them all"),
+    ],
+    ids=["empty", "dropped"],
+)
+def test_an_iterable_that_makes_no_step_is_an_error_on_all_workers(
+    world: World, count: int, drop_last: bool, says: str
+) -> None:
+    with pytest.raises(WorkersFailed) as failed:
+        world(lambda worker: seen(worker, Lines(count)), 2, Plan(batch=Batch(size=8, micro=2, drop_last=drop_last)))
+    assert sorted(failed.value.errors) == [0, 1]
+    assert all(says in text for text in failed.value.errors.values())

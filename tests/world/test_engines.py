@@ -133,10 +133,11 @@ def test_the_command_itself_is_not_for_engines_to_multiply(train: Path, tmp_path
     assert not (tmp_path / "runs").exists()
 
 
-def test_sigterm_to_the_engine_stops_the_run_in_good_order(train: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [TORCHRUN, MPIRUN], ids=["torchrun", "mpirun"])
+def test_sigterm_to_the_engine_stops_the_run_in_good_order(words: list[str], train: Path, tmp_path: Path) -> None:
     with closing(Announcements(tmp_path / "pipe")) as pipe:
         options = ["--epochs", "100000", "--tell", pipe.path]
-        with command(*TORCHRUN, train, *options) as program:
+        with command(*words, train, *options, environment=AS_ROOT) as program:
             program.told(pipe, 2)
             program.process.terminate()
             code, output = program.end(limit_s=FAILED_S)

@@ -255,6 +255,19 @@ def test_inline_a_program_may_run_again_and_again(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- ends from outside
 
 
+def test_a_program_from_a_pipe_has_a_run_named_run_and_its_function_s_name(tmp_path: Path) -> None:
+    text = (
+        "import paceline\ndef learn(worker):\n    return worker.rank\nprint('value', paceline.run(learn, workers=2))\n"
+    )
+    (tmp_path / "text").write_text(text)
+    with open(tmp_path / "text") as pipe:
+        code, output = run(sys.executable, "-", stdin=pipe)
+    assert (code, "value 0" in output) == (0, True), output
+    run_dir = the_run(tmp_path)
+    assert run_dir.name.startswith("run-")
+    assert json.loads((run_dir / "summary.json").read_text())["program"] == "learn"
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_run_and_the_next_start_continues(
     signum: signal.Signals, train: Path, tmp_path: Path, pipe: Announcements
@@ -268,7 +281,8 @@ def test_a_signal_stops_the_run_and_the_next_start_continues(
         program.signal(signum)
         code, output = program.end(limit_s=GONE_S)
         assert program.left() == []
-    assert code == 128 + signum, output
+    # SIGTERM is a notice: the step is finished, everything is saved, and the code says "run me again".
+    assert code == (75 if signum == signal.SIGTERM else 128 + signum), output
     assert_stopped_and_continues(run_dir, words, code)
 
 
@@ -312,6 +326,6 @@ def test_sigterm_ends_a_plain_program_in_good_order(train: Path, tmp_path: Path,
         program.signal(signal.SIGTERM)
         code, output = program.end(limit_s=GONE_S)
         assert program.left() == []
-    assert code == 143, output
+    assert code == 75, output
     assert "Traceback" not in output
     assert record(the_run(tmp_path))["state"] == "stopped"

@@ -18,7 +18,8 @@ def add(commands: Commands) -> None:
         summary="prove that every sample of each epoch was used exactly once",
         description="Prove from a run's ledger that every sample of each finished epoch was used exactly once, "
         "or list what was not.",
-        examples="  paceline audit RUN\n\nExit status 0: proved; 1: samples are missing or were used twice.",
+        examples="  paceline audit RUN\n\nExit status 0: proved, or no epoch is finished yet; "
+        "1: samples are missing or were used twice.",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")

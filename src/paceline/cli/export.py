@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from paceline.cli.arguments import Commands, add_command
+from paceline.errors import PlanError
 
 __all__ = ["add", "run"]
 
@@ -29,6 +30,14 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file; returns its exit status."""
+    target: Path = arguments.target
+    if target.is_dir():
+        raise PlanError(f"{target} is a directory: name the file to write, for example {target / 'model.safetensors'}.")
+    absent = [folder for folder in reversed(target.parents) if not folder.exists()]
     from paceline.checkpoint.export import main_export
 
-    return main_export(arguments.source, arguments.target)
+    status = main_export(arguments.source, target)
+    made = [folder for folder in absent if folder.is_dir()]
+    if made:
+        print(f"made {'the folder' if len(made) == 1 else 'the folders'} {', '.join(map(str, made))}")
+    return status

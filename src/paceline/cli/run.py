@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ OPTIONS = {
     "save_at_end": ("", "save no checkpoint after the last step"),
     "keep": ("N", "newest complete checkpoints that are kept (default: 3)"),
     "timeout_s": ("SECONDS", "how long a worker waits for the others before it gives up (default: 600)"),
+    "silence_s": ("SECONDS", "elastic runs: a worker not heard of for so long is lost (default: 10)"),
+    "patience_s": ("SECONDS", "elastic runs: below the plan's least, wait so long, then save and end (default: 60)"),
+    "grace_s": ("SECONDS", "after SIGTERM, so long to finish the step, save and leave (default: 30)"),
     "device": (
         "WHERE",
         "auto: a GPU for each worker if the host has enough, else the CPU; or cpu, or cuda (default: auto)",
@@ -136,6 +140,8 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, Plan | None, tuple[str, 
         plan = Plan.parse(arguments.plan)
     if plan is not None:
         config.apply(plan, *overrides)  # a mistake in them is found before anything starts
+    else:
+        _refuse_impossible(overrides)
     return job, plan, given, overrides
 
 
@@ -160,6 +166,20 @@ def _read_program(path: Path, changes: dict[str, Any]) -> tuple[Job, Plan | None
 
 def _is_for_plan(override: str) -> bool:
     return override.partition("=")[0].strip().partition(".")[0] == "plan"
+
+
+def _refuse_impossible(overrides: Iterable[str]) -> None:
+    """Raise PlanError for what no plan takes. The plan that they change is the script's, which only workers read."""
+    parts = config.annotations_of(Plan)
+    for override in overrides:
+        dotted, _, text = override.partition("=")
+        _, part, field, *_ = *map(str.strip, dotted.split(".")), "", ""
+        kinds = [kind for kind in config.choices(parts.get(part)).values() if field in config.annotations_of(kind)]
+        if kinds and type(getattr(Plan(), part)) not in kinds:  # a part of several kinds: the script says which
+            annotation = config.annotations_of(kinds[0])[field]
+            config.parse_value(text, annotation, path=dotted.strip(), owner=kinds[0], name=field)
+        else:
+            config.apply(Plan(), override)
 
 
 def _job_override(override: str, fields: dict[str, Any]) -> tuple[str, Any]:

@@ -80,6 +80,9 @@ class Channel:
         self._arrived: list[dict[str, Any]] = []
         self._sending, self._calling = threading.Lock(), threading.Lock()
         self._last_id = 0
+        self._replies: dict[int, dict[str, Any]] | None = None  # while somebody listens
+        self._news = threading.Condition()
+        self._end: ChannelClosed | None = None
 
     @classmethod
     def inherited(cls, fd: int) -> Channel:
@@ -116,15 +119,51 @@ class Channel:
         with self._calling:
             self._last_id += 1
             self.send({"id": self._last_id, "op": op, **fields})
-            reply = self.receive()
-            while reply.get("id", self._last_id) < self._last_id:  # the answer to a call that an exception cut short
-                reply = self.receive()
+            reply = self._reply(self._last_id)
         if "error" in reply:
             raise ValueError(f"{op}: {reply['error']}")
         return reply.get("value")
 
+    def begin_listening(self) -> int:
+        """From now on one thread calls `take` whenever the returned descriptor can be read; `call` goes on working."""
+        self._replies = {}
+        return self._sock.fileno()
+
+    def take(self) -> list[dict[str, Any]]:
+        """Read what has come, hand out replies, return the rest: what the other end says of itself. The listener's."""
+        try:
+            first = self.receive()
+        except ChannelClosed as end:
+            with self._news:
+                self._end = end
+                self._news.notify_all()
+            raise
+        arrived, self._arrived = [first, *self._arrived], []
+        with self._news:
+            for message in arrived:
+                if "id" in message and self._replies is not None:
+                    self._replies[message["id"]] = message
+            self._news.notify_all()
+        return [message for message in arrived if "id" not in message]
+
     def close(self) -> None:
         self._sock.close()
+
+    def _reply(self, number: int) -> dict[str, Any]:
+        """Wait for the reply to call `number`; older ones answer calls that an exception cut short."""
+        if self._replies is None:
+            reply = self.receive()
+            while reply.get("id", number) < number:
+                reply = self.receive()
+            return reply
+        with self._news:
+            while number not in self._replies:
+                if self._end is not None:
+                    raise self._end
+                self._news.wait()
+            for old in [one for one in self._replies if one < number]:
+                del self._replies[old]
+            return self._replies.pop(number)
 
 
 def _shown(line: bytes | bytearray) -> str:

@@ -20,10 +20,14 @@ from torch import Tensor
 
 from paceline.errors import SyncError
 
-__all__ = ["Alone", "Group", "Landed", "Transfer", "WorkerGroup"]
+__all__ = ["Alone", "Disrupted", "Group", "Landed", "Transfer", "WorkerGroup"]
 
 
 GLOO_JOKE = re.compile(r"\s*GLHF!.*", re.DOTALL)
+
+
+class Disrupted(SyncError):
+    """The group is over: a member was lost, or the run goes on with others. Nothing of the transfer may be used."""
 
 
 class Transfer(Protocol):
@@ -33,10 +37,21 @@ class Transfer(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """What `Group` and `Alone` have in common."""
+    """What `Group`, `Alone` and `paceline.comm.shared.SharedGroup` have in common."""
 
-    index: int
-    size: int
+    @property
+    def index(self) -> int:
+        """This worker's place in the group, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many are in it."""
+        ...
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros, 1-D, at a place from which `all_reduce` is fastest; all workers must allocate the same."""
+        ...
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         """Begin to replace `tensor` by its sum over the group, in place."""
@@ -76,6 +91,9 @@ class Alone:
     index = 0
     size = 1
 
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         return Landed()
 
@@ -106,7 +124,10 @@ class Group:
         self.index = process_group.rank()
         self.size = process_group.size()
         self._group: dist.ProcessGroup | None = process_group
-        self._device = device
+        self.device = device
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         try:
@@ -122,7 +143,7 @@ class Group:
             raise _lost(what, error) from error
 
     def gather_objects(self, value: Any) -> list[Any]:
-        payload = _to_bytes(value)
+        payload = to_bytes(value)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.index] = payload.numel()
         self.all_reduce(sizes, what="sizes of gathered objects").wait()
@@ -131,16 +152,16 @@ class Group:
             part = payload if index == self.index else torch.empty(size, dtype=torch.uint8)
             self.broadcast(part, source=index, what="gathered objects")
             parts.append(part)
-        return [_from_bytes(part, self._device) for part in parts]
+        return [from_bytes(part, self.device) for part in parts]
 
     def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
-        payload = _to_bytes(value if self.index == source else None)
+        payload = to_bytes(value if self.index == source else None)
         size = torch.tensor([payload.numel()], dtype=torch.int64)
         self.broadcast(size, source=source, what="size of a broadcast object")
         same = self.index == source
         part = payload if same else torch.empty(int(size), dtype=torch.uint8)
         self.broadcast(part, source=source, what="broadcast object")
-        return value if same else _from_bytes(part, self._device)
+        return value if same else from_bytes(part, self.device)
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1), what="barrier").wait()
@@ -171,13 +192,13 @@ def _lost(what: str, error: RuntimeError) -> SyncError:
     return SyncError(f"lost contact with a peer during {what}: {first_line}")
 
 
-def _to_bytes(value: Any) -> Tensor:
+def to_bytes(value: Any) -> Tensor:
     stream = io.BytesIO()
     torch.save(value, stream, pickle_protocol=pickle.HIGHEST_PROTOCOL)
     return torch.from_numpy(np.frombuffer(stream.getvalue(), dtype=np.uint8).copy())
 
 
-def _from_bytes(payload: Tensor, device: torch.device) -> Any:
+def from_bytes(payload: Tensor, device: torch.device) -> Any:
     def place(storage: Any, location: str) -> Any:
         return storage.to(device=device) if location.startswith("cuda") else storage
 

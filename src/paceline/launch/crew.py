@@ -5,6 +5,7 @@ It decides nothing about the job: the side (`paceline.launch.head`, `paceline.la
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import socket
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.comm.ring import STACK_SIGNAL
 from paceline.errors import LaunchError
 from paceline.launch.link import Link
 from paceline.launch.loop import Loop
@@ -47,6 +49,7 @@ class Crew:
         say: Callable[[str], None],
     ) -> None:
         self.alive = {assignment.rank: assignment for assignment in assignments}
+        self._template = assignments[0]
         self._parent, self._loop, self._listener, self._say = parent, loop, listener, say
         self._links: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
@@ -59,12 +62,7 @@ class Crew:
     def start(self) -> None:
         """Make the workers' directories, and fork them as soon as the warm parent is ready."""
         for assignment in self.alive.values():
-            directory = Path(assignment.worker_dir)
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-                (directory / "error.json").unlink(missing_ok=True)  # of an earlier start that came no further
-            except OSError as error:
-                raise LaunchError(f"Cannot make the log directory {directory}: {error.strerror}.") from error
+            self._make_directory(assignment)
         if self._parent is not None:
             self._parent.attach(self._loop, on_message=self._heard, on_lost=self._parent_lost)
 
@@ -78,15 +76,44 @@ class Crew:
         self._pids[worker] = pid
         self._exited(worker, exit_code, None, peak_memory_bytes)
 
-    def reply(self, worker: int, reply: Mapping[str, Any]) -> None:
-        """Answer a worker's request; nothing happens where it has ended."""
+    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+        """Answer a worker's request, or tell it something; nothing happens where it has ended."""
         if worker in self._links:
-            self._links[worker].send(reply)
+            self._links[worker].send(message)
+
+    def add(self, worker: int, *, workers: int) -> None:
+        """Start one more worker, of a run that has `workers` then: it joins the others between two of their steps."""
+        if self._told or self._parent is None:
+            return
+        assignment = dataclasses.replace(
+            self._template,
+            rank=worker,
+            workers=workers,
+            local_rank=worker - self._template.rank + self._template.local_rank,
+            worker_dir=str(Path(self._template.worker_dir).with_name(f"worker_{worker}")),
+            command_started=time.time(),
+            joins=True,
+        )
+        self._make_directory(assignment)
+        self.alive[worker] = assignment
+        self._fork(assignment)
+
+    def kill_worker(self, worker: int) -> None:
+        """Send SIGKILL to one worker's process group."""
+        if worker in self.alive and self._parent is not None:
+            self._parent.signal(worker, signal.SIGKILL)
+
+    def ask_stack(self, worker: int) -> None:
+        """Have a worker write its Python stacks into its directory (a worker in this very process has a debugger)."""
+        if worker in self._pids and worker in self.alive and self._parent is not None:
+            self._parent.signal(worker, STACK_SIGNAL, alone=True)
 
     def terminate(self, grace_s: float) -> None:
         """Send SIGTERM to all process groups, and SIGKILL after `grace_s` seconds to those that are still there."""
         if not self._told:
             self._told = True
+            for worker in self.alive:
+                self.tell(worker, {"op": "end"})  # otherwise SIGTERM is a request to leave in good order
             self._signal(signal.SIGTERM)
             self._kill_at = time.monotonic() + grace_s
 
@@ -112,27 +139,41 @@ class Crew:
         while self._links:
             self._links.popitem()[1].close()
 
+    def _make_directory(self, assignment: Assignment) -> None:
+        directory = Path(assignment.worker_dir)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "error.json").unlink(missing_ok=True)  # of an earlier start that came no further
+        except OSError as error:
+            raise LaunchError(f"Cannot make the log directory {directory}: {error.strerror}.") from error
+
     def _fork_all(self) -> None:
         self._forked = True
         for worker, assignment in self.alive.items():
-            if worker not in self._guests and self._parent is not None:
-                try:
-                    ours, theirs = socket.socketpair()
-                except OSError as error:
-                    raise LaunchError(
-                        f"No channel for worker {worker}: {error.strerror}. Raise the limit on open files (ulimit -n), "
-                        "or use fewer workers on this host."
-                    ) from error
-                self._serve(worker, ours)
-                self._parent.fork(assignment, theirs)
+            if worker not in self._guests:
+                self._fork(assignment)
+
+    def _fork(self, assignment: Assignment) -> None:
+        if self._parent is None:
+            return
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise LaunchError(
+                f"No channel for worker {assignment.rank}: {error.strerror}. Raise the limit on open files "
+                "(ulimit -n), or use fewer workers on this host."
+            ) from error
+        self._serve(assignment.rank, ours)
+        self._parent.fork(assignment, theirs)
 
     def _serve(self, worker: int, channel: socket.socket) -> None:
         def closed(error: Exception) -> None:
-            del self._links[worker]
+            if self._links.get(worker) is link:  # otherwise that of its successor
+                del self._links[worker]
             if isinstance(error, ValueError):  # otherwise it is the worker's end, which the warm parent tells
                 self._say(f"worker {worker}'s channel was closed: {error}")
 
-        self._links[worker] = Link(
+        link = self._links[worker] = Link(
             channel, self._loop, on_message=lambda request: self._listener.request(worker, request), on_close=closed
         )
 

@@ -68,13 +68,13 @@ class Gathering:
         ranks = deal(terms.job.workers or 0, terms.job.hosts)
         head = f"{terms.host} ({self._address})"
         for index, guest in enumerate(self._guests, start=1):
-            guest.workers = ranks[index]
+            guest.workers = set(ranks[index])
             place = {"host_index": index, "attempt": terms.attempt, "run_dir": terms.run_dir}
             guest.link.send({"op": "welcome", "head": head, **place})
         self._head = Head(
             host=terms.host,
             address=self._address,
-            workers=terms.job.workers or 0,
+            job=terms.job,
             guests=self._guests,
             door=self,
             attempt=terms.attempt,

@@ -54,7 +54,7 @@ def meet(
         return Head(
             host=host,
             address=LOOPBACK,
-            workers=job.workers,
+            job=job,
             guests=[],
             door=None,
             attempt=attempt,

@@ -6,10 +6,12 @@ It ends its workers by itself in two cases only: it was told to (Ctrl-C, SIGTERM
 from __future__ import annotations
 
 import dataclasses
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline.events import Event
 from paceline.launch.crew import Crew
 from paceline.launch.head import FAREWELL_S, PING_S, REPORT_S, SILENCE_S, STOP_S, TERMINATE_S
 from paceline.launch.link import Link
@@ -37,6 +39,7 @@ class Member:
         self.attempt, self.run_dir = attempt, run_dir  # the head's: the run has one number and one name on all hosts
         self.outcome: Outcome | None = None
         self._crew: Crew | None = None
+        self.before_stack: Callable[[int], None] = _unheard  # told of each worker that is asked for its stack
         self._link, self._head, self._say = link, head, say
         self._early: list[Mapping[str, Any]] = []  # said before there was a crew
         self._exits: list[WorkerExit] = []
@@ -45,16 +48,22 @@ class Member:
         self._patience: float | None = None  # a stopping head has sent the outcome by then
         self._next_ping = 0.0
 
-    def lead(self, crew: Crew) -> None:
-        """Take over the workers of this host."""
+    def lead(self, crew: Crew, emit: Callable[[Event], None]) -> None:
+        """Take over the workers of this host; the record of the run is the head's."""
         self._crew = crew
         while self._early:
             self.head_said(self._early.pop(0))
 
+    # What whoever looks out for hangs wants told, and done.
+
+    def tell_doing(self, doings: Sequence[Mapping[str, Any]]) -> None:
+        """Tell the head what the workers of this host do."""
+        self._link.send({"op": "doing", "workers": doings})
+
     # What the crew tells (its Listener).
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None:
-        self._link.send({"op": "board", "worker": worker, "request": request})
+        self._link.send({"op": "said", "worker": worker, "request": request})
 
     def started(self, worker: int, pid: int) -> None:
         self._link.send({"op": "started", "worker": worker, "pid": pid})
@@ -73,9 +82,10 @@ class Member:
             self._crew.kill()
             return
         self._signum = signum
-        self._patience = time.monotonic() + STOP_S + REPORT_S
         self._link.send({"op": "leaving", "signal": signum, "reason": ""})
-        self._crew.terminate(STOP_S)
+        if signum != signal.SIGTERM:  # which the head may take for a request to save and leave
+            self._patience = time.monotonic() + STOP_S + REPORT_S
+            self._crew.terminate(STOP_S)
 
     def abandon(self, reason: str, *, signum: int | None = None) -> None:
         """This host cannot go on, or was stopped before it had workers: tell the head."""
@@ -124,8 +134,15 @@ class Member:
         match message["op"]:
             case "ping":
                 pass
-            case "reply":
-                crew.reply(int(message["worker"]), message["reply"])
+            case "tell":
+                crew.tell(int(message["worker"]), message["message"])
+            case "start":
+                crew.add(int(message["worker"]), workers=int(message["workers"]))
+            case "kill_worker":
+                crew.kill_worker(int(message["worker"]))
+            case "stack":
+                self.before_stack(int(message["worker"]))
+                crew.ask_stack(int(message["worker"]))
             case "stop":
                 crew.terminate(float(message["grace_s"]))
             case "kill":
@@ -146,3 +163,7 @@ class Member:
         self.outcome = Outcome(
             state="failed", exit_code=1, failures=failures, reason=self._head_lost, exits=tuple(exits)
         )
+
+
+def _unheard(worker: int) -> None:
+    """Where nobody looks out for hangs."""

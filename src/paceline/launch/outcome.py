@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Failure", "Outcome", "WorkerExit", "interrupted", "lost", "read_error", "verdict"]
+from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish
+
+# What the exit code of a run means to whoever starts runs: these, do it again; 1 and 2, do not.
+__all__ = ["Failure", "Outcome", "WorkerExit", "interrupted", "left", "lost", "read_error", "verdict"]
 
 ERROR_BYTES = 1 << 20  # of an error.json, at most: a longer one is not what Paceline writes
 TEXT_CHARS = 8192  # of a text in it: hundreds of workers' errors travel in one message; the file holds the whole
@@ -30,8 +33,13 @@ class WorkerExit:
     sent_by_us: bool  # it ended after it was told to
 
     @property
+    def has_left(self) -> bool:
+        """Whether it ended because everybody was told to save and leave."""
+        return self.exit_code in (PREEMPTED, TOO_FEW) and self.error is None
+
+    @property
     def failed(self) -> bool:
-        return self.exit_code != 0
+        return self.exit_code != 0 and not self.has_left
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerExit:
@@ -48,7 +56,8 @@ Failure = WorkerExit  # one that `failed`
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the job ended on all hosts. Exit codes: 0, 1 failed, 2 a usage error, 128 + n stopped by signal n."""
+    """How the job ended on all hosts. Exit codes: 0, 1 failed, 2 a usage error, 75 and 76 saved and to
+    be run again (`paceline.elastic.notices`), 128 + n stopped by signal n."""
 
     state: str  # "finished" | "failed" | "stopped"
     exit_code: int
@@ -81,6 +90,11 @@ def verdict(exits: Sequence[WorkerExit]) -> Outcome:
     causes = [exit.error or {} for exit in failures if not exit.sent_by_us and not (exit.error or {}).get("echo")]
     usage = bool(causes) and all(error.get("usage") for error in causes)
     return Outcome(state="failed", exit_code=2 if usage else 1, failures=failures, exits=tuple(exits))
+
+
+def left(finish: Finish, exits: Sequence[WorkerExit]) -> Outcome:
+    """The outcome of a job whose workers have saved and left as they were told."""
+    return Outcome(state="stopped", exit_code=finish.exit_code, reason=finish.reason, exits=tuple(exits))
 
 
 def interrupted(signum: int, exits: Sequence[WorkerExit], *, by: str = "") -> Outcome:

@@ -119,9 +119,9 @@ class WarmParent:
         }
         self._attached().send(request, passing=[channel])
 
-    def signal(self, worker: int, signum: int) -> None:
-        """Send a signal to a worker's process group, where the worker has not ended."""
-        self._attached().send({"op": "signal", "worker": worker, "signal": signum})
+    def signal(self, worker: int, signum: int, *, alone: bool = False) -> None:
+        """Send a signal to a worker's process group, or to it alone, where the worker has not ended."""
+        self._attached().send({"op": "signal", "worker": worker, "signal": signum, "alone": alone})
 
     def output(self) -> str:
         """What it has written so far (warnings while importing, a crash): nothing of the workers."""

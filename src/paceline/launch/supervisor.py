@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.errors import LaunchError
+from paceline.events import Event
 from paceline.launch.crew import Crew
 from paceline.launch.head import Head
 from paceline.launch.loop import Loop
@@ -37,6 +38,9 @@ class Observer(Protocol):
     def say(self, text: str) -> None:
         """Show one sentence."""
 
+    def emit(self, event: Event) -> None:
+        """Take down what has happened."""
+
 
 class Witness:
     """An observer for whom a terminal that is gone is a SIGHUP: writing to it may fail before the signal comes."""
@@ -50,6 +54,9 @@ class Witness:
 
     def say(self, text: str) -> None:
         self._try(lambda: self._observer.say(text))
+
+    def emit(self, event: Event) -> None:
+        self._observer.emit(event)
 
     def _try(self, look: Callable[[], None]) -> None:
         if self._blind:
@@ -79,7 +86,7 @@ class Supervisor:
         self.crew = Crew(assignments, parent=parent, loop=loop, listener=side, say=observer.say)
         self._side, self._loop, self._observer, self._signals = side, loop, observer, signals
         self._observe_at = 0.0
-        side.lead(self.crew)
+        side.lead(self.crew, observer.emit)
 
     def run(self) -> Outcome:
         """Start the workers and return when the job has ended, on all hosts.

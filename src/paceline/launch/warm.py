@@ -6,7 +6,7 @@ but what the supervisor asks for over one inherited socket:
     <- {"op": "ready", "threads": [], ...}                 or {"op": "failed", ...}: an import went wrong
     -> {"op": "fork", "worker": k, "assignment": ...}      with one file descriptor: the worker's end of its channel
     <- {"op": "started", "worker": k, "pid": p}            or {"op": "not_started", ...}
-    -> {"op": "signal", "worker": k, "signal": 15}         to the worker's whole process group
+    -> {"op": "signal", "worker": k, "signal": 15}         to the worker's whole process group ("alone": to it alone)
     <- {"op": "exited", "worker": k, "exit_code": 0, "signal": null, "peak_memory_bytes": n}
 
 A fork is only safe without threads and without accelerator state, so nothing here starts or touches any. Only this
@@ -185,7 +185,7 @@ class _Server:
             if request["op"] == "fork":
                 self._fork(request, self._fds.popleft())
             elif request["op"] == "signal":
-                self._signal(request["worker"], request["signal"])
+                self._signal(request["worker"], request["signal"], alone=request.get("alone", False))
             else:
                 raise ValueError(f"unknown request {request['op']!r}")
         return True
@@ -223,9 +223,12 @@ class _Server:
         while self._fds:
             os.close(self._fds.popleft())
 
-    def _signal(self, worker: int, signum: int) -> None:
+    def _signal(self, worker: int, signum: int, *, alone: bool) -> None:
         for pid, number in self._workers.items():
-            if number == worker:
+            if number == worker and alone:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+            elif number == worker:
                 _kill_group(pid, signum)
 
     def _reap(self) -> bool:

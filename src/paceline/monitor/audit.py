@@ -95,7 +95,16 @@ class AuditResult:
 
     @property
     def is_clean(self) -> bool:
+        """Nothing is wrong; nothing need be proved either."""
         return not self.problems and all(epoch.state != "broken" for epoch in self.epochs)
+
+    @property
+    def verdict(self) -> str:
+        """ "clean": finished epochs are proved; "nothing to prove yet": there is none; "not clean"."""
+        if not self.is_clean:
+            return "not clean"
+        has_proof = any(epoch.state in ("exact", "continued") for epoch in self.epochs)
+        return "clean" if has_proof else "nothing to prove yet"
 
 
 def audit(run_dir: Path | str) -> AuditResult:
@@ -131,14 +140,15 @@ def audit(run_dir: Path | str) -> AuditResult:
 
 
 def main_audit(run_dir: Path | str, json: bool = False) -> int:
-    """Print the audit of a run; returns 0 when it is clean, 1 when it is not, 2 where there is no run."""
+    """Print the audit of a run; returns 0 when nothing is wrong in it, 1 when something is, 2 where there is no run."""
     try:
         result = audit(run_dir)
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
     if json:
-        print(json_text.dumps({"clean": result.is_clean, **dataclasses.asdict(result)}, indent=1))
+        judged = {"clean": result.is_clean, "verdict": result.verdict}
+        print(json_text.dumps(judged | dataclasses.asdict(result), indent=1))
     else:
         from paceline.monitor.audit_report import report
 

@@ -21,12 +21,15 @@ def report(result: AuditResult) -> str:
         lines += _epochs_lines(list(alike))
     lines += [f"  note: {note}" for note in result.notes]
     lines += [f"  PROBLEM: {problem}" for problem in result.problems]
-    num_exact = sum(epoch.state == "exact" for epoch in result.epochs)
-    if result.is_clean:
-        finished = f"{num_exact or 'no'} finished epoch{'s' * (num_exact != 1)}"
-        lines.append(f"clean: {finished}, no sample was lost and none was used twice")
-    else:
-        lines.append("NOT clean: see above")
+    num_finished = sum(epoch.state in ("exact", "continued") for epoch in result.epochs)
+    match result.verdict:
+        case "clean":
+            finished = f"{num_finished} finished epoch{'s' * (num_finished != 1)}"
+            lines.append(f"clean: {finished}, no sample was lost and none was used twice")
+        case "nothing to prove yet":
+            lines.append("nothing to prove yet: no finished epoch")
+        case _:
+            lines.append("NOT clean: see above")
     return "\n".join(lines)
 
 

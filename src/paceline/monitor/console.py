@@ -7,9 +7,9 @@ import os
 import sys
 from typing import TextIO
 
-from paceline.events import Record
+from paceline.events import Record, StreamOpened
 from paceline.monitor.steps import Step
-from paceline.monitor.wording import Interval
+from paceline.monitor.wording import Goal, Interval
 
 __all__ = ["NoConsole", "PlainConsole", "give_up", "is_terminal", "write_line"]
 
@@ -19,8 +19,9 @@ EVERY_S = 2.0
 class PlainConsole:
     """Writes lines to a stream. When that is gone (a closed pipe) the run goes on; standard error says so once."""
 
-    def __init__(self, stream: TextIO, *, every_s: float = EVERY_S) -> None:
+    def __init__(self, stream: TextIO, *, max_steps: int | None = None, every_s: float = EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
+        self._goal = Goal(max_steps)
         self._interval = Interval()
         self._due: float | None = None  # set when the first step has been told
         self._told_step = 0
@@ -31,6 +32,8 @@ class PlainConsole:
             self._interval.add(item)
             if self._told_step == 0:
                 self._tell()  # the first step always, whatever comes with it
+        elif isinstance(item.event, StreamOpened):
+            self._goal.accept(item.event)
 
     def show(self, text: str) -> None:
         """Write lines, as they are."""
@@ -59,7 +62,7 @@ class PlainConsole:
         return self._interval.last is not None and self._interval.last.step != self._told_step
 
     def _tell(self) -> None:
-        self.show(self._interval.line())
+        self.show(self._interval.line(self._goal, with_speed=self._told_step > 0))
         self._told_step = self._interval.last.step if self._interval.last else 0
         self._interval.restart()
 

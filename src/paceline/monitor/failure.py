@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import signal as signals
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.monitor.files import local_path
 from paceline.monitor.once import workers_text
 from paceline.units import bytes_text
 
@@ -22,7 +24,12 @@ CHAIN = re.compile(  # between the tracebacks of an error and of what it came fr
     r"(\n\n(?:During handling of the above exception, another exception occurred"
     r"|The above exception was the direct cause of the following exception):\n\n)"
 )
-FRAME = re.compile(r'^  File "([^"]+)", line \d+')
+FRAME = re.compile(r'^  File "([^"]+)", line (\d+)')
+TORCH = re.compile(r"[\\/](site|dist)-packages[\\/]torch[\\/]")
+LOADER = re.compile(  # what torch makes of an error in a loader process
+    r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal (Traceback \(most recent call last\):\n.*)", re.DOTALL
+)
+OF_ONE_WORKER = re.compile(r"worker_\d+[\\/]\w+\.\w+|\(in loader process \d+\)$")
 MESSAGE_WIDTH = 200  # of an error's message in a headline; the traceback below has all of it
 
 
@@ -60,9 +67,14 @@ def explain(failures: Sequence[Failure]) -> str:
     others = [failure for failure in failures if all(failure is not each for each in equal)]
     also = sorted((failure for failure in others if _order(failure) == 0), key=_when)
     followed = [failure.worker for failure in others if _order(failure) != 0]
+    if first.error and first.error.get("usage"):
+        return f"paceline: {first.error.get('message', '')}{_where(str(first.error.get('traceback', '')))}"
     parts = [headline(first, equal)]
-    if first.error and first.error.get("traceback"):
-        parts.append(own_frames(str(first.error["traceback"]), usage=bool(first.error.get("usage"))))
+    if first.error and not first.error.get("says_all"):
+        _, _, trace = _told(first.error)
+        parts += [own_frames(trace)] if trace else []
+    if first.error and first.error.get("stacks"):  # of all workers, where one has kept the others waiting
+        parts.append(str(first.error["stacks"]))
     if first.oom_likely:
         parts.append("If so, use a smaller Batch(micro=...): a step then needs less memory and gives the same result.")
     parts += [f"{headline(failure)} (independently)" for failure in also]
@@ -74,6 +86,8 @@ def explain(failures: Sequence[Failure]) -> str:
 def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
     """Return one line that says who failed, where, when and of what; `equal` are the failures of the same kind."""
     what = _what(failure)
+    if failure.error and failure.error.get("names_workers"):
+        return str(failure.error.get("message", ""))
     if len(equal) > 1:
         hosts = ", ".join(dict.fromkeys(each.host for each in equal))
         who = f"{workers_text(each.worker for each in equal)} ({'hosts' if ',' in hosts else 'host'} {hosts})"
@@ -85,34 +99,64 @@ def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
     return f"{who} failed at step {_step(failure)}: {what}" if failure.error else f"{who} {what}"
 
 
-def own_frames(traceback: str, *, usage: bool = False) -> str:
-    """Return a traceback without the frames of Paceline that lie above the user's first one.
-
-    With `usage` (the user asked for something that cannot be) the frames below the user's last one are dropped too: the
-    message says all of it. A traceback without a frame of the user's stays as it is.
-    """
-    return "".join(
-        part if CHAIN.match(part) else _own_frames(part, usage) for part in CHAIN.split(traceback.rstrip("\n"))
-    )
+def own_frames(traceback: str) -> str:
+    """Return a traceback with the user's frames: those of Paceline and torch above the first one are left out, and
+    runs of them below it become one line. A traceback without a frame of the user's stays as it is."""
+    return "".join(part if CHAIN.match(part) else _own_frames(part) for part in CHAIN.split(traceback.rstrip("\n")))
 
 
-def _own_frames(traceback: str, usage: bool) -> str:
+def _own_frames(traceback: str) -> str:
     lines = traceback.split("\n")
     starts = [number for number, line in enumerate(lines) if FRAME.match(line)]
-    theirs = [start for start in starts if not _is_ours(lines[start])]
-    if not theirs:
+    if all(_owner(lines[start]) for start in starts):
         return traceback
     end = next((n for n in range(starts[-1] + 1, len(lines)) if not lines[n].startswith(" ")), len(lines))
-    ours_below = [start for start in starts if start > theirs[-1]]
-    kept_end = min(ours_below, default=end) if usage else end
-    return "\n".join(lines[: starts[0]] + lines[theirs[0] : kept_end] + lines[end:])
+    shown: list[str] = []
+    folded: list[str] = []  # whose frames they were
+    for start, stop in itertools.pairwise([*starts, end]):
+        owner = _owner(lines[start])
+        if owner:
+            folded.append(owner)
+            continue
+        if shown:
+            shown += _fold(folded)
+        folded = []
+        shown += lines[start:stop]
+    return "\n".join([*lines[: starts[0]], *shown, *_fold(folded), *lines[end:]])
+
+
+def _fold(owners: Sequence[str]) -> list[str]:
+    """The line that stands for frames of these owners, if there are any."""
+    count = "1 frame" if len(owners) == 1 else f"{len(owners)} frames"
+    return [f"  ... {count} in {', '.join(dict.fromkeys(owners))}"] if owners else []
+
+
+def _where(traceback: str) -> str:
+    """Return " (train.py, line 7)": the user's last line in a traceback; nothing where there is none."""
+    frames = [match for line in traceback.split("\n") if (match := FRAME.match(line)) and not _owner(line)]
+    return f" ({local_path(frames[-1].group(1))}, line {frames[-1].group(2)})" if frames else ""
+
+
+def _told(error: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return kind, message and traceback as the user's code made them, also where a loader process was between."""
+    kind, message, trace = (str(error.get(name, "")) for name in ("kind", "message", "traceback"))
+    loader = LOADER.match(message)
+    if loader is None:
+        return kind or "error", message, trace
+    trace = loader.group(2).rstrip("\n")
+    lines = trace.split("\n")
+    last_frame = max((number for number, line in enumerate(lines) if FRAME.match(line)), default=0)
+    said = itertools.dropwhile(lambda line: line.startswith(" "), lines[last_frame + 1 :])
+    kind, _, message = "\n".join(said).partition(": ")
+    return kind, f"{message} (in loader process {loader.group(1)})", trace
 
 
 def _what(failure: Failure) -> str:
     if failure.error is not None:
-        message = " ".join(str(failure.error.get("message", "")).split())
-        short = message if len(message) <= MESSAGE_WIDTH else message[: MESSAGE_WIDTH - 3] + "..."
-        kind = str(failure.error.get("kind", "error"))
+        kind, message, _ = _told(failure.error)
+        short = " ".join(message.split())
+        if len(short) > MESSAGE_WIDTH and not (failure.error.get("usage") or failure.error.get("says_all")):
+            short = short[: MESSAGE_WIDTH - 3] + "..."
         return f"{kind}: {short}" if short else kind
     if failure.signal is None:
         text = f"ended with exit code {failure.exit_code} at step {_step(failure)}"
@@ -147,13 +191,22 @@ def _is_same(one: Failure, other: Failure) -> bool:
         return False
     if one.error is None or other.error is None:
         return (one.signal, one.exit_code, one.oom_likely) == (other.signal, other.exit_code, other.oom_likely)
-    return all(one.error.get(name) == other.error.get(name) for name in ("kind", "message"))
+    return _key(one.error) == _key(other.error)
 
 
-def _is_ours(frame: str) -> bool:
+def _key(error: Mapping[str, Any]) -> tuple[str, str]:
+    """Equal for errors that say the same, each of its own worker's files or loader process."""
+    kind, message, _ = _told(error)
+    return kind, OF_ONE_WORKER.sub("", message)
+
+
+def _owner(frame: str) -> str:
+    """Whose frame it is: "paceline", "torch", or nobody's but the user's (and other libraries')."""
     match = FRAME.match(frame)
     path = match.group(1) if match else ""
-    return path.startswith((PACKAGE, *STARTERS)) or path.endswith("runpy.py") or bool(OURS.search(path))
+    if path.startswith((PACKAGE, *STARTERS)) or path.endswith("runpy.py") or OURS.search(path):
+        return "paceline"
+    return "torch" if TORCH.search(path) else ""
 
 
 def _signal_name(number: int) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from paceline.errors import DISK_FULL
 
 __all__ = ["Growing", "last_lines", "local_path", "replace_text", "worker_number"]
 
@@ -72,7 +75,10 @@ def last_lines(path: Path) -> Iterator[str]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text in one instant: a reader sees the old text or the new one, also after a crash."""
+    """Replace a file's text in one instant: a reader sees the old text or the new one, also after a crash.
+
+    Where the disk is full, a text that fits into the blocks of the old file is written over it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -80,8 +86,25 @@ def replace_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno not in DISK_FULL or not _write_over(path, text.encode()):
+            raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # nothing to add to the error that is on its way
+            temporary.unlink(missing_ok=True)
+
+
+def _write_over(path: Path, content: bytes) -> bool:
+    """Write into the blocks that a file has; returns whether that was possible."""
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_blocks * 512 < len(content):
+                return False
+            file.write(content)
+            file.truncate()
+    except OSError:  # the caller raises the first error
+        return False
+    return True
 
 
 def worker_number(directory: str) -> int | None:

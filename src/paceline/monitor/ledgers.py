@@ -43,6 +43,17 @@ class Beginning:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
+class Whole:
+    """A step of an elastic run: every member that committed it noted all of its positions."""
+
+    epoch: int
+    start: int
+    stop: int
+    skipped: bool
+    num_told: int = 0  # positions that members say they ran
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Attempt:
     """What the ledgers of one attempt say of its steps."""
 
@@ -52,6 +63,7 @@ class Attempt:
     begun: Beginning
     until_step: float = 0  # later steps are void; until it is found in the line, all are
     steps: dict[str, dict[int, array[int]]] = dataclasses.field(default_factory=dict[str, "dict[int, array[int]]"])
+    wholes: dict[tuple[str, int], Whole] = dataclasses.field(default_factory=dict[tuple[str, int], "Whole"])
     void_steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))
 
 
@@ -102,8 +114,10 @@ class Ledgers:
                 told = {worker: start.from_step for worker, start in starts.items()}
                 self.problems.append(f"attempt {number}: its workers disagree on what they went on from: {told}")
             self._paths.update({(int(number), worker): paths[worker] for worker in starts})
-            silent = tuple(sorted(paths.keys() - starts.keys()))
-            workers = tuple(sorted(starts))
+            joined = {worker for worker, path in paths.items() if worker not in starts and _joins(path)}
+            self._paths.update({(int(number), worker): paths[worker] for worker in joined})
+            silent = tuple(sorted(paths.keys() - starts.keys() - joined))
+            workers = tuple(sorted({*starts, *joined}))
             begun = min(starts.values(), key=lambda start: start.from_step)
             found.append(Attempt(number=int(number), workers=workers, silent=silent, begun=begun))
         return sorted(found, key=lambda attempt: attempt.number)
@@ -136,6 +150,8 @@ class Ledgers:
                 if "step" in line:
                     has_stepped = True
                     self._take_step(attempt, worker, line, streams)
+                elif "joins" in line:
+                    pass  # a worker that came later; what it took over was another worker's
                 elif "stream" in line:
                     streams[line["stream"]] = _stream(line)
                 elif line.get("attempt") != attempt.number:
@@ -156,7 +172,13 @@ class Ledgers:
                 f"step {step} with ranges {ranges} cannot be, in an attempt from step {attempt.begun.from_step}"
             )
         stream = streams[name]
-        attempt.steps.setdefault(name, {}).setdefault(worker, array("q")).append(step)
+        if "whole" in line:
+            known = self._take_whole(attempt, line, ranges)
+            if known:
+                return
+            ranges = [(int(line["whole"][0]), int(line["whole"][1]))]
+        else:
+            attempt.steps.setdefault(name, {}).setdefault(worker, array("q")).append(step)
         if (name, epoch) not in self.epochs:
             self.epochs[name, epoch] = EpochColumns(begins_at=self._starts.get((name, epoch), 0))
         columns = self.epochs[name, epoch]
@@ -171,14 +193,31 @@ class Ledgers:
             columns.steps.append(step)
             columns.workers.append(worker)
 
+    def _take_whole(self, attempt: Attempt, line: dict[str, Any], ranges: list[tuple[int, int]]) -> bool:
+        """Compare what a member of an elastic run says of a step with what others said; True: it is known already."""
+        key = str(line["stream"]), int(line["step"])
+        start, stop = map(int, line["whole"])
+        told = Whole(epoch=int(line["epoch"]), start=start, stop=stop, skipped=bool(line["skipped"]))
+        whole = attempt.wholes.setdefault(key, told)
+        whole.num_told += sum(last - first for first, last in ranges)
+        same = (told.epoch, start, stop, told.skipped) == (whole.epoch, whole.start, whole.stop, whole.skipped)
+        if not same or any(not start <= first <= last <= stop for first, last in ranges):
+            self.problems.append(f"attempt {attempt.number}: its workers disagree on step {key[1]} of stream {key[0]}")
+        elif whole.num_told > stop - start:
+            self.problems.append(f"attempt {attempt.number}: some samples of step {key[1]} were run by two workers")
+        return whole is not told
+
     def _lines(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         """The lines of a ledger; a damaged one is a problem, unless it is the last: a kill can cut that one off."""
         damaged: str | None = None
         with open(path, encoding="utf-8", errors="replace") as file:
             for number, text in enumerate(file, start=1):
-                if damaged:
+                where, line = f"{local_path(path)}, line {number}", _parsed(text)
+                if damaged and line is not None and "joins" in line:
+                    self.notes.append(f"{damaged} was cut off when its worker was lost, and is ignored")
+                elif damaged:
                     self.problems.append(f"{damaged} is damaged: what it said is lost")
-                where, line, damaged = f"{local_path(path)}, line {number}", _parsed(text), None
+                damaged = None
                 if line is None:
                     damaged = where
                 else:
@@ -202,6 +241,15 @@ def _beginning(path: Path) -> Beginning | None:
                 break
             begun = _begun(line)
     return begun
+
+
+def _joins(path: Path) -> bool:
+    """Whether a ledger is that of a worker that joined an attempt under way."""
+    if not path.exists():
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        line = _parsed(file.readline())
+    return line is not None and "joins" in line
 
 
 def _begun(line: dict[str, Any]) -> Beginning:

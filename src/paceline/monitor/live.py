@@ -1,12 +1,14 @@
 """The console on a terminal: a block at the bottom that is redrawn in place, lines above it.
 
 Nothing runs beside the caller: the block is drawn when `poll` finds something new, at most twice a second, because
-drawing takes milliseconds that the workers on the same cores would miss.
+drawing takes milliseconds that the workers on the same cores would miss. Bars take the room that the numbers leave;
+where these do not fit on the line they go on in the next one, and none is ever cut.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -18,32 +20,44 @@ from paceline.events import (
     CheckpointSaved,
     Evaluated,
     Record,
+    Regrouped,
     StreamOpened,
     WorkerFailed,
     WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
     WorkerStarted,
 )
 from paceline.monitor.console import give_up
 from paceline.monitor.files import local_path
-from paceline.monitor.steps import PHASES, Step
-from paceline.monitor.wording import SHORT, Interval, number_text, rate_text
+from paceline.monitor.steps import OTHER, PHASES, Step
+from paceline.monitor.wording import SHORT, Goal, Interval, number_text, rate_text
+from paceline.units import bytes_text, duration_text
 
 __all__ = ["LiveConsole"]
 
 EVERY_S = 0.5  # between two drawings with news
 IDLE_EVERY_S = 1.0  # between two drawings for the clock alone
-BAR_WIDTH = 40
+LABEL_WIDTH = 12
+LEAST_BAR, MOST_BAR = 10, 40
+NUMBERS_WIDTH = 52  # beside a bar: the names and shares of all phases, or step, epoch and the time that is left
 CURVE_WIDTH = 32
-COLOURS: dict[str, str] = dict(zip(PHASES, ("yellow", "green", "magenta", "blue"), strict=True))
+COLOURS: dict[str, str] = dict(
+    zip((*PHASES, OTHER), ("yellow", "green", "magenta", "blue", "bright_black"), strict=True)
+)
 BLOCKS = "▁▂▃▄▅▆▇█"
+STARTING, AT_WORK, FINISHED, GONE = ("○", "bright_black"), ("●", "green"), ("✓", "cyan"), ("✗", "bold red")
+JOINING = ("○", "yellow")  # a successor that has not taken part in a step yet
 
 
 class LiveConsole:
     """Draws a run on a terminal. `close()` takes the block away and leaves the lines."""
 
-    def __init__(self, stream: TextIO, *, run_dir: Path, workers: int, max_steps: int | None) -> None:
-        self._run, self._max_steps, self._num_workers = local_path(run_dir), max_steps, workers
-        self._last_step = max_steps
+    def __init__(
+        self, stream: TextIO, *, run_dir: Path, workers: int, local: Collection[int], max_steps: int | None
+    ) -> None:
+        self._run, self._goal = local_path(run_dir), Goal(max_steps)
+        self._num_workers, self._local = workers, sorted(local)  # of the job; those that this host tells about
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._live = Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
@@ -55,10 +69,14 @@ class LiveConsole:
         self._is_lost = False
         self._interval = Interval()
         self._speed: float | None = None
-        self._speed_shares: dict[str, float] | None = None
+        self._step_s: float | None = None
+        self._shares: dict[str, float] = {}
         self._curve = _Curve()
         self._marks: dict[int, tuple[str, str]] = {}  # worker -> character, style
-        self._plan = self._held_out = self._checkpoint = ""
+        self._num_lost = 0
+        self._plan = ""
+        self._held_out: Evaluated | None = None
+        self._checkpoint: CheckpointSaved | None = None
         self._first: Step | None = None
 
     @property
@@ -69,28 +87,46 @@ class LiveConsole:
     def accept(self, item: Record | Step) -> None:
         self._is_new = True
         if isinstance(item, Step):
-            self._first = self._first or item
             self._interval.add(item)
+            if self._first is None:
+                self._first = item
+                self._interval.restart()  # the speed of the first step says nothing about the others
             if item.loss is not None:
                 self._curve.add(item.loss)
+            for worker in item.workers:
+                if self._marks.get(worker) == JOINING:
+                    self._marks[worker] = AT_WORK
             return
         match item.event:
             case WorkerStarted(rank=worker, plan=plan):
-                self._marks[worker], self._plan = ("●", "green"), plan
+                self._note_started(worker)
+                self._plan = plan
+            case WorkerJoined(rank=worker):
+                self._marks[worker] = AT_WORK
+            case WorkerLost(rank=worker):
+                self._marks[worker] = GONE
+                self._num_lost += 1
+            case Regrouped(members=members):
+                self._marks.update(dict.fromkeys(members, AT_WORK))
             case WorkerFinished(rank=worker):
-                self._marks[worker] = ("✓", "cyan")
+                self._marks[worker] = FINISHED
             case WorkerFailed(rank=worker):
-                self._marks[worker] = ("✗", "bold red")
-            case Evaluated(step=step, metrics=metrics):
-                values = "  ".join(f"{name} {number_text(value)}" for name, value in metrics.items())
-                self._held_out = f"{values}  at step {step}"
-            case StreamOpened(last_step=last_step):
-                known = [number for number in (self._max_steps, last_step) if number is not None]
-                self._last_step = min(known) if known else None
-            case CheckpointSaved(path=path):
-                self._checkpoint = local_path(path)
+                self._marks[worker] = GONE
+            case Evaluated() as evaluated:
+                self._held_out = evaluated
+            case StreamOpened() as opened:
+                self._goal.accept(opened)
+            case CheckpointSaved() as saved:
+                self._checkpoint = saved
             case _:
                 pass
+
+    def _note_started(self, worker: int) -> None:
+        is_later = worker in self._marks or worker >= self._num_workers
+        self._marks[worker] = JOINING if is_later else AT_WORK
+        if worker not in self._local and len(self._local) == self._num_workers:  # it tells of all, also of new ones
+            self._local.append(worker)
+            self._num_workers += 1
 
     def show(self, text: str) -> None:
         """Write lines above the block; colours of the program's own are kept."""
@@ -131,78 +167,104 @@ class LiveConsole:
     # -------------------------------------------------------------------------------------------------------- the block
 
     def _block(self, now: float) -> Text:
+        width = self._console.width
+        bar_width = min(max(LEAST_BAR, width - LABEL_WIDTH - 2 - NUMBERS_WIDTH), MOST_BAR)
         rows = [
-            self._title(now),
-            self._progress(now),
-            self._numbers(),
-            self._time(),
-            self._workers(),
-            _row("held out", self._held_out),
-            _row("checkpoint", self._checkpoint, "dim"),
+            self._title(now, width),
+            *self._progress(width, bar_width),
+            *self._losses(width, bar_width),
+            *self._speeds(width),
+            *self._times(width, bar_width),
+            *self._workers(width),
+            *self._saved(width),
         ]
-        block = Text("\n").join(row for row in rows if row is not None)
+        block = Text("\n").join(rows)
         block.no_wrap, block.overflow = True, "ellipsis"
         return block
 
-    def _title(self, now: float) -> Text:
-        text = Text.assemble(("─── ", "dim"), ("paceline", "bold"), f"  {self._run}  ")
-        return text.append(_clock(now - self._began), "bold").append(f"  {self._plan}", "dim")
+    def _title(self, now: float, width: int) -> Text:
+        text = Text.assemble(
+            ("─── ", "dim"), ("paceline", "bold"), "  ", (_clock(now - self._began), "bold"), f"  {self._run}"
+        )
+        plan = Text(f"  {self._plan}", "dim")
+        return text.append_text(plan) if text.cell_len + plan.cell_len <= width else text
 
-    def _progress(self, now: float) -> Text | None:
+    def _progress(self, width: int, bar_width: int) -> list[Text]:
         row = self._interval.last
         if row is None or self._first is None:
-            waits = len(self._marks) < self._num_workers
-            return _row("", "starting the workers" if waits else "the first step is under way", "dim")
-        text = _label("step")
-        if not self._last_step:
-            return text.append(f"{row.step}", "bold").append(f"  epoch {row.epoch}", "dim")
-        share = min(1.0, row.step / self._last_step)
-        done = round(share * BAR_WIDTH)
-        text.append("━" * done, "green").append("━" * (BAR_WIDTH - done), "bright_black")
-        text.append(f"  {row.step}", "bold").append(f" of {self._last_step}  {share:.0%}  epoch {row.epoch}")
+            waits = any(worker not in self._marks for worker in self._local)
+            text = "starting the workers" if waits else "the first step is under way"
+            return _rows("", [Text(text, "dim")], width)
+        epoch = Text(self._goal.epoch_text(row), "dim")
+        last_step = self._goal.last_step
+        if not last_step:
+            return _rows("step", [Text(f"{row.step}", "bold"), epoch], width)
+        share = min(1.0, row.step / last_step)
+        done = int(share * bar_width)
+        bar = Text.assemble(("━" * done, "green"), ("─" * (bar_width - done), "bright_black"))
+        numbers = [Text.assemble((f"{row.step}", "bold"), f" of {last_step}"), Text(f"{share:.0%}"), epoch]
         passed, num_steps = row.time - self._first.time, row.step - self._first.step
         if passed > 0 and num_steps:
-            text.append(f"  {_clock(passed / num_steps * max(0, self._last_step - row.step))} left", "dim")
-        return text
+            numbers.append(Text(f"{_clock(passed / num_steps * max(0, last_step - row.step))} left", "dim"))
+        return _rows("step", numbers, width, bar=bar)
 
-    def _numbers(self) -> Text | None:
+    def _losses(self, width: int, bar_width: int) -> list[Text]:
         row = self._interval.last
         if row is None:
-            return None
-        text = _label("loss")
-        if row.loss is not None:
-            text.append(self._curve.draw(), "cyan").append("  " + number_text(row.loss), "bold")
-        for name, value in row.metrics.items():
-            text.append(f"  {name} ", "dim").append(number_text(value))
-        return text
+            return []
+        metrics = [Text.assemble((f"{name} ", "dim"), number_text(value)) for name, value in row.metrics.items()]
+        if row.loss is None:
+            return _rows("reported", metrics, width) if metrics else []
+        curve = Text(self._curve.draw(bar_width).ljust(bar_width), "cyan")
+        return _rows("loss", [Text(number_text(row.loss), "bold"), *metrics], width, bar=curve)
 
-    def _time(self) -> Text | None:
-        """Where the seconds go; over what happened since the last drawing."""
-        if self._interval.samples_per_s is not None and self._interval.shares:
-            self._speed, self._speed_shares = self._interval.samples_per_s, self._interval.shares
-            self._interval.restart()
-        if self._speed is None or self._speed_shares is None:
-            return None
-        text, place, share_before = _label("time"), 0, 0.0
-        for phase, share in self._speed_shares.items():
+    def _speeds(self, width: int) -> list[Text]:
+        """What was done since the last drawing, in a second and in a step."""
+        interval = self._interval
+        if interval.samples_per_s is not None and interval.shares:
+            self._speed, self._step_s, self._shares = interval.samples_per_s, interval.step_s, interval.shares
+            interval.restart()
+        if self._speed is None:
+            return []
+        numbers = [Text.assemble((rate_text(self._speed), "bold"), " samples/s")]
+        if self._step_s is not None:
+            numbers.append(Text(f"{duration_text(self._step_s)} a step", "dim"))
+        return _rows("speed", numbers, width)
+
+    def _times(self, width: int, bar_width: int) -> list[Text]:
+        """Where the time of the same steps went."""
+        bar, share_before = Text(), 0.0
+        for phase, share in self._shares.items():
             share_before += share
-            end = min(BAR_WIDTH, round(share_before * BAR_WIDTH))
-            text.append("█" * (end - place), COLOURS[phase])
-            place = end
-        text.append("█" * (BAR_WIDTH - place), "bright_black")
-        text.append(f"  {rate_text(self._speed)}", "bold").append(" samples/s")
-        for phase, share in self._speed_shares.items():
-            text.append(f"  {SHORT[phase]} ", COLOURS[phase]).append(f"{share:.0%}")
-        return text
+            bar.append("█" * (round(share_before * bar_width) - len(bar)), COLOURS[phase])
+        names = [
+            Text.assemble((f"{SHORT[phase]} ", COLOURS[phase]), f"{share:.0%}") for phase, share in self._shares.items()
+        ]
+        return _rows("time", names, width, bar=bar) if names else []
 
-    def _workers(self) -> Text:
-        text = _label("workers")
-        for worker in range(min(self._num_workers, BAR_WIDTH)):
-            text.append(*self._marks.get(worker, ("○", "bright_black")))
-        if self._num_workers > BAR_WIDTH:
-            text.append(f" and {self._num_workers - BAR_WIDTH} more", "dim")
-        ready = sum(character != "○" for character, _ in self._marks.values())
-        return text.append(f"  {ready} of {self._num_workers}" if ready < self._num_workers else f"  {ready}", "dim")
+    def _workers(self, width: int) -> list[Text]:
+        shown = self._local[: max(LEAST_BAR, min(MOST_BAR, width - LABEL_WIDTH - len("  and 9999 more")))]
+        marks = Text()
+        for worker in shown:
+            marks.append(*self._marks.get(worker, STARTING))
+        numbers = [Text(f"and {len(self._local) - len(shown)} more", "dim")] if len(shown) < len(self._local) else []
+        num_ready, num_here = len(self._marks.keys() & set(self._local)), len(self._local)
+        count = f"{num_ready} of {num_here}" if num_ready < num_here else f"{num_here}"
+        count += f" here, {self._num_workers} in all" if num_here < self._num_workers else ""
+        losses = [Text(f"{self._num_lost} lost so far", "dim")] if self._num_lost else []
+        return _rows("workers", [*numbers, Text(count, "dim"), *losses], width, bar=marks)
+
+    def _saved(self, width: int) -> list[Text]:
+        rows: list[Text] = []
+        if self._held_out is not None:
+            values = [
+                Text.assemble((f"{name} ", "dim"), number_text(value)) for name, value in self._held_out.metrics.items()
+            ]
+            rows += _rows("held out", [*values, Text(f"at step {self._held_out.step}", "dim")], width)
+        if self._checkpoint is not None:
+            about = [f"step {self._checkpoint.step}", bytes_text(self._checkpoint.num_bytes)]
+            rows += _rows("checkpoint", [Text(text, "dim") for text in about], width)
+        return rows
 
 
 class _Curve:
@@ -221,20 +283,30 @@ class _Curve:
             pairs = zip(self._means[::2], self._means[1::2], strict=True)
             self._means, self._stretch = [(one + other) / 2 for one, other in pairs], 2 * self._stretch
 
-    def draw(self) -> str:
+    def draw(self, width: int) -> str:
+        """Return at most `width` characters."""
         finite = [mean for mean in self._means if abs(mean) < float("inf")]
         if not finite:
-            return " "
+            return ""
+        stretch = -(-len(finite) // width)
+        pieces = [finite[place : place + stretch] for place in range(0, len(finite), stretch)]
+        finite = [sum(piece) / len(piece) for piece in pieces]
         least, scale = min(finite), (len(BLOCKS) - 1) / ((max(finite) - min(finite)) or 1.0)
         return "".join(BLOCKS[round((mean - least) * scale)] for mean in finite)
 
 
-def _label(name: str) -> Text:
-    return Text(f"{name:>10}  ", "dim")
-
-
-def _row(name: str, value: str, style: str = "") -> Text | None:
-    return _label(name).append(value, style) if value else None
+def _rows(label: str, numbers: Sequence[Text], width: int, *, bar: Text | None = None) -> list[Text]:
+    """Return label, bar and numbers, on as many lines as they need: the numbers stand below each other, none is cut."""
+    row = Text.assemble((label.rjust(LABEL_WIDTH - 2), "dim"), "  ")
+    if bar is not None:
+        row.append_text(bar).append("  ")
+    begin, rows = row.cell_len, [row]
+    for number in (number for number in numbers if number):
+        if row.cell_len > begin and row.cell_len + 2 + number.cell_len > width:
+            row = Text(" " * begin)
+            rows.append(row)
+        row.append("  " if row.cell_len > begin else "").append_text(number)
+    return rows
 
 
 def _clock(seconds: float) -> str:

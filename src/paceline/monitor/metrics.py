@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.errors import writing
 from paceline.events import Record, WorkerStarted
 from paceline.monitor.steps import Step, real
 
@@ -18,22 +19,24 @@ __all__ = ["MetricsFile", "metrics_line"]
 
 
 class MetricsFile:
-    """Appends steps to `metrics.jsonl`, a line each, readable at once."""
+    """Appends steps to `metrics.jsonl`, a line each, readable at once; RunFileError where it cannot."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
 
     def accept(self, item: Record | Step) -> None:
-        if isinstance(item, Step):
-            self._open(item.step - 1).write(json.dumps(metrics_line(item), allow_nan=False) + "\n")
-        elif isinstance(item.event, WorkerStarted):
-            self._open(item.event.resumed_from_step)
+        with writing(self.path):
+            if isinstance(item, Step):
+                self._open(item.step - 1).write(json.dumps(metrics_line(item), allow_nan=False) + "\n")
+            elif isinstance(item.event, WorkerStarted):
+                self._open(item.event.resumed_from_step)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with writing(self.path):
+                file.close()
 
     def _open(self, last_step: int) -> TextIO:
         if self._file is None:

@@ -1,4 +1,4 @@
-"""Serves a run's state to Prometheus: base units, `_total` and `_seconds` names, no label that grows with the run.
+"""Serves an attempt's state to Prometheus: base units, `_total` and `_seconds` names, no label that grows with it.
 
 The server is one thread that answers scrapes; the numbers are set by whoever reads the run's events. It listens on
 loopback unless told otherwise, and knows nothing but these numbers.
@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Summary, make_w
 
 from paceline.errors import LaunchError
 from paceline.events import CheckpointFailed, CheckpointSaved, Evaluated, Record, WorkerStarted
-from paceline.monitor.steps import Step
+from paceline.monitor.steps import Step, parts_of
 
 __all__ = ["PrometheusEndpoint"]
 
@@ -27,24 +27,31 @@ class PrometheusEndpoint:
 
     def __init__(self, host: str, port: int, *, workers: int) -> None:
         self._registry = registry = CollectorRegistry()
-        self._steps = Counter("paceline_steps", "Committed steps.", registry=registry)
-        self._skipped = Counter("paceline_skipped_steps", "Steps skipped for non-finite gradients.", registry=registry)
+        self._steps = Counter("paceline_steps", "Committed steps of this attempt.", registry=registry)
+        about = "Number of the last committed step, over all attempts."
+        self._step_number = Gauge("paceline_last_step", about, registry=registry)
+        about = "Steps that no worker took because gradients were not finite."
+        self._skipped = Counter("paceline_skipped_steps", about, registry=registry)
         self._samples = Counter("paceline_samples", "Samples used in committed steps.", registry=registry)
-        self._sent = Counter("paceline_sent_bytes", "Bytes handed to the wire by all workers.", registry=registry)
-        about = "Seconds of a step, mean over workers, by phase."
+        about = "Bytes of gradients that the workers of this host handed to the wire."
+        self._sent = Counter("paceline_sent_bytes", about, registry=registry)
+        about = "Seconds between two commits, mean over workers, by phase; the phases add up to the whole."
         self._seconds = Summary("paceline_step_seconds", about, ["phase"], registry=registry)
-        about = "Seconds of a checkpoint, by part: stall (training stood still) or write."
+        about = "Seconds of a checkpoint, by part: stall (training stood still) or write (in the background)."
         self._checkpoint = Summary("paceline_checkpoint_seconds", about, ["part"], registry=registry)
         self._checkpoint_bytes = Gauge("paceline_checkpoint_bytes", "Size of the newest checkpoint.", registry=registry)
         self._failures = Counter("paceline_checkpoint_failures", "Checkpoints that failed.", registry=registry)
-        self._loss = Gauge("paceline_loss", "Loss of the last step's global batch.", registry=registry)
-        self._metric = Gauge("paceline_metric", "Last value of a reported metric.", ["name"], registry=registry)
-        about = "Last exact evaluation, by measure."
+        self._loss = Gauge("paceline_loss", "Loss of the last step, over its global batch.", registry=registry)
+        about = "Last value of a reported metric, mean over the workers that reported it."
+        self._metric = Gauge("paceline_metric", about, ["name"], registry=registry)
+        about = "Last evaluation, exact over all workers, by measure."
         self._evaluation = Gauge("paceline_evaluation", about, ["name"], registry=registry)
-        self._epoch = Gauge("paceline_epoch", "Epoch of the last step.", registry=registry)
-        self._commit_time = Gauge("paceline_last_commit_timestamp_seconds", "When it was committed.", registry=registry)
-        self._startup = Gauge("paceline_startup_seconds", "From command to ready, slowest worker.", registry=registry)
-        Gauge("paceline_workers", "Workers of the job.", registry=registry).set(workers)
+        self._epoch = Gauge("paceline_epoch", "Epoch of the last step, counted from 0.", registry=registry)
+        about = "When the last step was committed, in seconds since 1970."
+        self._commit_time = Gauge("paceline_last_commit_timestamp_seconds", about, registry=registry)
+        about = "Seconds from the command until the slowest worker of this host was ready."
+        self._startup = Gauge("paceline_startup_seconds", about, registry=registry)
+        Gauge("paceline_workers", "Workers of the job, on all hosts.", registry=registry).set(workers)
         self._server = _listen(host, port, registry)
         self.url = _url(host, self._server.server_port)
         self._thread = threading.Thread(
@@ -79,6 +86,7 @@ class PrometheusEndpoint:
 
     def _step(self, row: Step) -> None:
         self._steps.inc()
+        self._step_number.set(row.step)
         self._skipped.inc(row.skipped)
         self._samples.inc(row.num_samples)
         self._sent.inc(row.num_bytes_sent)
@@ -86,7 +94,7 @@ class PrometheusEndpoint:
         self._commit_time.set(row.time)
         if row.loss is not None:
             self._loss.set(row.loss)
-        for phase, seconds in row.seconds.items():
+        for phase, seconds in parts_of(row.seconds).items():
             self._seconds.labels(phase).observe(seconds)
         for name, value in row.metrics.items():
             self._metric.labels(name).set(value)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json as json_text
 import sys
 import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.events import Record, WorkerFailed, WorkerFinished, WorkerStarted
+from paceline.events import (
+    Record,
+    Regrouped,
+    WorkerFailed,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+    WorkerStarted,
+)
 from paceline.monitor.files import last_lines, local_path, worker_number
 from paceline.monitor.run_record import RunRecord
 from paceline.monitor.stream import attempt_dir, decoded
-from paceline.monitor.wording import number_text, rate_text
+from paceline.monitor.wording import event_line, number_text, rate_text
 from paceline.units import duration_text
 
 __all__ = ["RunStatus", "WorkerStatus", "main_status", "status"]
@@ -34,7 +44,7 @@ class WorkerStatus:
     host: str
     pid: int
     device: str
-    state: str  # starting | running | finished | failed | stopped (after another one failed) | gone
+    state: str  # starting | running | lost | finished | failed | stopped (after another one failed) | gone
     step: int
     age_s: float | None  # since its last event; None: it has not said anything
 
@@ -58,6 +68,9 @@ class RunStatus:
     metrics_url: str | None
     started: float
     ended: float | None
+    members: tuple[int, ...]  # the workers that take part, or did when the run ended
+    workers_lost: int  # in the newest attempt
+    last_incident: str | None  # what became of the last loss, in words
     workers: tuple[WorkerStatus, ...]
 
 
@@ -65,8 +78,12 @@ def status(run_dir: Path | str) -> RunStatus:
     """Read how a run stands; raises ValueError where `run_dir` is not the directory of a run."""
     record = RunRecord.load(run_dir)
     row = _last_step(record.run_dir)
-    workers = _workers(record)
-    plans = [started.plan for started in _started(record).values()]
+    said = _supervisor_events(record)
+    changes = _Changes.of(said)
+    started = _started(record, changes.replaced)
+    failed = {each.event.rank for each in said if isinstance(each.event, WorkerFailed)}
+    workers = _workers(record, started, changes, failed)
+    plans = [each.event.plan for each in started.values() if isinstance(each.event, WorkerStarted)]
     return RunStatus(
         run_dir=str(record.run_dir),
         state=record.state_now(),
@@ -83,6 +100,9 @@ def status(run_dir: Path | str) -> RunStatus:
         metrics_url=record.metrics_url,
         started=record.started,
         ended=record.ended,
+        members=tuple(worker.rank for worker in workers if changes.is_member(worker.rank) and worker.state != "lost"),
+        workers_lost=changes.num_lost,
+        last_incident=changes.last_text,
         workers=workers,
     )
 
@@ -118,6 +138,10 @@ def _text(run: RunStatus) -> str:
     ]
     lines += [f"  plan {run.plan}"] if run.plan else []
     lines += [f"  metrics at {run.metrics_url}"] if run.metrics_url else []
+    if run.workers_lost:
+        present = f", {len(run.members)} taking part now" if run.state == "running" else ""
+        lines.append(f"  {run.workers_lost} worker{'s' * (run.workers_lost != 1)} lost{present}; the last incident:")
+        lines.append(f"    {run.last_incident}")
     return "\n".join([*lines, "", *_table(run.workers)])
 
 
@@ -146,16 +170,54 @@ def _last_step(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def _workers(record: RunRecord) -> tuple[WorkerStatus, ...]:
-    started = _started(record)
-    failed = {worker for event in _supervisor_events(record) if (worker := _failed_worker(event)) is not None}
+@dataclasses.dataclass(kw_only=True)
+class _Changes:
+    """What the supervisor said of the membership of an attempt."""
+
+    lost: dict[int, float] = dataclasses.field(default_factory=dict[int, float])  # worker -> when, not joined since
+    replaced: set[int] = dataclasses.field(default_factory=set[int])  # that were lost at any time
+    members: set[int] | None = None  # None: all
+    num_lost: int = 0
+    last_text: str | None = None
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> _Changes:
+        changes = cls()
+        for record in records:
+            match record.event:
+                case WorkerLost(rank=worker, reason=reason):
+                    changes.lost[worker] = record.time
+                    changes.replaced.add(worker)
+                    changes.num_lost += 1
+                    changes.last_text = reason
+                case Regrouped(members=members) as regrouped:
+                    changes.members = set(members)
+                    changes.last_text = event_line(regrouped)
+                case WorkerJoined(rank=worker):
+                    changes.lost.pop(worker, None)
+                    if changes.members is not None:
+                        changes.members.add(worker)
+                case _:
+                    pass
+        return changes
+
+    def is_member(self, worker: int) -> bool:
+        return worker not in self.lost and (self.members is None or worker in self.members)
+
+
+def _workers(
+    record: RunRecord, started: Mapping[int, Record], changes: _Changes, failed: set[int]
+) -> tuple[WorkerStatus, ...]:
     return tuple(
-        _worker(record, worker, started.get(worker), failed)
+        _worker(record, worker, started.get(worker), failed, lost_at=changes.lost.get(worker))
         for worker in range(max(record.workers, 1 + max(started, default=-1)))
     )
 
 
-def _worker(record: RunRecord, worker: int, started: WorkerStarted | None, failed: set[int]) -> WorkerStatus:
+def _worker(
+    record: RunRecord, worker: int, told: Record | None, failed: set[int], *, lost_at: float | None
+) -> WorkerStatus:
+    started = told.event if told is not None and isinstance(told.event, WorkerStarted) else None
     directory = attempt_dir(record.run_dir, record.attempt) / f"worker_{worker}"
     step, age_s, state = 0, None, "starting" if started is None else "running"
     for number, line in enumerate(last_lines(directory / "events.jsonl")):
@@ -167,6 +229,8 @@ def _worker(record: RunRecord, worker: int, started: WorkerStarted | None, faile
         step = getattr(event.event, "step", 0)
         if step or number > NUM_LAST_LINES:
             break
+    if lost_at is not None and state in ("starting", "running"):  # else its successor is starting
+        state = "lost" if told is None or told.time < lost_at else "starting"
     if worker in failed:
         state = "failed"
     elif (directory / "error.json").exists():
@@ -192,27 +256,36 @@ def _is_echo(path: Path) -> bool:
         return False
 
 
-def _started(record: RunRecord) -> dict[int, WorkerStarted]:
-    """What the workers of the newest attempt said when they started: it stands near the beginning of their files."""
-    found: dict[int, WorkerStarted] = {}
+def _started(record: RunRecord, replaced: Collection[int]) -> dict[int, Record]:
+    """What the workers of the newest attempt said when they last started.
+
+    That stands near the beginning of their files; only of those that were replaced it is looked for from the end.
+    """
+    found: dict[int, Record] = {}
     directory = attempt_dir(record.run_dir, record.attempt)
     for place in sorted(directory.glob("worker_*")) if directory.is_dir() else []:
-        worker, path = worker_number(place.name), place / "events.jsonl"
-        if worker is None or not path.exists():
+        worker = worker_number(place.name)
+        if worker is None:
             continue
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for _, line in zip(range(NUM_FIRST_LINES), file, strict=False):
-                event = decoded(line)
-                if event is not None and isinstance(event.event, WorkerStarted):
-                    found[worker] = event.event
-                    break
+        path = place / "events.jsonl"
+        lines = last_lines(path) if worker in replaced else itertools.islice(_first_lines(path), NUM_FIRST_LINES)
+        for line in lines:
+            event = decoded(line) if '"WorkerStarted"' in line else None
+            if event is not None and isinstance(event.event, WorkerStarted):
+                found[worker] = event
+                break
     return found
 
 
+def _first_lines(path: Path) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            yield from file
+    except FileNotFoundError:
+        return
+
+
 def _supervisor_events(record: RunRecord) -> list[Record]:
+    """In the order of their times."""
     path = attempt_dir(record.run_dir, record.attempt) / "events.jsonl"
-    return [event for line in last_lines(path) if (event := decoded(line)) is not None]
-
-
-def _failed_worker(record: Record) -> int | None:
-    return record.event.rank if isinstance(record.event, WorkerFailed) else None
+    return [event for line in _first_lines(path) if (event := decoded(line)) is not None]

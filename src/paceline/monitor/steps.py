@@ -2,8 +2,8 @@
 
 All workers commit a step together, but each writes its own line, and the files are read one after the other. Nobody
 finishes step k + 2 before everybody has written down step k (they agree in every step), so a row is given out when
-all workers have spoken, or when anybody was two steps ahead of it *before* this reading of the files began: what is
-still missing then will not come.
+all members have spoken, or when anybody was two steps ahead of it *before* this reading of the files began: what is
+still missing then will not come. Members come and go in an elastic run: `regroup`, `join` and `leave` tell.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Collection, Mapping
 
 from paceline.events import Record, StepDone
 
-__all__ = ["PHASES", "Step", "StepMerger", "real"]
+__all__ = ["OTHER", "PHASES", "Step", "StepMerger", "parts_of", "real"]
 
 PHASES = ("data", "compute", "communication", "optimizer")
+OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, bookkeeping
 AHEAD = 2  # steps: see above
 OWN_NAMES = frozenset({"step", "epoch", "time", "num_samples", "samples_per_s", "skipped", "seconds"})
 
@@ -49,6 +50,18 @@ class StepMerger:
         self._newest_before = 0  # the same when `rows` was last called
         self._last_time: float | None = None
         self.last_steps: dict[int, int] = {}  # worker -> last step it has spoken of
+
+    def regroup(self, members: Collection[int]) -> None:
+        """Wait for these workers only, from now on."""
+        self._workers = frozenset(members)
+
+    def join(self, worker: int) -> None:
+        """Wait for this worker, too."""
+        self._workers |= {worker}
+
+    def leave(self, worker: int) -> None:
+        """Wait for this worker no longer."""
+        self._workers -= {worker}
 
     def add(self, record: Record) -> None:
         """Take one worker's word on a step; a word that comes too late, or twice, changes nothing."""
@@ -96,6 +109,17 @@ class StepMerger:
             num_bytes_sent=sum(event.num_bytes_sent for event in events.values()),
             workers=tuple(events),
         )
+
+
+def parts_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each phase, and those of `OTHER` that are left of the total; together they are the whole.
+
+    Phases that overlap may come to more than the total: then nothing is left.
+    """
+    parts = {phase: seconds[phase] for phase in PHASES if phase in seconds}
+    if "total" in seconds:
+        parts[OTHER] = max(0.0, seconds["total"] - sum(parts.values()))
+    return parts
 
 
 def real(value: float | None) -> float | None:

@@ -11,17 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import writing
 from paceline.events import (
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
     Record,
+    Regrouped,
     RunStarted,
     WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
     WorkerStarted,
 )
 from paceline.monitor.files import replace_text
-from paceline.monitor.steps import PHASES, Step, real
+from paceline.monitor.steps import Step, parts_of, real
 
 __all__ = ["Summary", "shares"]
 
@@ -43,6 +47,8 @@ class Summary:
         self._commanded: float | None = None  # when the user's command began, told by the workers' start-up times
         self._started: RunStarted | None = None
         self._devices: dict[str, None] = {}
+        self._ranks: set[int] = set()  # of workers that have started
+        self._num_lost = self._num_joined = self._num_steps_lost = 0
         self._resumed_from_step = 0
         self._num_checkpoints = self._num_failed_checkpoints = 0
         self._peaks: dict[int, int] = {}
@@ -68,6 +74,12 @@ class Summary:
                 self.peak_memory(worker, peak)
             case RunStarted() as started:
                 self._started = started
+            case WorkerLost():
+                self._num_lost += 1
+            case Regrouped(steps_lost=steps_lost):
+                self._num_steps_lost += steps_lost
+            case WorkerJoined():
+                self._num_joined += 1
             case _:
                 pass
 
@@ -80,7 +92,7 @@ class Summary:
 
     @property
     def shares(self) -> dict[str, float]:
-        """How the steps' time divides: data, compute, communication, optimizer; the rest is not listed."""
+        """How the steps' time divides: data, compute, communication, optimizer, other."""
         return shares(self.seconds)
 
     @property
@@ -110,6 +122,9 @@ class Summary:
             "steps": self.num_steps,
             "skipped_steps": self.num_skipped,
             "samples": self.num_samples,
+            "workers_lost": self._num_lost,
+            "workers_joined": self._num_joined,
+            "steps_lost": self._num_steps_lost,
             "epochs": len(self._epochs),
             "first_loss": real(self._losses[0]),
             "last_loss": real(self._losses[1]),
@@ -138,15 +153,20 @@ class Summary:
         }
 
     def write(self, facts: Mapping[str, Any]) -> None:
-        """Write `summary.json`."""
-        replace_text(self.run_dir / "summary.json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        """Write `summary.json`; RunFileError where it cannot be written."""
+        path = self.run_dir / "summary.json"
+        with writing(path):
+            replace_text(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")
 
     def _worker_started(self, started: WorkerStarted, when: float) -> None:
+        self._devices[started.device] = None
+        if started.rank in self._ranks:
+            return  # a successor: its start-up is part of an incident
+        self._ranks.add(started.rank)
         self.plan = started.plan
         self.startup_s = max(started.startup_s, self.startup_s or 0.0)
         self._commanded = min(when - started.startup_s, self._commanded or math.inf)
         self._resumed_from_step = started.resumed_from_step
-        self._devices[started.device] = None
 
     def _step(self, row: Step) -> None:
         self.first, self.last = self.first or row, row
@@ -164,9 +184,10 @@ class Summary:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return each phase's share of the total time; empty where no time was measured."""
-    total = seconds.get("total", 0.0) or sum(seconds.get(phase, 0.0) for phase in PHASES)
-    return {phase: seconds[phase] / total for phase in PHASES if phase in seconds} if total > 0 else {}
+    """Return each phase's share of the time, and what is left as "other"; empty where no time was measured."""
+    parts = parts_of(seconds)
+    total = sum(parts.values())
+    return {phase: part / total for phase, part in parts.items()} if total > 0 else {}
 
 
 def _rounded(value: float | None, digits: int = 3) -> float | None:

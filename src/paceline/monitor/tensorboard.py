@@ -1,4 +1,6 @@
-"""Writes TensorBoard scalars: loss, reported metrics, samples_per_s, seconds/* and eval/* by step.
+"""Writes TensorBoard scalars by step: loss, reported metrics, eval/*, progress/epoch, samples_per_second, seconds/*.
+
+`seconds/*` is where the time between two commits went; its parts add up to `seconds/total`. Epochs count from 0.
 
 TensorBoard's own protocol buffers and record writer are used, without the writer that sits above them in that
 package: that one would start a thread, and import TensorFlow where it is installed. The package takes 0.3 s to
@@ -14,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import writing
 from paceline.events import Evaluated, Record, Reported, WorkerStarted
-from paceline.monitor.steps import Step
+from paceline.monitor.steps import Step, parts_of
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -26,7 +29,10 @@ EVERY_S = 2.0  # rows are written this long after the first that waits
 
 
 class TensorBoardFile:
-    """Appends scalars to one new event file in `directory`; the file appears with the first of them."""
+    """Appends scalars to one new event file in `directory`; the file appears with the first of them.
+
+    Raises RunFileError where it cannot be written.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -57,7 +63,8 @@ class TensorBoardFile:
     def close(self) -> None:
         self._write()
         if self._writer is not None:
-            self._writer.close()
+            with writing(self.directory):
+                self._writer.close()
             self._writer = None
 
     def _add(self, when: float, step: int, scalars: dict[str, float]) -> None:
@@ -67,14 +74,15 @@ class TensorBoardFile:
         self._due = 0.0
         if not self._waiting:
             return
-        writer = self._writer = self._writer or self._begin()
-        for when, step, scalars in self._waiting:
-            event = self._event(wall_time=when, step=step)
-            for tag, value in scalars.items():
-                event.summary.value.add(tag=tag, simple_value=value)
-            writer.write(event.SerializeToString())
-        self._waiting.clear()
-        writer.flush()
+        with writing(self.directory):
+            writer = self._writer = self._writer or self._begin()
+            for when, step, scalars in self._waiting:
+                event = self._event(wall_time=when, step=step)
+                for tag, value in scalars.items():
+                    event.summary.value.add(tag=tag, simple_value=value)
+                writer.write(event.SerializeToString())
+            self._waiting.clear()
+            writer.flush()
 
     def _begin(self) -> RecordWriter:
         from tensorboard.compat.proto import event_pb2
@@ -97,8 +105,8 @@ class TensorBoardFile:
 
 
 def _scalars(row: Step) -> dict[str, float]:
-    scalars = {"loss": row.loss, "samples_per_s": row.samples_per_s, "epoch": row.epoch, **row.metrics}
-    scalars.update(_below("seconds", row.seconds))
+    scalars = {"loss": row.loss, **row.metrics, "samples_per_second": row.samples_per_s, "progress/epoch": row.epoch}
+    scalars.update(_below("seconds", {**row.seconds, **parts_of(row.seconds)}))
     return {name: value for name, value in scalars.items() if value is not None and not math.isinf(value)}
 
 

@@ -14,7 +14,21 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
-from paceline.events import Evaluated, Note, Record, Reported, StepDone, StreamOpened, Warned, WorkerStarted
+from paceline.errors import RunFileError, writing
+from paceline.events import (
+    Evaluated,
+    Note,
+    Record,
+    Regrouped,
+    Reported,
+    StepDone,
+    StreamOpened,
+    Warned,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+    WorkerStarted,
+)
 from paceline.monitor.console import NoConsole, PlainConsole, is_terminal
 from paceline.monitor.failure import Failure, explain, headline, root
 from paceline.monitor.files import local_path
@@ -40,7 +54,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left and let go of everything."""
+        """Write what is left and let go of everything; this and `accept` raise RunFileError where they cannot write."""
         ...
 
 
@@ -75,8 +89,13 @@ class Watch:
     ) -> None:
         self.run_dir, self.attempt = Path(run_dir), attempt
         self._local = frozenset(range(workers) if local is None else local)
+        self._tells_of_all = len(self._local) == workers  # also of workers that are added later
+        self._members = set(range(workers))  # of the whole job
+        self._finished: dict[int, int] = {}  # workers that have left, after these steps
         self._record, self._explains = record, explains
-        self._screen = _screen(console, sys.stdout if stream is None else stream, self.run_dir, workers, job)
+        self._screen = _screen(
+            console, sys.stdout if stream is None else stream, self.run_dir, workers, self._local, job
+        )
         self._tail = Tail(self.run_dir, attempt)
         self._merger = StepMerger(self._local)
         self._summary = Summary(self.run_dir, attempt=attempt, workers=workers)
@@ -91,10 +110,13 @@ class Watch:
         )
         self._warnings = Once(self._local, lambda text, said_by: self._screen.show(f"{tag(said_by)} warning: {text}"))
         self._notes = Once(self._local, lambda text, said_by: self._screen.show(text))
-        self._started: dict[int, WorkerStarted] = {}
+        self._started: dict[int, WorkerStarted] | None = {}  # None: all of them have, and that was told
         self._facts: dict[str, Any] | None = None
         self.exit_note = ""  # after `finish`: one sentence on how the attempt ended
         self.failures: tuple[Failure, ...] = ()  # after `finish`: with the step that each worker had reached
+        self.unwritten: dict[str, str] = {}  # files of the run that are not whole, and why
+        self._told = ""  # what the user has read of that
+        self._is_ending = False
         self.metrics_url: str | None = None
         if job.metrics_port is not None and record:
             self._serve_metrics(job.metrics_host, job.metrics_port, workers)
@@ -105,9 +127,9 @@ class Watch:
             return
         now = time.monotonic()
         self._take(self._tail.poll(), now)
-        self._give(self._merger.rows())
         self._warnings.release(now)
         self._notes.release(now)
+        self._give(self._merger.rows())
         self._output.poll(now)
         if self._tensorboard in self._sinks:
             with self._dropping(self._tensorboard):
@@ -118,18 +140,28 @@ class Watch:
         """Show a sentence of the caller's."""
         self._screen.show(text)
 
+    def not_written(self, error: RunFileError, *, is_book: bool = True) -> None:
+        """Say that a file could not be written, once for each reason; where it `is_book`, the run's are not whole."""
+        if is_book:
+            self.unwritten[local_path(error.path)] = error.reason
+        if error.reason not in self._told:
+            self._told += error.reason
+            self._screen.show(f"warning: {error}" + ("" if self._is_ending else " The run goes on without it."))
+
     def finish(self, state: str, exit_code: int, failures: Sequence[Failure] = ()) -> dict[str, Any]:
         """Read all that is left, close everything, write summary.json, say how it went; return the summary.
 
         `state` is "finished", "failed" or "stopped". The workers must have ended. A second call returns the summary.
+        Where a file of the run is not whole, a good exit code becomes 1.
         """
         if self._facts is not None:
             return self._facts
         now = time.monotonic()
+        self._is_ending = True
         self._take(self._tail.poll(limit_bytes=None), now)
-        self._give(self._merger.rest())
         self._warnings.release(now, everything=True)
         self._notes.release(now, everything=True)
+        self._give(self._merger.rest())
         self._output.finish(now, failed={failure.worker for failure in failures})
         self.failures = tuple(self._located(failure) for failure in failures)
         for failure in self.failures:
@@ -137,13 +169,15 @@ class Watch:
         self._tail.close()
         self._screen.close()
         if self.failures and self._explains:
-            self._screen.show(f"\n{explain(self.failures)}\n")
+            explained = explain(self.failures)
+            self._told += "\n".join([explained, *(str((each.error or {}).get("message")) for each in self.failures)])
+            self._screen.show(f"\n{explained}\n")
         for sink in tuple(self._sinks):
             with self._dropping(sink):
                 sink.close()
         if self.metrics_url:
             self._note_url(None)
-        self._facts = self._summary.facts(state, exit_code)
+        self._facts = self._summary.facts(state, exit_code or int(bool(self.unwritten)))
         if self._record:
             with self._dropping(self._summary):
                 self._summary.write(self._facts)
@@ -155,10 +189,14 @@ class Watch:
         for record in records:
             match record.event:
                 case StepDone():
+                    self._note_at_work(record.worker, record.event.step)
                     self._merger.add(record)
                     continue
-                case Evaluated() | Reported() | StreamOpened() if record.worker not in (None, min(self._local)):
-                    continue  # equal on all workers (or, for reports between steps, worker 0's word)
+                case Evaluated() | Reported() | StreamOpened() if record.worker not in (None, self._speaker):
+                    continue  # equal on all workers (or, for reports between steps, the first one's word)
+                case WorkerLost(rank=worker) if worker in self._members:
+                    self._pass_on(record)
+                    continue  # what became of it is told when the others have formed again
                 case Note(text=text) if record.worker is not None:
                     self._notes.add(text, record.worker, now)
                 case Note(text=text):
@@ -169,12 +207,42 @@ class Watch:
                     self._screen.show(f"warning: {text}")
                 case WorkerStarted() as started:
                     self._worker_started(started)
+                case Regrouped() | WorkerJoined() | WorkerFinished() as change:
+                    self._note_members(change)
                 case _:
                     pass
             self._pass_on(record)
             line = event_line(record.event)
             if line:
                 self._screen.show(line)
+
+    @property
+    def _speaker(self) -> int:
+        """Of what all workers say alike, this one's word is taken: the first member of this host."""
+        return min(self._members & self._local, default=min(self._local))
+
+    def _note_members(self, change: Regrouped | WorkerJoined | WorkerFinished) -> None:
+        match change:
+            case Regrouped(members=members):
+                self._members = set(members)
+                self._merger.regroup(self._members & self._local)
+            case WorkerJoined(rank=worker):
+                self._members.add(worker)
+                if worker in self._local:
+                    self._merger.join(worker)
+            case WorkerFinished(rank=worker, step=step):
+                self._finished[worker] = step
+                self._merger.leave(worker)
+
+    def _note_at_work(self, worker: int | None, step: int) -> None:
+        """Count a worker in that was added while the run goes on, and out whoever left before the others."""
+        if worker is not None and worker not in self._local and self._tells_of_all:
+            self._local |= {worker}
+            self._members.add(worker)
+            self._merger.join(worker)
+        for gone in [gone for gone, last_step in self._finished.items() if last_step < step]:
+            del self._finished[gone]
+            self._members.discard(gone)
 
     def _give(self, rows: list[Step]) -> None:
         for row in rows:
@@ -190,9 +258,9 @@ class Watch:
         """Go on without a sink that cannot write any more: a full disk under the metrics must not cost the training."""
         try:
             yield
-        except OSError as error:
+        except RunFileError as error:
             self._sinks.remove(sink)
-            self._screen.show(f"warning: {type(sink).__name__} is given up, the run goes on without it: {error}")
+            self.not_written(error, is_book=sink is not self._tensorboard)
 
     def _located(self, failure: Failure) -> Failure:
         """Note the last step of a worker that had no time to tell it itself: a killed one."""
@@ -200,9 +268,12 @@ class Watch:
         return failure if failure.error or failure.step else dataclasses.replace(failure, step=step)
 
     def _worker_started(self, started: WorkerStarted) -> None:
-        self._started[started.rank] = started
-        if len(self._started) == len(self._local):
-            self._screen.show(ready_line(self._started.values()))
+        # Hosts that share a disk see each other's workers; successors of lost ones start when all were ready.
+        if self._started is not None and started.rank in self._local:
+            self._started[started.rank] = started
+            if len(self._started) == len(self._local):
+                self._screen.show(ready_line(self._started.values()))
+                self._started = None
 
     def _serve_metrics(self, host: str, port: int, workers: int) -> None:
         from paceline.monitor.prometheus import PrometheusEndpoint  # 60 ms that most runs need not pay
@@ -215,10 +286,14 @@ class Watch:
     def _note_url(self, url: str | None) -> None:
         self.metrics_url = url
         if (self.run_dir / "run.json").exists():
-            RunRecord.load(self.run_dir).changed(metrics_url=url)
+            try:
+                with writing(self.run_dir / "run.json"):
+                    RunRecord.load(self.run_dir).changed(metrics_url=url)
+            except RunFileError as error:
+                self.not_written(error)
 
 
-def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, job: Job) -> Screen:
+def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, local: Collection[int], job: Job) -> Screen:
     if kind not in ("auto", "plain", "none"):
         raise ValueError(f"console={kind!r}: it must be 'auto', 'plain' or 'none'")
     if kind == "none":
@@ -226,10 +301,10 @@ def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, job: Job) ->
     if kind == "auto" and is_terminal(stream) and job.launcher != "inline":  # inline: the debugger needs the terminal
         from paceline.monitor.live import LiveConsole
 
-        live = LiveConsole(stream, run_dir=run_dir, workers=workers, max_steps=job.max_steps)
+        live = LiveConsole(stream, run_dir=run_dir, workers=workers, local=local, max_steps=job.max_steps)
         if live.can_draw:
             return live
-    return PlainConsole(stream)
+    return PlainConsole(stream, max_steps=job.max_steps)
 
 
 def _exit_note(facts: dict[str, Any], failures: Sequence[Failure]) -> str:

@@ -1,9 +1,12 @@
-"""How the console words a run's events: one line each, the same on a terminal and in a log."""
+"""How the console words a run's events: one line each, the same on a terminal and in a log.
+
+People count epochs from 1, and so does everything here; files, endpoints and programs count them from 0.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from paceline.events import (
@@ -12,16 +15,22 @@ from paceline.events import (
     CheckpointSkipped,
     Evaluated,
     Event,
+    Regrouped,
     Reported,
+    StreamOpened,
+    WorkerJoined,
+    WorkerLost,
     WorkerStarted,
 )
 from paceline.monitor.files import local_path
-from paceline.monitor.steps import PHASES, Step
+from paceline.monitor.steps import OTHER, PHASES, Step
 from paceline.monitor.summary import shares
 from paceline.units import bytes_text, duration_text
 
 __all__ = [
+    "CAUSES",
     "SHORT",
+    "Goal",
     "Interval",
     "closing_table",
     "ending_text",
@@ -29,11 +38,35 @@ __all__ = [
     "number_text",
     "rate_text",
     "ready_line",
+    "regrouped_text",
     "shares_text",
 ]
 
-SHORT: dict[str, str] = dict(zip(PHASES, ("data", "compute", "comm", "optim"), strict=True))
-CAUSES = {129: "the terminal was closed", 130: "Ctrl-C", 143: "SIGTERM"}  # by exit code
+SHORT: dict[str, str] = dict(zip((*PHASES, OTHER), ("data", "compute", "comm", "optim", "other"), strict=True))
+CAUSES = {  # by exit code
+    75: "preempted",
+    76: "too few workers were left",
+    129: "the terminal was closed",
+    130: "Ctrl-C",
+    143: "SIGTERM",
+}
+
+
+class Goal:
+    """How far a run is to go: the last step and the number of epochs, as far as they are known."""
+
+    def __init__(self, max_steps: int | None) -> None:
+        self.last_step = self._max_steps = max_steps
+        self._epochs = 1
+
+    def accept(self, opened: StreamOpened) -> None:
+        known = [number for number in (self._max_steps, opened.last_step) if number is not None]
+        self.last_step, self._epochs = min(known, default=None), opened.epochs
+
+    def epoch_text(self, row: Step) -> str:
+        """Return "epoch 2 of 8"; nothing where there is one epoch only."""
+        last = max(self._epochs, row.epoch + 1)
+        return f"epoch {row.epoch + 1} of {last}" if last > 1 else ""
 
 
 class Interval:
@@ -42,13 +75,14 @@ class Interval:
     def __init__(self) -> None:
         self.last: Step | None = None
         self._began: float | None = None  # commit before the first step of the interval
-        self._num_samples = 0
+        self._num_steps = self._num_samples = 0
         self._seconds: dict[str, float] = {}
 
     def add(self, row: Step) -> None:
         if self._began is None:
             self._began = row.time - row.seconds.get("total", 0.0)
         self.last = row
+        self._num_steps += 1
         self._num_samples += row.num_samples
         for phase, seconds in row.seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
@@ -56,7 +90,7 @@ class Interval:
     def restart(self) -> None:
         """Begin the next interval where this one ends."""
         if self.last is not None:
-            self._began, self._num_samples, self._seconds = self.last.time, 0, {}
+            self._began, self._num_steps, self._num_samples, self._seconds = self.last.time, 0, 0, {}
 
     @property
     def samples_per_s(self) -> float | None:
@@ -65,22 +99,33 @@ class Interval:
         return self._num_samples / (self.last.time - self._began)
 
     @property
+    def step_s(self) -> float | None:
+        """The mean duration of its steps, commit to commit."""
+        if self.last is None or self._began is None or not self._num_steps:
+            return None
+        return (self.last.time - self._began) / self._num_steps
+
+    @property
     def shares(self) -> dict[str, float]:
         return shares(self._seconds)
 
-    def line(self) -> str:
-        """Return "step 120  loss 2.314  512 samples/s  data 1% compute 88% comm 8% optim 3%"."""
-        if self.last is None:
+    def line(self, goal: Goal, *, with_speed: bool = True) -> str:
+        """Return "step 120 of 400  epoch 1 of 3  loss 2.314  lr 0.1  512 samples/s  data 1% compute 88% ...".
+
+        `with_speed=False` leaves out speed and shares: those of the first step say nothing about the others.
+        """
+        row = self.last
+        if row is None:
             return ""
-        parts = [f"step {self.last.step}"]
-        if self.last.loss is not None:
-            parts.append(f"loss {number_text(self.last.loss)}")
-        parts += [f"{name} {number_text(value)}" for name, value in self.last.metrics.items()]
-        if self.samples_per_s is not None:
+        parts = [f"step {row.step} of {goal.last_step}" if goal.last_step else f"step {row.step}", goal.epoch_text(row)]
+        if row.loss is not None:
+            parts.append(f"loss {number_text(row.loss)}")
+        parts += [f"{name} {number_text(value)}" for name, value in row.metrics.items()]
+        if with_speed and self.samples_per_s is not None:
             parts.append(f"{rate_text(self.samples_per_s)} samples/s")
-        if self.shares:
+        if with_speed and self.shares:
             parts.append(shares_text(self.shares))
-        return "  ".join(parts)
+        return "  ".join(part for part in parts if part)
 
 
 def event_line(event: Event) -> str | None:
@@ -91,36 +136,57 @@ def event_line(event: Event) -> str | None:
             return f"step {step}  held out: {values}  ({num_samples:,} samples in {duration_text(duration_s)})"
         case Reported(step=step, metrics=metrics):
             return f"step {step}  " + "  ".join(f"{name} {number_text(value)}" for name, value in metrics.items())
-        case CheckpointSaved(step=step, path=path, num_bytes=num_bytes, stall_s=stall_s):
-            about = f"{bytes_text(num_bytes)}; training waited {duration_text(stall_s)}"
-            return f"step {step}  checkpoint {local_path(path)} ({about})"
+        case CheckpointSaved(step=step, num_bytes=num_bytes, stall_s=stall_s):
+            return f"step {step}  checkpoint saved ({bytes_text(num_bytes)}; training waited {duration_text(stall_s)})"
         case CheckpointFailed(step=step, path=path, reason=reason):
             return f"step {step}  CHECKPOINT FAILED: {local_path(path)}: {reason}"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {local_path(path)} was passed over: {reason}"
+        case WorkerLost(reason=reason):  # of one that was not at work yet: of the others `Regrouped` tells
+            return f"{reason} before it had joined"
+        case Regrouped(causes=causes, step=step) as regrouped:
+            return f"{', '.join(causes)} after step {step}: {regrouped_text(regrouped)}"
+        case WorkerJoined(rank=worker, step=step, after_s=after_s):
+            return f"worker {worker} joined at step {step}, {after_s:.2f} s after the loss"
         case _:
             return None
 
 
-def ready_line(started: Iterable[WorkerStarted]) -> str:
-    """Return "2 workers on cpu, ready in 1.90 s  plan replicas=2"."""
-    started = list(started)
-    devices = ", ".join(sorted({event.device.partition(":")[0] for event in started}))
-    hosts = {event.host for event in started}
-    where = f"{devices} of {len(hosts)} hosts" if len(hosts) > 1 else devices
-    workers = "1 worker" if len(started) == 1 else f"{len(started)} workers"
-    resumed = max(event.resumed_from_step for event in started)
+def regrouped_text(regrouped: Regrouped) -> str:
+    """Return "detected in 0.01 s, regrouped in 0.03 s; 3 workers go on, steps lost 0, samples repeated 0"."""
+    count, lost = len(regrouped.members), regrouped.steps_lost
+    what = "for others" if regrouped.holds else "on"
+    verb = "wait" if regrouped.holds else "go"
+    who = f"1 worker {verb}{'s' if regrouped.holds else 'es'}" if count == 1 else f"{count} workers {verb}"
+    repeated = "0" if not lost else "those of 1 step" if lost == 1 else f"those of {lost} steps"
     return (
-        f"{workers} on {where}, ready in {duration_text(max(event.startup_s for event in started))}"
-        + (f", continuing after step {resumed}" if resumed else "")
-        + f"  plan {started[0].plan}"
+        f"detected in {regrouped.detected_s:.2f} s, regrouped in {regrouped.regrouped_s:.2f} s; "
+        f"{who} {what}, steps lost {lost}, samples repeated {repeated}"
     )
+
+
+def ready_line(started: Collection[WorkerStarted]) -> str:
+    """Return "2 workers on cpu, ready in 1.90 s  plan replicas=2", from what the workers of this host said.
+
+    A worker is ready when it is in its group, and so are all of them then: also those of other hosts.
+    """
+    first = next(iter(started))
+    devices = ", ".join(sorted({event.device.partition(":")[0] for event in started}))
+    workers = "1 worker" if first.workers == 1 else f"{first.workers} workers"
+    where = (
+        f"on {devices}"
+        if len(started) == first.workers
+        else f"({len(started)} of them here on {first.host}: {devices})"
+    )
+    return f"{workers} {where}, ready in {duration_text(max(event.startup_s for event in started))}  plan {first.plan}"
 
 
 def closing_table(facts: Mapping[str, Any]) -> str:
     """Return the summary of an attempt (the contents of summary.json) as a small table, each row "what  value"."""
     title = f"{ending_text(facts)}, after {duration_text(facts['duration_s'])}"
     rows: list[tuple[str, str]] = []
+    if _was_finished_already(facts):
+        rows.append(("to train on", "more epochs in the script, or a later --max-steps; or --fresh, to start over"))
     if facts["steps"]:
         rows.append(("samples/s", _speed_text(facts)))
         rows.append(("communication", f"{facts['share_communication'] or 0:.1%} of the steps' time"))
@@ -136,6 +202,8 @@ def closing_table(facts: Mapping[str, Any]) -> str:
         if facts["last_loss"] is not None:
             first = "" if facts["first_loss"] is None else f"{number_text(facts['first_loss'])} -> "
             rows.append(("loss", first + number_text(facts["last_loss"])))
+    if facts["workers_lost"]:
+        rows.append(("incidents", _incidents_text(facts)))
     if facts["evaluation"]:
         values = "  ".join(f"{name} {number_text(value)}" for name, value in facts["evaluation"].items())
         rows.append(("held out", f"{values} (step {facts['evaluation_step']})"))
@@ -154,12 +222,19 @@ def closing_table(facts: Mapping[str, Any]) -> str:
 
 def ending_text(facts: Mapping[str, Any]) -> str:
     """Return "finished at step 400" or "stopped at step 120 (Ctrl-C)"."""
+    if _was_finished_already(facts):
+        return f"finished already at step {facts['step']}, nothing was left to do"
     cause = CAUSES.get(facts["exit_code"])
     return f"{facts['state']} at step {facts['step']}" + (f" ({cause})" if cause else "")
 
 
+def _was_finished_already(facts: Mapping[str, Any]) -> bool:
+    """Whether the run went on from its own end."""
+    return facts["state"] == "finished" and facts["resumed_from_step"] > 0 and not facts["steps"]
+
+
 def shares_text(parts: Mapping[str, float]) -> str:
-    """Return "data 1% compute 88% comm 8% optim 3%"."""
+    """Return "data 1% compute 88% comm 8% optim 2% other 1%"."""
     return " ".join(f"{SHORT[phase]} {share:.0%}" for phase, share in parts.items())
 
 
@@ -190,3 +265,9 @@ def _steps_text(facts: Mapping[str, Any]) -> str:
     if facts["skipped_steps"]:
         text += f", {facts['skipped_steps']} of them skipped"
     return text
+
+
+def _incidents_text(facts: Mapping[str, Any]) -> str:
+    lost, back, steps = facts["workers_lost"], facts["workers_joined"], facts["steps_lost"]
+    text = f"{lost} worker{'s' * (lost != 1)} lost, {back} taken in again, {steps} step{'s' * (steps != 1)} lost"
+    return f"{text} (more: paceline report {local_path(facts['run_dir'])})"

@@ -38,6 +38,9 @@ class Job:
     save_at_end: bool = True  # one more checkpoint after the last step
     keep: int = 3  # newest complete checkpoints that are kept
     timeout_s: float = 600.0  # a worker waits this long for its peers
+    silence_s: float = 10.0  # elastic runs: a worker that is not heard of for so long is lost
+    patience_s: float = 60.0  # elastic runs: with fewer replicas than the plan's least, for so long, save and end
+    grace_s: float = 30.0  # after SIGTERM the workers may take so long to finish the step, save and leave
     device: Literal["auto", "cpu", "cuda"] = (
         "auto"  # "auto": a GPU for each worker if the host has enough, else the CPU
     )
@@ -55,8 +58,9 @@ class Job:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"Job.{name} is {value}; it must be at least 1.")
-        if self.timeout_s <= 0:
-            raise PlanError(f"Job.timeout_s is {self.timeout_s}; it must be more than 0 seconds.")
+        for name in ("timeout_s", "silence_s", "patience_s", "grace_s"):
+            if getattr(self, name) <= 0:
+                raise PlanError(f"Job.{name} is {getattr(self, name)}; it must be more than 0 seconds.")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise PlanError(f"Job.metrics_port is {self.metrics_port}; it must be from 0 (any free port) to 65535.")
         if self.head is not None:
@@ -107,6 +111,7 @@ class Assignment:
     plan: str | None = None  # --plan or the job file's plan, as text; overrides the script's
     overrides: tuple[str, ...] = ()  # --set plan.wire.dtype=fp16, applied to whichever plan is used
     given: tuple[str, ...] = ()  # Job fields that the command or job file set: they win over the script's
+    joins: bool = False  # it comes later: the others are at work, and it is taken in between two of their steps
 
 
 def head_address(head: str) -> tuple[str, int]:

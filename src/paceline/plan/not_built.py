@@ -64,17 +64,9 @@ KINDS = {
     "Sparse": ("sending sparse gradients as such", "Raw() and modules with sparse=False"),
 }
 
-RANGE = re.compile(r"\d+-\d+")
-
 
 def field(cls: str, name: str, value: object) -> str | None:
     """Return why field `name` of class `cls`, or this value of it, is refused; None where the tables do not have it."""
-    if f"{cls}.{name}" == "Layout.replicas" and _is_range(value):
-        return (
-            f"Layout(replicas={_shown(value)}): a number of replicas that changes during the run (elasticity) "
-            "is not built yet. Use one number, or leave it out: as many replicas as the job has workers. "
-            "A stopped run continues on any number of workers."
-        )
     row = FIELDS.get(f"{cls}.{name}") or FIELDS.get(f"{cls}.{name}={value}")
     return f"{cls}({name}={_shown(value)}): {row[0]} is not built yet. Use {row[1]}." if row else None
 
@@ -86,10 +78,6 @@ def kind(name: str) -> str | None:
         if known.lower() == folded:
             return f"{known}: {what} is not built yet. Use {instead}."
     return None
-
-
-def _is_range(value: object) -> bool:
-    return isinstance(value, (tuple, list)) or (isinstance(value, str) and RANGE.fullmatch(value.strip()) is not None)
 
 
 def _shown(value: object) -> str:

@@ -56,16 +56,21 @@ def broken_rules(facts: Facts) -> tuple[Broken, ...]:
 
 
 def _layout_does_not_fit(facts: Facts) -> bool:
-    needed = facts.plan.layout.workers
-    return needed is not None and facts.workers is not None and needed != facts.workers
+    return facts.workers is not None and not facts.plan.layout.takes(facts.workers)
 
 
 def _layout_says(facts: Facts) -> str:
-    needed = facts.plan.layout.workers
+    needed, replicas = facts.plan.layout.workers, facts.plan.layout.replicas
+    if isinstance(replicas, tuple):
+        count = _count(facts.workers, "worker")
+        return f"Layout needs {replicas[0]} to {replicas[1]} replicas but the job has {count}."
     return f"Layout needs {_count(needed, 'worker')} ({_count(needed, 'replica')}) but the job has {facts.workers}."
 
 
 def _layout_fix(facts: Facts) -> str:
+    replicas = facts.plan.layout.replicas
+    if isinstance(replicas, tuple):
+        return f"Use workers={replicas[0]} to {replicas[1]}, or another range of replicas."
     return f"Use workers={facts.plan.layout.workers}, or Layout(replicas={facts.workers})."
 
 
@@ -110,10 +115,6 @@ def _reference_is_rounded(facts: Facts) -> bool:
     return facts.plan.compute.precision == "fp64" and isinstance(facts.plan.wire, Cast)
 
 
-def _nothing_to_train(facts: Facts) -> bool:
-    return facts.model is not None and not any(parameter.requires_grad for parameter in facts.model.parameters())
-
-
 def _count(number: int | None, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
@@ -130,13 +131,5 @@ RULES = (
             f"Compute(precision='fp64') is the exact reference, but wire={facts.plan.wire!r} rounds to 16 bits."
         ),
         fix=lambda facts: "Use wire=Raw(), or precision='fp32'.",
-    ),
-    Rule(
-        name="something-to-train",
-        broken_when=_nothing_to_train,
-        says=lambda facts: (
-            f"{type(facts.model).__name__} has no parameter with requires_grad=True: there is nothing to train."
-        ),
-        fix=lambda facts: "Leave at least one parameter trainable.",
     ),
 )

@@ -40,6 +40,7 @@ class GradientSum:
         self._group, self._sync, self._wire = group, sync, wire
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: list[Bucket] | list[StayingBucket] = []
+        self._is_stale = False
         self._trained: set[int] = set()  # places in `_all` of parameters that require gradients, or once did
         self._cold: dict[int, set[int]] = {}  # number of the walk in its step -> buckets that nobody used then
         self._bytes_before = 0
@@ -55,7 +56,7 @@ class GradientSum:
     def begin(self, walk: int) -> None:
         """Forget old gradients: a walk's gradients start from nothing. `walk` is its number in the step, from 0."""
         trained = self._trained | {place for place, (_, p) in enumerate(self._all) if p.requires_grad}
-        if trained != self._trained:
+        if trained != self._trained or self._is_stale:
             self._build(trained)  # the user thawed parameters, on all workers alike
         self.drop()
         self._armed = False
@@ -66,6 +67,11 @@ class GradientSum:
         self._arrived: set[int] = set()  # places of gradients that came in this walk
         self._ready: set[int] = set()  # and in its last backward
         self._pending = [len(bucket.parameters) for bucket in self._buckets]
+
+    def members_changed(self) -> None:
+        """The group's members are others: from the next walk on, nothing of what the old ones knew or sent is used."""
+        self._is_stale = True
+        self._trained.clear()
 
     def check(self) -> None:
         """Raise where gradients that had arrived are gone, or some were made that nobody sums."""
@@ -177,7 +183,7 @@ class GradientSum:
         return self._bytes_before + sum(bucket.num_bytes_sent for bucket in self._buckets)
 
     def _build(self, trained: set[int]) -> None:
-        self._bytes_before = self.num_bytes_sent
+        self._bytes_before, self._is_stale = self.num_bytes_sent, False
         for hook in self._hooks:
             hook.remove()
         self._trained, self._cold = trained, {}

@@ -54,7 +54,7 @@ class Bucket:
         self._num_elements = sum(p.numel() for p in self.parameters)
         self._num_sent = self._num_elements
         num_riders = num_riders if self.can_carry else 0
-        self._flat = torch.zeros(self._num_elements + num_riders, dtype=first.dtype, device=first.device)
+        self._flat = group.allocate(self._num_elements + num_riders, dtype=first.dtype, device=first.device)
         self._views = _views(self._flat, self.parameters)
         self._rounds: Rounds | None = None
         self._payload: Tensor | None = None
@@ -62,6 +62,8 @@ class Bucket:
 
     def depart(self, riders: Sequence[float] = ()) -> None:
         """Start to sum the gradients over the replicas; a parameter without a gradient contributes zeros."""
+        if self._transfer is not None:
+            self._transfer.wait()  # of a walk that was given up: the others may still write to the buffer
         self._num_sent = self._num_elements + len(riders)
         if riders:
             self._flat[self._num_elements : self._num_sent] = torch.tensor(riders, dtype=self._flat.dtype)

@@ -67,6 +67,11 @@ class StepBatch:
             self.data_s += time.perf_counter() - began
         return self._kept[place]
 
+    def redeal(self, micros: Sequence[Micro], fetch: Callable[[], Any]) -> None:
+        """Begin again with another share; `fetch` gives its data."""
+        self.micros, self._fetch = tuple(micros), fetch
+        self._kept.clear()
+
     def drain(self) -> None:
         """Take what was not read from the loader, so that the next step gets its own."""
         if len(self._kept) < len(self.micros):

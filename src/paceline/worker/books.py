@@ -45,14 +45,23 @@ class OpenStep:
 class Books:
     """Keeps count for one worker. `num_bytes_sent()` is what went to the wire so far."""
 
-    def __init__(self, files: RunFiles, num_bytes_sent: Callable[[], int]) -> None:
+    def __init__(self, files: RunFiles, num_bytes_sent: Callable[[], int], *, is_elastic: bool) -> None:
         self.step = 0  # committed steps, of all attempts
         self.latest: OpenStep | None = None  # the batch that was handed out or walked over last
-        self._files, self._num_bytes_sent = files, num_bytes_sent
+        self._files, self._num_bytes_sent, self._is_elastic = files, num_bytes_sent, is_elastic
         self._open: dict[str, OpenStep] = {}  # by stream
         self._num_batches = self._num_skips = 0
         self._told_at, self._bytes_told = time.perf_counter(), 0
         self._warned: set[str] = set()
+
+    def plain(self) -> dict[str, int]:
+        """The counts, for a newcomer, which begins with the batch that is under way here."""
+        under_way = sum(not step.is_committed for step in self._open.values())
+        return {"step": self.step, "batches": self._num_batches - under_way, "skips": self._num_skips}
+
+    def fill(self, counts: Mapping[str, int]) -> None:
+        """Count on from a member's counts."""
+        self.step, self._num_batches, self._num_skips = counts["step"], counts["batches"], counts["skips"]
 
     def open(self, batch: StepBatch, cursor: Cursor) -> None:
         """A stream hands out a batch."""
@@ -170,7 +179,7 @@ class Books:
         batch.step = self.step
         step.is_committed = True
         step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
-        self._files.ledger.committed(batch, step=batch.step, skipped=step.is_skipped)
+        self._files.ledger.committed(batch, step=batch.step, skipped=step.is_skipped, is_elastic=self._is_elastic)
 
     def _tell(self, step: OpenStep) -> None:
         if step.is_told:

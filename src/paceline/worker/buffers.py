@@ -18,7 +18,7 @@ worker keeps its own. A persistent one may begin as None and be filled, with the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,20 +81,27 @@ class BufferCombiner:
         """Which buffers changed here, in an order that is the same on all workers."""
         return [slot.num_changed > 0 or slot.has_news for slot in self._slots]
 
-    def combine(self, changed: Sequence[bool], *, num_samples: int, group: WorkerGroup) -> None:
-        """Set the buffers that changed anywhere to their combination; all must call it, with the same `changed`."""
+    def combine(self, changed: Sequence[bool], *, num_samples: int, group: WorkerGroup) -> Callable[[], None]:
+        """Combine the buffers that changed anywhere, and return what sets them; all must call it, with the same
+        `changed`."""
         self._refuse_new_names()
         slots = [slot for slot, is_changed in zip(self._slots, changed, strict=True) if is_changed]
         _agree_on_forms([slot for slot in slots if not slot.is_certain], group)
         by_device: dict[torch.device, list[_Slot]] = {}
         for slot in (slot for slot in slots if not slot.is_cache):
             by_device.setdefault(slot.known_form().device, []).append(slot)
+        combined: list[tuple[_Slot, Tensor]] = []
         for some in by_device.values():
             shares = [slot.share(self._num_captured, num_samples) for slot in some]
             flat = torch.cat(shares)
             group.all_reduce(flat, what="all_reduce of buffers").wait()
-            for slot, share in zip(some, flat.split([share.numel() for share in shares]), strict=True):
+            combined += zip(some, flat.split([share.numel() for share in shares]), strict=True)
+
+        def commit() -> None:
+            for slot, share in combined:
                 slot.commit(share, num_samples)
+
+        return commit
 
     def give_up(self) -> None:
         """Put back the buffers of the step's beginning, for a step that is not taken."""

@@ -6,7 +6,7 @@ import torch
 
 from paceline.errors import PlanError
 
-__all__ = ["backend_for", "choose_device"]
+__all__ = ["backend_for", "choose_device", "why_no_gpu"]
 
 
 def choose_device(wanted: str, *, local_rank: int, local_workers: int) -> torch.device:
@@ -24,6 +24,18 @@ def choose_device(wanted: str, *, local_rank: int, local_workers: int) -> torch.
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def why_no_gpu(wanted: str, *, local_workers: int) -> str | None:
+    """Say that "auto" leaves the GPUs of this host idle, where it does: there are fewer of them than workers."""
+    num_devices = torch.cuda.device_count() if wanted == "auto" and torch.cuda.is_available() else 0
+    if not 0 < num_devices < local_workers:
+        return None
+    gpus = "its GPU is" if num_devices == 1 else f"its {num_devices} GPUs are"
+    return (
+        f"all {local_workers} workers of this host compute on the CPU: {gpus} not enough for one each. "
+        f"Use workers={num_devices} on this host, or say device='cpu' (--device cpu)"
+    )
 
 
 def backend_for(device: torch.device) -> str:

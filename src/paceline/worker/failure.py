@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,20 +10,22 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from paceline.comm.channel import ChannelClosed
-from paceline.errors import PlanError, SyncError
+from paceline.errors import PacelineError, PlanError, SyncError
 from paceline.plan.job import Assignment
 
-__all__ = ["is_echo", "write_error"]
+__all__ = ["is_echo", "keep_spare", "remove_spare", "write_error"]
 
 PEER_GONE = re.compile(
     r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
 )
 TORCH_SAYS = re.compile(r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore")  # in a plain RuntimeError of torch.distributed
 LONG, TALL = 4000, 60  # characters and lines of one message that are kept; stderr.log has all of it
+SPARE, SPARE_BYTES = ".error.spare", 8192  # a file of this size, to be written over when the disk is full
 
 
 def write_error(error: BaseException, assignment: Assignment, *, step: int) -> None:
@@ -41,14 +44,44 @@ def write_error(error: BaseException, assignment: Assignment, *, step: int) -> N
         "time": time.time(),
         "usage": isinstance(error, PlanError),
         "echo": is_echo(error),
+        "says_all": isinstance(error, PacelineError) and not isinstance(error, SyncError),
     }
     temporary = path.with_suffix(".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(fields), encoding="utf-8")
         temporary.rename(path)
-    except OSError as problem:  # a full disk, say; the error itself goes on to stderr.log
-        print(f"paceline: {path} could not be written: {problem}", file=sys.stderr)
+    except OSError as problem:
+        _write_over_spare(path, fields, problem)
+    finally:
+        with contextlib.suppress(OSError):  # the disk is out of order, and that is told
+            temporary.unlink(missing_ok=True)
+    remove_spare(path.parent)
+
+
+def keep_spare(worker_dir: Path) -> None:
+    """Take the disk space that error.json may need, while there is some: a full disk is the error that it tells of."""
+    (worker_dir / SPARE).write_bytes(b" " * SPARE_BYTES)
+
+
+def remove_spare(worker_dir: Path) -> None:
+    """Give the space back."""
+    with contextlib.suppress(OSError):  # a hidden file of a few blocks is left
+        (worker_dir / SPARE).unlink(missing_ok=True)
+
+
+def _write_over_spare(path: Path, fields: dict[str, Any], problem: OSError) -> None:
+    """Write the error without its traceback into blocks that the spare file has already."""
+    short = {**fields, "message": str(fields["message"])[: SPARE_BYTES // 8], "traceback": ""}
+    spare = path.parent / SPARE
+    try:
+        with open(spare, "r+b") as file:
+            file.write(json.dumps(short).encode()[:SPARE_BYTES])
+            file.truncate()
+        spare.rename(path)
+    except OSError:  # the error itself goes on to stderr.log, where that can be written
+        with contextlib.suppress(OSError):
+            print(f"paceline: {path} could not be written: {problem}", file=sys.stderr)
 
 
 def is_echo(error: BaseException) -> bool:

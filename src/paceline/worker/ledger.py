@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import writing
+from paceline.events import open_log
 from paceline.schedule.share import Micro
 from paceline.worker.batch import StepBatch
 
@@ -27,12 +29,17 @@ class Origin:
 
 
 class Ledger:
-    """Appends one JSON line per committed step to `ledger.jsonl`, flushed at once."""
+    """Appends one JSON line per committed step to `ledger.jsonl`, flushed at once; RunFileError where it cannot."""
 
-    def __init__(self, path: Path, *, attempt: int, origin: Origin) -> None:
-        self._attempt = attempt
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self.begin(origin)
+    def __init__(self, path: Path, *, attempt: int, origin: Origin | None) -> None:
+        """`origin` is None for a worker that joins a run under way, perhaps in the place of one that was lost."""
+        self._path, self._attempt = path, attempt
+        with writing(path):
+            self._file = open_log(path)
+        if origin is None:
+            self._write({"joins": True})
+        else:
+            self.begin(origin)
 
     def begin(self, origin: Origin) -> None:
         """Note what the attempt goes on from; said again before its first step, the later word counts."""
@@ -45,23 +52,30 @@ class Ledger:
         """Note what a stream reads: samples, batch, micro, seed, shuffle, drop_last."""
         self._write({"stream": stream, **about})
 
-    def committed(self, batch: StepBatch, *, step: int, skipped: bool) -> None:
-        """Note this worker's positions of a step; a skipped step used its samples without changing the weights."""
-        self._write(
-            {
-                "step": step,
-                "stream": batch.stream,
-                "epoch": batch.epoch,
-                "ranges": _ranges(batch.micros),
-                "skipped": skipped,
-            }
-        )
+    def committed(self, batch: StepBatch, *, step: int, skipped: bool, is_elastic: bool) -> None:
+        """Note this worker's positions of a step; a skipped step used its samples without changing the weights.
+
+        In an elastic run each member also notes the whole step's positions: a member that is lost after its gradients
+        were summed, and before it could write them down, leaves no gap.
+        """
+        line: dict[str, Any] = {
+            "step": step,
+            "stream": batch.stream,
+            "epoch": batch.epoch,
+            "ranges": _ranges(batch.micros),
+            "skipped": skipped,
+        }
+        if is_elastic:
+            line["whole"] = [batch.start, batch.stop]
+        self._write(line)
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps(line) + "\n")
 
 
 def _ranges(micros: Sequence[Micro]) -> list[list[int]]:

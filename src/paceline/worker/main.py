@@ -11,10 +11,12 @@ from typing import Any
 import cloudpickle
 
 from paceline import environment
-from paceline.errors import PlanError
+from paceline.errors import PlanError, writing
 from paceline.plan.job import Assignment
+from paceline.worker.agreement import Leaving
 from paceline.worker.failure import write_error
-from paceline.worker.session import live
+from paceline.worker.session import has_lived, live
+from paceline.worker.watched import answer_stacks
 
 __all__ = ["work"]
 
@@ -22,6 +24,7 @@ __all__ = ["work"]
 def work(assignment: Assignment) -> int:
     """Run the job's program as this worker; returns the exit status: 0, 1 (an error), 2 (a wrong plan or job)."""
     faulthandler.enable()
+    answer_stacks(assignment)
     _settle_breakpoints(assignment)
     environment.enter(assignment)
     try:
@@ -58,7 +61,7 @@ def _run_script(assignment: Assignment) -> None:
     sys.argv = [path, *assignment.job.args]
     sys.path.insert(0, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")
-    if not (Path(assignment.worker_dir) / "events.jsonl").exists():
+    if not has_lived(assignment):
         raise PlanError(
             f"{path} ended without calling paceline.run(...): there was nothing to train. "
             'End the script with: if __name__ == "__main__": paceline.run(train)'
@@ -79,11 +82,15 @@ def _run_function(assignment: Assignment) -> None:
             raise
     if assignment.rank == 0:
         result = Path(assignment.worker_dir) / "result.pkl"
-        result.write_bytes(cloudpickle.dumps(value))
+        pickled = cloudpickle.dumps(value)
+        with writing(result):
+            result.write_bytes(pickled)
 
 
 def _exit_status(stop: SystemExit, assignment: Assignment) -> int:
     if stop.code is None or stop.code == 0:
         return 0
+    if isinstance(stop, Leaving):
+        return int(str(stop.code))
     write_error(stop, assignment, step=0)
     return stop.code if isinstance(stop.code, int) else 1

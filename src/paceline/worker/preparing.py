@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,17 @@ from torch.optim import Optimizer
 from paceline.checkpoint.folder import discard
 from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
 from paceline.checkpoint.writer import Writer
-from paceline.comm.group import WorkerGroup
+from paceline.comm.group import Alone, WorkerGroup
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Warned
 from paceline.parallel.apply import send_from_first
 from paceline.plan import Plan
 from paceline.worker import randomness
+from paceline.worker.agreement import Agreement
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.cursor import Cursor
 from paceline.worker.ledger import Origin
+from paceline.worker.received import Received, TensorSource
 from paceline.worker.record import RunFiles
 from paceline.worker.saving import Registry, load_model, load_object, load_optimizer, restore_rates
 
@@ -35,13 +37,23 @@ class Preparation:
     """Owns the registry and both ends of checkpoints. Only worker 0 opens files; all hold the plain part."""
 
     def __init__(
-        self, plan: Plan, *, group: WorkerGroup, device: torch.device, buffers: BufferCombiner, files: RunFiles
+        self,
+        plan: Plan,
+        *,
+        group: WorkerGroup,
+        agreement: Agreement,
+        device: torch.device,
+        buffers: BufferCombiner,
+        files: RunFiles,
     ) -> None:
         self.registry = Registry()
         self.step = 0  # of the open checkpoint
         self.source = ""  # its path
+        self.has_taken_over = False  # another worker has been the first before
         self._is_own = True  # it belongs to this run directory
         self._plan, self._group, self._device, self._buffers, self._files = plan, group, device, buffers, files
+        self._agreement = agreement
+        self._received: Received | None = None  # a newcomer's state, until it begins
         self._checkpoint: Checkpoint | None = None  # on worker 0
         self._state: dict[str, Any] | None = None  # its plain part, on all workers
         self._used: set[str] = set()
@@ -100,6 +112,7 @@ class Preparation:
         if self._has_begun or self._state is None:
             return
         self._has_begun = True
+        self._received = None
         randomness.restore(self._state["random"])
         run = self._state["run"]
         idle = sorted({*run["extra"], *run["optimizers"], *run["objects"]} - self._used)
@@ -110,14 +123,20 @@ class Preparation:
 
     def open(self, path: str | None) -> None:
         """Open a checkpoint, by default the newest complete one; what is prepared from now on is filled from it."""
-        about: tuple[int, str, bool, dict[str, Any]] | None = None
-        if self._group.index == 0:
-            chosen = Path(path) if path else self._newest()
-            if chosen is not None:
-                self._checkpoint = open_checkpoint(chosen)
-                is_own = chosen.resolve().parent == self._files.checkpoint_dir.resolve()
-                about = (self._checkpoint.step, str(chosen), is_own, self._checkpoint.state)
-        about = self._group.broadcast_object(about)
+        if self._agreement.is_newcomer:
+            return  # a member's state comes instead
+
+        def look() -> tuple[int, str, bool, dict[str, Any]] | None:
+            about: tuple[int, str, bool, dict[str, Any]] | None = None
+            if self._group.index == 0:
+                chosen = Path(path) if path else self._newest()
+                if chosen is not None:
+                    self._checkpoint = open_checkpoint(chosen)
+                    is_own = chosen.resolve().parent == self._files.checkpoint_dir.resolve()
+                    about = (self._checkpoint.step, str(chosen), is_own, self._checkpoint.state)
+            return self._group.broadcast_object(about)
+
+        about = self._agreement.run(look)
         if about is None:
             if path:
                 raise CheckpointError(f"worker 0 could not open {path}")
@@ -140,16 +159,19 @@ class Preparation:
         """Stage the state on worker 0 and let its background thread write it; the other workers have nothing to do."""
         if self._group.index != 0:
             return
+        state = self._plain(cursors)
+        about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
+        self._opened_writer().save(step, self.registry.tensors(), state, about)
+
+    def _plain(self, cursors: Mapping[str, Cursor]) -> dict[str, Any]:
         streams = dict(self._state["streams"]) if self._state else {}
         streams.update({name: cursor.plain() for name, cursor in cursors.items()})
-        state = {
+        return {
             "run": self.registry.plain(),
             "random": randomness.capture(),
             "streams": streams,
             "attempt": self._files.attempt,
         }
-        about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
-        self._opened_writer().save(step, self.registry.tensors(), state, about)
 
     def warm(self) -> None:
         """Once, after a step has made the optimizers' state: get the memory for saves in the background."""
@@ -166,7 +188,14 @@ class Preparation:
         self._files.emit(event)
         if isinstance(event, CheckpointSaved) and not self._has_saved:
             self._has_saved = True
-            discard(self._files.checkpoint_dir, after_step=self.step, keeping=event.step)
+            # Who took over from another worker of this attempt does not know which earlier ones are its own.
+            after_step = event.step if self.has_taken_over else self.step
+            discard(self._files.checkpoint_dir, after_step=after_step, keeping=event.step)
+
+    def wait(self) -> None:
+        """Wait for the save under way; raises CheckpointError when it could not be committed."""
+        if self._writer is not None:
+            self._writer.wait()
 
     def close(self) -> None:
         """Wait for the last save; raises CheckpointError when it could not be committed."""
@@ -193,22 +222,51 @@ class Preparation:
             )
         return found.newest
 
+    def _together(self, fill: Callable[[TensorSource | None, WorkerGroup], None]) -> None:
+        """Fill something: on all workers, from worker 0's checkpoint; or on this one, from what it was sent."""
+        if self._received is not None:
+            fill(self._received, Alone())
+        else:
+            self._agreement.run(lambda: fill(self._opened(), self._group))
+
+    def _opened(self) -> Checkpoint | None:
+        """The open checkpoint, on worker 0; it may be another worker than the one that opened it."""
+        if self._group.index == 0 and self._checkpoint is None and self.source:
+            self._checkpoint = open_checkpoint(Path(self.source))
+        return self._checkpoint if self._group.index == 0 else None
+
+    def snapshot(self, *, step: int, cursors: Mapping[str, Cursor]) -> dict[str, Any]:
+        """Everything of the run's state, for a newcomer: what a checkpoint holds, and buffers that it leaves out."""
+        models = self.registry.models
+        buffers = {f"{name}.{key}": value for name, model in models.items() for key, value in model.named_buffers()}
+        return {"tensors": {**buffers, **self.registry.tensors()}, "plain": self._plain(cursors), "step": step}
+
+    def fill(self, state: Mapping[str, Any]) -> None:
+        """Take over a member's state, for what is prepared already and for what will be."""
+        self._received, self._state, self.step = Received(state["tensors"]), state["plain"], state["step"]
+        self._has_begun = False
+        self.refill()
+
     def _fill_model(self, name: str) -> None:
         model = self.registry.models[name]
-        if self._state is None or name not in self._state["run"]["extra"]:
-            send_from_first([*model.parameters(), *model.buffers()], self._group)
+        if self._agreement.is_newcomer and self._received is None:
+            return
+        if self._received is not None and self._state is not None:
+            self._received.load_into({f"{name}.{key}": buffer for key, buffer in model.named_buffers()})
+        elif self._state is None or name not in self._state["run"]["extra"]:
+            self._agreement.run(lambda: send_from_first([*model.parameters(), *model.buffers()], self._group))
             if self._state is not None and self._group.index == 0:
                 self._files.emit(Warned(text=f"the checkpoint has no model {name!r}: it starts from its own weights"))
             return
         self._used.add(name)
-        load_model(name, model, self._state["run"], self._checkpoint, self._group)
+        plain = self._state["run"]
+        self._together(lambda source, group: load_model(name, model, plain, source, group))
 
     def _fill_optimizer(self, name: str) -> None:
         if self._state is not None:
             self._used.add(name)
-            load_optimizer(
-                name, self.registry.optimizers[name], self.registry, self._state["run"], self._checkpoint, self._group
-            )
+            plain, optimizer = self._state["run"], self.registry.optimizers[name]
+            self._together(lambda source, group: load_optimizer(name, optimizer, self.registry, plain, source, group))
 
     def _fill_other(self, name: str) -> None:
         if self._state is not None:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.errors import RunFileError, writing
 from paceline.events import Event, EventLog, WorkerFinished
 from paceline.plan.job import Assignment, Job
 from paceline.worker.capture import Capture
+from paceline.worker.failure import keep_spare, remove_spare
 from paceline.worker.ledger import Ledger, Origin
 
 __all__ = ["RunFiles"]
 
 
 class RunFiles:
-    """Events, ledger and captures of one worker, plus the schedule of saves."""
+    """Events, ledger and captures of one worker, plus the schedule of saves.
+
+    What cannot be written is a RunFileError: a step that is in no ledger could not be proved.
+    """
 
     def __init__(self, assignment: Assignment, job: Job) -> None:
         self._assignment, self._job = assignment, job
         self.run_dir = Path(assignment.run_dir)
         self.worker_dir = Path(assignment.worker_dir)
-        self.worker_dir.mkdir(parents=True, exist_ok=True)
-        self._events = EventLog(self.worker_dir / "events.jsonl", worker=assignment.rank)
+        self._events_path = self.worker_dir / "events.jsonl"
+        self._is_given_up = False
+        with writing(self._events_path):
+            self.worker_dir.mkdir(parents=True, exist_ok=True)
+            self._events = EventLog(self._events_path, worker=assignment.rank)
+            keep_spare(self.worker_dir)
         self._ledger: Ledger | None = None
         self.capture = Capture(Path(job.capture_dir), assignment.rank) if job.capture_dir else None
 
@@ -52,16 +63,17 @@ class RunFiles:
     def saves_at_end(self) -> bool:
         return self._job.save_at_end
 
-    def begin(self, origin: Origin) -> None:
-        """Open the ledger of this attempt, which goes on from `origin`; again after a restore."""
+    def begin(self, origin: Origin | None) -> None:
+        """Open the ledger of this attempt, which goes on from `origin`; again after a restore. None: a worker joins."""
         if self._ledger is None:
             self._ledger = Ledger(self.worker_dir / "ledger.jsonl", attempt=self.attempt, origin=origin)
-        else:
+        elif origin is not None:
             self._ledger.begin(origin)
 
     def emit(self, event: Event) -> None:
         """Append an event; may be called from any thread."""
-        self._events.emit(event)
+        with self._given_up_or_raised(), writing(self._events_path):
+            self._events.emit(event)
 
     def is_save_due(self, step: int) -> bool:
         return self._job.save_every is not None and step > 0 and step % self._job.save_every == 0
@@ -78,8 +90,23 @@ class RunFiles:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.emit(WorkerFinished(rank=self._assignment.rank, step=step, peak_memory_bytes=peak))
         self.close()
+        remove_spare(self.worker_dir)
+
+    def give_up(self) -> None:
+        """After an error, which counts more: from now on what cannot be written is dropped."""
+        self._is_given_up = True
 
     def close(self) -> None:
-        self._events.close()
+        with self._given_up_or_raised(), writing(self._events_path):
+            self._events.close()
         if self._ledger is not None:
-            self._ledger.close()
+            with self._given_up_or_raised():
+                self._ledger.close()
+
+    @contextlib.contextmanager
+    def _given_up_or_raised(self) -> Iterator[None]:
+        try:
+            yield
+        except RunFileError:
+            if not self._is_given_up:
+                raise

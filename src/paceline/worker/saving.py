@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.reader import Checkpoint
 from paceline.comm.group import WorkerGroup
 from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
+from paceline.worker.received import TensorSource
 
 __all__ = ["Registry", "load_model", "load_object", "load_optimizer", "restore_rates"]
 
@@ -86,7 +86,7 @@ class Registry:
 
 
 def load_model(
-    name: str, model: nn.Module, plain: Mapping[str, Any], checkpoint: Checkpoint | None, group: WorkerGroup
+    name: str, model: nn.Module, plain: Mapping[str, Any], checkpoint: TensorSource | None, group: WorkerGroup
 ) -> None:
     """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it."""
     if checkpoint is not None:
@@ -101,7 +101,7 @@ def load_optimizer(
     optimizer: Optimizer,
     registry: Registry,
     plain: Mapping[str, Any],
-    checkpoint: Checkpoint | None,
+    checkpoint: TensorSource | None,
     group: WorkerGroup,
 ) -> None:
     """Fill an optimizer on all workers: tensors from worker 0's checkpoint, options from the plain state."""
@@ -139,7 +139,7 @@ def load_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _optimizer_tensors(name: str, checkpoint: Checkpoint | None, group: WorkerGroup) -> dict[str, Tensor]:
+def _optimizer_tensors(name: str, checkpoint: TensorSource | None, group: WorkerGroup) -> dict[str, Tensor]:
     """The optimizer's tensors on the CPU, read by worker 0 and sent to the others."""
     loaded: dict[str, Tensor] = {}
     if checkpoint is not None:

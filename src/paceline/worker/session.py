@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from paceline import config, environment
-from paceline.comm.channel import Channel
-from paceline.comm.group import Alone, Group, WorkerGroup
-from paceline.comm.store import BoardStore
-from paceline.errors import LaunchError, SyncError
-from paceline.events import Note, WorkerStarted
+from paceline.errors import SyncError
+from paceline.events import Note, Warned, WorkerStarted
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker import randomness
-from paceline.worker.device import backend_for, choose_device
+from paceline.worker.agreement import Leaving
+from paceline.worker.device import choose_device, why_no_gpu
 from paceline.worker.failure import is_echo, write_error
+from paceline.worker.place import placed
 from paceline.worker.record import RunFiles
+from paceline.worker.watched import watched
 from paceline.worker.worker import Worker
 
-__all__ = ["live", "merge_job", "merge_plan"]
+__all__ = ["has_lived", "live", "merge_job", "merge_plan"]
 
 T = TypeVar("T")
 
 LEFT = "paceline/left/{}"  # in the store: the step after which a worker's function returned
+
+
+_lived: set[str] = set()  # directories of workers that this process has been: a script must not call us twice
+
+
+def has_lived(assignment: Assignment) -> bool:
+    """Whether this process has been this worker already."""
+    return assignment.worker_dir in _lived
 
 
 def live(
@@ -51,6 +56,7 @@ def live(
     job = merge_job(assignment, fields or {})
     chosen = merge_plan(assignment, plan)
     files = RunFiles(assignment, job)
+    _lived.add(assignment.worker_dir)
     worker: Worker | None = None
     leaving: SystemExit | None = None
     value = cast("T", None)  # what sys.exit() returns
@@ -59,23 +65,43 @@ def live(
         resolved.require(workers=assignment.workers)
         device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
-        with _group(assignment, job, device, store) as (group, shared):
+        with (
+            watched(assignment, job, function) as ring,
+            placed(
+                assignment, job, resolved, device, store, note=lambda text: files.emit(Note(text=text)), ring=ring
+            ) as place,
+        ):
             randomness.seed_all(resolved.batch.seed, 3)
             worker = Worker(
-                plan=resolved, group=group, device=device, files=files, host=assignment.host, timeout_s=job.timeout_s
+                rank=assignment.rank,
+                plan=resolved,
+                place=place,
+                device=device,
+                files=files,
+                host=assignment.host,
+                timeout_s=job.timeout_s,
             )
             files.emit(_started(assignment, resolved, worker))
+            idle_gpus = why_no_gpu(job.device, local_workers=assignment.local_workers)
+            if idle_gpus and assignment.local_rank == 0:
+                files.emit(Warned(text=idle_gpus))
             _say_what_is_not_used(assignment, files, plan, fields or {})
             try:
-                value = _called(function, worker, shared)
+                value = _called(function, worker, place.shared)
+            except Leaving:
+                worker.leave()
+                raise
             except SystemExit as stop:
                 if stop.code:
                     raise
                 leaving = stop  # sys.exit() or sys.exit(0): an end like any other
-            shared.set(LEFT.format(worker.rank), str(worker.step))
+            place.shared.set(LEFT.format(worker.rank), str(worker.step))
             worker.end()
+    except Leaving:
+        raise  # in good order: its books are closed
     except BaseException as error:
         write_error(error, assignment, step=worker.step if worker else 0)
+        files.give_up()
         if worker is not None:
             worker.abandon()
         files.close()
@@ -158,7 +184,8 @@ def _called(function: Callable[[Worker], T], worker: Worker, store: dist.Store) 
     try:
         return function(worker)
     except (SyncError, RuntimeError, ConnectionError) as error:
-        gone = [index for index in range(worker.workers) if is_echo(error) and store.check([LEFT.format(index)])]
+        may_be = isinstance(error, SyncError) or is_echo(error)
+        gone = [index for index in range(worker.workers) if may_be and store.check([LEFT.format(index)])]
         if not gone:
             raise
         steps = ", ".join(dict.fromkeys(store.get(LEFT.format(index)).decode() for index in gone))
@@ -167,55 +194,3 @@ def _called(function: Callable[[Worker], T], worker: Worker, store: dist.Store) 
             "others are in it: all must take the same steps. Look for a return, break, continue or sys.exit() that "
             "only some reach"
         ).with_traceback(error.__traceback__) from None
-
-
-@contextlib.contextmanager
-def _group(
-    assignment: Assignment, job: Job, device: torch.device, store: dist.Store | None
-) -> Iterator[tuple[WorkerGroup, dist.Store]]:
-    """Join torch's default process group, so that code which calls torch.distributed itself works too."""
-    channel: Channel | None = None
-    if store is None and assignment.channel_fd >= 0:
-        channel = Channel.inherited(assignment.channel_fd)
-        store = BoardStore(channel, timeout_s=job.timeout_s)
-    elif store is None and assignment.workers > 1:
-        raise LaunchError(f"worker {assignment.rank} of {assignment.workers} was given no way to reach the others")
-    timeout = timedelta(seconds=job.timeout_s)
-    if assignment.workers > 1:
-        environment.set_gloo_interface(_interface_of(assignment.address))
-    shared = store or dist.HashStore()
-    dist.init_process_group(
-        backend_for(device),
-        store=shared,
-        rank=assignment.rank,
-        world_size=assignment.workers,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
-    group: WorkerGroup = Group(_world(), device=device) if assignment.workers > 1 else Alone()
-    try:
-        yield group, shared
-        group.close()
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dist.destroy_process_group()
-        if channel is not None:
-            channel.close()
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    if world is None:
-        raise RuntimeError("torch.distributed has no default group")
-    return world
-
-
-def _interface_of(address: str) -> str:
-    """The name of the network interface that has `address`."""
-    import psutil  # only where there is more than one worker
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            return name
-    raise LaunchError(f"no network interface of this host has the address {address}")

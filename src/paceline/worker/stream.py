@@ -19,6 +19,7 @@ from paceline.comm.group import WorkerGroup, total
 from paceline.errors import SyncError
 from paceline.plan import Batch
 from paceline.schedule.share import Micro, deal, micro_batches, step_ranges
+from paceline.worker.agreement import Together
 from paceline.worker.batch import StepBatch
 from paceline.worker.cursor import Cursor, StepOrder, continued, stream_seed
 from paceline.worker.reading import (
@@ -68,10 +69,14 @@ class Stream:
         cursor: Cursor,
         group: WorkerGroup,
         walk: Callable[[StepBatch], Iterator[Any]],
+        together: Together,
         timeout_s: float,
     ) -> None:
         self.source = source
         self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
+        self._together = together
+        self._items: Iterator[Any] = iter(())
+        self._is_stale = True  # what is read ahead, or would be, is another share than this worker's
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
         self._check()
         self._order = StepOrder(
@@ -113,12 +118,9 @@ class Stream:
         return self.last_step(0) == 0 if self.num_samples else self.cursor.epoch >= self.source.epochs
 
     def _map_steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
-        begin = Cursor(self.cursor.epoch, self.cursor.position)  # the loader runs ahead, while the cursor moves
-        requests = (
-            Request(epoch, micro) for epoch, start, stop in self._plan(begin) for micro in self.mine(start, stop)
-        )
-        items = self._open(MapReader(self._reading()), requests)
-        for epoch, start, stop in self._plan(begin):
+        for epoch, start, stop in self._plan(Cursor(self.cursor.epoch, self.cursor.position)):
+            if self._is_stale:
+                self._open_map(epoch, start)
             batch = StepBatch(
                 stream=self.source.name,
                 step=next_step(),
@@ -127,11 +129,51 @@ class Stream:
                 stop=stop,
                 micros=self.mine(start, stop),
                 ends_epoch=stop == self._order.end_of_epoch(start),
-                fetch=lambda: next(items),
+                fetch=lambda: next(self._items),
                 walk=self._walk,
             )
             yield batch
-            batch.drain()
+            if not self._is_stale:
+                batch.drain()
+
+    def members_changed(self) -> None:
+        """Shares are others from the next step on; `redeal` has the one under way."""
+        self._is_stale = True
+
+    def redeal(self, batch: StepBatch) -> None:
+        """Give a batch this worker's present share, for a step that is taken again from its beginning."""
+        if self.num_samples:
+            self._open_map(batch.epoch, batch.start)
+            batch.redeal(self.mine(batch.start, batch.stop), lambda: next(self._items))
+            return
+        self._open_iterable(batch.epoch, batch.start)
+        counted: Counted = next(self._items)
+        parts = iter(counted.data)
+        batch.redeal(counted.micros, lambda: next(parts))
+
+    def _open_map(self, epoch: int, position: int) -> None:
+        """Read ahead from here on; the loader runs ahead of the cursor."""
+        requests = (
+            Request(number, micro)
+            for number, start, stop in self._plan(Cursor(epoch, position))
+            for micro in self.mine(start, stop)
+        )
+        self._items, self._is_stale = self._open(MapReader(self._reading()), requests), False
+
+    def _open_iterable(self, epoch: int, position: int) -> None:
+        """Pass over what comes before, and read ahead from here on."""
+        b = self._batch
+        reader = StreamReader(
+            self._reading(),
+            size=b.size,
+            micro=b.resolved_micro,
+            drop_last=b.drop_last,
+            first_epoch=epoch,
+            epochs=self.source.epochs,
+            position=position,
+            mine=self.mine,
+        )
+        self._items, self._is_stale = self._open(reader, None), False
 
     def _plan(self, begin: Cursor) -> Iterator[tuple[int, int, int]]:
         """(epoch, start, stop) of each step from `begin` on."""
@@ -144,22 +186,18 @@ class Stream:
                 yield epoch, first, stop
 
     def _iterable_steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
-        b, epoch, position = self._batch, self.cursor.epoch, self.cursor.position
-        reader = StreamReader(
-            self._reading(),
-            size=b.size,
-            micro=b.resolved_micro,
-            drop_last=b.drop_last,
-            first_epoch=epoch,
-            epochs=self.source.epochs,
-            position=position,
-            mine=self.mine,
-        )
-        items = self._open(reader, None)
+        epoch, position = self.cursor.epoch, self.cursor.position
         while epoch < self.source.epochs:
-            counted: Counted = next(items)
+            if self._is_stale:
+                self._open_iterable(epoch, position)
+            counted: Counted = next(self._items)
             self._agree_on_count(counted.num_samples, epoch, position)
+            if self._is_stale and counted.num_samples:  # a member was lost just now: the same step, another share
+                self._open_iterable(epoch, position)
+                counted = next(self._items)
             if counted.num_samples == 0:
+                if (epoch, position) == (0, 0):
+                    raise ValueError(self._nothing_in_it())
                 epoch, position = epoch + 1, 0
                 self.cursor.epoch, self.cursor.position = epoch, position
                 continue
@@ -181,8 +219,10 @@ class Stream:
         """Raise on all workers when they did not all read the same number of items for this step."""
         if self._group.size == 1:
             return
-        size = self._group.size
-        sums = total(self._group, [count, count * count], what="the item count of an iterable dataset")
+        sums = self._together(
+            lambda: total(self._group, [count, count * count, 1], what="the item count of an iterable dataset")
+        )
+        size = int(sums[2])
         if size * sums[1] != sums[0] ** 2:
             raise SyncError(
                 f"the iterable dataset of stream {self.source.name!r} gave worker {self._group.index} {count} "
@@ -191,6 +231,16 @@ class Stream:
                 "in the same order on every worker. "
                 "Seed it, sort its files, and do not split it by worker yourself"
             )
+
+    def _nothing_in_it(self) -> str:
+        b, name = self._batch, self.source.name
+        if b.drop_last:
+            return (
+                f"the iterable dataset of stream {name!r} gave fewer than {b.size} items in its first epoch, and "
+                f"Batch(size={b.size}, drop_last=True) drops them all: there is no step. Use drop_last=False, or a "
+                "smaller size"
+            )
+        return f"the iterable dataset of stream {name!r} is empty: it gave no item in its first epoch, on any worker"
 
     def _open(self, reader: MapReader | StreamReader, requests: Iterator[Request] | None) -> Iterator[Any]:
         s = self.source

@@ -6,8 +6,9 @@ micro-batches and workers is the gradient of the mean over the global batch. Whe
 tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
 counts are in.
 
-The agreement is a *tally* that travels with the last bucket: the batch's number (it must be the same everywhere), sum
-of losses, sum of weights, which parameters were used by anybody, which buffers changed anywhere.
+The agreement is a *tally* that travels with the last bucket: the batch's number (it must be the same everywhere),
+whether anybody wants a change between two steps, sum of losses, sum of weights, which parameters were used by anybody,
+which buffers changed anywhere. In an elastic run a vote comes last: until then nothing outside of the walk has changed.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.group import WorkerGroup
+from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import SyncError
 from paceline.parallel.precision import computing, input_dtype
 from paceline.plan import Plan
 from paceline.schedule.share import Micro
 from paceline.sync.allreduce import GradientSum
 from paceline.worker import randomness
+from paceline.worker.agreement import Agreement
 from paceline.worker.batch import StepBatch, to_device
 from paceline.worker.buffers import BufferCombiner
 
-__all__ = ["Outcome", "Walks"]
+__all__ = ["Again", "Outcome", "Walks"]
 
 SERIALS = 16  # batches are told apart by their number modulo this: sums of squares stay exact in single precision
 WEIGHT_UNIT = 4096
@@ -50,13 +52,17 @@ class Outcome:
     communication_s: float
 
 
+class Again(Disrupted):
+    """The members have regrouped, and this walk is void."""
+
+
 class Walks:
     """Runs walks, one at a time, for one worker."""
 
-    def __init__(self, plan: Plan, *, group: WorkerGroup, device: torch.device) -> None:
+    def __init__(self, plan: Plan, *, group: WorkerGroup, agreement: Agreement, device: torch.device) -> None:
         self.buffers = BufferCombiner()
         self.outcome: Outcome | None = None  # of the last walk; None while one is under way, or when it was left early
-        self._plan, self._group, self._device = plan, group, device
+        self._plan, self._group, self._agreement, self._device = plan, group, agreement, device
         self._precision = plan.compute.precision
         self._aside = randomness.Aside()
         self._batch: StepBatch | None = None  # set while a walk is under way
@@ -95,6 +101,9 @@ class Walks:
                     if not self._is_backward_done:
                         self.buffers.capture(micro.num_samples)
             self.outcome = self._agree(batch, gradients, is_finite)
+        except Disrupted:
+            batch.num_walks -= 1  # it will be walked over again, as the same walk
+            raise
         finally:
             self._batch = self._micro = self._gradients = None
             batch.num_walks += 1
@@ -140,8 +149,9 @@ class Walks:
             )
         serial = batch.serial % SERIALS
         loss, loss_rest, weight, weight_rest = _halves(*_loss_and_weight(self._losses))
-        gradients.flush([serial, serial**2, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
-        serials, squares, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
+        wish = float(self._agreement.wants_change)
+        gradients.flush([serial, serial**2, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
+        serials, squares, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
         if self._group.size * squares != serials**2:
             raise SyncError(
                 f"worker {self._group.index} walks over batch {batch.serial} of the run, others over another one: some "
@@ -151,10 +161,17 @@ class Walks:
         loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
         gradients.land(scale=batch.num_samples / weight_sum if weight_sum > 0 else 1.0)
         finite = is_finite() if is_finite is not None else gradients.is_finite()
+        settle = self.buffers.give_up
         if finite:
-            self.buffers.combine([count > 0 for count in changed], num_samples=batch.num_samples, group=self._group)
-        else:
-            self.buffers.give_up()
+            settle = self.buffers.combine(
+                [count > 0 for count in changed], num_samples=batch.num_samples, group=self._group
+            )
+        if not self._agreement.vote():
+            raise Again("a member was lost before all had the sum: the walk is done again")
+        if wishes:
+            self._agreement.change_is_due()
+        settle()
+        if not finite:
             gradients.drop()
         unused = gradients.unused()
         return Outcome(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from paceline.comm.group import WorkerGroup
+from paceline.comm.group import Disrupted
 from paceline.events import Evaluated, Note, StreamOpened
 from paceline.parallel.apply import place
 from paceline.plan import Plan
@@ -25,12 +25,13 @@ from paceline.sync.buckets import Named
 from paceline.worker.batch import StepBatch
 from paceline.worker.books import Books
 from paceline.worker.evaluation import Measure, evaluate
+from paceline.worker.place import Place
 from paceline.worker.preparing import Preparation
 from paceline.worker.reading import Collate
 from paceline.worker.record import RunFiles
 from paceline.worker.stepper import Stepper, pair_loss
 from paceline.worker.stream import Source, Stream
-from paceline.worker.walk import LossLike, Outcome, Walks
+from paceline.worker.walk import Again, LossLike, Outcome, Walks
 
 __all__ = ["Worker"]
 
@@ -41,24 +42,39 @@ class Worker:
     """One process of a run, normally with one device."""
 
     def __init__(
-        self, *, plan: Plan, group: WorkerGroup, device: torch.device, files: RunFiles, host: str, timeout_s: float
+        self,
+        *,
+        rank: int,
+        plan: Plan,
+        place: Place,
+        device: torch.device,
+        files: RunFiles,
+        host: str,
+        timeout_s: float,
     ) -> None:
+        self.rank = rank
         self.plan = plan
         self.device = device
-        self.rank = group.index
-        self.workers = group.size
-        self.replica = group.index
         self.host = host
-        self._group, self._files, self._timeout_s = group, files, timeout_s
-        self._walks = Walks(plan, group=group, device=device)
-        self._prepared = Preparation(plan, group=group, device=device, buffers=self._walks.buffers, files=files)
+        group, agreement = self._group, self._agreement = place.group, place.agreement
+        self._prelude = place.prelude
+        self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
+        self._walks = Walks(plan, group=group, agreement=agreement, device=device)
+        self._prepared = Preparation(
+            plan, group=group, agreement=agreement, device=device, buffers=self._walks.buffers, files=files
+        )
         self._parameters: dict[nn.Module, list[Named]] = {}  # of each prepared model, as they were then
         self._sums: dict[tuple[int, ...], GradientSum] = {}  # by the models that a walk is about
         self._num_checked: dict[Optimizer, int] = {}  # parameters of each prepared optimizer
-        self._books = Books(files, lambda: sum(gradients.num_bytes_sent for gradients in self._sums.values()))
+        self._books = Books(
+            files,
+            lambda: sum(gradients.num_bytes_sent for gradients in self._sums.values()),
+            is_elastic=plan.layout.is_elastic,
+        )
         self._streams: dict[str, Stream] = {}
         self._saved_at_step = -1
         self._is_stopped = False  # by max_steps
+        place.attach(self)
         self._resume()
 
     def prepare(self, thing: T, *, name: str | None = None) -> T:
@@ -167,6 +183,7 @@ class Worker:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
         if loaders < 0 or prefetch < 1:
             raise ValueError(f"loaders={loaders}, prefetch={prefetch}: loaders must be 0 or more, prefetch 1 or more")
+        self._begin()
         name = name or _unused("train", self._streams)
         if name in self._streams:
             raise ValueError(f"a stream named {name!r} exists already; give each call of worker.batches() its own name")
@@ -181,7 +198,13 @@ class Worker:
             name=name,
         )
         stream = Stream(
-            source, self.plan.batch, cursor=cursor, group=self._group, walk=self._plain_walk, timeout_s=self._timeout_s
+            source,
+            self.plan.batch,
+            cursor=cursor,
+            group=self._group,
+            walk=self._plain_walk,
+            together=self._agreement.run,
+            timeout_s=self._timeout_s,
         )
         self._streams[name] = stream
         self._prepared.begin_training()
@@ -210,7 +233,14 @@ class Worker:
 
     def _steps(self, stream: Stream) -> Iterator[StepBatch]:
         name = stream.source.name
-        for batch in stream.steps(lambda: self.step + 1):
+        steps = stream.steps(lambda: self.step + 1)
+        while True:
+            self._ring.begin("between two steps", self.step)
+            self._agreement.between_steps()
+            self._ring.begin("waiting for data", self.step + 1)
+            batch = next(steps, None)
+            if batch is None:
+                return
             if self._files.is_last_step(self.step):
                 self._stop()
                 return
@@ -259,15 +289,31 @@ class Worker:
         self, batch: StepBatch, gradients: GradientSum, is_finite: Callable[[], bool] | None, *, names_unused: bool
     ) -> Iterator[Any]:
         step = self._books.begin_walk(batch)
+        self._ring.begin("forward and backward", batch.step)
         began, data_s = time.perf_counter(), batch.data_s
-        yield from self._walks.run(batch, gradients, is_finite=is_finite)
+        while True:
+            try:
+                yield from self._walks.run(batch, gradients, is_finite=is_finite)
+                break
+            except Disrupted as disruption:
+                if self._agreement.elastic is None:
+                    raise
+                if not isinstance(disruption, Again):
+                    self._agreement.regroup(holds_result=False)
+            # The same step comes again, with new shares: its samples, and so its gradient, are the same.
+            if batch.num_walks == 0:
+                self._agreement.hold()
+            self._streams[batch.stream].redeal(batch)
+            data_s = 0.0
         outcome = cast("Outcome", self._walks.outcome)
         step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
+        self._ring.begin("optimizer, and the loop's own code", batch.step)
         self._books.end_walk(step, outcome, names_unused=names_unused)
 
     def commit(self, batch: StepBatch) -> None:
         """End the transaction of a batch: steppers call it, and prepared optimizers in the plain loop."""
         self._books.commit(batch)
+        self._agreement.committed()
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._walks.under_way:
@@ -296,7 +342,7 @@ class Worker:
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._books.latest is not None:
-            self._books.commit(self._books.latest.batch)
+            self.commit(self._books.latest.batch)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse parameters that nobody averages: those of models, or of parts of them, that were not there at
@@ -343,19 +389,22 @@ class Worker:
         function alone is called "loss". `micro` samples are run at once (default: the plan's micro-batch).
         """
         self._require_between_steps("worker.evaluate()")
+        self._ring.begin("evaluation", self.step)
         began = time.perf_counter()
         named = measures if isinstance(measures, Mapping) else {"loss": measures}
-        results = evaluate(
-            model,
-            dataset,
-            named,
-            micro=micro or self.plan.batch.resolved_micro,
-            group=self._group,
-            device=self.device,
-            precision=self.plan.compute.precision,
-            seeds=(self.plan.batch.seed, 4, self.step),
-            collate=collate,
-            forward=forward,
+        results = self._together(
+            lambda: evaluate(
+                model,
+                dataset,
+                named,
+                micro=micro or self.plan.batch.resolved_micro,
+                group=self._group,
+                device=self.device,
+                precision=self.plan.compute.precision,
+                seeds=(self.plan.batch.seed, 4, self.step),
+                collate=collate,
+                forward=forward,
+            )
         )
         took_s = time.perf_counter() - began
         self._files.emit(Evaluated(step=self.step, num_samples=len(dataset), metrics=results, duration_s=took_s))
@@ -366,9 +415,58 @@ class Worker:
         them. Outside of the loop over batches the values are told at once."""
         self._books.report(metrics)
 
+    def _begin(self) -> None:
+        """The first loop over batches begins. A newcomer is taken in here, and has a member's state then."""
+        if self._prelude.is_over:
+            return
+        self._agreement.begin_steps()
+        self._prelude.end(self.is_first)
+
+    def _together(self, operation: Callable[[], T]) -> T:
+        """Do an operation of all workers. Newcomers take the results of those before the first loop from the others."""
+        if self._agreement.is_newcomer:
+            return self._prelude.next()
+        value = self._agreement.run(operation)
+        self._prelude.note(value)
+        return value
+
+    def snapshot(self) -> dict[str, Any]:
+        """For a newcomer: this worker's whole state, between two steps."""
+        cursors = {name: stream.cursor for name, stream in self._streams.items()}
+        return {"books": self._books.plain(), **self._prepared.snapshot(step=self.step, cursors=cursors)}
+
+    def fill(self, state: Mapping[str, Any]) -> None:
+        """Take over a member's state."""
+        self._prepared.fill(state)
+        self._books.fill(state["books"])
+        self._saved_at_step = self._books.step
+
+    def regrouped(self) -> None:
+        """The members are others: forget what was made for the old ones."""
+        for gradients in self._sums.values():
+            gradients.members_changed()
+        for stream in self._streams.values():
+            stream.members_changed()
+        self._prepared.has_taken_over = True
+        if self._prelude.is_over:
+            self._prelude.end(self.is_first)
+
+    def settle(self) -> None:
+        """Save, and wait until the checkpoint is complete; on all workers."""
+
+        def settle() -> None:
+            if self._saved_at_step != self.step or not self.is_first:
+                self.save()
+            self._prepared.wait()
+            self._group.barrier()
+
+        self._books.leave()
+        self._agreement.run(settle)
+
     def save(self) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
         self._require_between_steps("worker.save()")
+        self._ring.begin("saving", self.step)
         cursors = {name: stream.cursor for name, stream in self._streams.items()}
         self._saved_at_step = self.step
         self._prepared.save(step=self.step, cursors=cursors)
@@ -401,7 +499,7 @@ class Worker:
         if self._files.may_resume:
             self._prepared.open(None)
             self._books.step = self._saved_at_step = self._prepared.step
-        self._files.begin(self._prepared.origin())
+        self._files.begin(None if self._agreement.is_newcomer else self._prepared.origin())
         if self.step:
             self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
 
@@ -415,8 +513,18 @@ class Worker:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is worker 0."""
-        return self.rank == 0
+        """Whether this is the first worker: worker 0, or, after that was lost, the next one."""
+        return self._group.index == 0
+
+    @property
+    def workers(self) -> int:
+        """How many workers take part at present."""
+        return self._group.size
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that this worker belongs to."""
+        return self.rank // self.plan.layout.workers_each
 
     def average(self, value: Tensor | float) -> Tensor:
         """Return the mean of a tensor or number over all workers."""
@@ -425,33 +533,51 @@ class Worker:
             tensor = value.detach().clone()
         else:
             tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        self._group.all_reduce(tensor, what="worker.average").wait()
-        return tensor / self.workers
+
+        def mean() -> Tensor:
+            total = tensor.clone()
+            self._group.all_reduce(total, what="worker.average").wait()
+            return total / self.workers
+
+        return self._together(mean)
 
     def gather(self, value: T) -> list[T]:
         """Return every worker's value, in the order of their ranks, on every worker. Values are pickled."""
         self._require_between_steps("worker.gather()")
-        return self._group.gather_objects(value)
+        return self._together(lambda: self._group.gather_objects(value))
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """Return the value of worker `source` on every worker. Values are pickled."""
         self._require_between_steps("worker.broadcast()")
-        return self._group.broadcast_object(value, source=source)
+        return self._together(lambda: self._group.broadcast_object(value, source=source))
 
     def wait(self) -> None:
         """Return when all workers have come here."""
         self._require_between_steps("worker.wait()")
-        self._group.barrier()
+        self._together(self._group.barrier)
 
     def end(self) -> None:
         """Close the run's books after the user's function has returned: last checkpoint, events, files."""
+        self._ring.begin("ending", self.step)
         self._books.leave()
-        if self._streams and self._files.saves_at_end and not self._is_stopped:
-            self.save()  # again, where this step was saved before: code after the loop may have changed the state
-        self._group.barrier()  # who ends last has seen everybody's last words
+        if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
+
+            def settle() -> None:
+                if self._streams and self._files.saves_at_end and not self._is_stopped:
+                    self.save()  # again, where this step was saved: code after the loop may have changed the state
+                self._prepared.wait()
+                self._group.barrier()  # who ends last has seen everybody's last words
+
+            self._agreement.run(settle)
         self._prepared.close()
         if self._files.capture is not None:
             self._files.capture.weights(self._prepared.registry.models)
+        self._files.finish(self.step)
+
+    def leave(self) -> None:
+        """Close the books of a worker that leaves the run in good order, while it may go on without it."""
+        self._books.leave()
+        self._prepared.close()
         self._files.finish(self.step)
 
     def abandon(self) -> None:

@@ -1,0 +1,61 @@
+"""Transfers that failed though nobody died: what workers say of it, how often in a row, and whom that points at."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+__all__ = ["Trouble"]
+
+
+class Trouble:
+    """Two members that cannot reach each other stop all, and each says so. Who is to blame is known only roughly."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, tuple[int, float]] = {}  # worker -> of which generation, and when
+        self._tries = 0  # in a row, of members that have the state
+        self._joins = 0  # in a row, of newcomers
+        self._blamed: Counter[int] = Counter()  # workers, over the tries in a row
+
+    def report(self, worker: int, generation: int, peer: int | None, now: float) -> None:
+        """A worker says that a transfer of a generation failed, and with whom, where it knows."""
+        if self._reports.get(worker, (-1, now))[0] >= generation:
+            return
+        self._reports[worker] = generation, now
+        self._blamed[worker] += 1  # it is at one end of whatever broke
+        if peer is not None:
+            self._blamed[peer] += 2
+
+    def forget(self, generation: int) -> None:
+        """A generation replaces the ones before, connections and all: what was said of those is of no interest."""
+        self._reports = {worker: told for worker, told in self._reports.items() if told[0] >= generation}
+
+    def formed(self, generation: int, *, planned: bool) -> None:
+        """All have joined a generation."""
+        self.forget(generation)
+        if planned:
+            self._joins = 0
+
+    def committed(self) -> None:
+        """A step was committed: all members reach each other."""
+        self._tries = 0
+        if not self._joins:
+            self._blamed.clear()
+
+    def is_overdue(self, now: float, patience_s: float) -> bool:
+        """Whether somebody has been stuck for so long."""
+        return any(now - when >= patience_s for _, when in self._reports.values())
+
+    def is_first(self, *, joining: bool) -> bool:
+        """Count a try; whether it is the first in a row. `joining`: a newcomer is being taken in."""
+        if joining:
+            self._joins += 1
+            return self._joins == 1
+        self._tries += 1
+        return self._tries == 1
+
+    def blame(self, candidates: list[int], everybody: list[int], *, workers_each: int) -> int:
+        """Return the replica that most others point at, else the highest one; `candidates` before all others."""
+        blamed: Counter[int] = Counter()
+        for worker, count in self._blamed.items():
+            blamed[worker // workers_each] += count
+        return max(candidates or everybody, key=lambda number: (blamed[number], number))

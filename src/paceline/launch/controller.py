@@ -1,0 +1,184 @@
+"""Carries out what the membership decides: starts, ends and tells workers, and says what each incident cost.
+
+It is the head's part for elastic runs. It hears the workers' notices and how they end, passes both on to the state
+machine (`paceline.elastic.membership`), and acts on what comes back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
+from paceline.elastic.notices import Finish, Form
+from paceline.events import Event, Regrouped, WorkerJoined, WorkerLost
+from paceline.launch.outcome import WorkerExit
+
+__all__ = ["Controller", "Crews"]
+
+
+class Crews(Protocol):
+    """The workers of all hosts, as the head reaches them."""
+
+    def tell(self, worker: int, message: Mapping[str, Any]) -> None: ...
+
+    def start(self, worker: int, *, workers: int) -> None: ...
+
+    def kill(self, worker: int) -> None: ...
+
+    def give_up(self, reason: str) -> None: ...
+
+
+@dataclasses.dataclass(kw_only=True)
+class Incident:
+    """A loss of workers, until the others have formed again."""
+
+    causes: list[str]
+    began: float  # time.time() when the first of them was lost, as far as can be known
+    generation: int = 0
+    noticed: float = 0.0  # when the last of the others knew
+    formed: float = 0.0
+    at_step: int = 0  # committed before
+    goes_on_at: int | None = None  # committed steps of those who go on
+
+
+class Controller:
+    """Decides nothing by itself. `workers` begin the run; `emit` takes events for the run's record."""
+
+    def __init__(self, limits: Limits, *, workers: int, crews: Crews, emit: Callable[[Event], None]) -> None:
+        self._crews, self._emit = crews, emit
+        self._membership = Membership(limits, replicas=workers // limits.workers_each, now=time.monotonic())
+        self._incident: Incident | None = None
+        self._step = 0  # the newest that anybody has committed
+        self._lost_at: dict[int, float] = {}  # worker -> when its predecessor was lost
+        self._members: set[int] = set(self._membership.form.members)  # when we last told anybody
+
+    @property
+    def finish(self) -> Finish | None:
+        """What everybody was told, once the run is to end."""
+        return self._membership.ending
+
+    def is_member(self, worker: int) -> bool:
+        return self._membership.is_member(worker)
+
+    # What happens.
+
+    def heard(self, worker: int, notice: Mapping[str, Any]) -> None:
+        """A worker's notice; KeyError or TypeError where it makes no sense."""
+        now, membership = time.monotonic(), self._membership
+        self._step = max(self._step, int(notice.get("step", 0)))
+        match notice["op"]:
+            case "ready":
+                self._do(membership.ready(worker, now))
+            case "formed":
+                self._note_formed(worker, notice)
+                self._do(membership.formed(worker, int(notice["generation"]), now))
+            case "committed":
+                membership.committed(worker, now)
+                self._note_joined(worker, int(notice["step"]))
+            case "leaving":
+                self._do(membership.leaving(worker, now))
+            case _:
+                membership.heard(worker, now)
+
+    def lost(self, exits: Sequence[WorkerExit], *, replace: bool = True) -> None:
+        """Workers have ended that were not told to."""
+        if not exits:
+            return
+        reasons = [cause_of(ended) for ended in exits]
+        for ended, reason in zip(exits, reasons, strict=True):
+            self._note_lost(ended.worker, reason, ended.host)
+        now = time.monotonic()
+        self._do(self._membership.lost([one.worker for one in exits], now, reason=reasons[0], replace=replace))
+
+    def ended(self, worker: int) -> None:
+        """A worker has ended in good order, which was asked to leave, or is no longer needed."""
+        self._do(self._membership.lost([worker], time.monotonic(), reason=f"worker {worker} has left", replace=False))
+
+    def resize(self, replicas: int) -> None:
+        """Go on with so many; ValueError where the plan does not allow it."""
+        self._do(self._membership.resize(replicas, time.monotonic()))
+
+    def stop(self, exit_code: int, reason: str) -> None:
+        """Have everybody save and leave."""
+        self._do(self._membership.finish(exit_code, reason))
+
+    def tick(self, now: float) -> None:
+        self._do(self._membership.tick(now))
+
+    # What is done.
+
+    def _do(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Form():
+                    self._form(decision)
+                case StartReplica():
+                    for worker in decision.workers:
+                        self._crews.start(worker, workers=self._membership.num_workers)
+                case EndWorker():
+                    self._note_lost(decision.worker, decision.reason, "", since_s=decision.silent_s)
+                    self._crews.kill(decision.worker)
+                case Finish():
+                    for worker in self._membership.workers:
+                        self._crews.tell(worker, decision.to_json())
+                case GiveUp():
+                    self._crews.give_up(decision.reason)
+
+    def _form(self, form: Form) -> None:
+        self._members = set(form.members)
+        if self._incident is not None and not form.planned:
+            self._incident.generation = form.generation
+        message = form.to_json()
+        for worker in {*form.members, *self._membership.leaving_workers}:
+            self._crews.tell(worker, message)
+
+    def _note_lost(self, worker: int, reason: str, host: str, *, since_s: float = 0.0) -> None:
+        now = time.time() - since_s
+        self._lost_at[worker] = now
+        self._emit(WorkerLost(rank=worker, host=host, step=self._step, reason=reason))
+        if worker not in self._members:
+            return
+        if self._incident is None:
+            self._incident = Incident(causes=[reason], began=now, at_step=self._step)
+        elif reason not in self._incident.causes:
+            self._incident.causes.append(reason)
+
+    def _note_formed(self, worker: int, notice: Mapping[str, Any]) -> None:
+        incident = self._incident
+        if incident is None or int(notice["generation"]) < incident.generation:
+            return
+        step = int(notice["step"])
+        incident.noticed = max(incident.noticed, float(notice["noticed"]))
+        incident.formed = max(incident.formed, time.time())
+        incident.goes_on_at = step if incident.goes_on_at is None else min(step, incident.goes_on_at)
+        if not self._membership.would_form(worker, int(notice["generation"])):
+            return
+        self._incident = None
+        self._emit(
+            Regrouped(
+                causes=tuple(incident.causes),
+                members=self._membership.form.members,
+                step=incident.goes_on_at,
+                detected_s=round(max(0.0, incident.noticed - incident.began), 3),
+                regrouped_s=round(max(0.0, incident.formed - incident.noticed), 3),
+                steps_lost=max(0, incident.at_step - incident.goes_on_at),
+                holds=self._membership.form.holds,
+            )
+        )
+
+    def _note_joined(self, worker: int, step: int) -> None:
+        lost_at = self._lost_at.pop(worker, None)
+        if lost_at is not None:
+            self._emit(WorkerJoined(rank=worker, step=step, after_s=round(time.time() - lost_at, 3)))
+
+
+def cause_of(ended: WorkerExit) -> str:
+    """How a worker was lost, in words."""
+    if ended.error and ended.signal is None:
+        return f"worker {ended.worker}: {ended.error.get('message', '')}".splitlines()[0]
+    if ended.signal is not None:
+        return f"worker {ended.worker} (pid {ended.pid}) killed by signal {ended.signal}"
+    return f"worker {ended.worker} (pid {ended.pid}) ended with exit code {ended.exit_code}"

@@ -1,0 +1,145 @@
+"""The incidents of a run: which workers were lost, what became of them, and where an attempt ended before its time.
+
+They come from the supervisor's events alone. Losses that fall together, before the others have formed again, are one
+incident; an attempt that did not finish is another.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+from paceline.events import Regrouped, WorkerFailed, WorkerJoined, WorkerLost, WorkerStarted
+from paceline.monitor.goodput_log import AttemptLog
+from paceline.monitor.wording import CAUSES
+
+__all__ = ["Incident", "Joined", "Rewinds", "incidents_of"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joined:
+    """The successor of a lost worker has committed its first step."""
+
+    worker: int
+    time: float
+    step: int
+    after_s: float
+
+
+@dataclasses.dataclass(kw_only=True)
+class Incident:
+    """A loss that the others survived ("loss"), or the end of an attempt before its time ("end").
+
+    It grows while events are read. `costs` are worker-seconds by account: recovery, repeated, vacant and down.
+    """
+
+    kind: str
+    attempt: int
+    began: float
+    step: int = 0  # committed steps from which the run went on
+    causes: list[str] = dataclasses.field(default_factory=list[str])
+    workers: list[int] = dataclasses.field(default_factory=list[int])  # that were lost
+    went_on: float | None = None  # when the others had formed again, or the next attempt began
+    detected_s: float | None = None
+    regrouped_s: float | None = None
+    members: tuple[int, ...] = ()  # that were left
+    holds: bool = False  # they were too few, and waited for others
+    steps_lost: int = 0  # that had been committed, and were taken again
+    joined: list[Joined] = dataclasses.field(default_factory=list[Joined])
+    costs: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+    @property
+    def cost_s(self) -> float:
+        """Worker-seconds in all accounts."""
+        return sum(self.costs.values())
+
+    def book(self, account: str, seconds: float) -> None:
+        self.costs[account] = self.costs.get(account, 0.0) + seconds
+
+
+def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
+    """Return the incidents of one attempt, by their times; the `later` attempt says which steps were taken again."""
+    found: list[Incident] = []
+    is_open = False
+    for record in log.records:
+        match record.event:
+            case WorkerLost() as lost:
+                if not is_open:
+                    found.append(Incident(kind="loss", attempt=log.attempt, began=record.time, step=lost.step))
+                    is_open = True
+                found[-1].workers.append(lost.rank)
+                found[-1].causes.append(lost.reason)
+            case Regrouped() as regrouped:
+                if not is_open:
+                    found.append(Incident(kind="loss", attempt=log.attempt, began=record.time))
+                    found[-1].causes += regrouped.causes
+                _went_on(found[-1], record.time, regrouped)
+                is_open = False
+            case WorkerJoined() as joined:
+                _rejoined(found, record.time, joined)
+            case _:
+                pass
+    resumed_from = None if later is None else resumed_from_step(later)
+    # A run that went on from the end of a finished attempt has lost nothing; one that was started over has.
+    if log.state not in ("finished", "running") or (resumed_from is not None and resumed_from < log.last_step):
+        found.append(_end(log, later, resumed_from))
+    return found
+
+
+def resumed_from_step(log: AttemptLog) -> int | None:
+    """The committed steps that an attempt began with; None where it did not come so far."""
+    started = [record.event.resumed_from_step for record in log.records if isinstance(record.event, WorkerStarted)]
+    return started[0] if started else None
+
+
+class Rewinds:
+    """The moments at which a run went back to an older step: steps beyond it that were told before are repeated."""
+
+    def __init__(self, incidents: Sequence[Incident]) -> None:
+        moments = sorted(
+            (incident.went_on, incident.step, place)
+            for place, incident in enumerate(incidents)
+            if incident.went_on is not None and incident.steps_lost > 0
+        )
+        self._incidents = incidents
+        self._times = [moment for moment, _, _ in moments]
+        self._oldest = [(step, place) for _, step, place in moments]
+        for index in reversed(range(len(self._oldest) - 1)):  # of all later moments
+            self._oldest[index] = min(self._oldest[index], self._oldest[index + 1])
+
+    def of(self, step: int, told: float) -> Incident | None:
+        """Return the incident for which a step, told at this time, was taken again; None: it counts."""
+        index = bisect.bisect_right(self._times, told)
+        if index == len(self._times) or step <= self._oldest[index][0]:
+            return None
+        return self._incidents[self._oldest[index][1]]
+
+
+def _went_on(incident: Incident, when: float, regrouped: Regrouped) -> None:
+    incident.went_on, incident.step, incident.members = when, regrouped.step, tuple(regrouped.members)
+    incident.detected_s, incident.regrouped_s = regrouped.detected_s, regrouped.regrouped_s
+    incident.steps_lost, incident.holds = regrouped.steps_lost, regrouped.holds
+
+
+def _rejoined(found: Sequence[Incident], when: float, event: WorkerJoined) -> None:
+    for incident in reversed(found):
+        if event.rank in incident.workers:
+            incident.joined.append(Joined(worker=event.rank, time=when, step=event.step, after_s=event.after_s))
+            return
+
+
+def _end(log: AttemptLog, later: AttemptLog | None, resumed_from: int | None) -> Incident:
+    failed = [record.event for record in log.records if isinstance(record.event, WorkerFailed)]
+    reasons = list(dict.fromkeys(event.reason for event in failed))
+    if not reasons:
+        cause = "the supervisor is gone without a word" if log.state == "lost" else CAUSES.get(log.exit_code or 0, "")
+        reasons = [cause or ("started over" if log.state == "finished" else log.state)]
+    moments = [record.time for record in log.records if isinstance(record.event, WorkerFailed)]
+    incident = Incident(kind="end", attempt=log.attempt, began=min([*moments, log.ended]), step=log.last_step)
+    incident.causes, incident.workers = reasons, [event.rank for event in failed]
+    if later is not None:
+        incident.went_on = later.began
+        if resumed_from is not None:
+            incident.step, incident.steps_lost = resumed_from, max(0, log.last_step - resumed_from)
+    return incident

@@ -1,0 +1,259 @@
+"""Finds who keeps the others waiting: pure functions of what all workers are doing, and of how long things took before.
+
+In each group members count the collectives that they enter. Who has entered fewer than others, while those wait, is
+*absent*. Where members have entered different calls under one number, that is a *mismatch*, and where each of two sets
+of workers waits in a group for the other set, a *circle*: no time heals those.
+
+A wait is overdue when it has lasted MARGIN_S longer than expected: three steps of this run, or half as long again as the
+longest wait of its kind that came to a good end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from paceline.monitor.doing import Call, Doing
+from paceline.monitor.once import workers_text
+from paceline.units import duration_text
+
+__all__ = ["Finding", "HangDetector", "mismatches", "sentence"]
+
+MARGIN_S = 5.0
+FIRST_S = 20.0  # expected at most before there is a step to measure by: compilers and caches are warmed up
+STEPS, PATIENCE = 3.0, 1.5  # times a step; times the longest wait
+CIRCLE_S = 2.0  # both sets have waited so long
+SAME_CALLS = "All workers must make the same calls in the same order: look for a branch that only some take"
+
+Signature = tuple[str, str, str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Somebody waits in vain."""
+
+    kind: Literal["absent", "mismatch", "circle"]
+    named: tuple[int, ...]  # whose fault it seems to be
+    waiting: tuple[int, ...]  # for them
+    waited_s: float  # the longest
+    call: Call  # of those who wait
+    others_call: Call | None = None  # of those who are named: in a mismatch or a circle
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no time heals it."""
+        return self.kind != "absent"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same finding at another moment."""
+        return self.kind, self.named, self.call.group, self.call.sequence
+
+
+class HangDetector:
+    """Looks at all workers, about once a second; remembers only how long things take."""
+
+    def __init__(self) -> None:
+        self.limit_s = math.inf  # how long workers wait at most
+        self._steps_s: deque[float] = deque(maxlen=32)
+        self._newest: tuple[int, float] | None = None  # step, and when it was first seen
+        self._open: dict[int, tuple[int, str, float]] = {}  # worker -> serial, name, how long it has waited
+        self._longest_s: dict[str, float] = {}  # by name, of waits that ended well
+        self._suspected: set[tuple[object, ...]] = set()
+
+    def look(self, doings: Mapping[int, Doing], now: float) -> list[Finding]:
+        """Return what is wrong: overdue waits, and what was certain already the last time. `doings` have their calls."""
+        self.limit_s = min((doing.limit_s for doing in doings.values()), default=math.inf)
+        self._learn(doings, now)
+        certain = [*mismatches(doings), *circles(doings)]
+        before, self._suspected = self._suspected, {finding.key for finding in certain}
+        found = [finding for finding in certain if finding.key in before]
+        if certain:
+            return found
+        return [one for one in absences(doings) if one.waited_s >= min(self.limit_s, self.due_s(one.call))]
+
+    def due_s(self, call: Call) -> float:
+        """How long a wait for this call may take before it is told."""
+        step_s = STEPS * statistics.median(self._steps_s) if len(self._steps_s) > 1 else FIRST_S
+        return min(self.limit_s / 2, max(step_s, PATIENCE * self._longest_s.get(_name(call), 0.0))) + MARGIN_S
+
+    def _learn(self, doings: Mapping[int, Doing], now: float) -> None:
+        step = max((doing.step for doing in doings.values()), default=0)
+        if self._newest is None or step < self._newest[0]:
+            self._newest = (step, now)
+        elif step > self._newest[0]:
+            if self._newest[0] > 0:  # the first one came with the program's own preparations
+                self._steps_s.append((now - self._newest[1]) / (step - self._newest[0]))
+            self._newest = (step, now)
+        for worker, doing in doings.items():
+            before = self._open.pop(worker, None)
+            if before is not None and before[0] != doing.waits_for:
+                self._longest_s[before[1]] = max(before[2], self._longest_s.get(before[1], 0.0))
+            if (call := doing.waiting) is not None:
+                self._open[worker] = (call.serial, _name(call), doing.waited_s)
+
+
+def absences(doings: Mapping[int, Doing]) -> list[Finding]:
+    """Who keeps whom waiting at this moment, however short; the longest wait first."""
+    found: list[Finding] = []
+    for group, members in _groups(doings).items():
+        entered = {worker: doings[worker].entered(group) if worker in doings else 0 for worker in members}
+        least = min(entered.values())
+        named = tuple(worker for worker, count in entered.items() if count == least)
+        ahead = [worker for worker in members if worker not in named and doings[worker].state != "gone"]
+        if not ahead or any(worker in doings and doings[worker].state == "gone" for worker in named):
+            continue  # nobody waits; or who is awaited has ended, and that is told otherwise
+        longest = max(ahead, key=lambda worker: _idle_s(doings[worker]))
+        call = doings[longest].call(group, least + 1) or doings[longest].waiting
+        if call is not None:
+            waited_s = _idle_s(doings[longest])
+            found.append(Finding(kind="absent", named=named, waiting=tuple(ahead), waited_s=waited_s, call=call))
+    return sorted(found, key=lambda finding: -finding.waited_s)
+
+
+def mismatches(doings: Mapping[int, Doing]) -> list[Finding]:
+    """For each group the first number under which members have entered different calls."""
+    found: list[Finding] = []
+    for group, members in _groups(doings).items():
+        calls: dict[int, dict[int, Call]] = {}
+        for worker in members:
+            for call in doings[worker].calls if worker in doings else ():
+                if call.group == group:
+                    calls.setdefault(call.sequence, {})[worker] = call
+        for _, said in sorted(calls.items()):
+            kinds: dict[Signature, list[int]] = {}
+            for worker, call in said.items():
+                kinds.setdefault(_signature(call), []).append(worker)
+            if len(kinds) > 1:
+                found.append(_mismatch(sorted(kinds.values(), key=lambda workers: (-len(workers), workers)), said))
+                break
+    return found
+
+
+def circles(doings: Mapping[int, Doing]) -> list[Finding]:
+    """Two sets of workers that wait for each other, in two groups."""
+    waits = [finding for finding in absences(doings) if finding.waited_s >= CIRCLE_S]
+    for one, other in itertools.permutations(waits, 2):
+        blocked = [worker for worker in one.named if worker in other.waiting and doings[worker].waits_for]
+        back = [worker for worker in other.named if worker in one.waiting and doings[worker].waits_for]
+        if len(blocked) == len(one.named) and back and len(blocked) <= len(back):
+            named = tuple(blocked)
+            return [dataclasses.replace(one, kind="circle", named=named, others_call=other.call)]
+    return []
+
+
+def sentence(finding: Finding, doings: Mapping[int, Doing], places: Mapping[int, str]) -> str:
+    """Say it; `places`: where workers are in the user's code, as far as they have answered."""
+    waiting = workers_text(finding.waiting)
+    if finding.kind == "mismatch" and finding.others_call is not None:
+        return (
+            f"workers are in different collectives: number {finding.call.sequence} is "
+            f"{_sized(finding.others_call)} for {workers_text(finding.named)}, and {_sized(finding.call)} for "
+            f"{waiting}. {SAME_CALLS}"
+        )
+    if finding.kind == "circle" and finding.others_call is not None:
+        one = len(finding.named) == 1
+        return (
+            f"{_who(finding.named, doings)} {'waits' if one else 'wait'} in {_told(finding.others_call)}, which "
+            f"{waiting} {_have(finding.waiting)} not entered; {waiting} {'waits' if len(finding.waiting) == 1 else 'wait'} "
+            f"in {_told(finding.call)}, which {workers_text(finding.named)} {_have(finding.named)} not entered. {SAME_CALLS}"
+        )
+    stopped = [worker for worker in finding.named if worker in doings and doings[worker].state == "stopped"]
+    said = f"{_who(finding.named, doings)} "
+    if stopped:
+        is_all = len(stopped) == len(finding.named)
+        who = "" if is_all else f"({workers_text(stopped)}) "
+        said += f"{who}{'is' if len(stopped) == 1 else 'are'} stopped (SIGSTOP, or a debugger) and "
+    said += f"{_have(finding.named)} not entered {_told(finding.call)}"
+    for worker in finding.named[:3]:
+        said += f"; {_where(worker, doings, places, alone=len(finding.named) == 1)}"
+    return f"{said}; {waiting} {_have(finding.waiting)} waited {duration_text(finding.waited_s)}"
+
+
+def _groups(doings: Mapping[int, Doing]) -> dict[int, tuple[int, ...]]:
+    """Members of each group that anybody is in; of the run's own groups only the newest generation counts."""
+    newest = max((_generation(doing) for doing in doings.values()), default=-1)
+    found: dict[int, tuple[int, ...]] = {}
+    for doing in doings.values():
+        for place, entry in enumerate(doing.groups):
+            if place > 0 or _generation(doing) in (-1, newest):
+                found.setdefault(entry.id, entry.members)
+    return found
+
+
+def _generation(doing: Doing) -> int:
+    word, _, number = doing.groups[0].name.partition(" ") if doing.groups else ("", "", "")
+    return int(number) if word == "generation" and number.isdecimal() else -1
+
+
+def _idle_s(doing: Doing) -> float:
+    """How long it has waited. An accelerator's collectives do not block: who has launched one does nothing more."""
+    return doing.waited_s if doing.waits_for else doing.idle_s
+
+
+def _mismatch(sides: Sequence[Sequence[int]], said: Mapping[int, Call]) -> Finding:
+    most, *rest = sides
+    named = tuple(sorted(itertools.chain.from_iterable(rest)))
+    return Finding(
+        kind="mismatch",
+        named=named,
+        waiting=tuple(most),
+        waited_s=max(said[worker].age_s for worker in most),
+        call=said[most[0]],
+        others_call=said[named[0]],
+    )
+
+
+def _signature(call: Call) -> Signature:
+    return call.kind, call.what, call.dtype, call.numel
+
+
+def _name(call: Call) -> str:
+    return f"{call.kind} {call.what or call.line}"
+
+
+def _who(workers: Sequence[int], doings: Mapping[int, Doing]) -> str:
+    def one(worker: int) -> str:
+        doing = doings.get(worker)
+        return f"worker {worker}" + ("" if doing is None else f" ({doing.host}, pid {doing.pid})")
+
+    return " and ".join(map(one, workers)) if len(workers) <= 2 else workers_text(workers)
+
+
+def _where(worker: int, doings: Mapping[int, Doing], places: Mapping[int, str], *, alone: bool) -> str:
+    who, doing = "it" if alone else f"worker {worker}", doings.get(worker)
+    if places.get(worker):
+        return f"{who} is at {places[worker]}"
+    if doing is None:
+        return f"{who} has not come to paceline.run() yet"
+    since = f", last seen at {doing.line}" if doing.line else ""
+    return f"{who} has been in phase {doing.phase!r} for {duration_text(doing.phase_s)}{since}"
+
+
+def _told(call: Call) -> str:
+    details = ", ".join(_details(call))
+    return f"{call.kind} {call.sequence}" + (f" ({details})" if details else "")
+
+
+def _sized(call: Call) -> str:
+    size = f" of {call.numel:,} {call.dtype}" if call.dtype else ""
+    details = ", ".join(_details(call))
+    return f"{call.kind}{size}" + (f" ({details})" if details else "")
+
+
+def _details(call: Call) -> Iterator[str]:
+    if what := call.what.removeprefix(f"{call.kind} of "):
+        yield what
+    if call.line:
+        yield f"called at {call.line}"
+    if call.step:
+        yield f"step {call.step}"
+
+
+def _have(workers: Sequence[int]) -> str:
+    return "has" if len(workers) == 1 else "have"

@@ -1,0 +1,217 @@
+"""`paceline report RUN`: where every second of a run went and what each incident cost, as a table, JSON and a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_text
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import writing
+from paceline.events import WorkerStarted
+from paceline.monitor.files import local_path, replace_text
+from paceline.monitor.goodput import ACCOUNTS, USEFUL, Incident, Ledger, keep_ledger
+from paceline.monitor.goodput_log import read_attempts
+from paceline.monitor.once import workers_text
+from paceline.monitor.report_curves import Curves, read_curves
+from paceline.monitor.run_record import RunRecord
+from paceline.units import duration_text
+
+__all__ = ["Report", "clock_text", "cost_text", "incident_text", "main_report", "read_report", "report_text"]
+
+WIDTH = 100
+MOST_LISTED = 20  # incidents, and workers, that the table shows; the page and the JSON have all
+COLUMNS = ("useful", "data", "communication", "checkpoint", "start_up", "recovery", "vacant", "idle")  # of a worker
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """A run with its books and curves."""
+
+    run_dir: Path
+    state: str
+    plan: str | None
+    record: RunRecord
+    ledger: Ledger
+    curves: Curves
+    first_step: int | None
+    last_step: int | None
+
+
+def read_report(run_dir: Path | str) -> Report:
+    """Read a run's files; raises ValueError where `run_dir` is not the directory of a run, or nothing is in it yet."""
+    record = RunRecord.load(run_dir)
+    logs = read_attempts(record)
+    ledger = keep_ledger(logs)
+    plans = [each.event.plan for log in logs for each in log.records if isinstance(each.event, WorkerStarted)]
+    steps = [step for book in ledger.attempts for step in (book.first_step, book.last_step) if step is not None]
+    return Report(
+        run_dir=record.run_dir,
+        state=record.state_now(),
+        plan=plans[-1] if plans else record.plan,
+        record=record,
+        ledger=ledger,
+        curves=read_curves(record.run_dir / "metrics.jsonl", ledger.elapsed),
+        first_step=min(steps, default=None),
+        last_step=max(steps, default=None),
+    )
+
+
+def main_report(run_dir: Path | str, *, json: bool = False, page: Path | None = None) -> int:
+    """Print a run's report and write its page, where one is asked for; returns 0, or 2 where there is no run."""
+    try:
+        report = read_report(run_dir)
+    except ValueError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    if page is not None:
+        from paceline.monitor.page import page_html
+
+        with writing(page):
+            replace_text(page, page_html(report))
+    if json:
+        print(json_text.dumps(report_facts(report) | {"page": None if page is None else str(page)}, indent=1))
+    else:
+        print(report_text(report) + (f"\n\npage  {local_path(page)}" if page is not None else ""))
+    return 0
+
+
+def report_facts(report: Report) -> dict[str, Any]:
+    """Return what `--json` prints: seconds, unrounded in meaning but to a millisecond."""
+    ledger = report.ledger
+    return {
+        "run_dir": str(report.run_dir),
+        "state": report.state,
+        "began": round(ledger.began, 3),
+        "duration_s": round(ledger.duration_s, 3),
+        "goodput": round(ledger.goodput, 4),
+        "first_step": report.first_step,
+        "last_step": report.last_step,
+        "first_loss": report.curves.first_loss,
+        "last_loss": report.curves.last_loss,
+        "useful": list(USEFUL),
+        "wall_s": _rounded(ledger.wall_s),
+        "worker_s": _rounded(ledger.worker_s),
+        "workers": {worker: _rounded(accounts) for worker, accounts in ledger.workers.items()},
+        "attempts": [
+            {
+                "attempt": book.attempt,
+                "state": book.state,
+                "began": round(book.began, 3),
+                "duration_s": round(book.wall_s, 3),
+                "first_step": book.first_step,
+                "last_step": book.last_step,
+                "workers": {worker: _rounded(accounts) for worker, accounts in book.workers.items()},
+            }
+            for book in ledger.attempts
+        ],
+        "incidents": [dataclasses.asdict(incident) for incident in ledger.incidents],
+        "members": [[round(when, 3), count] for when, count in ledger.members],
+    }
+
+
+def report_text(report: Report) -> str:
+    """Return the report as a table of at most 100 columns."""
+    ledger = report.ledger
+    attempts = len(ledger.attempts)
+    title = (
+        f"{local_path(report.run_dir)}: {report.state}, {duration_text(ledger.duration_s)}, "
+        f"{workers_text(ledger.workers)}, {attempts} attempt{'s' * (attempts != 1)}"
+    )
+    return "\n".join(
+        [
+            title,
+            f"goodput {ledger.goodput:.1%}: the share of that time in useful steps",
+            "",
+            *_accounts_lines(ledger),
+            *_workers_lines(ledger),
+            *_incidents_lines(ledger),
+        ]
+    )
+
+
+def incident_text(incident: Incident) -> str:
+    """Say what happened and how long it took to go on."""
+    causes = ", ".join(incident.causes)
+    if incident.kind == "end":
+        after = f"attempt {incident.attempt} ended after step {incident.step + incident.steps_lost}: {causes}"
+        if incident.went_on is None:
+            return after
+        went_on = f"attempt {incident.attempt + 1} went on from step {incident.step}"
+        return f"{after}; {went_on}, steps lost {incident.steps_lost}"
+    parts = [f"{causes} after step {incident.step}"]
+    if incident.went_on is not None:
+        parts.append(
+            f"detected in {incident.detected_s or 0:.2f} s, regrouped in {incident.regrouped_s or 0:.2f} s, "
+            f"steps lost {incident.steps_lost}"
+        )
+    parts += [f"worker {each.worker} back at step {each.step} after {each.after_s:.2f} s" for each in incident.joined]
+    return "; ".join(parts)
+
+
+def cost_text(incident: Incident) -> str:
+    """Return "0.54 s: recovery 0.54 s": worker-seconds, by account."""
+    parts = [f"{account} {duration_text(seconds)}" for account, seconds in incident.costs.items() if seconds >= 0.0005]
+    return f"{duration_text(incident.cost_s)} of workers' time" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
+
+
+def clock_text(seconds: float) -> str:
+    """Return "0:07", "12:30" or "3:05:00"."""
+    minutes, whole = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+
+
+def _accounts_lines(ledger: Ledger) -> Iterator[str]:
+    whole = ledger.duration_s or 1.0
+    yield f"{'where the time went':<22}{'wall':>12}{'share':>8}{'workers':>12}   what it is"
+    rows = [(name, ledger.wall_s[name], ledger.worker_s[name], text) for name, text in ACCOUNTS.items()]
+    for name, wall, workers, text in rows:
+        if workers >= 0.0005:
+            mark = "+" if name in USEFUL else " "
+            yield (
+                f"{mark} {name:<20}{duration_text(wall):>12}{wall / whole:>8.1%}{duration_text(workers):>12}   {text}"
+            )
+    total = sum(workers for _, _, workers, _ in rows)
+    yield f"  {'total':<20}{duration_text(ledger.duration_s):>12}{1:>8.1%}{duration_text(total):>12}   + are useful"
+
+
+def _workers_lines(ledger: Ledger) -> Iterator[str]:
+    if len(ledger.workers) < 2:
+        return
+    yield ""
+    yield f"{'worker':<8}" + "".join(f"{name.replace('communication', 'comm'):>11}" for name in COLUMNS)
+    for worker, accounts in list(ledger.workers.items())[:MOST_LISTED]:
+        useful = {"useful": sum(accounts[name] for name in USEFUL)} | dict(accounts)
+        yield f"{worker:<8}" + "".join(f"{_brief(useful[name]):>11}" for name in COLUMNS)
+    if len(ledger.workers) > MOST_LISTED:
+        yield f"and {len(ledger.workers) - MOST_LISTED} more: see the page, or --json"
+
+
+def _incidents_lines(ledger: Ledger) -> Iterator[str]:
+    if not ledger.incidents:
+        return
+    yield ""
+    yield f"incidents: {len(ledger.incidents)}"
+    for incident in ledger.incidents[-MOST_LISTED:]:
+        lines = _wrapped(f"{incident_text(incident)}; cost {cost_text(incident)}")
+        when = clock_text(incident.began - ledger.began)
+        yield from (f"{when if place == 0 else '':>9}  {line}" for place, line in enumerate(lines))
+    if len(ledger.incidents) > MOST_LISTED:
+        yield f"{'':>9}  and {len(ledger.incidents) - MOST_LISTED} earlier ones: see the page, or --json"
+
+
+def _wrapped(text: str) -> Sequence[str]:
+    import textwrap
+
+    return textwrap.wrap(text, WIDTH - 11, break_long_words=False)
+
+
+def _brief(seconds: float) -> str:
+    return duration_text(seconds) if seconds >= 0.0005 else "-"
+
+
+def _rounded(accounts: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(seconds, 3) for name, seconds in accounts.items()}

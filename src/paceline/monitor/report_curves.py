@@ -1,0 +1,108 @@
+"""The curves of a run, thinned to what a page can show: loss over steps, speed over time, held-out values.
+
+A run of a million steps is drawn in some hundred columns. Each keeps the mean, the least and the most of what falls
+into it, so that no spike disappears.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["NUM_COLUMNS", "Curves", "Point", "read_curves", "thinned"]
+
+NUM_COLUMNS = 480
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One column: where it stands, and what was in it."""
+
+    x: float
+    mean: float
+    least: float
+    most: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curves:
+    """`loss` over steps, `speed` (samples/s) over elapsed seconds."""
+
+    loss: tuple[Point, ...]
+    speed: tuple[Point, ...]
+    first_loss: float | None
+    last_loss: float | None
+    speed_mean: float | None  # samples/s of all steps, without what lay between attempts
+    num_samples: int
+    num_losses: int
+    num_broken: int  # steps whose loss is not finite
+
+
+def read_curves(metrics: Path, elapsed: Callable[[float], float]) -> Curves:
+    """Read a run's `metrics.jsonl`; empty curves where there is none."""
+    steps, losses, times, samples, took = array("d"), array("d"), array("d"), array("q"), array("d")
+    num_broken = 0
+    for row in _rows(metrics):
+        loss = row.get("loss")
+        if isinstance(loss, (int, float)) and math.isfinite(loss):
+            steps.append(row["step"])
+            losses.append(loss)
+        elif "loss" in row and not row.get("skipped", False):
+            num_broken += 1
+        speed = row.get("samples_per_s")
+        if speed:
+            times.append(elapsed(row["time"]))
+            samples.append(row["num_samples"])
+            took.append(row["num_samples"] / speed)
+    speeds = array("d", (number / seconds if seconds else 0.0 for number, seconds in zip(samples, took, strict=True)))
+    return Curves(
+        loss=thinned(steps, losses),
+        speed=thinned(times, speeds, weights=took),
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        speed_mean=sum(samples) / sum(took) if took and sum(took) else None,
+        num_samples=sum(samples),
+        num_losses=len(losses),
+        num_broken=num_broken,
+    )
+
+
+def thinned(
+    xs: Sequence[float], ys: Sequence[float], *, weights: Sequence[float] | None = None, columns: int = NUM_COLUMNS
+) -> tuple[Point, ...]:
+    """Return at most `columns` points of a curve whose `xs` do not fall; means are weighted."""
+    if len(xs) <= columns:
+        return tuple(Point(x, y, y, y) for x, y in zip(xs, ys, strict=True))
+    first, width = xs[0], ((xs[-1] - xs[0]) or 1.0) / columns
+    points: list[Point] = []
+    begin = 0
+    while begin < len(xs):
+        column = min(int((xs[begin] - first) / width), columns - 1)
+        end = begin + 1
+        while end < len(xs) and (column == columns - 1 or xs[end] < first + (column + 1) * width):
+            end += 1
+        within, shares = ys[begin:end], weights[begin:end] if weights is not None else [1.0] * (end - begin)
+        whole = sum(shares)
+        mean = sum(y * share for y, share in zip(within, shares, strict=True)) / whole if whole else within[0]
+        points.append(Point(sum(xs[begin:end]) / (end - begin), mean, min(within), max(within)))
+        begin = end
+    return tuple(points)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except ValueError:  # cut off by a kill
+                    continue
+                if isinstance(row, dict) and {"step", "time", "num_samples"} <= row.keys():
+                    yield row
+    except FileNotFoundError:
+        return

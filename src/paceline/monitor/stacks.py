@@ -1,0 +1,100 @@
+"""Python stacks that workers have written when they were asked: found, cut to size, and told.
+
+The format is that of `faulthandler`: threads one after the other, the innermost frame first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import linecache
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.comm.lines import is_users, place_text
+from paceline.comm.ring import STACKS_NAME
+
+__all__ = ["Frame", "StackFile", "newest", "place_of", "stack_text"]
+
+THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+DUMP_BYTES = 1 << 17  # of the end of the file, at most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    path: str
+    line: int
+    function: str
+
+
+class StackFile:
+    """The file of one worker, to which each request adds a dump of all its threads."""
+
+    def __init__(self, worker_dir: Path) -> None:
+        self.path = worker_dir / STACKS_NAME
+        self._from = 0  # the dump that was asked for begins here
+        self._size = -1
+
+    def ask(self) -> None:
+        """A dump is asked for now."""
+        self._from, self._size = self._num_bytes(), -1
+
+    def answer(self, thread: int) -> tuple[Frame, ...] | None:
+        """Return the frames of a thread, innermost first; None until they are there. Call it until they are.
+
+        A dump is whole when the file has not grown between two calls.
+        """
+        size = self._num_bytes()
+        is_whole = size > self._from and size == self._size
+        self._size = size
+        if not is_whole:
+            return None
+        with open(self.path, "rb") as file:
+            file.seek(max(self._from, size - DUMP_BYTES))
+            return newest(file.read().decode("utf-8", errors="replace"), thread)
+
+    def _num_bytes(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+
+def newest(text: str, thread: int) -> tuple[Frame, ...]:
+    """The frames of a thread in the last dump; those of the last thread, which is the first one that was, where that
+    thread is not in it."""
+    found: dict[int, list[Frame]] = {}
+    current: list[Frame] = []
+    for line in text.splitlines():
+        if match := THREAD.match(line):
+            current = found[int(match.group(1), 16)] = []
+        elif match := FRAME.match(line):
+            current.append(Frame(match.group(1), int(match.group(2)), match.group(3)))
+    return tuple(found.get(thread, current))
+
+
+def place_of(frames: Sequence[Frame]) -> str:
+    """Return the user's innermost line, "train.py:88 in load_image"; the innermost of all where none is the user's."""
+    frame = next((frame for frame in frames if is_users(frame.path)), frames[0] if frames else None)
+    return "" if frame is None else place_text(frame.path, frame.line, frame.function)
+
+
+def stack_text(frames: Sequence[Frame]) -> str:
+    """Return the frames as Python prints a traceback, the innermost last; runs of libraries' frames are one line."""
+    lines: list[str] = []
+    innermost_first = itertools.groupby(frames, key=lambda frame: is_users(frame.path))
+    for users, run in [(users, list(run)) for users, run in innermost_first][::-1]:
+        if users:
+            for frame in reversed(run):
+                lines.append(f'  File "{frame.path}", line {frame.line}, in {frame.function}')
+                if source := linecache.getline(frame.path, frame.line).strip():
+                    lines.append(f"    {source}")
+        elif lines:  # not what has started the program
+            inner = run[0]
+            count = "1 frame" if len(run) == 1 else f"{len(run)} frames"
+            lines.append(f"  ... {count} in libraries, the last: {place_text(inner.path, inner.line, inner.function)}")
+    if not lines and frames:
+        lines.append(f"  {place_text(frames[0].path, frames[0].line, frames[0].function)}")
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""Collectives that the user's own code calls: `torch.distributed` notes them in the worker's ring while a run lasts.
+
+The functions of COLLECTIVES are wrapped where users find them: as attributes of `torch.distributed`, and as names that
+the program's own modules have imported from there. Calls by Paceline and torch themselves pass through. Not followed
+are functional collectives (`torch.distributed._functional_collectives`, DTensor), point-to-point transfers, and
+functions that were taken from `torch.distributed.distributed_c10d`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.lines import is_users
+from paceline.comm.ring import Ring
+
+__all__ = ["COLLECTIVES", "followed"]
+
+# name -> (place of the tensor or list that has to be the same size everywhere, place of the group); None: there is none
+COLLECTIVES: dict[str, tuple[int | None, int]] = {
+    "all_reduce": (0, 2),
+    "broadcast": (0, 2),
+    "reduce": (0, 3),
+    "all_gather": (1, 2),
+    "all_gather_into_tensor": (1, 2),
+    "all_gather_object": (None, 2),
+    "gather": (0, 3),
+    "gather_object": (None, 3),
+    "scatter": (0, 3),
+    "scatter_object_list": (None, 3),
+    "broadcast_object_list": (None, 2),
+    "reduce_scatter": (0, 3),
+    "reduce_scatter_tensor": (0, 3),
+    "all_to_all": (None, 2),
+    "all_to_all_single": (None, 4),
+    "barrier": (None, 0),
+    "monitored_barrier": (None, 0),
+}
+KEYWORDS = {"all_gather_into_tensor": "input_tensor", "reduce_scatter": "output", "reduce_scatter_tensor": "output"}
+
+
+@contextlib.contextmanager
+def followed(ring: Ring, function: Callable[..., Any]) -> Iterator[None]:
+    """Note the user's own collectives in `ring` while entered; `function` is the program's training function."""
+    wrappers: dict[str, tuple[Any, Any]] = {}
+    for name in COLLECTIVES:
+        original = getattr(dist, name, None)
+        if original is not None:
+            wrappers[name] = (original, _wrapped(original, name, ring))
+    places = [vars(dist), *_programs_names(function)]
+    put: list[tuple[MutableMapping[str, Any], str, Any, Any]] = []
+    for names in places:
+        for key, value in list(names.items()):
+            for original, wrapper in wrappers.values():
+                if value is original:
+                    names[key] = wrapper
+                    put.append((names, key, original, wrapper))
+    try:
+        yield
+    finally:
+        for names, key, original, wrapper in put:
+            if names.get(key) is wrapper:  # otherwise somebody has put something else there
+                names[key] = original
+
+
+def _wrapped(original: Callable[..., Any], name: str, ring: Ring) -> Callable[..., Any]:
+    kind = f"torch.distributed.{name}"
+    at, group_at = COLLECTIVES[name]
+    keyword = KEYWORDS.get(name, "tensor")
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_users(sys._getframe(1).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
+            return original(*args, **kwargs)
+        joined = _join(ring, args[group_at] if len(args) > group_at else kwargs.get("group"))
+        if joined is None:
+            return original(*args, **kwargs)  # which says what is wrong
+        tensor = None if at is None else args[at] if len(args) > at else kwargs.get(keyword)
+        known = isinstance(tensor, Tensor)
+        serial = ring.enter(
+            kind,
+            "",
+            dtype=tensor.dtype if known else None,
+            numel=tensor.numel() if known else 0,
+            group=joined,
+        )
+        if kwargs.get("async_op"):
+            return original(*args, **kwargs)
+        ring.wait(serial)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            ring.leave()
+
+    return call
+
+
+def _join(ring: Ring, group: dist.ProcessGroup | None) -> str | None:
+    """The name under which the ring knows a group; None where this worker is in no such group."""
+    if not dist.is_initialized():
+        return None
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    name = f"torch group {group.group_name}"
+    if not ring.is_in(name):
+        ring.join(name, dist.get_process_group_ranks(group))
+    return name
+
+
+def _programs_names(function: Callable[..., Any]) -> Iterator[MutableMapping[str, Any]]:
+    """The names of the program's own modules, where it may have imported collectives to."""
+    seen: set[int] = set()
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(module, ModuleType) and isinstance(path, str) and is_users(path):
+            seen.add(id(vars(module)))
+            yield vars(module)
+    inner = function.func if isinstance(function, functools.partial) else function
+    names = getattr(inner, "__globals__", None)
+    if isinstance(names, dict) and id(names) not in seen:
+        yield names

@@ -1,0 +1,159 @@
+"""What the head tells this worker about membership, heard by a thread of its own.
+
+The thread also says that this process is alive, outside of the training thread, and notices SIGTERM: a request to
+leave, or, after the head has said "end", the end itself. Python's own signal handlers would wait until the training
+thread comes out of whatever it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.comm.channel import Channel, ChannelClosed
+from paceline.comm.group import Disrupted
+from paceline.elastic.notices import Finish, Form
+from paceline.errors import SyncError
+
+__all__ = ["Orders"]
+
+ALIVE_S = 1.0
+
+
+class Orders:
+    """The newest word of the head. The training thread asks; it is interrupted only by what `check` raises."""
+
+    def __init__(self, channel: Channel, worker: int) -> None:
+        self.worker = worker
+        self.finish: Finish | None = None
+        self._channel = channel
+        self._form: Form | None = None
+        self._changed = threading.Condition()
+        self.step: Callable[[], int] = lambda: 0  # committed; told with every word
+        self._ends = False  # the head has said so: SIGTERM is no request any more
+        self._signals: socket.socket | None = None
+        self._closed: ChannelClosed | None = None
+        self._told_at = 0.0
+
+    def begin(self, *, hears_sigterm: bool) -> None:
+        """Start the thread; `hears_sigterm`: in the main thread of a process of its own."""
+        fd = self._channel.begin_listening()
+        if hears_sigterm and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._signals, theirs = socket.socketpair()
+            theirs.setblocking(False)
+            self._wakeup = theirs
+            signal.signal(signal.SIGTERM, _heard_elsewhere)
+            signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=_forget_signals)  # whom the user forks is ended by SIGTERM as usual
+        threading.Thread(target=self._listen, args=(fd,), name="paceline-orders", daemon=True).start()
+
+    def tell(self, op: str, **fields: Any) -> None:
+        """Say something to the head; nothing happens where it has gone, which is noticed elsewhere."""
+        self._told_at = time.monotonic()
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send({"op": op, "step": self.step(), **fields})
+
+    def check(self, generation: int) -> None:
+        """Raise Disrupted where the generation is over, at once."""
+        form = self._form
+        if form is not None and form.generation > generation and not form.planned:
+            raise Disrupted(form.reason)
+
+    def check_newest(self, generation: int) -> None:
+        """Raise Disrupted where there is a newer generation of any kind: for who is about to join this one."""
+        form = self._form
+        if form is not None and form.generation > generation:
+            raise Disrupted(form.reason)
+
+    def planned(self, generation: int) -> Form | None:
+        """The generation that is to begin between two steps, if there is one after `generation`."""
+        form = self._form
+        return form if form is not None and form.planned and form.generation > generation else None
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether something is to be done between two steps (a planned generation may have been joined since)."""
+        return self.finish is not None or (self._form is not None and self._form.planned)
+
+    def wait_for(self, generation: int, *, timeout_s: float) -> Form:
+        """Wait for a generation after `generation`. Raises SyncError where the head has gone, or says nothing."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._form is None or self._form.generation <= generation:
+                if self._closed is not None:
+                    raise SyncError("the supervisor of this host has gone while the workers were regrouping")
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    raise SyncError(
+                        f"generation {generation} is over, and nobody has said within {timeout_s:.0f} s who goes on"
+                    )
+            return self._form
+
+    def wait_for_change(self, generation: int) -> Finish | None:
+        """Wait until there is a generation after `generation`, or the run is to end, which is returned then."""
+        with self._changed:
+            while self.finish is None and (self._form is None or self._form.generation <= generation):
+                if self._closed is not None:
+                    raise SyncError("the supervisor of this host has gone while too few workers were left")
+                self._changed.wait()
+            return self.finish
+
+    def _listen(self, fd: int) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            if self._signals is not None:
+                selector.register(self._signals, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select(ALIVE_S)}
+                try:
+                    if fd in ready:
+                        for message in self._channel.take():
+                            self._take(message)
+                    if time.monotonic() - self._told_at >= ALIVE_S:
+                        self.tell("alive")
+                except (ChannelClosed, OSError) as end:
+                    with self._changed:
+                        self._closed = end if isinstance(end, ChannelClosed) else ChannelClosed(str(end))
+                        self._changed.notify_all()
+                    return
+                came = self._signals is not None and self._signals.fileno() in ready
+                if came and self._signals is not None and signal.SIGTERM in self._signals.recv(4096):
+                    self._sigterm()
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        match message.get("op"):
+            case "form":
+                with self._changed:
+                    self._form = Form.from_json(message)
+                    self._changed.notify_all()
+            case "finish":
+                with self._changed:
+                    self.finish = Finish.from_json(message)
+                    self._changed.notify_all()
+            case "end":
+                self._ends = True
+            case _:
+                pass  # of a later version
+
+    def _sigterm(self) -> None:
+        if not self._ends:
+            self.tell("leaving")
+            return
+        ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL, from whatever thread
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _forget_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _heard_elsewhere(signum: int, frame: object) -> None:
+    """The wakeup descriptor has told the thread."""

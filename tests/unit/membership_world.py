@@ -1,0 +1,574 @@
+"""A pretended world for the membership: workers that follow the protocol of `paceline.worker.agreement`, and a head.
+
+Nothing is real but `Membership`. A worker is a generator that yields where it would wait; a scheduler with a seed picks
+who goes on and which message arrives, so that channels are first in, first out, each by itself, and in any order among
+each other. Faults come between. `World` refuses at once what may never happen (`Broken`): a step committed with two
+different results, by somebody who has not all steps before it, or handed over out of place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Hashable
+from typing import Any
+
+from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
+from paceline.elastic.notices import Finish, Form
+
+__all__ = ["Broken", "World"]
+
+Wait = Generator[Callable[[], bool], None, Any]  # yields what it waits for
+Result = Hashable
+
+
+class Broken(AssertionError):
+    """A promise was broken."""
+
+
+class Disrupted(Exception):
+    """As in `paceline.comm.group`; `peer` where a connection broke, None where the head has said so."""
+
+    def __init__(self, peer: int | None) -> None:
+        self.peer = peer
+
+
+class Left(Exception):
+    """This worker has come to its end, in good order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    position: int | None
+    holds_result: bool
+
+
+class Group:
+    """The connections of one generation, as one process sees them: who has put what into which round."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.rounds: dict[int, dict[int, Any]] = {}
+        self.states: dict[int, Any] = {}  # newcomer -> what was handed over to it
+
+
+class Worker:
+    """One process. `committed` is its state: the results of all steps so far."""
+
+    def __init__(self, world: World, rank: int, *, joins: bool) -> None:
+        self.world, self.rank = world, rank
+        self.committed: list[Result] = []
+        self.position: int | None = None if joins else 0
+        self.generation = -1 if joins else 0
+        self.group: Group | None = None
+        self.round = 0
+        self.form: Form | None = None  # the newest that it has heard of
+        self.finish: Finish | None = None
+        self.holds = False
+        self.tells_commit = False
+        self.is_change_due = False  # as the last step's tally said
+        self.is_alive = True
+        self.is_stopped = False  # SIGSTOP
+        self.is_cut_off = False  # from the head, for ever once it has been given up
+        self.inbox: deque[Any] = deque()
+        self.outbox: deque[tuple[str, dict[str, Any]]] = deque()
+        self.life = self._live(joins=joins)
+        self.waits_for: Callable[[], bool] = lambda: True
+
+    # What the scheduler does with it.
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.is_alive and not self.is_stopped and self.waits_for()
+
+    def go_on(self) -> None:
+        try:
+            self.waits_for = next(self.life)
+        except Left:
+            self.end()
+        except StopIteration:
+            self.end()
+
+    def end(self) -> None:
+        self.is_alive = False
+        self.tell("exited")
+
+    def hear(self, message: Any) -> None:
+        if isinstance(message, Form):
+            self.form = message
+        else:
+            self.finish = message
+
+    def tell(self, op: str, **fields: Any) -> None:
+        self.outbox.append((op, fields))
+
+    # What it does.
+
+    def _live(self, *, joins: bool) -> Wait:
+        if joins:
+            self.tell("ready", generation=-1)
+            yield from self._regroup(agreed=True, holds_result=False)
+        else:
+            try:
+                yield from self._join(Form(generation=0, members=self.world.first, planned=False, holds=False, reason=""))
+                self.tell("formed", generation=0)
+            except Disrupted as disruption:
+                self._say_stuck(disruption)
+                yield from self._regroup(agreed=False, holds_result=False)
+        while len(self.committed) < self.world.last_step:
+            yield from self._between_steps()
+            yield from self._step()
+        yield from self._run(lambda: self._gather("settle"))
+
+    def _step(self) -> Wait:
+        """As many walks as the program has for each step; the last one's result is committed."""
+        number = len(self.committed)
+        wish = False
+        result: Result = None
+        for walk in range(self.world.walks):
+            while True:
+                wants = self.finish is not None or self._planned() is not None
+                try:
+                    shares = yield from self._gather(("walk", number, walk, self.position, wants), same=4)
+                except Disrupted as disruption:
+                    self._say_stuck(disruption)
+                    yield from self._regroup(agreed=False, holds_result=False)
+                else:
+                    result = (number, self.generation, self.round)
+                    wish = any(share[4] for share in shares.values())
+                    if (yield from self._vote()):
+                        break
+                if walk == 0:
+                    yield from self._hold()
+        self.is_change_due = wish
+        self.world.commit(self, number, result)
+        self.committed.append(result)
+        if self.tells_commit:
+            self.tells_commit = False
+            self.tell("committed")
+
+    def _between_steps(self) -> Wait:
+        yield from self._hold()
+        if not self.is_change_due:
+            return
+        self.is_change_due = False
+        planned = self._planned()
+        own = (self.finish is not None, planned.generation if planned is not None else 0)
+        known = set((yield from self._run(lambda: self._gather(own))).values())
+        if all(finishes for finishes, _ in known):
+            yield from self._save_and_leave()
+        generations = {generation for _, generation in known}
+        if planned is not None and generations == {planned.generation} and self._planned() is not None:
+            yield from self._regroup(agreed=True, holds_result=False)
+            yield from self._hold()
+
+    def _hold(self) -> Wait:
+        while self.holds:
+            yield lambda: self.finish is not None or self._newer() is not None
+            if self._newer() is None:
+                self.holds = False
+                yield from self._save_and_leave()
+            yield from self._regroup(agreed=True, holds_result=False)
+
+    def _save_and_leave(self) -> Wait:
+        self.holds = False
+        yield from self._run(lambda: self._gather("save"))
+        self.world.saved = max(self.world.saved, len(self.committed))
+        raise Left
+
+    def _run(self, operation: Callable[[], Wait]) -> Wait:
+        while True:
+            try:
+                value = yield from operation()
+            except Disrupted as disruption:
+                self._say_stuck(disruption)
+                yield from self._regroup(agreed=False, holds_result=False)
+                continue
+            if (yield from self._vote()):
+                return value
+
+    def _vote(self) -> Wait:
+        try:
+            yield from self._gather("vote")
+        except Disrupted as disruption:
+            self._say_stuck(disruption)
+            if not (yield from self._regroup(agreed=False, holds_result=True)):
+                return False
+        if self.position is not None:
+            self.position += 1
+        return True
+
+    def _regroup(self, *, agreed: bool, holds_result: bool) -> Wait:
+        while True:
+            yield lambda: self._acceptable(agreed) is not None
+            form = self._acceptable(agreed)
+            if form is None:
+                raise Broken("a form has gone")
+            if self.rank not in form.members or (self.position is None and not form.planned):
+                if self.position is not None:
+                    raise Left
+                self.generation = form.generation
+                self.tell("ready", generation=form.generation)
+                continue
+            try:
+                yield from self._join(form)
+                stands = yield from self._gather(Standing(self.position, holds_result))
+                is_done = self._is_done(stands, holds_result)
+                yield from self._hand_over(stands, is_done)
+            except Disrupted as disruption:
+                self.generation = form.generation
+                self._say_stuck(disruption)
+                continue
+            break
+        self.holds, self.tells_commit = form.holds, True
+        if form.planned:
+            self.is_change_due = False  # a newcomer does not know of it; the next tally says so again
+        self.tell("formed", generation=form.generation)
+        return is_done
+
+    def _is_done(self, stands: dict[int, Standing], holds_result: bool) -> bool:
+        if self.position is None:
+            return False
+        positions = {stand.position for stand in stands.values() if stand.position is not None}
+        if max(positions) > self.position:
+            if not holds_result or max(positions) > self.position + 1:
+                raise Broken(f"worker {self.rank} at {self.position} has missed something: {stands}")
+            return True
+        return all(stand.holds_result for stand in stands.values() if stand.position == self.position)
+
+    def _hand_over(self, stands: dict[int, Standing], is_done: bool) -> Wait:
+        newcomers = [rank for rank, stand in stands.items() if stand.position is None]
+        if not newcomers:
+            return
+        newest = max(stand.position for stand in stands.values() if stand.position is not None)
+        source = next(rank for rank in sorted(stands) if stands[rank].position == newest)
+        group = self._current()
+        if self.rank == source:
+            for rank in newcomers:
+                group.states[rank] = (newest + is_done, list(self.committed))
+                yield lambda: True  # it may die in between
+        elif self.position is None:
+            yield from self._transfer(lambda: self.rank in group.states, lambda: {source})
+            self.position, committed = group.states[self.rank]
+            self.committed = list(committed)
+
+    # What it knows.
+
+    def _newer(self) -> Form | None:
+        return self.form if self.form is not None and self.form.generation > self.generation else None
+
+    def _planned(self) -> Form | None:
+        form = self._newer()
+        return form if form is not None and form.planned else None
+
+    def _acceptable(self, agreed: bool) -> Form | None:
+        form = self._newer()
+        return form if form is not None and (agreed or form.interrupts(self.generation)) else None
+
+    def _say_stuck(self, disruption: Disrupted) -> None:
+        if disruption.peer is not None:
+            self.tell("stuck", generation=self.generation, peer=disruption.peer)
+
+    # How things move.
+
+    def _current(self) -> Group:
+        if self.group is None:
+            raise Broken(f"worker {self.rank} is in no group")
+        return self.group
+
+    def _join(self, form: Form) -> Wait:
+        """Meet the others of a generation; a newer one of any kind ends that."""
+        group = self.world.group(form)
+        self.group, self.generation, self.round = group, form.generation, 0
+        yield from self._gather("meet", meeting=True)
+
+    def _gather(self, value: Any, *, meeting: bool = False, same: int = 0) -> Wait:
+        """All members' values. Some of the members may get them and others not."""
+        group = self._current()
+        self.round += 1
+        values = group.rounds.setdefault(self.round, {})
+        values[self.rank] = value
+        members = group.form.members
+        yield from self._transfer(
+            lambda: len(values) == len(members), lambda: set(members) - values.keys(), meeting=meeting
+        )
+        if same and len({one[:same] for one in values.values()}) > 1:
+            raise Broken(f"members do different things: {values}")
+        if len({type(one) for one in values.values()}) > 1:
+            raise Broken(f"members do different things: {values}")
+        return dict(values)
+
+    def _transfer(self, is_there: Callable[[], bool], missing: Callable[[], set[int]], *, meeting: bool = False) -> Wait:
+        group, world = self._current(), self.world
+        generation = group.form.generation
+
+        def is_over() -> bool:
+            form = self.form
+            if form is None or form.generation <= generation:
+                return False
+            return meeting or form.interrupts(generation)
+
+        def broken_to() -> int | None:
+            cut = next((rank for rank in group.form.members if world.is_cut(self.rank, rank, generation)), None)
+            if cut is not None:
+                return cut
+            if not world.notices_gone:
+                return None
+            return next((rank for rank in sorted(missing()) if world.has_gone(rank, group)), None)
+
+        yield lambda: is_there() or is_over() or broken_to() is not None
+        # Whatever came first: a transfer may end well although it is over already, and the other way round.
+        peer = broken_to()
+        chances = [*([None] if is_there() and not world.is_cut_any(self.rank, group) else []), *([-1] if is_over() else [])]
+        if peer is not None:
+            chances.append(peer)
+        chance = world.random.choice(chances)
+        if chance is not None:
+            raise Disrupted(None if chance == -1 else chance)
+
+
+class World:
+    """The head, the workers, what is between them, and what may never happen."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        replicas: int,
+        seed: int,
+        walks: int = 1,
+        notices_gone: bool = True,
+        last_step: int = 10**9,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.limits, self.walks, self.notices_gone, self.last_step = limits, walks, notices_gone, last_step
+        self.now = 0.0
+        self.membership = Membership(limits, replicas=replicas, now=0.0)
+        self.first = self.membership.form.members
+        self.workers: dict[int, Worker] = {rank: Worker(self, rank, joins=False) for rank in self.first}
+        self.past: list[Worker] = []  # given up, but maybe alive
+        self.groups: dict[int, Group] = {}
+        self.steps: list[Result] = []  # what the whole run has committed
+        self.cut_links: dict[frozenset[int], int] = {}  # the newest generation whose connections are cut
+        self.saved = -1
+        self.given_up = ""
+        self.starts = 0
+        self._starting: dict[int, float] = {}
+        self.decisions: list[Decision] = []
+
+    # What may never happen.
+
+    def commit(self, worker: Worker, number: int, result: Result) -> None:
+        """A worker commits a step: it is the next one, with everybody's result, and after the same steps."""
+        if len(self.steps) == number:
+            self.steps.append(result)
+        if number > len(self.steps) or self.steps[number] != result or worker.committed != self.steps[:number]:
+            raise Broken(f"worker {worker.rank} commits step {number} as {result}, others {self.steps[number:]}")
+
+    # What is between workers.
+
+    def group(self, form: Form) -> Group:
+        group = self.groups.setdefault(form.generation, Group(form))
+        if group.form.members != form.members:
+            raise Broken(f"two groups of generation {form.generation}: {group.form} and {form}")
+        return group
+
+    def is_cut(self, one: int, other: int, generation: int) -> bool:
+        return self.cut_links.get(frozenset({one, other}), -2) >= generation
+
+    def is_cut_any(self, rank: int, group: Group) -> bool:
+        return any(self.is_cut(rank, other, group.form.generation) for other in group.form.members)
+
+    def has_gone(self, rank: int, group: Group) -> bool:
+        """Whether a member has left this group behind, or died."""
+        worker = self.workers.get(rank)
+        if worker is None or not worker.is_alive:
+            return True
+        return worker.group is not None and worker.group.form.generation > group.form.generation
+
+    # The head.
+
+    def do(self, decisions: list[Decision]) -> None:
+        told = 0
+        for decision in decisions:
+            self.decisions.append(decision)
+            match decision:
+                case Form():
+                    told += 1
+                    self._check(decision)
+                    for rank in {*decision.members, *self.membership.left_out}:
+                        self._tell(rank, decision)
+                case StartReplica():
+                    for rank in decision.workers:
+                        self._start(rank)
+                case EndWorker():
+                    self._end(decision.worker)
+                case Finish():
+                    for rank in self.membership.workers:
+                        self._tell(rank, decision)
+                case GiveUp():
+                    self.given_up = decision.reason
+                    having = [rank for rank, one in self.workers.items() if one.is_alive and one.position is not None]
+                    if having:
+                        raise Broken(f"given up, though workers {having} have the state: {decision}\n{self.describe()}")
+        if told > 1:
+            raise Broken(f"two generations at once: {decisions}")
+
+    def _check(self, form: Form) -> None:
+        if not form.members:
+            raise Broken(f"a generation of nobody: {form}")
+        known = set(self.membership.workers)
+        if not known.issuperset(form.members):
+            raise Broken(f"a generation of workers that are gone: {form}, {known}")
+
+    def _start(self, rank: int) -> None:
+        if rank in self._starting or (rank in self.workers and self.workers[rank].is_alive):
+            raise Broken(f"worker {rank} is started twice")
+        self.starts += 1
+        self._starting[rank] = self.now + self.random.choice([0.1, 1.0, 3.0])
+
+    def _end(self, rank: int) -> None:
+        self._starting.pop(rank, None)
+        worker = self.workers.pop(rank, None)
+        if worker is None:
+            return
+        if not worker.is_cut_off:
+            worker.is_alive = False
+        worker.is_cut_off = True
+        self.past.append(worker)
+
+    def _tell(self, rank: int, message: Any) -> None:
+        if rank in self.workers:
+            self.workers[rank].inbox.append(message)
+
+    def _serve(self, rank: int, op: str, fields: dict[str, Any]) -> None:
+        membership = self.membership
+        match op:
+            case "ready":
+                self.do(membership.ready(rank, self.now, **fields))
+            case "formed":
+                self.do(membership.formed(rank, now=self.now, **fields))
+            case "committed":
+                membership.committed(rank, self.now)
+            case "stuck":
+                self.do(membership.stuck(rank, now=self.now, **fields))
+            case "leaving":
+                self.do(membership.leaving(rank, self.now))
+            case "killed":
+                self.workers.pop(rank)
+                self.do(membership.lost([rank], self.now, reason=f"worker {rank} was killed"))
+            case "exited":
+                self.workers.pop(rank)
+                self.do(membership.ended(rank, self.now))
+            case _:
+                raise Broken(f"unknown notice {op}")
+
+    # What happens.
+
+    def turn(self) -> bool:
+        """One thing happens, of all that may; False where nothing can but the passing of time."""
+        chances: list[Callable[[], None]] = []
+        for rank, worker in self.workers.items():
+            if worker.can_go_on:
+                chances.append(worker.go_on)
+            if worker.is_cut_off:
+                continue
+            if worker.inbox and worker.is_alive and not worker.is_stopped:
+                chances.append(lambda worker=worker: worker.hear(worker.inbox.popleft()))
+            if worker.outbox:
+                chances.append(lambda rank=rank, worker=worker: self._deliver(rank, worker))
+        chances += [worker.go_on for worker in self.past if worker.can_go_on]
+        if not chances or self.given_up:
+            return False
+        self.random.choice(chances)()
+        return True
+
+    def _deliver(self, rank: int, worker: Worker) -> None:
+        op, fields = worker.outbox.popleft()
+        self._serve(rank, op, fields)
+
+    def pass_time(self, seconds: float = 0.5) -> None:
+        """The clock goes on: workers say that they are alive, and the head looks."""
+        self.now += seconds
+        for rank in [rank for rank, due in self._starting.items() if due <= self.now]:
+            del self._starting[rank]
+            self.workers[rank] = Worker(self, rank, joins=True)
+        for rank, worker in self.workers.items():
+            if worker.is_alive and not worker.is_stopped and not worker.is_cut_off:
+                self.membership.heard(rank, self.now)
+        if not self.given_up:
+            self.do(self.membership.tick(self.now))
+
+    def run(self, turns: int) -> None:
+        """So many things happen; time passes where nothing else does, and now and then."""
+        for _ in range(turns):
+            if self.is_ended:
+                return
+            if not self.turn() or self.random.random() < 0.005:
+                self.pass_time()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nobody is left who will do anything."""
+        return bool(self.given_up) or not (self.workers or self._starting)
+
+    def go_on_until(self, is_reached: Callable[[], bool], *, turns: int = 20_000, seconds: float = 900.0) -> None:
+        """Let things happen; Broken where it is not reached."""
+        until = self.now + seconds
+        for _ in range(turns):
+            if is_reached():
+                return
+            if self.now > until:
+                break
+            if not self.turn() or self.random.random() < 0.005:
+                self.pass_time()
+        raise Broken(f"nothing goes on any more at {self.now:.0f} s: {self.describe()}")
+
+    def describe(self) -> str:
+        """What there is, for whoever reads a failed test."""
+        lines = [f"{self.membership.form} missing {self.membership._missing} active {self.membership._active}"]  # pyright: ignore[reportPrivateUsage]
+        lines += [f"  {number}: {replica}" for number, replica in self.membership._replicas.items()]  # pyright: ignore[reportPrivateUsage]
+        for rank, worker in self.workers.items():
+            lines.append(
+                f"  worker {rank}: alive {worker.is_alive} stopped {worker.is_stopped} generation {worker.generation} "
+                f"position {worker.position} steps {len(worker.committed)} holds {worker.holds} form {worker.form} "
+                f"inbox {list(worker.inbox)} outbox {list(worker.outbox)}"
+            )
+        return "\n".join([*lines, f"starting {self._starting}", f"steps {len(self.steps)} saved {self.saved}"])
+
+    # Faults.
+
+    def kill(self, rank: int, *, loses_words: bool = False) -> None:
+        """SIGKILL; what it has said may be lost with it."""
+        worker = self.workers.get(rank)
+        if worker is None or not worker.is_alive:
+            return
+        worker.is_alive = False
+        if loses_words:
+            worker.outbox.clear()
+        worker.tell("killed")
+
+    def cut_off(self, rank: int) -> None:
+        """Its host cannot reach the head any more, though it reaches the other workers."""
+        if rank in self.workers:
+            self.workers[rank].is_cut_off = True
+
+    def stop(self, rank: int) -> None:
+        """SIGSTOP."""
+        if rank in self.workers:
+            self.workers[rank].is_stopped = True
+
+    def wake_all(self) -> None:
+        """Whoever was stopped goes on: also who was given up meanwhile, where no kill reached it."""
+        for worker in [*self.workers.values(), *self.past]:
+            worker.is_stopped = False
+
+    def ask_to_leave(self, rank: int) -> None:
+        """SIGTERM."""
+        if rank in self.workers and self.workers[rank].is_alive:
+            self.workers[rank].tell("leaving")
+
+    def cut_link(self, one: int, other: int, *, for_good: bool) -> None:
+        """Two workers lose their connection; for good: new ones do not come about either."""
+        self.cut_links[frozenset({one, other})] = 10**9 if for_good else self.membership.generation

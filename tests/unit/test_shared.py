@@ -1,0 +1,379 @@
+"""Sums in shared memory: the members of a group as threads of one process, with a stand-in for torch's group."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm.arena import MARKS, Arena, refusal
+from paceline.comm.group import Landed, Transfer
+from paceline.comm.shared import SMALL_BYTES, SUMMED, SharedGroup
+from paceline.errors import SyncError
+
+pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+
+CPU = torch.device("cpu")
+LIMIT_S = 10.0
+
+
+class Underneath:
+    """Stands for torch's group: notes what comes through."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index, self.size = index, size
+        self.calls: list[str] = []
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.calls.append("allocate")
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+        self.calls.append(what)
+        return Landed()
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
+        self.calls.append(what)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.calls.append("gather_objects")
+        return [value] * self.size
+
+    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
+        self.calls.append("broadcast_object")
+        return value
+
+    def barrier(self) -> None:
+        self.calls.append("barrier")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Members:
+    """The members of one group."""
+
+    def __init__(self, size: int, **settings: Any) -> None:
+        first = Arena.create(size=size)
+        self.arenas = [first, *(Arena.open(first.address, index=index, size=size) for index in range(1, size))]
+        for arena in self.arenas:
+            arena.meet()
+        self.under = [Underneath(index, size) for index in range(size)]
+        self.groups = [
+            SharedGroup(under, arena, **{"timeout_s": LIMIT_S, **settings})
+            for under, arena in zip(self.under, self.arenas, strict=True)
+        ]
+
+    def each(self, function: Callable[[SharedGroup], Any], *, only: int | None = None) -> list[Any]:
+        """What `function(group)` returns, or raises, for each member."""
+        with ThreadPoolExecutor(len(self.groups)) as pool:
+            futures = [pool.submit(function, group) for group in self.groups[:only]]
+            errors = [future.exception() for future in futures]
+            return [error or future.result() for error, future in zip(errors, futures, strict=True)]
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+
+
+@pytest.fixture
+def members() -> Iterator[Callable[..., Members]]:
+    made: list[Members] = []
+
+    def make(size: int, **settings: Any) -> Members:
+        made.append(Members(size, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def numbers(numel: int, dtype: torch.dtype, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * numel + index)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+
+
+def summed(numel: int, dtype: torch.dtype, size: int) -> Tensor:
+    """The oracle: one member after the other, 16 bits in 32."""
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = numbers(numel, dtype, 0).to(wide)
+    for index in range(1, size):
+        total = total + numbers(numel, dtype, index).to(wide)
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("is_placed", [True, False], ids=["in_place", "copied"])
+@pytest.mark.parametrize("dtype", SUMMED, ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_members_get_the_bits_of_the_sum_in_their_order(
+    members: Callable[..., Members], size: int, dtype: torch.dtype, is_placed: bool
+) -> None:
+    lengths = [1, 3, 64, 129, SMALL_BYTES // dtype.itemsize + 1, 300_001]
+
+    def work(group: SharedGroup) -> list[Tensor]:
+        tensors = []
+        for numel in lengths:
+            tensor = torch.empty(numel, dtype=dtype)
+            if is_placed:
+                tensor = group.allocate(numel, dtype=dtype, device=CPU)
+            tensor.copy_(numbers(numel, dtype, group.index))
+            tensors.append(tensor)
+        for tensor in tensors:
+            group.all_reduce(tensor, what="a sum").wait()
+        return [tensor.clone() for tensor in tensors]
+
+    for found in members(size).each(work):
+        for tensor, numel in zip(found, lengths, strict=True):
+            assert torch.equal(tensor, summed(numel, dtype, size))
+
+
+def test_sixteen_bits_are_rounded_once(members: Callable[..., Members]) -> None:
+    """1 + 3 x 1/512: each addend alone is less than half a unit of bf16 at 1, all three together are more."""
+
+    def work(group: SharedGroup) -> float:
+        tensor = torch.tensor([1.0 if group.index == 0 else 1 / 512], dtype=torch.bfloat16)
+        group.all_reduce(tensor, what="a sum").wait()
+        return float(tensor)
+
+    assert members(4).each(work) == [1 + 1 / 128] * 4
+
+
+def test_more_sums_may_be_under_way_than_there_are_marks_and_buffers(members: Callable[..., Members]) -> None:
+    count = 2 * MARKS + 7
+
+    def work(group: SharedGroup) -> bool:
+        tensors = [torch.full((1 + place % 5,), float(place + group.index)) for place in range(count)]
+        transfers = [group.all_reduce(tensor, what="a sum") for tensor in tensors]
+        for transfer in reversed(transfers):
+            transfer.wait()
+        return all(bool((tensor == 2 * place + 1).all()) for place, tensor in enumerate(tensors))
+
+    assert members(2).each(work) == [True, True]
+
+
+def test_a_slot_may_be_filled_again_as_soon_as_its_sum_is_there(members: Callable[..., Members]) -> None:
+    def work(group: SharedGroup) -> list[float]:
+        placed = group.allocate(5000, dtype=torch.float32, device=CPU)
+        wrong = []
+        for turn in range(200):
+            placed.fill_(turn * 10 + group.index)
+            group.all_reduce(placed[: 1 + turn * 20], what="a sum").wait()
+            wanted = 3 * turn * 10 + 3.0
+            if not bool((placed[: 1 + turn * 20] == wanted).all()):
+                wrong.append(wanted)
+        return wrong
+
+    assert members(3).each(work) == [[], [], []]
+
+
+def test_tensors_with_holes_of_many_dims_and_of_inference_are_summed(members: Callable[..., Members]) -> None:
+    def work(group: SharedGroup) -> list[Tensor]:
+        with torch.inference_mode():  # the first copied sum makes the buffers for all later ones
+            evaluated = torch.ones(2, 3)
+            group.all_reduce(evaluated, what="inside").wait()
+        group.all_reduce(evaluated, what="outside").wait()
+        holes = torch.arange(12.0).view(3, 4).t()[::2]
+        group.all_reduce(holes, what="holes").wait()
+        leaf = torch.ones(3, requires_grad=True)
+        group.all_reduce(leaf, what="leaf").wait()
+        group.all_reduce(torch.empty(0), what="nothing").wait()
+        return [evaluated, holes, leaf.detach()]
+
+    for evaluated, holes, leaf in members(2).each(work):
+        assert evaluated.tolist() == [[4.0] * 3] * 2
+        assert torch.equal(holes, 2 * torch.arange(12.0).view(3, 4).t()[::2])
+        assert leaf.tolist() == [2.0] * 3
+
+
+def test_what_memory_cannot_sum_goes_to_the_group_underneath(members: Callable[..., Members]) -> None:
+    group_of = members(2)
+
+    def work(group: SharedGroup) -> None:
+        group.all_reduce(torch.ones(2, dtype=torch.complex64), what="complex")
+        group.allocate(2, dtype=torch.complex64, device=CPU)
+        group.broadcast(torch.ones(2), what="weights")
+        group.gather_objects(1)
+        group.broadcast_object(2)
+        group.barrier()  # not this one
+
+    group_of.each(work)
+    for under in group_of.under:
+        assert under.calls == ["complex", "allocate", "weights", "gather_objects", "broadcast_object"]
+
+
+def test_before_the_group_underneath_blocks_a_member_does_its_part(members: Callable[..., Members]) -> None:
+    """Otherwise one would wait for the sum of another that waits for it elsewhere."""
+    group_of = members(2)
+    tensors = [torch.ones(100_000) for _ in range(2)]
+    first, second = group_of.groups
+    begun = first.all_reduce(tensors[0], what="a sum")
+    asked = threading.Thread(target=first.broadcast, args=(torch.ones(1),))
+    asked.start()
+    second.all_reduce(tensors[1], what="a sum").wait()  # comes back only when the first one has summed its half
+    asked.join(LIMIT_S)
+    begun.wait()
+    assert [float(tensor.sum()) for tensor in tensors] == [200_000.0] * 2
+
+
+def test_other_numbers_or_another_bucket_are_named_not_summed(members: Callable[..., Members]) -> None:
+    def differ(group: SharedGroup) -> None:
+        group.all_reduce(torch.ones(3 + group.index), what="loss").wait()
+
+    for index, error in enumerate(members(2).each(differ)):
+        assert isinstance(error, SyncError)
+        assert f"worker {index} sums {3 + index} numbers of float32, while worker {1 - index} sums" in str(error)
+
+    def wait(group: SharedGroup) -> None:
+        group.barrier() if group.index == 1 else group.all_reduce(torch.ones(1), what="loss").wait()
+
+    first, second = members(2).each(wait)
+    assert "worker 0 sums 1 numbers of float32, while worker 1 waits in a barrier" in str(first)
+    assert str(second) == "lost contact with a peer during barrier: worker 0 sums 1 numbers of float32"
+
+    def swap(group: SharedGroup) -> None:
+        buckets = [group.allocate(10, dtype=torch.float32, device=CPU) for _ in range(2)]
+        group.all_reduce(buckets[group.index], what="gradients").wait()
+
+    for error in members(2).each(swap):
+        assert isinstance(error, SyncError) and "bucket at page" in str(error)
+
+
+def test_who_does_not_come_is_named_with_the_call_and_the_time(members: Callable[..., Members]) -> None:
+    group_of = members(4, timeout_s=0.2)
+
+    def work(group: SharedGroup) -> None:
+        group.barrier()
+        if group.index in (0, 2):
+            group.all_reduce(torch.ones(1), what="the tally").wait()
+
+    began = time.monotonic()
+    found = group_of.each(work)
+    assert time.monotonic() - began < 2
+    for index in (0, 2):
+        text = str(found[index])
+        assert f"worker {index} waited 0.2 s in the tally, sum number 2" in text
+        assert "worker 1 (joined 1), worker 3 (joined 1)" in text and "worker 0 (" not in text
+    assert group_of.groups[0].arrivals() == (2, 1, 2, 1)
+    with pytest.raises(SyncError, match="the tally"):  # of no more use
+        group_of.groups[0].barrier()
+
+
+def test_a_peer_that_left_or_is_known_to_be_lost_ends_the_wait_at_once(members: Callable[..., Members]) -> None:
+    group_of = members(3)
+
+    def work(group: SharedGroup) -> None:
+        if group.index == 1:
+            group.close()
+        else:
+            group.all_reduce(torch.ones(1), what="the tally").wait()
+
+    began = time.monotonic()
+    for error in itertools.compress(group_of.each(work), (1, 0, 1)):
+        assert str(error).startswith("lost contact with a peer during the tally: worker 1 has left")
+    known = members(2, is_lost=lambda: "worker 1 was killed")
+    with pytest.raises(SyncError, match="lost contact with a peer during barrier: worker 1 was killed"):
+        known.groups[0].barrier()
+    assert time.monotonic() - began < LIMIT_S / 2
+
+
+def test_what_a_member_did_before_it_left_counts(members: Callable[..., Members]) -> None:
+    group_of = members(2)
+    large = [torch.ones(100_000) for _ in range(2)]
+
+    def work(group: SharedGroup) -> float:
+        transfer = group.all_reduce(large[group.index], what="a sum")
+        if group.index == 1:
+            transfer.wait()
+            group.close()
+        else:
+            while not any(True for _ in group_of.arenas[0].gone()):
+                group.progress()
+            transfer.wait()
+        return float(large[group.index].sum())
+
+    assert group_of.each(work) == [200_000.0] * 2
+
+
+def test_a_member_of_an_older_group_disturbs_nobody(members: Callable[..., Members]) -> None:
+    old, new = members(3), members(2)
+    stale = old.groups[2]
+    placed = stale.allocate(1000, dtype=torch.float32, device=CPU)
+
+    def work(group: SharedGroup) -> Tensor:
+        tensor = group.allocate(1000, dtype=torch.float32, device=CPU)
+        transfer = group.all_reduce(tensor.fill_(1), what="a sum")
+        stale.all_reduce(placed.fill_(7), what="too late") if group.index == 0 else None
+        transfer.wait()
+        return tensor.clone()
+
+    for tensor in new.each(work):
+        assert tensor.tolist() == [2.0] * 1000
+    assert new.groups[0].arrivals() == (1, 1)
+
+
+def test_memory_is_given_back_with_the_tensor_and_grows_in_any_order() -> None:
+    arenas = [first := Arena.create(size=2), Arena.open(first.address, index=1, size=2)]
+    fd = first.address[1]
+    empty = os.fstat(fd).st_blocks
+    ahead = [first.reserve(100_000, torch.float32) for _ in range(3)]
+    behind = arenas[1].reserve(100_000, torch.float32)  # of a smaller file than it is by now
+    assert first.segment(ahead[0][5:]) is not None and first.segment(torch.ones(3)) is None
+    view = behind[10:20].fill_(3)
+    seen = first.segment(ahead[0])
+    assert seen is not None and seen.slots[1][10:20].tolist() == [3.0] * 10
+    assert os.fstat(fd).st_blocks - empty >= 4 * 400_000 // 512
+    del behind
+    assert view.tolist() == [3.0] * 10  # a view keeps the memory
+    del seen, view, ahead
+    assert os.fstat(fd).st_blocks == empty
+    for arena in arenas:
+        arena.close()
+        arena.close()
+    assert not os.path.exists(f"/proc/self/fd/{fd}")
+
+
+def test_an_arena_of_somebody_else_is_refused() -> None:
+    arena = Arena.create(size=2)
+    pid, fd, nonce = arena.address
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="not this group's memory"):
+        Arena.open((pid, fd, nonce + 1), index=1, size=2)
+    with open(os.devnull) as other, pytest.raises(OSError, match="not this group's memory"):
+        Arena.open((pid, other.fileno(), nonce), index=1, size=2)
+    with pytest.raises(FileNotFoundError):
+        Arena.open((pid, 9999, nonce), index=1, size=2)
+    assert set(os.listdir("/proc/self/fd")) == before
+    arena.close()
+
+
+def test_memory_that_is_not_to_be_had_is_an_error_that_says_how_much() -> None:
+    arena = Arena.create(size=2)
+    with pytest.raises(
+        MemoryError, match=r"[\d,]{20,} bytes of shared memory .* less memory than .* Use fewer workers"
+    ):
+        arena.reserve(2**58, torch.float32)  # no machine has as much: nothing is taken
+    assert arena.reserve(10, torch.float32).tolist() == [0.0] * 10
+    arena.close()
+
+
+def test_processors_that_reorder_stores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert "x86-64 only" in (refusal() or "")
+
+
+def test_a_limit_on_files_is_a_reason_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert "ulimit -f" in (refusal() or "")
