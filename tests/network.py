@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-__all__ = ["Host", "needs_network", "two_hosts"]
+__all__ = ["Host", "cut", "mend", "needs_network", "two_hosts"]
 
 Test = TypeVar("Test", bound=Callable[..., None])
 TOOLS = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -85,6 +85,16 @@ def two_hosts(
     finally:
         for host in hosts:
             _ip("netns", "delete", host.namespace, check=False)
+
+
+def cut(host: Host) -> None:
+    """Pull the cable out of a host, with everything that goes on there unharmed."""
+    _ip("-n", host.namespace, "link", "set", host.device, "down")
+
+
+def mend(host: Host) -> None:
+    """Put the cable back."""
+    _ip("-n", host.namespace, "link", "set", host.device, "up")
 
 
 def _ip(*words: str, check: bool = True) -> None:

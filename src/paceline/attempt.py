@@ -29,7 +29,7 @@ from paceline.launch.parent import WarmParent
 from paceline.launch.place import deal
 from paceline.monitor.books import Books
 from paceline.monitor.failure import Failure, explain, root
-from paceline.monitor.lookout import Lookout
+from paceline.monitor.lookout import Lookout, OwnReach
 from paceline.monitor.memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.monitor.process import this_host
 from paceline.monitor.run_record import RUNNING, RunRecord
@@ -40,6 +40,7 @@ from paceline.plan.job import Assignment
 __all__ = ["Attempt", "begin_record", "error_of", "name_of", "note_failure", "watched_by_thread"]
 
 POLL_S = 0.1
+LEAD_S = 5.0  # where workers end by themselves when they have waited too long: what is known is told before that
 
 
 class Attempt:
@@ -250,6 +251,14 @@ def watched_by_thread(
         log = EventLog(directory / "events.jsonl", worker=None)
         log.emit(run_started(job, run_dir, assignment.attempt, program=program, launcher=launcher))
     watch = Watch(run_dir, assignment.attempt, assignment.workers, job=job, console="plain", local=local)
+    lookout = Lookout(
+        directory,
+        host=assignment.host,
+        local=local,
+        reach=OwnReach(directory, log),
+        say=lambda text: log.emit(Warned(text=text)),
+        lead_s=min(LEAD_S, job.timeout_s / 2),
+    )
     state, exit_code = "failed", 1
     with _Sigterm() as sigterm:
 
@@ -257,6 +266,7 @@ def watched_by_thread(
             while not sigterm.is_over:
                 if sigterm.wait(POLL_S):  # mpirun leaves a quarter of a second: what matters is noted at once
                     note_end(assignment, "stopped", 128 + signal.SIGTERM)
+                lookout.poll(time.monotonic())
                 watch.poll()
 
         thread = threading.Thread(target=poll, name="paceline-watch", daemon=True)

@@ -21,6 +21,7 @@ __all__ = [
     "default_threads",
     "detect",
     "enter",
+    "fault_programme",
     "leave",
     "quiet",
     "set_gloo_interface",
@@ -29,9 +30,10 @@ __all__ = [
 ]
 
 OWN_ASSIGNMENT, OWN_PID, TOKEN = "PACELINE_ASSIGNMENT", "PACELINE_PID", "PACELINE_TOKEN"
+FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
 SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
 CGROUP = Path("/sys/fs/cgroup")
-MORE_NAMES = (OWN_ASSIGNMENT, OWN_PID, TOKEN, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL")
+MORE_NAMES = (OWN_ASSIGNMENT, OWN_PID, TOKEN, FAULTS, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL")
 
 
 def detect() -> World | None:
@@ -96,6 +98,12 @@ def token(job: Job) -> bytes:
             f"The token in {where} has {len(secret)} bytes; it needs at least {SHORTEST_TOKEN}. Make one with `{make}`."
         )
     return secret
+
+
+def fault_programme() -> Path | None:
+    """Return the file of the faults that are to come in this run, where it is a drill."""
+    path = os.environ.get(FAULTS)
+    return Path(path) if path else None
 
 
 def child_environment(**extra: str) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """A training program whose workers are lost at chosen points of chosen steps; faults fire once, at steps, not at times.
 
-    FAULTS   JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; where: data, forward, backward,
-             sum (its part of the gradients is handed over), vote (it has the sum, others may not know), committed,
-             evaluate, save (the writer of the checkpoint, in the middle), regroup (during the recovery from another)
-    OPTIONS  JSON: steps, plan, and fields of the Job
+FAULTS   JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; where: data, forward, backward,
+         sum (its part of the gradients is handed over), vote (it has the sum, others may not know), committed,
+         evaluate, save (the writer of the checkpoint, in the middle), regroup (during the recovery from another)
+OPTIONS  JSON: steps, plan, and fields of the Job
 """
 
 from __future__ import annotations
@@ -82,7 +82,12 @@ def fault(worker: paceline.Worker, where: str) -> None:
 
 def arm(worker: paceline.Worker) -> None:
     """Put the faults where only Paceline itself comes by."""
-    plain_sum, plain_vote, plain_write, plain_assemble = Members.all_reduce, Agreement.vote, Writer._write, place.assemble
+    plain_sum, plain_vote, plain_write, plain_assemble = (
+        Members.all_reduce,
+        Agreement.vote,
+        Writer._write,
+        place.assemble,
+    )
 
     def all_reduce(self: Members, tensor: Tensor, *, what: str) -> Any:
         transfer = plain_sum(self, tensor, what=what)
@@ -148,4 +153,8 @@ def train(worker: paceline.Worker) -> str:
 if __name__ == "__main__":
     job = {"max_steps": 12, "workers": 4, "save_every": 3, "tensorboard": False, **OPTIONS.get("job", {})}
     sys.setswitchinterval(0.001)
-    paceline.run(train, plan=Plan.parse(OPTIONS.get("plan", "replicas=2-4+batch(size=20,micro=2)")), **job)
+    paceline.run(
+        train,
+        plan=Plan.parse(OPTIONS.get("plan", "replicas=2-4+batch(size=20,micro=2)+compute(precision=fp64)")),
+        **job,
+    )

@@ -15,7 +15,16 @@ from typing import Any
 
 import pytest
 
-from paceline.events import EventLog, StepDone, WorkerFailed, WorkerFinished, WorkerStarted
+from paceline.events import (
+    EventLog,
+    Regrouped,
+    StepDone,
+    WorkerFailed,
+    WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
+    WorkerStarted,
+)
 from paceline.monitor.logs import main_logs
 from paceline.monitor.process import is_same_process, process_started_s
 from paceline.monitor.run_record import RunRecord
@@ -162,6 +171,38 @@ def test_status_tells_how_workers_ended(run: Path) -> None:
     record.end_attempt("failed", 1)
     assert [worker.state for worker in status(run).workers] == ["finished", "failed", "failed", "gone", "stopped"]
     assert status(run).exit_code == 1
+
+
+def test_status_tells_who_takes_part_after_a_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunRecord.begin_attempt(run, job={}, workers=3)
+    for worker in range(3):
+        write_events(run, worker, 3)
+    supervisor = EventLog(run / "attempt_1" / "events.jsonl", worker=None)
+    reason = "worker 1 (pid 11) killed by signal 9"
+    supervisor.emit(WorkerLost(rank=1, host="a", step=3, reason=reason))
+    formed = {"causes": [reason], "members": [0, 2], "step": 3, "detected_s": 0.012, "regrouped_s": 0.034}
+    supervisor.emit(Regrouped(**formed, steps_lost=0, holds=False))
+    now = status(run)
+    assert (now.members, now.workers_lost, [worker.state for worker in now.workers]) == (
+        (0, 2), 1, ["running", "lost", "running"],
+    )  # fmt: skip
+    assert main_status(run) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "1 worker lost, 2 taking part now; the last incident:\n    worker 1 (pid 11) killed by signal 9 after" in shown
+    )
+
+    successor = EventLog(run / "attempt_1" / "worker_1" / "events.jsonl", worker=1)
+    about: dict[str, Any] = {"rank": 1, "pid": 99, "startup_s": 0.1, "plan": "replicas=2"}
+    successor.emit(WorkerStarted(**about, workers=3, host="a", device="cpu", resumed_from_step=0))
+    now = status(run)
+    assert (now.members, now.workers[1].state, now.workers[1].pid) == ((0, 2), "starting", 99)
+    successor.emit(StepDone(step=4, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds={}))
+    supervisor.emit(WorkerJoined(rank=1, step=4, after_s=0.2))
+    now = status(run)
+    assert (now.members, now.workers[1].state, now.workers[1].step) == ((0, 1, 2), "running", 4)
+    supervisor.close()
+    successor.close()
 
 
 def test_a_supervisor_that_died_without_a_word_is_lost(

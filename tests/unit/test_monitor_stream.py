@@ -182,6 +182,23 @@ def test_a_worker_that_never_speaks_delays_a_row_by_two_steps() -> None:
     assert merger.rest() == []
 
 
+def test_after_a_loss_only_the_members_are_waited_for_and_a_newcomer_from_its_first_step_on() -> None:
+    merger = StepMerger([0, 1])
+    for worker in (0, 1):
+        merger.add(done(1, worker))
+    merger.regroup([0])
+    merger.add(done(2, 0))
+    assert [row.workers for row in merger.rows()] == [(0, 1), (0,)]
+    merger.join(1)
+    merger.add(done(3, 0))
+    assert merger.rows() == []
+    merger.add(done(3, 1))
+    assert [row.workers for row in merger.rows()] == [(0, 1)]
+    merger.leave(0)
+    merger.add(done(4, 1))
+    assert [row.workers for row in merger.rows()] == [(1,)]
+
+
 def test_a_continued_run_begins_at_any_step() -> None:
     merger = StepMerger([0])
     merger.add(done(401, 0))

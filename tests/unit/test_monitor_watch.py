@@ -22,10 +22,13 @@ from paceline.events import (
     Evaluated,
     EventLog,
     Note,
+    Regrouped,
     StepDone,
     StreamOpened,
     Warned,
     WorkerFinished,
+    WorkerJoined,
+    WorkerLost,
     WorkerStarted,
 )
 from paceline.monitor.console import PlainConsole
@@ -33,7 +36,7 @@ from paceline.monitor.failure import Failure
 from paceline.monitor.live import LiveConsole
 from paceline.monitor.run_record import RunRecord
 from paceline.monitor.watch import Watch
-from paceline.monitor.wording import closing_table, number_text
+from paceline.monitor.wording import closing_table, event_line, number_text
 from paceline.plan.job import Job
 
 SECONDS = {"data": 0.001, "compute": 0.086, "communication": 0.008, "optimizer": 0.003, "total": 0.1}
@@ -246,6 +249,71 @@ def test_a_resumed_run_says_so_once(workers: Workers) -> None:
     watch.finish("stopped", 130)
 
 
+def lose(supervisor: EventLog, rank: int, step: int, *, members: list[int], steps_lost: int = 0) -> None:
+    reason = f"worker {rank} (pid 7) killed by signal 9"
+    supervisor.emit(WorkerLost(rank=rank, host="a", step=step, reason=reason))
+    about: dict[str, Any] = {"causes": [reason], "members": members, "step": step, "holds": len(members) < 1}
+    supervisor.emit(Regrouped(**about, detected_s=0.01, regrouped_s=0.03, steps_lost=steps_lost))
+
+
+def test_a_loss_is_one_line_and_so_is_its_end_and_ready_is_said_once(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    supervisor = EventLog(workers.run / "attempt_1" / "events.jsonl", worker=None)
+    workers.start()
+    workers.step(1)
+    watch.poll()
+    lose(supervisor, 1, 1, members=[0])
+    workers.logs[0].emit(StepDone(step=2, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds=SECONDS))
+    watch.poll()
+    metrics = (workers.run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [1, 2]  # it is not waited for the lost one
+    workers.start_one(1)
+    workers.step(3)
+    supervisor.emit(WorkerJoined(rank=1, step=3, after_s=0.2))
+    supervisor.emit(WorkerLost(rank=2, host="a", step=3, reason="worker 2 (pid 9) killed by signal 9"))
+    watch.poll()
+    facts = watch.finish("finished", 0)
+    supervisor.close()
+    shown = stream.getvalue()
+    assert shown.count("2 workers on cpu, ready in") == 1
+    line = "worker 1 (pid 7) killed by signal 9 after step 1: detected in 0.01 s, regrouped in 0.03 s; 1 worker goes on"
+    assert shown.count("killed by signal 9 after") == 1
+    assert f"\n{line}, steps lost 0, samples repeated 0\n" in shown
+    assert "\nworker 1 joined at step 3, 0.20 s after the loss\n" in shown
+    assert "\nworker 2 (pid 9) killed by signal 9 before it had joined\n" in shown  # nothing else would tell of it
+    assert (facts["workers_lost"], facts["workers_joined"], facts["steps_lost"]) == (2, 1, 0)
+    assert "\n  incidents      2 workers lost, 1 taken in again, 0 steps lost (more: paceline report" in shown
+
+
+@pytest.mark.parametrize(
+    ("members", "steps_lost", "holds", "text"),
+    [
+        ((0, 1, 3), 0, False, "3 workers go on, steps lost 0, samples repeated 0"),
+        ((0, 1), 1, False, "2 workers go on, steps lost 1, samples repeated those of 1 step"),
+        ((0,), 0, True, "1 worker waits for others, steps lost 0, samples repeated 0"),
+        ((0, 1), 3, True, "2 workers wait for others, steps lost 3, samples repeated those of 3 steps"),
+    ],
+)
+def test_what_a_loss_cost_is_said_in_numbers(members: tuple[int, ...], steps_lost: int, holds: bool, text: str) -> None:
+    about: dict[str, Any] = {"causes": ["worker 2 (pid 1) failed", "worker 4 was not heard of"], "step": 812}
+    event = Regrouped(**about, members=members, detected_s=0.0123, regrouped_s=0, steps_lost=steps_lost, holds=holds)
+    assert event_line(event) == (
+        "worker 2 (pid 1) failed, worker 4 was not heard of after step 812: "
+        f"detected in 0.01 s, regrouped in 0.00 s; {text}"
+    )
+
+
+def test_a_worker_that_was_added_is_waited_for_from_its_first_step_on(workers: Workers) -> None:
+    watch = Watch(workers.run, 1, 1, job=JOB, console="none")  # the run began with worker 0 alone
+    workers.start()
+    workers.step(1)
+    watch.poll()
+    workers.step(2, num_bytes_sent=10)
+    watch.poll()
+    assert watch.finish("finished", 0)["num_bytes_sent"] == 20
+
+
 def test_a_closed_pipe_does_not_end_the_run_and_is_said_once(
     workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -434,6 +502,28 @@ def test_a_terminal_shows_a_block_with_lines_above_it(workers: Workers, terminal
     end = terminal.read()
     assert "\x1b[?25h" in end  # the cursor is back
     assert plain(end).split("finished at step 5")[1].strip().endswith("run            run")
+
+
+def test_the_marks_of_a_terminal_follow_the_members(workers: Workers, terminal: Terminal) -> None:
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=terminal.stream)
+    supervisor = EventLog(workers.run / "attempt_1" / "events.jsonl", worker=None)
+
+    def marks(after_s: float) -> str:
+        watch.poll()
+        watch._screen.poll(time.monotonic() + after_s)  # pyright: ignore[reportPrivateUsage]
+        return re.findall(r"workers  ([●○✗✓]+  \d(?:  \d lost so far)?)", plain(terminal.read()))[-1]
+
+    workers.start()
+    workers.step(1)
+    assert marks(2.0) == "●●  2"
+    lose(supervisor, 1, 1, members=[0])
+    assert marks(4.0) == "●✗  2  1 lost so far"
+    workers.start_one(1)
+    assert marks(6.0) == "●○  2  1 lost so far"
+    supervisor.emit(WorkerJoined(rank=1, step=2, after_s=0.2))
+    assert marks(8.0) == "●●  2  1 lost so far"
+    supervisor.close()
+    watch.finish("finished", 0)
 
 
 NUMBERS = (

@@ -1,9 +1,9 @@
 """What a worker is doing, in a small file that others can read at any time: also while it hangs, or after its death.
 
 A *ring* of the newest collectives, which of them the worker waits for, how many it has entered in each group, and the
-phase it is in. All of it lies in memory that is mapped from a file: to write is to copy a few bytes, nothing is flushed,
-and the kernel keeps the file's contents whatever becomes of the process. Times are of the host's monotonic clock, which
-its processes share.
+phase it is in. All of it lies in memory that is mapped from a file: to write is to copy a few bytes, nothing is
+flushed, and the kernel keeps what is in it whatever becomes of the process. Times are of the host's monotonic clock,
+which its processes share.
 
     header     who this is; what it does now
     groups     one place each: the run's own group first, then those that the user's code has made
@@ -18,18 +18,19 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import operator
 import os
 import signal
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.comm.lines import caller_line
 
-__all__ = ["FILE_NAME", "STACKS_NAME", "STACK_SIGNAL", "Call", "GroupEntry", "Image", "Ring", "read_ring"]
+__all__ = ["FILE_NAME", "STACKS_NAME", "STACK_SIGNAL", "Call", "GroupEntry", "Image", "Ring", "Work", "read_ring"]
 
 FILE_NAME = "doing"  # in a worker's directory
 STACKS_NAME = "stacks"  # beside it: what a worker writes when it gets the signal
@@ -39,12 +40,15 @@ MAGIC = b"PACERNG1"
 IDENTITY = struct.Struct("<8sIIQd")  # magic, worker, pid, the thread that trains, its patience
 NOW_AT, NOW = 64, struct.Struct("<QQQQQ32s")  # last change, serial waited for or 0, since, phase since, step, phase
 LINE_AT, LINE_BYTES = 160, 96  # the user's line when the phase began
+STEPS_AT, NUM_STEPS = 256, 16  # seconds that the newest steps took, used in turn; 0: not yet
+WORK_AT, WORK = 384, struct.Struct("<QQ4d")  # committed steps, micro-batches in them, and their seconds by phase
 GROUP_AT, GROUP = 512, struct.Struct("<IIQ40s200s")  # id, size, calls entered, name, members
 NUM_GROUPS = 14
 CALLS_AT, CALL = 4096, struct.Struct("<QQQQqI12s40s160s124sQ")
 NUM_CALLS = 64
 NUM_BYTES = CALLS_AT + NUM_CALLS * CALL.size
 ENTERED_AT = 8  # in a group's place
+PHASES = ("data", "compute", "communication", "optimizer")  # of a step's seconds
 NUM_TEXTS = 4096  # encoded texts that are kept: a program has few, unless it makes them up as it goes
 
 
@@ -75,6 +79,18 @@ class GroupEntry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a worker has done since it began; seconds that it waited for others are its communication."""
+
+    steps: int = 0
+    micros: int = 0  # micro-batches that it ran itself
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    optimizer_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
     """A ring as it was at one moment."""
 
@@ -83,9 +99,11 @@ class Image:
     thread: int
     limit_s: float  # Job.timeout_s, as the worker knows it
     step: int
+    steps_s: tuple[float, ...]  # what the newest ones took, in no order
     phase: str
     phase_s: float
     line: str
+    work: Work
     idle_s: float  # since anything changed
     waits_for: int  # serial; 0: for nothing
     waited_s: float
@@ -98,8 +116,9 @@ class Ring:
 
     def __init__(self, memory: mmap.mmap, *, worker: int, limit_s: float) -> None:
         self._memory, self._lock = memory, threading.Lock()
-        self._serial, self._step = 0, 0
+        self._serial, self._step, self._step_ns = 0, 0, 0
         self._phase, self._phase_ns = b"", time.monotonic_ns()
+        self._work: tuple[float, ...] = (0, 0, 0.0, 0.0, 0.0, 0.0)
         self._groups: dict[str, _Group] = {}
         self._main: _Group | None = None
         self._texts: dict[object, bytes] = {}
@@ -163,7 +182,7 @@ class Ring:
                 now,
                 numel,
                 one.id,
-                b"" if dtype is None else self._text(dtype),
+                b"" if dtype is None else self._text(dtype).removeprefix(b"torch."),
                 self._text(kind),
                 self._text(what),
                 line,
@@ -187,13 +206,28 @@ class Ring:
         """Say what this worker does from now on, and for which step."""
         line = self._text(caller_line())
         with self._lock:
-            self._phase, self._phase_ns, self._step = self._text(phase), time.monotonic_ns(), step
+            self._phase, self._phase_ns = self._text(phase), time.monotonic_ns()
+            if step > self._step:
+                self._note_step(step)
             self._now(0)
             _LINE.pack_into(self._memory, LINE_AT, line)
+
+    def add_work(self, micros: int, seconds: Mapping[str, float]) -> None:
+        """Book a committed step."""
+        added = (1, micros, *(seconds[phase] for phase in PHASES))
+        self._work = tuple(map(operator.add, self._work, added))
+        WORK.pack_into(self._memory, WORK_AT, *self._work)
 
     def _now(self, waits_for: int) -> None:
         now = time.monotonic_ns()
         NOW.pack_into(self._memory, NOW_AT, now, waits_for, 0, self._phase_ns, self._step, self._phase)
+
+    def _note_step(self, step: int) -> None:
+        """The first step is not counted: the program's own preparations come with it."""
+        if self._step_ns and self._step > 0:
+            seconds = (self._phase_ns - self._step_ns) / 1e9 / (step - self._step)
+            _SECONDS.pack_into(self._memory, STEPS_AT + step % NUM_STEPS * _SECONDS.size, seconds)
+        self._step, self._step_ns = step, self._phase_ns
 
     def _text(self, thing: object) -> bytes:
         """The bytes of a text that comes again and again."""
@@ -201,7 +235,7 @@ class Ring:
         if found is None:
             if len(self._texts) >= NUM_TEXTS:
                 self._texts.clear()
-            found = self._texts[thing] = str(thing).removeprefix("torch.").encode() if thing else b""
+            found = self._texts[thing] = str(thing).encode()
         return found
 
 
@@ -227,9 +261,11 @@ def read_ring(path: Path, *, with_calls: bool = True) -> Image | None:
         thread=thread,
         limit_s=limit_s,
         step=step,
+        steps_s=tuple(filter(None, struct.unpack_from(f"<{NUM_STEPS}d", data, STEPS_AT))),
         phase=_decoded(phase),
         phase_s=_seconds(now - phase_since),
         line=_decoded(data[LINE_AT : LINE_AT + LINE_BYTES]),
+        work=_work(data),
         idle_s=_seconds(now - changed),
         waits_for=waits_for,
         waited_s=_seconds(now - since) if waits_for else 0.0,
@@ -254,6 +290,18 @@ class _Group:
     place: int  # in the file; -1: not followed
     id: int
     entered: int = 0
+
+
+def _work(data: bytes) -> Work:
+    steps, micros, data_s, compute_s, communication_s, optimizer_s = WORK.unpack_from(data, WORK_AT)
+    return Work(
+        steps=steps,
+        micros=micros,
+        data_s=data_s,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        optimizer_s=optimizer_s,
+    )
 
 
 def _groups(data: bytes) -> Iterable[GroupEntry]:
@@ -300,4 +348,5 @@ def _seconds(nanoseconds: int) -> float:
     return max(0, nanoseconds) / 1e9
 
 
+_SECONDS = struct.Struct("<d")
 _NUMBER, _WAIT, _LINE = struct.Struct("<Q"), struct.Struct("<QQQ"), struct.Struct(f"<{LINE_BYTES}s")

@@ -1,6 +1,6 @@
 """What the head and the workers say to each other about membership: plain data over the workers' channels.
 
-worker -> head    ready      it has not the run's state, and waits to be taken in; `generation`: the newest that it knows of
+worker -> head    ready      it has not the run's state, and waits to be taken in; `generation`: the newest it knows of
                   formed     it has joined a generation, has the run's state, and stands at this step
                   committed  its first step of a generation
                   stuck      a transfer of a generation failed, though nobody is known to be lost; `peer`: with whom
@@ -42,7 +42,7 @@ class Form:
 
     def interrupts(self, generation: int) -> bool:
         """Whether who stands in `generation` has to drop what is under way, and join this one."""
-        return self.generation > generation and (not self.planned or generation > self.after)
+        return self.generation > generation and (not self.planned or generation != self.after)
 
     def to_json(self) -> dict[str, Any]:
         return {"op": "form", **dataclasses.asdict(self)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 __all__ = ["Trouble"]
 
@@ -53,9 +54,6 @@ class Trouble:
         self._tries += 1
         return self._tries == 1
 
-    def blame(self, candidates: list[int], everybody: list[int], *, workers_each: int) -> int:
-        """Return the replica that most others point at, else the highest one; `candidates` before all others."""
-        blamed: Counter[int] = Counter()
-        for worker, count in self._blamed.items():
-            blamed[worker // workers_each] += count
-        return max(candidates or everybody, key=lambda number: (blamed[number], number))
+    def blame_on(self, workers: Iterable[int]) -> int:
+        """How much points at these workers: each report at who made it, and twice as much at whom it names."""
+        return sum(self._blamed[worker] for worker in workers)

@@ -84,6 +84,7 @@ class Head:
         self._controller: Controller | None = None
         self._emit: Callable[[Event], None] = _nowhere
         self.heard_doing: Callable[[Sequence[Mapping[str, Any]], float], None] = _unheard  # of other hosts' workers
+        self._places: set[int] = set()  # ranks that are, or were, this host's
         self._has_begun = False  # some worker is at work on steps
         self._finish_told: Finish | None = None
         self._board = Board()
@@ -100,6 +101,7 @@ class Head:
     def lead(self, crew: Crew, emit: Callable[[Event], None]) -> None:
         """Take over the workers of this host; `emit` takes events for the run's record."""
         self._crew, self._emit = crew, emit
+        self._places = set(crew.alive)
 
     # What whoever looks out for hangs wants done.
 
@@ -111,19 +113,20 @@ class Head:
         elif self._crew is not None:
             self._crew.ask_stack(worker)
 
-    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
+    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
         """These workers hold up the others, for longer than the job waits: end the job. Where it `goes_on` without
-        them, and is elastic, only they are killed: that is a loss like any other."""
+        them, and is elastic, only they are killed: that is a loss like any other. Returns whether the job ends."""
         if self._ending or self.outcome is not None:
-            return
+            return True
         if goes_on and self._controller is not None and self._expected - self._exits.keys() - set(workers):
             for worker in workers:
                 self._kill_one(worker)
-            return
+            return False
         culprit = int(error["worker"])
         ended = lost(culprit, host=error["host"], pid=error["pid"], kind=error["kind"], message=error["message"])
         self._exits[culprit] = dataclasses.replace(ended, error=error)
         self._end_all(TERMINATE_S)
+        return True
 
     # What the crew tells (its Listener).
 
@@ -169,12 +172,30 @@ class Head:
         failure = lost(0, host=self.host, pid=0, kind="LaunchError", message=f"host {self.host}: {reason}")
         self._finish(Outcome(state="failed", exit_code=1, failures=(failure,), reason=f"host {self.host}: {reason}"))
 
+    def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a command of this host's user (`paceline.launch.control`)."""
+        if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
+            return {"error": f"this run does not understand {dict(request)}"}
+        if self._controller is None:
+            return {
+                "error": "the run has a fixed number of replicas (or has not begun): only Layout(replicas=(least, most)) "
+                "can be resized while it goes on"
+            }
+        if self._ending or self._leave_by is not None:
+            return {"error": "the run is ending"}
+        try:
+            self._controller.resize(int(request["replicas"]))
+        except ValueError as error:
+            return {"error": str(error)}
+        return {"says": f"it will have {request['replicas']} replicas"}
+
     def tick(self, now: float) -> None:
         """Decide what is due; signals that came as well have been told before."""
         if self._exits.keys() >= self._expected:
             exits = [self._exits[worker] for worker in sorted(self._exits)]
             told = self._finish_told
             if self._signum is None and told is not None and exits and all(ended.has_left for ended in exits):
+                self._say(f"{told.reason}: everything is saved; run the same command again to go on")
                 self._finish(left(told, exits))
             else:
                 self._finish(verdict(exits) if self._signum is None else interrupted(self._signum, exits, by=self._by))
@@ -190,8 +211,9 @@ class Head:
             self._next_ping = now + PING_S
             self._tell_all({"op": "ping"})
         for guest in self._guests:
-            if now - guest.link.heard > SILENCE_S:
-                self.guest_lost(guest, f"it said nothing for {SILENCE_S:.0f} s")
+            silence_s = SILENCE_S if self._controller is None else self._job.silence_s
+            if now - guest.link.heard > silence_s:
+                self.guest_lost(guest, f"it said nothing for {silence_s:.0f} s")
             elif self._lost_at is not None and now >= self._lost_at and not self._exits.keys() >= set(guest.workers):
                 self.guest_lost(guest, "it was told to end its workers and did not report their ends")
         if self._end_at is not None and now >= self._end_at and not self._ending:
@@ -276,8 +298,9 @@ class Head:
         """Have a worker started: where its predecessor was, or on this host."""
         self._expected.add(worker)
         self._exits.pop(worker, None)
-        guest = self._guest_of(worker)
+        guest = self._guest_of(worker) or self._emptiest(worker)
         if guest is not None:
+            guest.workers.add(worker)
             guest.link.send({"op": "start", "worker": worker, "workers": workers})
         elif self._crew is not None:
             self._crew.add(worker, workers=workers)
@@ -298,6 +321,18 @@ class Head:
         """Nobody is left who could go on."""
         failure = lost(0, host=self.host, pid=0, kind="WorkersLost", message=reason)
         self._finish(Outcome(state="failed", exit_code=TOO_FEW, failures=(failure,), reason=reason))
+
+    def _emptiest(self, worker: int) -> Guest | None:
+        """The host for a worker that has none: that with the fewest; None: this one."""
+        if self._crew is not None and worker in self._places:
+            return None
+        own = len(self._crew.alive) if self._crew is not None else 0
+        there = [(len(guest.workers & self._expected), guest) for guest in self._guests if not guest.gone]
+        fewest = min(there, key=lambda one: one[0], default=None)
+        if fewest is not None and fewest[0] < own:
+            return fewest[1]
+        self._places.add(worker)
+        return None
 
     def _guest_of(self, worker: int) -> Guest | None:
         return next((guest for guest in self._guests if worker in guest.workers and not guest.gone), None)
@@ -355,7 +390,7 @@ class Head:
         if self._leave_by is not None or self._ending:
             return
         self._leave_by = time.monotonic() + self._job.grace_s
-        self._say(f"{reason}: the step in hand is finished, then everything is saved")
+        self._say(f"{reason}: finishing the step in hand, then saving")
         if self._controller is not None:
             self._controller.stop(PREEMPTED, reason)
             self._note_finish(self._controller.finish)

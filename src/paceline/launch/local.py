@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import LaunchError, PacelineError
+from paceline.launch.control import Control
 from paceline.launch.head import Head
 from paceline.launch.hosts import meet
 from paceline.launch.inline import PATIENCE_S, run_inline
@@ -93,6 +94,7 @@ def launch(
             overrides=overrides,
             given=given,
         )
+        stack.callback(Control(loop, side.asked).close)
         supervisor = Supervisor(assignments, side=side, parent=parent, loop=loop, observer=witness, signals=signals)
         if is_inline:
             entry = warm.entry if warm is not None else ENTRY

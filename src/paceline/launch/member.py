@@ -92,6 +92,10 @@ class Member:
         self._link.send({"op": "leaving", "signal": signum, "reason": f"host {self.host}: {reason}"})
         self._link.flush(FAREWELL_S)
 
+    def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Commands are the head's business."""
+        return {"error": f"the head of this run is {self._head}: use the command there"}
+
     def tick(self, now: float) -> None:
         if self._crew is None or self.outcome is not None:
             return

@@ -308,12 +308,14 @@ def _partial_steps(attempt: Attempt) -> list[str]:
 
 
 def _elsewhere(run_dir: Path, attempts: list[Attempt]) -> list[str]:
-    """Say when the newest attempt had more workers than there are ledgers of it here."""
+    """Say when the newest attempt had more workers than there are ledgers of it here, and all are needed."""
     if not attempts or not (run_dir / "run.json").exists():
         return []
     record, newest = RunRecord.load(run_dir), attempts[-1]
     here = len(newest.workers) + len(newest.silent)
     if record.attempt != newest.number or here >= record.workers:
+        return []
+    if newest.wholes:  # an elastic run: any member's ledger has the whole steps
         return []
     return [
         f"attempt {newest.number} had {record.workers} workers, but only {here} of their directories are here: "

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.ring import FILE_NAME, Call, GroupEntry, read_ring
+from paceline.comm.ring import FILE_NAME, Call, GroupEntry, Work, read_ring
 
-__all__ = ["Call", "Doing", "GroupEntry", "look", "run_delay_s"]
+__all__ = ["Call", "Doing", "GroupEntry", "Work", "look", "run_delay_s"]
 
 STATES = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}
 
@@ -28,9 +28,12 @@ class Doing:
     limit_s: float  # how long a worker may wait for the others
     state: str  # "running" | "stopped" (SIGSTOP, a debugger) | "gone"
     step: int
+    steps_s: tuple[float, ...]  # what its newest ones took
     phase: str
     phase_s: float
     line: str  # of the user's, when the phase began
+    work: Work
+    run_delay_s: float | None  # see `run_delay_s`
     idle_s: float  # since anything changed in its ring
     waits_for: int  # serial of a call; 0: for nothing
     waited_s: float
@@ -56,8 +59,15 @@ class Doing:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Doing:
         """Read it back; raises TypeError or KeyError where it is not one."""
-        groups = tuple(GroupEntry(**{**entry, "members": tuple(entry["members"])}) for entry in data["groups"])
-        return cls(**{**data, "groups": groups, "calls": tuple(Call(**call) for call in data["calls"])})
+        fields = dict(data)
+        fields["steps_s"] = tuple(fields["steps_s"])
+        fields["groups"] = tuple(
+            GroupEntry(id=one["id"], name=one["name"], members=tuple(one["members"]), entered=one["entered"])
+            for one in data["groups"]
+        )
+        fields["work"] = Work(**fields["work"])
+        fields["calls"] = tuple(Call(**one) for one in data["calls"])
+        return cls(**fields)
 
 
 def look(worker_dir: Path, worker: int, *, host: str, with_calls: bool = True) -> Doing | None:
@@ -73,9 +83,12 @@ def look(worker_dir: Path, worker: int, *, host: str, with_calls: bool = True) -
         limit_s=image.limit_s,
         state=_state(image.pid),
         step=image.step,
+        steps_s=image.steps_s,
         phase=image.phase,
         phase_s=image.phase_s,
         line=image.line,
+        work=image.work,
+        run_delay_s=run_delay_s(image.pid),
         idle_s=image.idle_s,
         waits_for=image.waits_for,
         waited_s=image.waited_s,

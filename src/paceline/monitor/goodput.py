@@ -152,7 +152,7 @@ def _attempt_book(
                 pass
     places = {worker: Place(worker, log, incidents, rewinds, stretches.add) for worker in sorted(own)}
     for worker, place in places.items():
-        for item in heapq.merge(own[worker], log.steps(worker), key=operator.attrgetter("time")):
+        for item in heapq.merge(log.steps(worker), own[worker], key=operator.attrgetter("time")):
             place.take(item)
     return AttemptBook(
         attempt=log.attempt,

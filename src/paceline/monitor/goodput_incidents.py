@@ -131,6 +131,7 @@ def _rejoined(found: Sequence[Incident], when: float, event: WorkerJoined) -> No
 
 def _end(log: AttemptLog, later: AttemptLog | None, resumed_from: int | None) -> Incident:
     failed = [record.event for record in log.records if isinstance(record.event, WorkerFailed)]
+    failed = [event for event in failed if event.rank not in log.echoes] or failed
     reasons = list(dict.fromkeys(event.reason for event in failed))
     if not reasons:
         cause = "the supervisor is gone without a word" if log.state == "lost" else CAUSES.get(log.exit_code or 0, "")

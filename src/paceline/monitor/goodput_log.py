@@ -17,6 +17,7 @@ from typing import NamedTuple
 from paceline.events import Record, RunFinished, RunStarted, WorkerStarted
 from paceline.monitor.files import last_lines, worker_number
 from paceline.monitor.run_record import RUNNING, RunRecord
+from paceline.monitor.status import is_echo
 from paceline.monitor.stream import attempt_dir, decoded
 
 __all__ = ["AttemptLog", "StepTime", "read_attempts"]
@@ -43,6 +44,7 @@ class AttemptLog:
     state: str  # finished | failed | stopped | lost | running
     exit_code: int | None
     last_step: int  # that anybody told of; 0: none
+    echoes: frozenset[int] = frozenset()  # workers whose error only tells that a peer went away
     records: Sequence[Record]  # of supervisor and workers, without the steps, by time
     steps: Callable[[int], Iterable[StepTime]]  # of a worker, by time
 
@@ -77,6 +79,7 @@ def read_attempts(record: RunRecord) -> list[AttemptLog]:
                 state=state,
                 exit_code=attempt.exit_code,
                 last_step=max((step for _, step in last_told.values()), default=0),
+                echoes=frozenset(worker for worker, path in paths.items() if is_echo(path.with_name("error.json"))),
                 records=records,
                 steps=_Steps(paths),
             )

@@ -20,7 +20,7 @@ ACCOUNTS: dict[str, str] = {
     "evaluation": "worker.evaluate",
     "checkpoint": "standing still for a save",
     "start_up": "from the command to the first step",
-    "recovery": "after a loss: dropped work, regrouping, successors",
+    "recovery": "dropped work, regrouping, successors' start",
     "repeated": "steps that had to be taken again",
     "vacant": "a lost worker's place, empty",
     "idle": "no step left to take",

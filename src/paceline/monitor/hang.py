@@ -4,8 +4,8 @@ In each group members count the collectives that they enter. Who has entered few
 *absent*. Where members have entered different calls under one number, that is a *mismatch*, and where each of two sets
 of workers waits in a group for the other set, a *circle*: no time heals those.
 
-A wait is overdue when it has lasted MARGIN_S longer than expected: three steps of this run, or half as long again as the
-longest wait of its kind that came to a good end.
+A wait is overdue when it has lasted MARGIN_S longer than expected: three steps of this run, or half as long again as
+the longest wait of its kind that came to a good end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -60,16 +59,18 @@ class HangDetector:
 
     def __init__(self) -> None:
         self.limit_s = math.inf  # how long workers wait at most
-        self._steps_s: deque[float] = deque(maxlen=32)
-        self._newest: tuple[int, float] | None = None  # step, and when it was first seen
+        self._step_s: float | None = None
         self._open: dict[int, tuple[int, str, float]] = {}  # worker -> serial, name, how long it has waited
         self._longest_s: dict[str, float] = {}  # by name, of waits that ended well
         self._suspected: set[tuple[object, ...]] = set()
 
-    def look(self, doings: Mapping[int, Doing], now: float) -> list[Finding]:
-        """Return what is wrong: overdue waits, and what was certain already the last time. `doings` have their calls."""
+    def look(self, doings: Mapping[int, Doing]) -> list[Finding]:
+        """Return what is wrong: overdue waits, and what was certain already the last time.
+
+        `doings` have their calls, where anybody has waited for some time.
+        """
         self.limit_s = min((doing.limit_s for doing in doings.values()), default=math.inf)
-        self._learn(doings, now)
+        self._learn(doings)
         certain = [*mismatches(doings), *circles(doings)]
         before, self._suspected = self._suspected, {finding.key for finding in certain}
         found = [finding for finding in certain if finding.key in before]
@@ -79,17 +80,12 @@ class HangDetector:
 
     def due_s(self, call: Call) -> float:
         """How long a wait for this call may take before it is told."""
-        step_s = STEPS * statistics.median(self._steps_s) if len(self._steps_s) > 1 else FIRST_S
-        return min(self.limit_s / 2, max(step_s, PATIENCE * self._longest_s.get(_name(call), 0.0))) + MARGIN_S
+        steps_s = FIRST_S if self._step_s is None else STEPS * self._step_s
+        return min(self.limit_s / 2, max(steps_s, PATIENCE * self._longest_s.get(_name(call), 0.0))) + MARGIN_S
 
-    def _learn(self, doings: Mapping[int, Doing], now: float) -> None:
-        step = max((doing.step for doing in doings.values()), default=0)
-        if self._newest is None or step < self._newest[0]:
-            self._newest = (step, now)
-        elif step > self._newest[0]:
-            if self._newest[0] > 0:  # the first one came with the program's own preparations
-                self._steps_s.append((now - self._newest[1]) / (step - self._newest[0]))
-            self._newest = (step, now)
+    def _learn(self, doings: Mapping[int, Doing]) -> None:
+        steps_s = [seconds for doing in doings.values() for seconds in doing.steps_s]
+        self._step_s = statistics.median(steps_s) if steps_s else None
         for worker, doing in doings.items():
             before = self._open.pop(worker, None)
             if before is not None and before[0] != doing.waits_for:
@@ -157,11 +153,11 @@ def sentence(finding: Finding, doings: Mapping[int, Doing], places: Mapping[int,
             f"{waiting}. {SAME_CALLS}"
         )
     if finding.kind == "circle" and finding.others_call is not None:
-        one = len(finding.named) == 1
+        named, theirs, ours = workers_text(finding.named), _told(finding.others_call), _told(finding.call)
         return (
-            f"{_who(finding.named, doings)} {'waits' if one else 'wait'} in {_told(finding.others_call)}, which "
-            f"{waiting} {_have(finding.waiting)} not entered; {waiting} {'waits' if len(finding.waiting) == 1 else 'wait'} "
-            f"in {_told(finding.call)}, which {workers_text(finding.named)} {_have(finding.named)} not entered. {SAME_CALLS}"
+            f"{_who(finding.named, doings)} {_wait(finding.named)} in {theirs}, which {waiting} "
+            f"{_have(finding.waiting)} not entered; {waiting} {_wait(finding.waiting)} in {ours}, which {named} "
+            f"{_have(finding.named)} not entered. {SAME_CALLS}"
         )
     stopped = [worker for worker in finding.named if worker in doings and doings[worker].state == "stopped"]
     said = f"{_who(finding.named, doings)} "
@@ -253,6 +249,10 @@ def _details(call: Call) -> Iterator[str]:
         yield f"called at {call.line}"
     if call.step:
         yield f"step {call.step}"
+
+
+def _wait(workers: Sequence[int]) -> str:
+    return "waits" if len(workers) == 1 else "wait"
 
 
 def _have(workers: Sequence[int]) -> str:

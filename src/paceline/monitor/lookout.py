@@ -1,4 +1,4 @@
-"""Looks out for hangs while a run lasts: reads what workers do, asks for stacks, says what is wrong, and ends it in time.
+"""Looks out for hangs and stragglers: reads what workers do, asks for stacks, says what is wrong, ends it in time.
 
 One of them is beside each supervisor's observer. On the head it also gets what the other hosts' workers do, and finds;
 elsewhere it only answers. A calm look costs some 40 us for each worker, once a second.
@@ -6,6 +6,7 @@ elsewhere it only answers. A calm look costs some 40 us for each worker, once a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -13,13 +14,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.comm.ring import FILE_NAME, STACK_SIGNAL, read_ring
+from paceline.events import EventLog, Warned
 from paceline.monitor.doing import Doing, look
 from paceline.monitor.failure import Failure, root
 from paceline.monitor.files import worker_number
 from paceline.monitor.hang import Finding, HangDetector, mismatches, sentence
 from paceline.monitor.stacks import StackFile, place_of, stack_text
+from paceline.monitor.straggler import StragglerDetector
 
-__all__ = ["Lookout", "Reach"]
+__all__ = ["Lookout", "OwnReach", "Reach"]
 
 LOOK_S = 1.0
 SOON_S = 0.2  # while an answer is awaited
@@ -36,9 +40,31 @@ class Reach(Protocol):
 
     def ask_stack(self, worker: int) -> None:
         """Have a worker write its stacks."""
+        ...
 
-    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
-        """End what these workers hold up: the job, or, where it can and `goes_on` without them, these workers."""
+    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
+        """End what these workers hold up: the job, or, where it can and `goes_on` without them, these workers.
+
+        Returns whether the job ends: its end then tells `error`.
+        """
+        ...
+
+
+class OwnReach:
+    """That of a process beside the workers of this host, which somebody else has started and will end."""
+
+    def __init__(self, directory: Path, log: EventLog) -> None:
+        self._directory, self._log = directory, log
+
+    def ask_stack(self, worker: int) -> None:
+        image = read_ring(self._directory / f"worker_{worker}" / FILE_NAME, with_calls=False)
+        if image is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(image.pid, STACK_SIGNAL)
+
+    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
+        self._log.emit(Warned(text=f"{error['message']}\n{error['stacks']}"))
+        return True
 
 
 class Lookout:
@@ -61,7 +87,7 @@ class Lookout:
     ) -> None:
         self._directory, self._host, self._given = directory, host, local
         self._reach, self._say, self._tell, self._lead_s = reach, say, tell, lead_s
-        self._detector = HangDetector()
+        self._detector, self._stragglers = HangDetector(), StragglerDetector()
         self._doings: dict[int, Doing] = {}
         self._remote: dict[int, tuple[float, Doing]] = {}
         self._stacks: dict[int, StackFile] = {}
@@ -88,7 +114,9 @@ class Lookout:
         if self._open is not None:
             self._go_on(now)
         elif len(self._doings) > 1:
-            self._judge(self._detector.look(self._doings, now), now)
+            self._judge(self._detector.look(self._doings), now)
+            for text in self._stragglers.look(self._doings, now):
+                self._say(text)
 
     def heard(self, message: Sequence[Mapping[str, Any]], now: float) -> None:
         """Another host says what its workers do; TypeError or KeyError where that makes no sense."""
@@ -196,7 +224,8 @@ class Lookout:
         doing = self._doings.get(worker)
         error = _error(text, worker, doing.host if doing else self._host, doing.pid if doing else 0, finding.call.step)
         error["stacks"] = self._all_stacks(finding)
-        self._reach.stuck(finding.named, error, goes_on=not finding.is_certain)
+        if not self._reach.stuck(finding.named, error, goes_on=not finding.is_certain):
+            self._say(text)
 
     def _now(self, finding: Finding, now: float) -> Finding:
         """The same finding, its wait as long as it is by now."""

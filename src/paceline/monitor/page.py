@@ -160,14 +160,15 @@ def _incidents_table(report: Report) -> str:
         f'<td class="wide" style="width:28%">{html.escape(cost_text(incident))}</td></tr>'
         for place, incident in enumerate(ledger.incidents[:MOST_ROWS], 1)
     )
-    return _table('<th></th><th class="n">at</th><th>what happened</th><th>cost</th>', rows)
+    table = _table('<th></th><th class="n">at</th><th>what happened</th><th>cost</th>', rows)
+    return table + _more_note(len(ledger.incidents))
 
 
 def _workers_table(workers: Mapping[int, Mapping[str, float]]) -> str:
     longest = max((sum(accounts.values()) for accounts in workers.values()), default=1.0)
     rows = "".join(_worker_row(worker, accounts, longest) for worker, accounts in list(workers.items())[:MOST_ROWS])
     head = "<th>worker</th>" + "".join(f'<th class="n">{name}</th>' for name in ("useful", "data", "waiting", "idle"))
-    return _table(head + "<th></th>", rows)
+    return _table(head + "<th></th>", rows) + _more_note(len(workers))
 
 
 def _worker_row(worker: int, accounts: Mapping[str, float], longest: float) -> str:
@@ -214,7 +215,7 @@ def _step_marks(incidents: Sequence[Incident]) -> list[Mark]:
 
 
 def _marks_note(incidents: Sequence[Incident], num_later_attempts: int) -> str:
-    parts = ["dashed lines are incidents"] if incidents else []
+    parts = ["red marks are incidents"] if incidents else []
     parts += ["the time between attempts is left out"] if num_later_attempts else []
     return "; " + ", ".join(parts) if parts else ""
 
@@ -232,6 +233,11 @@ def _is_log(report: Report) -> bool:
 def _summed(workers: Iterable[Mapping[str, float]]) -> dict[str, float]:
     places = list(workers)
     return {account: sum(accounts[account] for accounts in places) for account in ACCOUNTS}
+
+
+def _more_note(number: int) -> str:
+    more = number - MOST_ROWS
+    return f'<p class="about">and {more:,} more: paceline report RUN --json has all</p>' if more > 0 else ""
 
 
 def _count(number: int, thing: str) -> str:

@@ -20,7 +20,7 @@ __all__ = ["Mark", "areas_plot", "bar", "line_plot", "number_ticks", "steps_plot
 
 WIDTH = 960
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 16, 26
-MOST_NUMBERED = 24  # marks with a number at their top
+MOST_NUMBERED = 24  # incidents; of more, each has a tick at the top only
 TIME_STEPS = (
     *(base * 10**power for power in range(-6, 1) for base in (1, 2, 5)),
     10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
@@ -140,7 +140,7 @@ def areas_plot(
         below, left, said = 0.0, LEFT + place * width, dict[str, float]()
         for account, each in stretches.items():
             share = each[place] / whole
-            if share >= 0.002:
+            if share > 0:
                 paths[account] += (
                     f"M{left:.2f},{y.at(below):.1f}v{y.at(share) - y.at(0):.1f}h{width:.2f}V{y.at(below):.1f}z"
                 )
@@ -263,17 +263,22 @@ def _grid(
 def _marks(x: Axis, marks: Sequence[Mark], height: int) -> str:
     numbered = sum(mark.kind == "incident" for mark in marks) <= MOST_NUMBERED
     pieces: list[str] = []
+    drawn: set[int] = set()  # pixels that have a tick, where there are many
     for mark in marks:
-        if not x.low <= mark.x <= x.high:
+        if not x.low <= mark.x <= x.high or (not numbered and mark.kind == "incident" and int(x.at(mark.x)) in drawn):
             continue
+        drawn.add(int(x.at(mark.x)))
         here = f"{x.at(mark.x):.1f}"
-        line = f'<line x1="{here}" x2="{here}" y1="{TOP}" y2="{height - BOTTOM}"/>'
+        bottom = height - BOTTOM if mark.kind == "attempt" or numbered else TOP - 2
+        line = f'<line x1="{here}" x2="{here}" y1="{TOP if bottom > TOP else TOP - 10}" y2="{bottom}"/>'
         label = ""
         if mark.kind == "attempt":
             label = f'<text x="{float(here) + 5:.1f}" y="{TOP + 10}">{html.escape(mark.label)}</text>'
         elif numbered:
             label = f'<circle cx="{here}" cy="8" r="7.5"/><text x="{here}" y="11.5">{html.escape(mark.label)}</text>'
-        pieces.append(f'<g class="mark {mark.kind}"><title>{html.escape(mark.text)}</title>{line}{label}</g>')
+        about = f"<title>{html.escape(mark.text)}</title>" if label else ""
+        kind = mark.kind if label else "brief"
+        pieces.append(f'<g class="mark {kind}">{about}{line}{label}</g>')
     return "".join(pieces)
 
 

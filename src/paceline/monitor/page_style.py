@@ -47,7 +47,7 @@ header p { margin: 4px 0 0; color: var(--soft); overflow-wrap: anywhere; }
 .state.running { color: var(--loss); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(145px, 1fr)); gap: 12px; margin: 20px 0 12px; }
 .tile, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.tile { padding: 12px 16px; } .tile b { display: block; font-size: 23px; font-weight: 600; line-height: 1.25;
+.tile { padding: 12px 14px; } .tile b { display: block; font-size: 21px; font-weight: 600; line-height: 1.25;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 .tile span { color: var(--soft); font-size: 13px; } .tile.good b { color: var(--speed); }
 .tile.bad b { color: var(--bad); }
@@ -63,6 +63,7 @@ svg text { font-size: 12px; fill: var(--soft); }
 .mark line { stroke: var(--bad); stroke-dasharray: 3 3; opacity: .65; } .mark circle { fill: var(--bad); }
 .mark text { fill: #fff; font-size: 10px; font-weight: 600; text-anchor: middle; }
 .mark.attempt line { stroke: var(--ink); stroke-dasharray: none; opacity: .5; }
+.mark.brief line { stroke-dasharray: none; }
 .mark.attempt text { fill: var(--ink); text-anchor: start; font-weight: 400; font-size: 11px; }
 .cursor { stroke: var(--ink); opacity: .55; visibility: hidden; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }

@@ -14,7 +14,6 @@ from paceline.events import WorkerStarted
 from paceline.monitor.files import local_path, replace_text
 from paceline.monitor.goodput import ACCOUNTS, USEFUL, Incident, Ledger, keep_ledger
 from paceline.monitor.goodput_log import read_attempts
-from paceline.monitor.once import workers_text
 from paceline.monitor.report_curves import Curves, read_curves
 from paceline.monitor.run_record import RunRecord
 from paceline.units import duration_text
@@ -118,7 +117,7 @@ def report_text(report: Report) -> str:
     attempts = len(ledger.attempts)
     title = (
         f"{local_path(report.run_dir)}: {report.state}, {duration_text(ledger.duration_s)}, "
-        f"{workers_text(ledger.workers)}, {attempts} attempt{'s' * (attempts != 1)}"
+        f"{len(ledger.workers)} worker{'s' * (len(ledger.workers) != 1)}, {attempts} attempt{'s' * (attempts != 1)}"
     )
     return "\n".join(
         [
@@ -166,16 +165,16 @@ def clock_text(seconds: float) -> str:
 
 def _accounts_lines(ledger: Ledger) -> Iterator[str]:
     whole = ledger.duration_s or 1.0
-    yield f"{'where the time went':<22}{'wall':>12}{'share':>8}{'workers':>12}   what it is"
+    yield f"{'where the time went':<20}{'wall':>12}{'share':>8}{'workers':>13}   what it is"
     rows = [(name, ledger.wall_s[name], ledger.worker_s[name], text) for name, text in ACCOUNTS.items()]
     for name, wall, workers, text in rows:
         if workers >= 0.0005:
             mark = "+" if name in USEFUL else " "
             yield (
-                f"{mark} {name:<20}{duration_text(wall):>12}{wall / whole:>8.1%}{duration_text(workers):>12}   {text}"
+                f"{mark} {name:<18}{duration_text(wall):>12}{wall / whole:>8.1%}{duration_text(workers):>13}   {text}"
             )
     total = sum(workers for _, _, workers, _ in rows)
-    yield f"  {'total':<20}{duration_text(ledger.duration_s):>12}{1:>8.1%}{duration_text(total):>12}   + are useful"
+    yield f"  {'total':<18}{duration_text(ledger.duration_s):>12}{1:>8.1%}{duration_text(total):>13}   + are useful"
 
 
 def _workers_lines(ledger: Ledger) -> Iterator[str]:
@@ -197,7 +196,7 @@ def _incidents_lines(ledger: Ledger) -> Iterator[str]:
     yield f"incidents: {len(ledger.incidents)}"
     for incident in ledger.incidents[-MOST_LISTED:]:
         lines = _wrapped(f"{incident_text(incident)}; cost {cost_text(incident)}")
-        when = clock_text(incident.began - ledger.began)
+        when = clock_text(ledger.elapsed(incident.began))
         yield from (f"{when if place == 0 else '':>9}  {line}" for place, line in enumerate(lines))
     if len(ledger.incidents) > MOST_LISTED:
         yield f"{'':>9}  and {len(ledger.incidents) - MOST_LISTED} earlier ones: see the page, or --json"

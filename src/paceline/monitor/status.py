@@ -26,7 +26,7 @@ from paceline.monitor.stream import attempt_dir, decoded
 from paceline.monitor.wording import event_line, number_text, rate_text
 from paceline.units import duration_text
 
-__all__ = ["RunStatus", "WorkerStatus", "main_status", "status"]
+__all__ = ["RunStatus", "WorkerStatus", "is_echo", "main_status", "status"]
 
 EXPLAINED = {
     "lost": "lost (its supervisor is gone without a word; run it again with the same --run-dir to continue)",
@@ -234,7 +234,7 @@ def _worker(
     if worker in failed:
         state = "failed"
     elif (directory / "error.json").exists():
-        state = "stopped" if _is_echo(directory / "error.json") else "failed"
+        state = "stopped" if is_echo(directory / "error.json") else "failed"
     elif state in ("starting", "running") and record.state_now() != "running":
         state = "gone"
     return WorkerStatus(
@@ -248,7 +248,7 @@ def _worker(
     )
 
 
-def _is_echo(path: Path) -> bool:
+def is_echo(path: Path) -> bool:
     """Say whether an error only tells that a peer went away."""
     try:
         return bool(json_text.loads(path.read_text(encoding="utf-8")).get("echo"))

@@ -155,6 +155,9 @@ class Agreement:
         while True:
             form = orders.wait_for(self._members.generation, timeout_s=self._timeout_s)
             if self._rank not in form.members:
+                if self._position is None:  # not taken in yet; its time will come
+                    self._members.generation = form.generation
+                    continue
                 raise Leaving(0)
             try:
                 self._members.take(elastic.build(form), form.generation)

@@ -45,10 +45,18 @@ class OpenStep:
 class Books:
     """Keeps count for one worker. `num_bytes_sent()` is what went to the wire so far."""
 
-    def __init__(self, files: RunFiles, num_bytes_sent: Callable[[], int], *, is_elastic: bool) -> None:
+    def __init__(
+        self,
+        files: RunFiles,
+        num_bytes_sent: Callable[[], int],
+        *,
+        is_elastic: bool,
+        add_work: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
         self.step = 0  # committed steps, of all attempts
         self.latest: OpenStep | None = None  # the batch that was handed out or walked over last
         self._files, self._num_bytes_sent, self._is_elastic = files, num_bytes_sent, is_elastic
+        self._add_work = add_work  # of micro-batches, and the seconds of a step: for whoever looks for stragglers
         self._open: dict[str, OpenStep] = {}  # by stream
         self._num_batches = self._num_skips = 0
         self._told_at, self._bytes_told = time.perf_counter(), 0
@@ -189,6 +197,14 @@ class Books:
         now, num_bytes = time.perf_counter(), self._num_bytes_sent()
         if self._files.capture is not None and outcome is not None:
             self._files.capture.loss(batch.step, outcome.loss)
+        seconds = {
+            "data": batch.data_s,
+            "compute": step.compute_s,
+            "communication": step.communication_s,
+            "optimizer": step.optimizer_s,
+            "total": now - self._told_at,
+        }
+        self._add_work(len(batch), seconds)
         self._files.emit(
             StepDone(
                 step=batch.step,
@@ -196,13 +212,7 @@ class Books:
                 num_samples=batch.num_samples,
                 loss=None if outcome is None else outcome.loss,
                 metrics={name: float(value) for name, value in step.metrics.items()},
-                seconds={
-                    "data": batch.data_s,
-                    "compute": step.compute_s,
-                    "communication": step.communication_s,
-                    "optimizer": step.optimizer_s,
-                    "total": now - self._told_at,
-                },
+                seconds=seconds,
                 skipped=step.is_skipped,
                 num_bytes_sent=num_bytes - self._bytes_told,
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -54,8 +54,8 @@ def followed(ring: Ring, function: Callable[..., Any]) -> Iterator[None]:
         original = getattr(dist, name, None)
         if original is not None:
             wrappers[name] = (original, _wrapped(original, name, ring))
-    places = [vars(dist), *_programs_names(function)]
-    put: list[tuple[MutableMapping[str, Any], str, Any, Any]] = []
+    places: list[dict[str, Any]] = [dist.__dict__, *_programs_names(function)]
+    put: list[tuple[dict[str, Any], str, Any, Any]] = []
     for names in places:
         for key, value in list(names.items()):
             for original, wrapper in wrappers.values():
@@ -83,14 +83,8 @@ def _wrapped(original: Callable[..., Any], name: str, ring: Ring) -> Callable[..
         if joined is None:
             return original(*args, **kwargs)  # which says what is wrong
         tensor = None if at is None else args[at] if len(args) > at else kwargs.get(keyword)
-        known = isinstance(tensor, Tensor)
-        serial = ring.enter(
-            kind,
-            "",
-            dtype=tensor.dtype if known else None,
-            numel=tensor.numel() if known else 0,
-            group=joined,
-        )
+        dtype, numel = (tensor.dtype, tensor.numel()) if isinstance(tensor, Tensor) else (None, 0)
+        serial = ring.enter(kind, "", dtype=dtype, numel=numel, group=joined)
         if kwargs.get("async_op"):
             return original(*args, **kwargs)
         ring.wait(serial)
@@ -115,14 +109,14 @@ def _join(ring: Ring, group: dist.ProcessGroup | None) -> str | None:
     return name
 
 
-def _programs_names(function: Callable[..., Any]) -> Iterator[MutableMapping[str, Any]]:
+def _programs_names(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """The names of the program's own modules, where it may have imported collectives to."""
     seen: set[int] = set()
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if isinstance(module, ModuleType) and isinstance(path, str) and is_users(path):
-            seen.add(id(vars(module)))
-            yield vars(module)
+            seen.add(id(module.__dict__))
+            yield module.__dict__
     inner = function.func if isinstance(function, functools.partial) else function
     names = getattr(inner, "__globals__", None)
     if isinstance(names, dict) and id(names) not in seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import config, environment
+from paceline.comm.ring import Ring
 from paceline.errors import SyncError
 from paceline.events import Note, Warned, WorkerStarted
 from paceline.plan import Plan
@@ -29,6 +31,7 @@ __all__ = ["has_lived", "live", "merge_job", "merge_plan"]
 
 T = TypeVar("T")
 
+FAULTS = "paceline.testing.injection"  # by name: it is above this room, and only a drill has use of it
 LEFT = "paceline/left/{}"  # in the store: the step after which a worker's function returned
 
 
@@ -71,6 +74,7 @@ def live(
                 assignment, job, resolved, device, store, note=lambda text: files.emit(Note(text=text)), ring=ring
             ) as place,
         ):
+            _arm(assignment, ring)
             randomness.seed_all(resolved.batch.seed, 3)
             worker = Worker(
                 rank=assignment.rank,
@@ -135,6 +139,13 @@ PLACE_FIELDS = (
     "token_file",
     "run_dir",
 )  # decided before a worker exists
+
+
+def _arm(assignment: Assignment, ring: Ring) -> None:
+    """In a drill: have the faults of its programme come."""
+    programme = environment.fault_programme()
+    if programme is not None:
+        importlib.import_module(FAULTS).arm(programme, worker_rank=assignment.rank, ring=ring)
 
 
 def _say_what_is_not_used(

@@ -70,6 +70,7 @@ class Worker:
             files,
             lambda: sum(gradients.num_bytes_sent for gradients in self._sums.values()),
             is_elastic=plan.layout.is_elastic,
+            add_work=place.ring.add_work,
         )
         self._streams: dict[str, Stream] = {}
         self._saved_at_step = -1
@@ -304,10 +305,10 @@ class Worker:
             if batch.num_walks == 0:
                 self._agreement.hold()
             self._streams[batch.stream].redeal(batch)
-            data_s = 0.0
+            began, data_s = time.perf_counter(), batch.data_s
         outcome = cast("Outcome", self._walks.outcome)
         step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
-        self._ring.begin("optimizer, and the loop's own code", batch.step)
+        self._ring.begin("optimizer and the loop's code", batch.step)
         self._books.end_walk(step, outcome, names_unused=names_unused)
 
     def commit(self, batch: StepBatch) -> None:

@@ -8,6 +8,7 @@ different results, by somebody who has not all steps before it, or handed over o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections import deque
@@ -67,6 +68,7 @@ class Worker:
         self.finish: Finish | None = None
         self.holds = False
         self.tells_commit = False
+        self.is_dismissed = self.has_saved = False
         self.is_change_due = False  # as the last step's tally said
         self.is_alive = True
         self.is_stopped = False  # SIGSTOP
@@ -92,7 +94,7 @@ class Worker:
 
     def end(self) -> None:
         self.is_alive = False
-        self.tell("exited")
+        self.tell("exited", has_saved=self.has_saved)
 
     def hear(self, message: Any) -> None:
         if isinstance(message, Form):
@@ -111,7 +113,9 @@ class Worker:
             yield from self._regroup(agreed=True, holds_result=False)
         else:
             try:
-                yield from self._join(Form(generation=0, members=self.world.first, planned=False, holds=False, reason=""))
+                yield from self._join(
+                    Form(generation=0, members=self.world.first, planned=False, holds=False, reason="")
+                )
                 self.tell("formed", generation=0)
             except Disrupted as disruption:
                 self._say_stuck(disruption)
@@ -149,19 +153,27 @@ class Worker:
             self.tell("committed")
 
     def _between_steps(self) -> Wait:
+        if self.is_change_due:
+            self.is_change_due = False
+            yield from self._change()
         yield from self._hold()
-        if not self.is_change_due:
-            return
-        self.is_change_due = False
-        planned = self._planned()
-        own = (self.finish is not None, planned.generation if planned is not None else 0)
-        known = set((yield from self._run(lambda: self._gather(own))).values())
+
+    def _change(self) -> Wait:
+        """What all know, all do: the decision depends on nothing but what was gathered."""
+        known = set((yield from self._run(self._what_is_known)).values())
         if all(finishes for finishes, _ in known):
             yield from self._save_and_leave()
         generations = {generation for _, generation in known}
-        if planned is not None and generations == {planned.generation} and self._planned() is not None:
+        if len(generations) == 1 and self.generation < max(generations):
             yield from self._regroup(agreed=True, holds_result=False)
-            yield from self._hold()
+
+    def _what_is_known(self) -> Wait:
+        planned = self._planned()
+        known = yield from self._gather((self.finish is not None, planned.generation if planned is not None else 0))
+        agreed = planned is not None and {generation for _, generation in known.values()} == {planned.generation}
+        if agreed and planned is not None and self.rank not in planned.members:
+            self.is_dismissed = True  # once it has voted, the others may go on without it
+        return known
 
     def _hold(self) -> Wait:
         while self.holds:
@@ -174,6 +186,7 @@ class Worker:
     def _save_and_leave(self) -> Wait:
         self.holds = False
         yield from self._run(lambda: self._gather("save"))
+        self.has_saved = True
         self.world.saved = max(self.world.saved, len(self.committed))
         raise Left
 
@@ -205,6 +218,8 @@ class Worker:
             form = self._acceptable(agreed)
             if form is None:
                 raise Broken("a form has gone")
+            if self.is_dismissed:
+                raise Left
             if self.rank not in form.members or (self.position is None and not form.planned):
                 if self.position is not None:
                     raise Left
@@ -222,8 +237,6 @@ class Worker:
                 continue
             break
         self.holds, self.tells_commit = form.holds, True
-        if form.planned:
-            self.is_change_due = False  # a newcomer does not know of it; the next tally says so again
         self.tell("formed", generation=form.generation)
         return is_done
 
@@ -299,7 +312,9 @@ class Worker:
             raise Broken(f"members do different things: {values}")
         return dict(values)
 
-    def _transfer(self, is_there: Callable[[], bool], missing: Callable[[], set[int]], *, meeting: bool = False) -> Wait:
+    def _transfer(
+        self, is_there: Callable[[], bool], missing: Callable[[], set[int]], *, meeting: bool = False
+    ) -> Wait:
         group, world = self._current(), self.world
         generation = group.form.generation
 
@@ -320,7 +335,10 @@ class Worker:
         yield lambda: is_there() or is_over() or broken_to() is not None
         # Whatever came first: a transfer may end well although it is over already, and the other way round.
         peer = broken_to()
-        chances = [*([None] if is_there() and not world.is_cut_any(self.rank, group) else []), *([-1] if is_over() else [])]
+        chances = [
+            *([None] if is_there() and not world.is_cut_any(self.rank, group) else []),
+            *([-1] if is_over() else []),
+        ]
         if peer is not None:
             chances.append(peer)
         chance = world.random.choice(chances)
@@ -353,7 +371,7 @@ class World:
         self.cut_links: dict[frozenset[int], int] = {}  # the newest generation whose connections are cut
         self.saved = -1
         self.given_up = ""
-        self.starts = 0
+        self.num_killed = 0
         self._starting: dict[int, float] = {}
         self.decisions: list[Decision] = []
 
@@ -409,8 +427,10 @@ class World:
                         self._tell(rank, decision)
                 case GiveUp():
                     self.given_up = decision.reason
-                    having = [rank for rank, one in self.workers.items() if one.is_alive and one.position is not None]
-                    if having:
+                    having = {rank for rank, one in self.workers.items() if one.is_alive and one.position is not None}
+                    having -= self.membership.left_out  # told to leave: others may have gone on without them
+                    each = self.limits.workers_each
+                    if any(having.issuperset(range(rank - rank % each, rank - rank % each + each)) for rank in having):
                         raise Broken(f"given up, though workers {having} have the state: {decision}\n{self.describe()}")
         if told > 1:
             raise Broken(f"two generations at once: {decisions}")
@@ -425,7 +445,6 @@ class World:
     def _start(self, rank: int) -> None:
         if rank in self._starting or (rank in self.workers and self.workers[rank].is_alive):
             raise Broken(f"worker {rank} is started twice")
-        self.starts += 1
         self._starting[rank] = self.now + self.random.choice([0.1, 1.0, 3.0])
 
     def _end(self, rank: int) -> None:
@@ -433,6 +452,7 @@ class World:
         worker = self.workers.pop(rank, None)
         if worker is None:
             return
+        self.num_killed += 1
         if not worker.is_cut_off:
             worker.is_alive = False
         worker.is_cut_off = True
@@ -460,7 +480,7 @@ class World:
                 self.do(membership.lost([rank], self.now, reason=f"worker {rank} was killed"))
             case "exited":
                 self.workers.pop(rank)
-                self.do(membership.ended(rank, self.now))
+                self.do(membership.ended(rank, self.now, **fields))
             case _:
                 raise Broken(f"unknown notice {op}")
 
@@ -527,8 +547,7 @@ class World:
 
     def describe(self) -> str:
         """What there is, for whoever reads a failed test."""
-        lines = [f"{self.membership.form} missing {self.membership._missing} active {self.membership._active}"]  # pyright: ignore[reportPrivateUsage]
-        lines += [f"  {number}: {replica}" for number, replica in self.membership._replicas.items()]  # pyright: ignore[reportPrivateUsage]
+        lines = [str(self.membership.form), *(f"  {name}: {value}" for name, value in vars(self.membership).items())]
         for rank, worker in self.workers.items():
             lines.append(
                 f"  worker {rank}: alive {worker.is_alive} stopped {worker.is_stopped} generation {worker.generation} "
@@ -539,15 +558,17 @@ class World:
 
     # Faults.
 
-    def kill(self, rank: int, *, loses_words: bool = False) -> None:
-        """SIGKILL; what it has said may be lost with it."""
-        worker = self.workers.get(rank)
-        if worker is None or not worker.is_alive:
-            return
-        worker.is_alive = False
-        if loses_words:
-            worker.outbox.clear()
-        worker.tell("killed")
+    def kill(self, *ranks: int, loses_words: bool = False) -> None:
+        """SIGKILL; what they have said may be lost with them."""
+        for rank in ranks:
+            worker = self.workers.get(rank)
+            if worker is None or not worker.is_alive:
+                continue
+            worker.is_alive = False
+            self.num_killed += 1
+            if loses_words:
+                worker.outbox.clear()
+            worker.tell("killed")
 
     def cut_off(self, rank: int) -> None:
         """Its host cannot reach the head any more, though it reaches the other workers."""
@@ -572,3 +593,18 @@ class World:
     def cut_link(self, one: int, other: int, *, for_good: bool) -> None:
         """Two workers lose their connection; for good: new ones do not come about either."""
         self.cut_links[frozenset({one, other})] = 10**9 if for_good else self.membership.generation
+
+    def mend_links(self) -> None:
+        """New connections come about again; those that were cut stay so."""
+        for link in self.cut_links:
+            self.cut_links[link] = min(self.cut_links[link], self.membership.generation)
+
+    def resize(self, replicas: int) -> None:
+        """`paceline resize`; refused where it is too few or too many, or too late."""
+        if self.limits.least <= replicas <= self.limits.most and self.membership.ending is None:
+            with contextlib.suppress(ValueError):  # the program is at its end
+                self.do(self.membership.resize(replicas, self.now))
+
+    def finish(self) -> None:
+        """The whole job is asked to leave."""
+        self.do(self.membership.finish(75, "asked"))

@@ -1,0 +1,73 @@
+"""The disk of a run's checkpoints: a small file system of its own that can be full, and damage done to a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.checkpoint.folder import read_mark
+from paceline.errors import CheckpointError
+
+__all__ = ["Disk", "complete", "damage", "mounted"]
+
+
+class Disk:
+    """A file system in memory, at `place`."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def fill(self) -> None:
+        """From now on there is no room for another byte."""
+        found = os.statvfs(self._place)
+        used = (found.f_blocks - found.f_bfree) * found.f_frsize
+        self._resize(str(max(used, found.f_frsize)))
+
+    def empty(self) -> None:
+        """There is room again."""
+        self._resize("50%")
+
+    def _resize(self, size: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", self._place], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def mounted(place: Path) -> Iterator[Disk | None]:
+    """Mount a file system at `place`, and leave its files there afterwards; None where that is not allowed."""
+    place.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "paceline", place], capture_output=True)
+    if done.returncode:
+        yield None
+        return
+    kept = place.with_name(f"{place.name}.kept")
+    try:
+        yield Disk(place)
+    finally:
+        shutil.copytree(place, kept)
+        subprocess.run(["umount", "--lazy", place], check=True, capture_output=True)
+        shutil.rmtree(place)
+        kept.rename(place)
+
+
+def complete(directory: Path) -> list[Path]:
+    """The complete checkpoints in a directory, oldest first."""
+    found: list[tuple[int, Path]] = []
+    for path in directory.glob("step_*"):
+        with contextlib.suppress(CheckpointError):
+            found.append((read_mark(path).step, path))
+    return [path for _, path in sorted(found)]
+
+
+def damage(checkpoint: Path) -> Path:
+    """Change a byte in the middle of a checkpoint's largest file, whose size stays; returns the file."""
+    path = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0xFF]))
+    return path

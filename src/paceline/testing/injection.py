@@ -1,0 +1,215 @@
+"""The worker's side of a programme: notes by which places its worker comes, and has the faults come there.
+
+Nothing in the user's program is changed. A worker says what it does to its ring (`paceline.comm.ring`), and where that
+is not enough, to the functions that write a checkpoint; those are what is listened to here. A fault comes at its place
+or, where the worker does not come by that place (it has no micro-batch, or is alone), at the next one of the step.
+
+What a worker cannot do to itself (pull a cable, fill a disk, kill the whole run) it asks of the process that started
+the run (`paceline.testing.runs`), and waits until that is done. A file for each fault says that it came, and when.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.ring import Ring
+from paceline.testing.faults import PLACES, Fault, Programme
+from paceline.testing.notes import Notes
+
+__all__ = ["arm"]
+
+WALK, SAVING = "forward and backward", "saving"  # phases, as workers call them
+ORDER = {name: number for number, name in enumerate(PLACES)}
+END_OF_STEP = ORDER["commit"]
+WRITER = "paceline.checkpoint.writer"
+ASKED_S = 30.0  # for what is asked of another process
+
+
+def arm(path: Path, *, worker_rank: int, ring: Ring) -> None:
+    """From now on the faults of the programme in `path` that are this worker's come."""
+    notes = Notes(path)
+    faults = {number: fault for number, fault in enumerate(notes.programme) if fault.worker == worker_rank}
+    if not faults:
+        return
+    doom = _Doom(faults, notes)
+    for name, listener in (
+        ("begin", doom.begins),
+        ("enter", doom.enters),
+        ("wait", doom.waits),
+        ("join", doom.joins),
+    ):
+        setattr(ring, name, _after(getattr(ring, name), listener))
+    if any(fault.place == "save" for fault in faults.values()):
+        doom.listen_to_the_writer()
+
+
+class _Doom:
+    """One worker's faults, and where the worker stands."""
+
+    def __init__(self, faults: dict[int, Fault], notes: Notes) -> None:
+        self._faults, self._notes = faults, notes
+        self._phase, self._step, self._since = "", 0, 0.0
+        self._calls: dict[int, str] = {}  # what is under way in this step, by the ring's serial
+        self._slow: Fault | None = None
+        self._hook: Any = None
+
+    # What the worker says of itself.
+
+    def begins(self, _: None, phase: str, step: int) -> None:
+        came_from, self._phase, self._step = self._phase, phase, step
+        self._calls.clear()
+        if phase == WALK:
+            self._since = time.perf_counter()
+            self._slow = self._slow_now()
+            if self._is_due("forward"):
+                self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._in_forward)
+        elif came_from == WALK:  # whatever was to come in this step, and found no place
+            self._come_to("commit")
+        elif phase == SAVING:
+            self._come_to("save", but=self._is_the_writers)
+
+    def enters(self, serial: int, kind: str, what: str, **_: Any) -> None:
+        if self._phase == WALK:
+            self._calls[serial] = what
+            if self._slow is not None and what != "the vote":
+                time.sleep((self._slow.times - 1) * (time.perf_counter() - self._since))
+                self._since = time.perf_counter()
+
+    def waits(self, _: None, serial: int) -> None:
+        if serial in self._calls:
+            self._come_to("commit" if self._calls[serial] == "the vote" else "sum")
+
+    def joins(self, _: None, name: str, *__: Any, is_main: bool = False) -> None:
+        if is_main and name != "generation 0" and self._step:
+            self._come_to("regroup")
+
+    def listen_to_the_writer(self) -> None:
+        """The functions that write a checkpoint are wrapped: only the worker that writes comes by."""
+        module = importlib.import_module(WRITER)
+        write, write_mark = module.Writer._write, module.write_mark
+
+        @functools.wraps(write)
+        def watched_write(writer: Any, save: Any) -> None:
+            self._during_save(save.step, functools.partial(write, writer, save))
+
+        @functools.wraps(write_mark)
+        def watched_mark(path: Path, mark: Any) -> None:
+            self._come_to("save", step=mark.step, but=lambda fault: fault.kind == "full_disk")
+            if self._refuses:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            write_mark(path, mark)
+
+        module.Writer._write, module.write_mark = watched_write, watched_mark
+
+    # Where faults come.
+
+    _refuses = False  # the disk is said to be full
+
+    def _during_save(self, step: int, write: Callable[[], None]) -> None:
+        """A whole save, in the thread that writes; the disk may be full for as long as it takes."""
+        full = [number for number, fault in self._faults.items() if fault.kind == "full_disk" and self._has(fault, step)]
+        if not full or not self._notes.came(full[0], step=step, place="save"):
+            write()
+            return
+        self._refuses = not self._notes.asks_for("full_disk")
+        if not self._refuses:
+            self._notes.ask(full[0], "fill", limit_s=ASKED_S)
+        write()
+        if not self._refuses:
+            self._notes.ask(full[0], "empty", limit_s=ASKED_S)
+        self._refuses = False
+
+    def _in_forward(self, *_: Any) -> None:
+        if self._phase == WALK:
+            self._come_to("forward")
+
+    def _come_to(self, place: str, *, step: int | None = None, but: Callable[[Fault], bool] = lambda _: False) -> None:
+        """The worker is here now: what was to come here, or before in the step, comes."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        step = self._step if step is None else step
+        for number, fault in self._faults.items():
+            due = fault.place == place or (ORDER[fault.place] < ORDER[place] <= END_OF_STEP)
+            if due and self._has(fault, step) and not but(fault) and self._notes.came(number, step=step, place=place):
+                self._do(number, fault)
+
+    def _is_due(self, place: str) -> bool:
+        return any(fault.place == place and self._has(fault, self._step) for fault in self._faults.values())
+
+    def _has(self, fault: Fault, step: int) -> bool:
+        """Whether a fault's hour has come. One that slows begins with a step."""
+        return step >= fault.step and fault.kind != "slow"
+
+    @staticmethod
+    def _is_the_writers(fault: Fault) -> bool:
+        return fault.worker == 0
+
+    def _slow_now(self) -> Fault | None:
+        for number, fault in self._faults.items():
+            if fault.kind == "slow" and fault.step <= self._step < fault.step + fault.steps:
+                self._notes.came(number, step=self._step, place="forward")
+                return fault
+        return None
+
+    def _do(self, number: int, fault: Fault) -> None:
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "stop":
+                stop(fault.seconds)
+            case "cut" if self._notes.asks_for("cut"):
+                self._notes.ask(number, "cut", limit_s=ASKED_S)
+            case "cut":
+                cut_sockets()
+            case "torn_checkpoint":
+                self._notes.ask(number, "tear", limit_s=ASKED_S)
+            case _:
+                raise ValueError(f"{fault} does not come at a place")
+
+
+def stop(seconds: float | None) -> None:
+    """Stop this process, all its threads; another one has it go on after `seconds`."""
+    if seconds is not None:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds} && kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def cut_sockets() -> None:
+    """Shut every connection of this process down; memory that it shares with others stays."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as end:
+                end.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it listens only, or was closed meanwhile
+            continue
+
+
+def _after(function: Callable[..., Any], listener: Callable[..., None]) -> Callable[..., Any]:
+    """`function`, and then `listener(its result, its arguments)`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        listener(result, *args, **kwargs)
+        return result
+
+    return call

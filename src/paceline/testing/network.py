@@ -1,0 +1,99 @@
+"""Two hosts on this machine: network namespaces with a name and an address each, joined by a cable that can be cut.
+
+A process "on" a host sees that host's network, and its name; files and processes are those of this machine. Needs root
+and the programs ip, nsenter and unshare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["Host", "cut", "mend", "refusal", "two_hosts"]
+
+NAMES = ("near", "far")
+TOOLS = os.pathsep.join([os.defpath, "/usr/sbin", "/sbin", "/usr/bin", "/bin"])
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """One of them."""
+
+    name: str
+    address: str
+    namespace: str
+    device: str  # its end of the cable
+    hosts_file: Path  # what it knows as /etc/hosts
+
+    @property
+    def prefix(self) -> list[str]:
+        """What to put before a command to run it on this host."""
+        # nsenter, not `ip netns exec`: that one remounts /sys, without cgroups.
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
+        become = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+        return [*enter, "sh", "-c", become, self.name, str(self.hosts_file)]
+
+
+def refusal() -> str | None:
+    """Why such hosts cannot be made here; None where they may be."""
+    if os.geteuid() != 0:
+        return "only root makes network namespaces"
+    missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool, path=TOOLS) is None]
+    return f"there is no program {missing[0]}" if missing else None
+
+
+@contextlib.contextmanager
+def two_hosts(folder: Path, *, subnet: str = "10.79.0") -> Iterator[tuple[Host, Host]]:
+    """Make two hosts that know each other by name, and remove them; RuntimeError where the system does not let us."""
+    addresses = [f"{subnet}.{number}" for number in (1, 2)]
+    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in zip(addresses, NAMES, strict=True))]
+    hosts_file = folder / "hosts"
+    hosts_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    number = next(_numbers)
+    near, far = (
+        Host(
+            name=name,
+            address=address,
+            namespace=f"paceline-{os.getpid()}-{number}-{name}",
+            device=f"pd{os.getpid()}{number % 10}{name[0]}",
+            hosts_file=hosts_file,
+        )
+        for name, address in zip(NAMES, addresses, strict=True)
+    )
+    try:
+        for host in (near, far):
+            _ip("netns", "add", host.namespace)
+        cable = ["link", "add", near.device, "netns", near.namespace, "type", "veth"]
+        _ip(*cable, "peer", far.device, "netns", far.namespace)
+        for host in (near, far):
+            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.device)
+            for device in ("lo", host.device):
+                _ip("-n", host.namespace, "link", "set", device, "up")
+        yield near, far
+    finally:
+        for host in (near, far):
+            _ip("netns", "delete", host.namespace, check=False)
+
+
+def cut(host: Host) -> None:
+    """Pull the cable out of a host, with everything that goes on there unharmed."""
+    _ip("-n", host.namespace, "link", "set", host.device, "down")
+
+
+def mend(host: Host) -> None:
+    """Put the cable back."""
+    _ip("-n", host.namespace, "link", "set", host.device, "up")
+
+
+def _ip(*words: str, check: bool = True) -> None:
+    program = shutil.which("ip", path=TOOLS) or "ip"
+    done = subprocess.run([program, *words], capture_output=True, text=True)
+    if check and done.returncode != 0:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")

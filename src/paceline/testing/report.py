@@ -1,0 +1,220 @@
+"""What a run under faults has left behind: read from its run directory, and compared with an undisturbed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paceline.events import CheckpointFailed, CheckpointSkipped, Record, Regrouped, StepDone, WorkerStarted
+from paceline.monitor.audit import AuditResult, audit
+from paceline.monitor.stream import EventStream
+from paceline.plan import Plan
+from paceline.testing.faults import Programme
+from paceline.testing.notes import Came, Notes
+
+__all__ = ["TOLERANCE", "Report", "Start", "read_report"]
+
+TOLERANCE = 1e-5  # of losses, relative
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """One start of the command, and how it ended."""
+
+    exit_code: int  # negative: killed by that signal
+    output: str
+    resumable_step: int  # of the newest checkpoint that was whole before this start
+    is_late: bool = False  # it was ended because it took too long
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A run, over."""
+
+    folder: Path  # everything of it
+    run_dir: Path
+    programme: Programme
+    came: tuple[Came | None, ...]  # for each fault of the programme
+    starts: tuple[Start, ...]
+    resumed_from: tuple[int, ...]  # of each start: the step that it went on from
+    committed: tuple[int, ...]  # of each start: the last step
+    plan: Plan  # as it ran
+    workers: int  # at the beginning
+    losses: dict[int, float]  # by step
+    regrouped: tuple[Regrouped, ...]
+    failed_saves: tuple[int, ...]  # steps
+    passed_over: tuple[str, ...]  # checkpoints that a start did not take, and said so
+    audit: AuditResult
+    recovery_s: tuple[float | None, ...]  # of each fault: until the next step was committed
+    notes: tuple[str, ...]  # how faults were made, where there is a choice
+
+    @property
+    def exit_code(self) -> int:
+        return self.starts[-1].exit_code
+
+    @property
+    def output(self) -> str:
+        return "".join(start.output for start in self.starts)
+
+    @property
+    def steps_lost(self) -> int:
+        """Committed steps that had to be taken again."""
+        restarts = zip(self.committed, self.resumed_from[1:], strict=False)
+        return sum(event.steps_lost for event in self.regrouped) + sum(max(0, a - b) for a, b in restarts)
+
+    @property
+    def samples_repeated(self) -> int:
+        """Uses of samples beyond the first, in what the run's steps are made of."""
+        return sum(epoch.num_repeated for epoch in self.audit.epochs)
+
+    def loss_difference(self, like: Report) -> float:
+        """The largest relative difference of a step's loss; infinite where the steps are not the same ones."""
+        if self.losses.keys() != like.losses.keys():
+            return math.inf
+        return max((_difference(loss, like.losses[step]) for step, loss in self.losses.items()), default=math.inf)
+
+    def broken(self, like: Report, *, tolerance: float = TOLERANCE) -> list[str]:
+        """The promises that were not kept, a sentence each; `like`: an undisturbed run."""
+        return [*self._unhappened(), *self._ends(), *self._numbers(like, tolerance), *self._restarts()]
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.plan.layout.is_elastic
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether what came may end the run, to be started again by the same command."""
+        kinds = {fault.kind for fault in self.programme if not self.is_elastic and fault.loses_a_worker}
+        return bool(kinds) or any(fault.kind == "torn_checkpoint" for fault in self.programme)
+
+    def _unhappened(self) -> Iterator[str]:
+        for fault, came in zip(self.programme, self.came, strict=True):
+            if came is None:
+                yield f"{fault} did not come: nothing is proved by this run"
+            elif fault.kind == "full_disk" and not self.failed_saves:
+                yield f"{fault}: the save at step {came.step} did not fail, though the disk was full"
+
+    def _ends(self) -> Iterator[str]:
+        last = self.starts[-1]
+        if last.is_late:
+            yield "the run did not come to its end in time, and was ended"
+        elif last.exit_code != 0:
+            yield f"the run ended with exit code {last.exit_code}: {_last_words(last.output)}"
+        if len(self.starts) > 1 and not self.may_restart:
+            yield f"the run had to be started {len(self.starts)} times"
+
+    def _numbers(self, like: Report, tolerance: float) -> Iterator[str]:
+        missing, extra = sorted(like.losses.keys() - self.losses), sorted(self.losses.keys() - like.losses)
+        if missing or extra:
+            yield f"steps are missing: {_shown(missing)}" if missing else f"steps are too many: {_shown(extra)}"
+        else:
+            difference = self.loss_difference(like)
+            if not difference <= tolerance:
+                step = max(self.losses, key=lambda step: _difference(self.losses[step], like.losses[step]))
+                yield f"the loss differs by {difference:.1e} (tolerance {tolerance:.0e}), first of all at step {step}"
+        if not self.audit.is_clean:
+            says = [*self.audit.problems, *(text for epoch in self.audit.epochs for text in epoch.says)]
+            yield f"the audit is not clean: {'; '.join(says)}"
+        if self.steps_lost and not self.may_restart:
+            yield f"{self.steps_lost} committed steps were lost"
+
+    def _restarts(self) -> Iterator[str]:
+        for start, resumed in zip(self.starts[1:], self.resumed_from[1:], strict=False):
+            if resumed != start.resumable_step:
+                yield f"a start went on from step {resumed}; the newest whole checkpoint is of {start.resumable_step}"
+        torn = any(
+            fault.kind == "torn_checkpoint" and came for fault, came in zip(self.programme, self.came, strict=True)
+        )
+        if torn and not self.passed_over:
+            yield "the start after the damage did not name the checkpoints that it passed over"
+
+
+def read_report(
+    folder: Path, run_dir: Path, *, notes: Notes, starts: Sequence[Start], how: Sequence[str], like: str
+) -> Report:
+    """Read what a run has left. `like`: the plan's text where no worker came so far as to say it."""
+    attempts = [_records(run_dir, number) for number in range(1, len(starts) + 1)]
+    records = [record for attempt in attempts for record in attempt]
+    began = [record.event for record in records if isinstance(record.event, WorkerStarted)]
+    came = tuple(notes.when(number) for number in range(len(notes.programme)))
+    return Report(
+        folder=folder,
+        run_dir=run_dir,
+        programme=notes.programme,
+        came=came,
+        starts=tuple(starts),
+        resumed_from=tuple(_resumed_from(attempt) for attempt in attempts),
+        committed=tuple(_committed(run_dir / f"attempt_{number}") for number in range(1, len(starts) + 1)),
+        plan=Plan.parse(began[0].plan if began else like),
+        workers=began[0].workers if began else 0,
+        losses=dict(_losses(run_dir / "metrics.jsonl")),
+        regrouped=tuple(record.event for record in records if isinstance(record.event, Regrouped)),
+        failed_saves=tuple(record.event.step for record in records if isinstance(record.event, CheckpointFailed)),
+        passed_over=tuple(record.event.path for record in records if isinstance(record.event, CheckpointSkipped)),
+        audit=audit(run_dir),
+        recovery_s=tuple(None if one is None else _recovery_s(one, records) for one in came),
+        notes=tuple(how),
+    )
+
+
+def _records(run_dir: Path, attempt: int) -> list[Record]:
+    stream = EventStream(run_dir, attempt)
+    try:
+        return stream.poll(None)
+    finally:
+        stream.close()
+
+
+def _resumed_from(records: Sequence[Record]) -> int:
+    return min((record.event.resumed_from_step for record in records if isinstance(record.event, WorkerStarted)), default=0)
+
+
+def _committed(directory: Path) -> int:
+    """The last step that a worker's ledger of an attempt has."""
+    last = 0
+    for path in directory.glob("worker_*/ledger.jsonl"):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                last = max(last, int(json.loads(line).get("step", 0)))
+            except (ValueError, AttributeError):  # cut off by a kill
+                continue
+    return last
+
+
+def _losses(path: Path) -> Iterator[tuple[int, float]]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["loss"] is not None:
+            yield row["step"], row["loss"]
+
+
+def _recovery_s(came: Came, records: Sequence[Record]) -> float | None:
+    """Seconds until anybody had committed the step that was in hand."""
+    first = came.step + (came.place == "save")
+    later = [
+        record.time - came.time
+        for record in records
+        if isinstance(record.event, StepDone) and record.event.step >= first and record.time > came.time
+    ]
+    return min(later, default=None)
+
+
+def _difference(loss: float, like: float) -> float:
+    if loss == like or (math.isnan(loss) and math.isnan(like)):
+        return 0.0
+    difference = abs(loss - like) / max(abs(loss), abs(like))
+    return math.inf if math.isnan(difference) else difference
+
+
+def _last_words(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _shown(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")

@@ -1,0 +1,366 @@
+"""A ring says what a worker does; the detector says who keeps whom waiting, once it is time, and never before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.lines import is_users
+from paceline.comm.ring import NUM_CALLS, Call, GroupEntry, Ring, Work, read_ring
+from paceline.monitor.doing import Doing, look
+from paceline.monitor.failure import Failure, explain
+from paceline.monitor.hang import FIRST_S, MARGIN_S, Finding, HangDetector, absences, mismatches, sentence
+from paceline.monitor.stacks import StackFile, newest, place_of, stack_text
+
+OWN, USERS = 7, 8  # ids of the run's own group, and of one that the user's code has made
+EVERYBODY = (0, 1, 2, 3)
+
+
+def call(
+    sequence: int,
+    *,
+    group: int = OWN,
+    kind: str = "all_reduce",
+    what: str = "all_reduce of layers.4.weight",
+    numel: int = 100,
+    line: str = "train.py:30 in train",
+) -> Call:
+    return Call(
+        serial=sequence + group * 1000,
+        sequence=sequence,
+        group=group,
+        kind=kind,
+        what=what,
+        dtype="float32",
+        numel=numel,
+        step=812,
+        line=line,
+        age_s=1.0,
+    )
+
+
+def doing(
+    worker: int,
+    *calls: Call,
+    waited_s: float = 0.0,
+    idle_s: float = 0.0,
+    step_s: float = 1.0,
+    generation: int = 0,
+    **fields: object,
+) -> Doing:
+    """A worker that has entered these calls, and waits for the last one if it has waited at all."""
+    entered = {group: max((c.sequence for c in calls if c.group == group), default=0) for group in (OWN, USERS)}
+    made = Doing(
+        worker=worker,
+        host="a",
+        pid=4700 + worker,
+        thread=1,
+        limit_s=600.0,
+        state="running",
+        step=812,
+        steps_s=(step_s,) * 3 if step_s else (),
+        phase="forward and backward",
+        phase_s=waited_s,
+        line="train.py:30 in train",
+        work=Work(),
+        run_delay_s=None,
+        idle_s=max(idle_s, waited_s),
+        waits_for=calls[-1].serial if calls and waited_s else 0,
+        waited_s=waited_s,
+        groups=(
+            GroupEntry(id=OWN, name=f"generation {generation}", members=EVERYBODY, entered=entered[OWN]),
+            GroupEntry(id=USERS, name="torch group 0", members=EVERYBODY, entered=entered[USERS]),
+        ),
+        calls=calls,
+    )
+    return dataclasses.replace(made, **fields)  # type: ignore[arg-type]
+
+
+def one_is_missing(waited_s: float, **fields: object) -> dict[int, Doing]:
+    waiting = {k: doing(k, call(416), call(417), waited_s=waited_s, **fields) for k in (0, 1, 3)}  # type: ignore[arg-type]
+    return {**waiting, 2: doing(2, call(416), idle_s=waited_s, **fields)}  # type: ignore[arg-type]
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1
+    return findings[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- the ring
+
+
+def test_a_ring_tells_what_was_written_to_it(tmp_path: Path) -> None:
+    ring = Ring.create(tmp_path / "doing", worker=2, limit_s=600.0)
+    ring.join("generation 3", [0, 2, 5, 6, 7], is_main=True)
+    ring.begin("forward and backward", 812)
+    ring.enter("all_reduce", "all_reduce of layers.4", dtype="torch.float32", numel=1234)
+    serial = ring.enter("barrier", "")
+    ring.wait(serial)
+    image = read_ring(tmp_path / "doing")
+    assert image is not None
+    assert (image.worker, image.pid, image.thread) == (2, os.getpid(), threading.get_ident())
+    assert (image.step, image.phase, image.limit_s) == (812, "forward and backward", 600.0)
+    (group,) = image.groups
+    assert (group.name, group.members, group.entered) == ("generation 3", (0, 2, 5, 6, 7), 2)
+    first, second = image.calls
+    assert (first.sequence, first.kind, first.what) == (1, "all_reduce", "all_reduce of layers.4")
+    assert (first.dtype, first.numel, first.step, first.group) == ("float32", 1234, 812, group.id)
+    assert first.line.startswith("test_hang.py:") and first.line.endswith("in test_a_ring_tells_what_was_written_to_it")
+    assert image.waits_for == second.serial == serial
+    ring.leave()
+    image = read_ring(tmp_path / "doing", with_calls=False)
+    assert image is not None
+    assert (image.waits_for, image.calls) == (0, ())
+
+
+def test_a_ring_keeps_the_newest_calls_and_counts_all(tmp_path: Path) -> None:
+    ring = Ring.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    ring.join("generation 0", [0, 1], is_main=True)
+    for _ in range(NUM_CALLS + 10):
+        ring.enter("all_reduce", "x")
+    image = read_ring(tmp_path / "doing")
+    assert image is not None
+    assert [one.sequence for one in image.calls] == list(range(11, NUM_CALLS + 11))
+    assert image.groups[0].entered == NUM_CALLS + 10
+
+
+def test_a_new_generation_counts_from_the_beginning_and_other_groups_stay(tmp_path: Path) -> None:
+    ring = Ring.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    ring.join("generation 0", [0, 1], is_main=True)
+    ring.join("torch group 0", [0, 1])
+    ring.enter("all_reduce", "x")
+    ring.enter("all_gather", "", group="torch group 0")
+    ring.join("generation 1", [0, 2], is_main=True)
+    ring.enter("all_reduce", "x")
+    image = read_ring(tmp_path / "doing")
+    assert image is not None
+    assert [(group.name, group.members, group.entered) for group in image.groups] == [
+        ("generation 1", (0, 2), 1),
+        ("torch group 0", (0, 1), 1),
+    ]
+
+
+def test_steps_and_work_are_told_without_the_first_step(tmp_path: Path) -> None:
+    ring = Ring.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    for step in (1, 2, 3):
+        ring.begin("waiting for data", step)
+    ring.add_work(3, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
+    ring.add_work(2, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
+    image = read_ring(tmp_path / "doing")
+    assert image is not None
+    assert len(image.steps_s) == 2 and all(0 < seconds < 1 for seconds in image.steps_s)
+    assert image.work == Work(steps=2, micros=5, data_s=2, compute_s=4, communication_s=6, optimizer_s=8)
+
+
+@pytest.mark.parametrize("content", [b"", b"PACERNG1", b"x" * 100_000])
+def test_what_is_no_ring_is_not_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "doing").write_bytes(content)
+    assert read_ring(tmp_path / "doing") is None
+    assert read_ring(tmp_path / "absent") is None
+
+
+def test_a_look_says_how_the_process_is_and_travels_as_json(tmp_path: Path) -> None:
+    ring = Ring.create(tmp_path / "doing", worker=1, limit_s=1.0)
+    ring.join("generation 0", [0, 1], is_main=True)
+    ring.enter("all_reduce", "x")
+    seen = look(tmp_path, 1, host="a")
+    assert seen is not None
+    assert (seen.state, seen.pid, seen.entered(seen.groups[0].id)) == ("running", os.getpid(), 1)
+    assert Doing.from_json(json.loads(json.dumps(seen.to_json()))) == seen
+    assert look(tmp_path, 2, host="a") is None, "the file is another worker's"
+
+
+# --------------------------------------------------------------------------------------------------------- the detector
+
+
+def test_who_has_not_come_is_named_with_the_call_the_place_and_who_waits() -> None:
+    doings = one_is_missing(21.0)
+    finding = only(HangDetector().look(doings))
+    assert sentence(finding, doings, {2: "train.py:88 in load_image"}) == (
+        "worker 2 (a, pid 4702) has not entered all_reduce 417 (layers.4.weight, called at train.py:30 in train, step "
+        "812); it is at train.py:88 in load_image; workers 0, 1, 3 have waited 21.0 s"
+    )
+
+
+@pytest.mark.parametrize(("step_s", "expected_s"), [(1.0, 3.0), (20.0, 60.0), (0.0, FIRST_S)])
+def test_a_wait_is_told_when_it_is_longer_than_the_steps_of_this_run_explain(step_s: float, expected_s: float) -> None:
+    detector = HangDetector()
+    assert detector.look(one_is_missing(expected_s + MARGIN_S - 0.1, step_s=step_s)) == []
+    assert only(detector.look(one_is_missing(expected_s + MARGIN_S + 0.1, step_s=step_s))).named == (2,)
+
+
+def test_a_wait_that_ended_well_was_no_hang_and_the_next_one_of_its_kind_may_last_as_long() -> None:
+    detector = HangDetector()
+    detector.look(one_is_missing(60.0))
+    detector.look({k: doing(k, call(418)) for k in EVERYBODY})
+    assert detector.look(one_is_missing(80.0)) == []
+    assert detector.look(one_is_missing(90.0 + MARGIN_S)) != []
+
+
+def test_a_wait_that_has_used_up_its_limit_is_told_whatever_was_expected() -> None:
+    assert HangDetector().look(one_is_missing(4.0, limit_s=4.0)) != []
+    assert HangDetector().look(one_is_missing(3.9, limit_s=4.0)) == []
+
+
+def test_nobody_is_named_while_all_are_in_the_same_call() -> None:
+    assert absences({k: doing(k, call(417), waited_s=900.0) for k in EVERYBODY}) == []
+
+
+def test_the_one_that_is_furthest_behind_is_named() -> None:
+    doings = one_is_missing(30.0)
+    doings[1] = doing(1, *(call(number) for number in (415,)), idle_s=30.0)
+    assert only(absences(doings)).named == (1,)
+
+
+def test_who_has_launched_a_collective_and_does_nothing_more_waits_too() -> None:
+    """As with accelerators, where waiting for a collective does not block the host."""
+    doings = {k: doing(k, call(416), call(417), idle_s=30.0) for k in (0, 1, 3)} | {2: doing(2, call(416))}
+    finding = only(HangDetector().look(doings))
+    assert (finding.named, finding.waiting, finding.waited_s) == ((2,), (0, 1, 3), 30.0)
+
+
+def test_a_stopped_worker_is_called_stopped() -> None:
+    doings = one_is_missing(21.0)
+    doings[2] = dataclasses.replace(doings[2], state="stopped")
+    text = sentence(only(HangDetector().look(doings)), doings, {})
+    assert text.startswith("worker 2 (a, pid 4702) is stopped (SIGSTOP, or a debugger) and has not entered all_reduce")
+    assert "last seen at train.py:30 in train; workers 0, 1, 3 have waited 21.0 s" in text
+
+
+def test_a_worker_that_has_ended_is_not_named() -> None:
+    doings = one_is_missing(21.0)
+    doings[2] = dataclasses.replace(doings[2], state="gone")
+    assert HangDetector().look(doings) == []
+
+
+def test_a_worker_that_has_not_begun_is_named() -> None:
+    doings = one_is_missing(60.0)
+    del doings[2]
+    text = sentence(only(HangDetector().look(doings)), doings, {})
+    assert text.startswith("worker 2 has not entered") and "has not come to paceline.run() yet" in text
+
+
+def test_members_of_a_generation_that_is_over_do_not_count() -> None:
+    """Worker 2 was left behind by a regrouping: nobody waits for it in the old group."""
+    left_behind = doing(2, call(3), idle_s=90.0)
+    others = {k: doing(k, call(9), waited_s=50.0, generation=1) for k in (0, 1, 3)}
+    for k, one in others.items():
+        own = dataclasses.replace(one.groups[0], id=99, members=(0, 1, 3), entered=9)
+        moved = tuple(dataclasses.replace(c, group=99) for c in one.calls)
+        others[k] = dataclasses.replace(one, groups=(own,), calls=moved)
+    left_behind = dataclasses.replace(left_behind, groups=left_behind.groups[:1])
+    assert absences({**others, 2: left_behind}) == []
+
+
+@pytest.mark.parametrize(
+    "other", [call(417, numel=2), call(417, kind="barrier"), call(417, what="evaluation")], ids=["size", "kind", "what"]
+)
+def test_different_calls_under_one_number_are_told_at_the_second_look(other: Call) -> None:
+    doings = {k: doing(k, call(417), waited_s=0.5) for k in (0, 1, 3)} | {2: doing(2, other, waited_s=0.5)}
+    detector = HangDetector()
+    assert detector.look(doings) == []
+    finding = only(detector.look(doings))
+    assert (finding.kind, finding.named, finding.waiting) == ("mismatch", (2,), (0, 1, 3))
+    text = sentence(finding, doings, {})
+    assert "number 417 is " in text and "for worker 2, and all_reduce of 100 float32 (layers.4.weight" in text
+
+
+def test_the_first_mismatch_counts_and_equal_calls_are_none() -> None:
+    same = [call(1), call(2)]
+    assert mismatches({0: doing(0, *same), 1: doing(1, *same)}) == []
+    different = {0: doing(0, call(1), call(2, numel=1), call(3, numel=1)), 1: doing(1, call(1), call(2), call(3))}
+    assert only(mismatches(different)).call.sequence == 2
+
+
+def test_two_groups_whose_members_wait_for_each_other_are_a_circle_told_without_delay() -> None:
+    users = call(1, group=USERS, kind="torch.distributed.all_gather", what="", line="train.py:31 in train")
+    doings = {k: doing(k, call(418), waited_s=3.0) for k in (0, 2, 3)} | {1: doing(1, call(417), users, waited_s=3.0)}
+    detector = HangDetector()
+    detector.look(doings)
+    finding = only(detector.look(doings))
+    assert finding.kind == "circle" and finding.named == (1,)
+    assert sentence(finding, doings, {}).startswith(
+        "worker 1 (a, pid 4701) waits in torch.distributed.all_gather 1 (called at train.py:31 in train, step 812), "
+        "which workers 0, 2, 3 have not entered; workers 0, 2, 3 wait in all_reduce 418 ("
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- stacks
+
+DUMP = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 1 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "/usr/lib/python3.11/site-packages/PIL/Image.py", line 3 in open
+  File "/home/u/train.py", line 88 in load_image
+  File "/venv/lib/python3.11/site-packages/torch/utils/data.py", line 5 in fetch
+  File "/home/u/train.py", line 20 in <module>
+  File "<frozen runpy>", line 88 in run
+"""
+
+
+def test_the_users_innermost_line_is_found_in_a_dump() -> None:
+    frames = newest(DUMP, 0x7F02)
+    assert place_of(frames) == "train.py:88 in load_image"
+    assert stack_text(frames).splitlines() == [
+        '  File "/home/u/train.py", line 20, in <module>',
+        "  ... 1 frame in libraries, the last: data.py:5 in fetch",
+        '  File "/home/u/train.py", line 88, in load_image',
+        "  ... 1 frame in libraries, the last: Image.py:3 in open",
+    ]
+    assert place_of(newest(DUMP, 0x7F01)) == "threading.py:1 in wait", "the worker's own thread counts"
+    assert newest(DUMP + DUMP.replace("line 88 in load_image", "line 99 in load_image"), 0x7F02)[1].line == 99
+    assert place_of(newest("", 1)) == ""
+
+
+def test_a_dump_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    path.write_text(DUMP.replace("88", "77"))
+    stack = StackFile(tmp_path)
+    stack.ask()
+    assert stack.answer(0x7F02) is None
+    with open(path, "a") as file:
+        file.write(DUMP[:60])
+    assert stack.answer(0x7F02) is None, "it may still grow"
+    with open(path, "a") as file:
+        file.write(DUMP[60:])
+    assert stack.answer(0x7F02) is None
+    frames = stack.answer(0x7F02)
+    assert frames is not None and place_of(frames) == "train.py:88 in load_image"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/home/u/train.py", True),
+        ("/tmp/ipykernel_1/2.py", True),
+        ("/usr/lib/python3.11/queue.py", False),
+        ("/usr/lib/python3/dist-packages/x.py", False),
+        ("/v/lib/python3.12/site-packages/torch/nn.py", False),
+        ("<frozen importlib>", False),
+        (HangDetector.look.__code__.co_filename, False),
+    ],
+)
+def test_whose_file_it_is(path: str, expected: bool) -> None:
+    assert is_users(path) is expected
+
+
+def test_a_hang_is_explained_by_its_sentence_and_everybodys_stack() -> None:
+    error = {"kind": "Hang", "message": "worker 1 has not entered x", "says_all": True, "names_workers": True}
+    text = explain(
+        [
+            Failure(worker=1, host="a", pid=2, error={**error, "stacks": "worker 1:\n  train.py:88"}),
+            Failure(worker=0, host="a", pid=1, signal=15, sent_by_us=True),
+        ]
+    )
+    assert text.splitlines() == [
+        "worker 1 has not entered x",
+        "worker 1:",
+        "  train.py:88",
+        "worker 0 stopped because of it",
+    ]
