@@ -9,18 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.errors import CheckpointError, LaunchError, PacelineError, PlanError, SyncError, WorkerError
-    from paceline.plan import AllReduce, Batch, Cast, Compute, Job, Layout, Plan, Raw
+    from paceline.errors import (
+        BadNumbersError,
+        CheckpointError,
+        LaunchError,
+        PacelineError,
+        PlanError,
+        SyncError,
+        WorkerError,
+    )
+    from paceline.plan import AllReduce, Batch, Cast, Compute, Guard, Job, Layout, Plan, Raw
     from paceline.run import run
     from paceline.worker.batch import StepBatch
     from paceline.worker.worker import Worker
 
 __all__ = [
     "AllReduce",
+    "BadNumbersError",
     "Batch",
     "Cast",
     "CheckpointError",
     "Compute",
+    "Guard",
     "Job",
     "LaunchError",
     "Layout",
@@ -36,8 +46,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "paceline.errors": ("CheckpointError", "LaunchError", "PacelineError", "PlanError", "SyncError", "WorkerError"),
-    "paceline.plan": ("AllReduce", "Batch", "Cast", "Compute", "Job", "Layout", "Plan", "Raw"),
+    "paceline.errors": (
+        "BadNumbersError",
+        "CheckpointError",
+        "LaunchError",
+        "PacelineError",
+        "PlanError",
+        "SyncError",
+        "WorkerError",
+    ),
+    "paceline.plan": ("AllReduce", "Batch", "Cast", "Compute", "Guard", "Job", "Layout", "Plan", "Raw"),
     "paceline.worker.batch": ("StepBatch",),
     "paceline.worker.worker": ("Worker",),
 }

@@ -15,6 +15,7 @@ from paceline.plan.job import Assignment, Job, assignment_from_json, assignment_
 from paceline.worlds import NAMES, World, find_world
 
 __all__ = [
+    "FAULTS",
     "World",
     "assignment",
     "child_environment",

@@ -7,6 +7,7 @@
       SyncError         workers could not agree: who is missing, since which step
       CheckpointError   a checkpoint could not be written or read
       RunFileError      a file of the run (ledger, events, metrics, ...) could not be written
+      BadNumbersError   losses or weights have gone wrong, and the plan's guard ends the run
 
 All survive pickling. Other mistakes in arguments raise plain ValueError or TypeError.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 __all__ = [
     "DISK_FULL",
+    "BadNumbersError",
     "CheckpointError",
     "LaunchError",
     "PacelineError",
@@ -73,6 +75,10 @@ class SyncError(PacelineError):
 
 class CheckpointError(PacelineError):
     """A checkpoint could not be written or read; the message names the file."""
+
+
+class BadNumbersError(PacelineError):
+    """Losses or weights have gone wrong; the message says at which step, what was expected, and what to do."""
 
 
 class RunFileError(PacelineError):

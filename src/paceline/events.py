@@ -28,9 +28,11 @@ __all__ = [
     "Reported",
     "RunFinished",
     "RunStarted",
+    "SpikeSeen",
     "StepDone",
     "StreamOpened",
     "Warned",
+    "WeightsDiffer",
     "WorkerFailed",
     "WorkerFinished",
     "WorkerJoined",
@@ -154,6 +156,30 @@ class Warned(Event):
     """A warning of Paceline itself (Python warnings of the user's code are found in stderr.log)."""
 
     text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpikeSeen(Event):
+    """A step's loss leapt, or was not finite, or its gradients were not; said by all workers alike."""
+
+    step: int
+    loss: float
+    expected: float | None  # at most this; None: something is not finite
+    action: str  # what the plan's guard does: stop | skip | rollback
+    to_step: int | None  # of a rollback: the steps after it are undone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsDiffer(Event):
+    """Workers whose weights are not equal to the others' to the last bit; said by all workers alike."""
+
+    workers: Sequence[int]  # who differs; all of them where there is no majority
+    who: Sequence[str]  # the same in words: worker, host, pid
+    step: int
+    since_step: int  # they were equal after this one
+    first: str  # a tensor that differs
+    source: int | None  # the worker whose state they got; None: there is no majority, and the run ends
+    num_alike: int  # workers that are equal to each other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fault.elastic_runs import LIMIT_S, PROGRAM, assert_unharmed, finish, reached, start, trained, undisturbed
+from paceline.monitor.audit import audit
 from programs import child_environment
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
@@ -177,3 +178,23 @@ def test_an_error_of_the_program_is_no_loss_and_ends_the_run(tmp_path: Path) -> 
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ValueError: the first broadcast gave" in done.stderr
+
+
+@pytest.mark.parametrize("step", [11, 12])
+def test_a_worker_lost_near_the_end_harms_nothing_whether_its_successor_comes_in_time_or_not(
+    tmp_path: Path, step: int
+) -> None:
+    assert_unharmed(trained(tmp_path / "a", {"worker": 2, "step": step, "where": "forward"}, pause_s=0.06))
+
+
+def test_where_all_are_lost_the_run_says_run_me_again_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    faults = [{"worker": worker, "step": 6, "where": "forward"} for worker in range(4)]
+    first = trained(tmp_path / "a", *faults)
+    assert first.code == 76, first.output
+    assert "no replica is left" in first.output
+    second = trained(tmp_path / "a", *faults)
+    assert second.code == 0, second.output
+    assert {row["step"]: row["loss"] for row in second.metrics()} == pytest.approx(
+        {row["step"]: row["loss"] for row in undisturbed().metrics()}, rel=1e-9
+    )
+    assert audit(second.run_dir).verdict == "clean"

@@ -349,6 +349,63 @@ def test_a_billion_samples_cost_no_more_than_their_ranges(run: Path) -> None:
     assert result.epochs[0].is_permutation is None
 
 
+def roll_back(path: Path, *, after: int, **told: Any) -> None:
+    """Put a rollback behind a step's line."""
+    lines = path.read_text().splitlines()
+    place = next(number for number, text in enumerate(lines) if json.loads(text).get("step") == after)
+    lines.insert(place + 1, json.dumps({"rollback": told}))
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def test_a_rollback_names_what_it_has_undone_over_two_epochs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_attempt(run, 1, steps(workers=2, last=14), workers=2)
+    for worker in range(2):
+        path = ledger(run, 1, worker)
+        roll_back(path, after=9, to_step=5, from_step=9, skips={"train": [[0, 40], [1, 16]]})
+    result = audit(run)
+    assert result.verdict == "clean"
+    told = [
+        (undone.start, undone.stop, undone.first_step, undone.last_step) for e in result.epochs for undone in e.undone
+    ]
+    assert told == [(40, 50, 6, 7), (0, 16, 8, 9)]
+    assert all(len(undone.samples) == 8 for epoch in result.epochs for undone in epoch.undone)
+    assert main_audit(run) == 0
+    assert capsys.readouterr().out.count("by a rollback of steps") == 2
+
+
+def test_a_rollback_that_passes_over_other_samples_than_it_says_is_broken(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=1, last=14), workers=1)
+    roll_back(ledger(run, 1, 0), after=9, to_step=7, from_step=9, skips={"train": [[1, 0], [1, 8]]})
+    result = audit(run)
+    assert states(result) == ["exact", "broken"]
+    assert "does not say that positions 0-15 are passed over" in result.epochs[1].says[0]
+
+
+def test_workers_that_disagree_on_a_rollback_are_a_problem(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=2, last=14), workers=2)
+    for worker, to_step in ((0, 7), (1, 8)):
+        path = ledger(run, 1, worker)
+        roll_back(path, after=9, to_step=to_step, from_step=9, skips={"train": [[1, 0], [1, 16]]})
+    assert audit(run).problems == ("attempt 1: its workers disagree on the rollback after step 9",)
+
+
+def test_a_rollback_to_before_the_attempt_cannot_be(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=1, last=8), workers=1)
+    write_attempt(run, 2, steps(workers=1, first=9, last=14), workers=1, from_step=8)
+    roll_back(ledger(run, 2, 0), after=10, to_step=7, from_step=10, skips={"train": [[1, 0], [1, 24]]})
+    (problem,) = audit(run).problems
+    assert "a rollback from step 10 to step 7 cannot be, in an attempt from step 8" in problem
+
+
+def test_a_rollback_in_void_steps_is_void(run: Path) -> None:
+    write_attempt(run, 1, steps(workers=1, last=9), workers=1)
+    roll_back(ledger(run, 1, 0), after=9, to_step=7, from_step=9, skips={"train": [[1, 0], [1, 16]]})
+    write_attempt(run, 2, steps(workers=1, first=9, last=14), workers=1, from_step=8)
+    result = audit(run)
+    assert result.verdict == "clean"
+    assert not any(epoch.undone for epoch in result.epochs)
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=25))
 def test_the_cover_agrees_with_counting_each_position(ranges: list[tuple[int, int]]) -> None:
     columns = EpochColumns()

@@ -141,6 +141,7 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "save_at_end": (["--no-save-at-end"], False),
     "keep": (["--keep=5"], 5),
     "timeout_s": (["--timeout-s", "30"], 30.0),
+    "balance": (["--balance"], True),
     "silence_s": (["--silence-s", "3"], 3.0),
     "patience_s": (["--patience-s", "5"], 5.0),
     "grace_s": (["--grace-s", "90"], 90.0),

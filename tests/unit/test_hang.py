@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from paceline.comm.lines import is_users
 from paceline.comm.ring import NUM_CALLS, Call, GroupEntry, Ring, Work, read_ring
@@ -16,6 +22,7 @@ from paceline.monitor.doing import Doing, look
 from paceline.monitor.failure import Failure, explain
 from paceline.monitor.hang import FIRST_S, MARGIN_S, Finding, HangDetector, absences, mismatches, sentence
 from paceline.monitor.stacks import StackFile, newest, place_of, stack_text
+from paceline.worker.foreign import COLLECTIVES, KEYWORDS, followed
 
 OWN, USERS = 7, 8  # ids of the run's own group, and of one that the user's code has made
 EVERYBODY = (0, 1, 2, 3)
@@ -288,6 +295,47 @@ def test_two_groups_whose_members_wait_for_each_other_are_a_circle_told_without_
         "worker 1 (a, pid 4701) waits in torch.distributed.all_gather 1 (called at train.py:31 in train, step 812), "
         "which workers 0, 2, 3 have not entered; workers 0, 2, 3 wait in all_reduce 418 ("
     )
+
+
+# ------------------------------------------------------------------------------------------- the user's own collectives
+
+
+@pytest.fixture
+def lonely_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_the_users_own_collectives_are_noted_while_a_run_lasts_and_put_back_afterwards(tmp_path: Path) -> None:
+    ring = Ring.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    names: dict[str, Any] = {"reduce_them": dist.all_reduce, "dist": dist}  # as after an import by name
+    exec(compile("def train(x):\n    reduce_them(x)\n    dist.barrier()", "train.py", "exec"), names)
+    before = {name: getattr(dist, name) for name in COLLECTIVES}
+    with followed(ring, names["train"]):
+        names["train"](torch.ones(3))
+        assert names["reduce_them"] is dist.all_reduce is not before["all_reduce"]
+        distributed_c10d.all_reduce(torch.ones(4))  # torch's own way
+    assert {name: getattr(dist, name) for name in COLLECTIVES} == before
+    assert names["reduce_them"] is before["all_reduce"]
+    image = read_ring(tmp_path / "doing")
+    assert image is not None
+    assert [(one.kind, one.sequence, one.numel, one.dtype) for one in image.calls] == [
+        ("torch.distributed.all_reduce", 1, 3, "float32"),
+        ("torch.distributed.barrier", 2, 0, ""),
+    ]
+    assert [(group.members, group.entered) for group in image.groups] == [((0,), 2)]
+    assert image.waits_for == 0
+
+
+@pytest.mark.usefixtures("lonely_group")
+@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+def test_every_collective_that_is_followed_has_the_parameters_that_the_table_says(name: str) -> None:
+    parameters = list(inspect.signature(getattr(dist, name)).parameters)
+    tensor_at, group_at = COLLECTIVES[name]
+    assert parameters[group_at] == "group"
+    assert tensor_at is None or parameters[tensor_at] == KEYWORDS.get(name, "tensor")
 
 
 # --------------------------------------------------------------------------------------------------------------- stacks

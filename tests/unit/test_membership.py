@@ -76,6 +76,7 @@ def test_a_loss_while_a_generation_forms_replaces_that_one() -> None:
     newer = the(membership.lost([3], 1.0, reason="killed"), Form)
     assert (newer.generation, newer.members, newer.planned) == (2, (0, 2), False)
     assert membership.formed(2, 1, 1.0) == []  # of the old one: too late
+    assert membership.formed(0, 1, 1.0) == []
     assert not membership.is_formed
 
 
@@ -287,6 +288,13 @@ def test_when_only_those_are_left_who_were_asked_to_go_everything_is_saved() -> 
     decisions = membership.lost([0], 1.1, reason="killed")
     assert the(decisions, Form).members == (1,)
     assert the(decisions, Finish).exit_code == PREEMPTED
+
+
+def test_half_a_replica_has_not_the_state() -> None:
+    membership = made(2, each=2)
+    membership.leaving(2, 1.0)
+    membership.ended(2, 1.1)  # worker 3 is still there, but can do nothing alone
+    assert only(membership.lost([0], 1.2, reason="killed"), GiveUp)
 
 
 def test_a_newcomer_that_is_asked_to_leave_is_ended() -> None:

@@ -13,14 +13,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from paceline.cli import audit, export, logs, parity, plan, report, resize, run, status, stop
+from paceline.cli import audit, drill, export, logs, parity, plan, report, resize, run, status, stop
 from paceline.cli.arguments import Commands, Parser, split_script
 from paceline.errors import LaunchError, PacelineError, PlanError
 
 __all__ = ["main"]
 
-STARTS_A_SCRIPT = ("run", "parity")  # and a script has arguments of its own
-COMMANDS = (run, plan, parity, status, logs, stop, resize, report, audit, export)
+STARTS_A_SCRIPT = ("run", "parity", "drill")  # and a script has arguments of its own
+COMMANDS = (run, plan, parity, drill, status, logs, stop, resize, report, audit, export)
 
 EXAMPLES = """\
 examples:

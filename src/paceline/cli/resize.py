@@ -18,8 +18,8 @@ def add(commands: Commands) -> None:
         "resize",
         summary="give a run more or fewer replicas while it goes on",
         description=(
-            "Give an elastic run, Layout(replicas=(least, most)), another number of replicas. New ones join, and others "
-            "leave, between two steps; the batch, and so the training, stays the same."
+            "Give an elastic run, Layout(replicas=(least, most)), another number of replicas. New ones join, and "
+            "others leave, between two steps; the batch, and so the training, stays the same."
         ),
         examples="  paceline resize RUN 6",
     )

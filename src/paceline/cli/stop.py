@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
         commands,
         "stop",
         summary="stop a run",
-        description="Have a run on this host finish the step in hand, save, and end; wait until its processes are gone.",
+        description="Have a run on this host finish the step in hand, save, and end; wait until it has.",
         examples="  paceline stop RUN",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")

@@ -94,10 +94,6 @@ class Membership:
         return self._left_out
 
     @property
-    def leaving_workers(self) -> frozenset[int]:
-        return self._left_out
-
-    @property
     def ending(self) -> Finish | None:
         """What everybody was told, once the run is to end."""
         return self._finish
@@ -303,22 +299,26 @@ class Membership:
         joins, leaves = wanted - self._members, self._members - wanted
         if not joins and not leaves:
             return []
+        if not wanted:
+            return self._interrupt(set(), "those that had it have left")
         parts = [f"{_named(self._roster.of_all(joins))} to join"] if joins else []
         parts += [f"{_named(self._roster.of_all(leaves))} to leave"] if leaves else []
-        return [self._form_planned(", ".join(parts), after=self.generation)]
+        return [self._form_planned(wanted, ", ".join(parts), after=self.generation)]
 
-    def _form_planned(self, reason: str, *, after: int) -> Form:
-        wanted = self._roster.wanted()
-        for replica in self._roster.replicas.values():
+    def _form_planned(self, members: frozenset[int], reason: str, *, after: int) -> Form:
+        for replica in self._roster.of_all(members):
             if replica.state is State.WAITING:
                 replica.state = State.MEMBER
         self._form_by = None
-        return self._form(wanted, reason, planned=True, after=after)
+        return self._form(members, reason, planned=True, after=after)
 
-    def _form_at_once(self, reason: str) -> Form:
+    def _throw_back_newcomers(self) -> None:
         """Who is being taken in, and is not known to have the state, has to say first which of the two it is."""
         for replica in self._roster.pending():
             replica.throw_back(since=self.generation + 1)
+
+    def _form_at_once(self, reason: str) -> Form:
+        self._throw_back_newcomers()
         self._form_by = self._now + self.limits.forming_s
         return self._form(frozenset(self._roster.active), reason, planned=False, after=AT_ONCE)
 
@@ -352,8 +352,13 @@ class Membership:
             return self._interrupt(gone, reason)
         if gone.isdisjoint(self._members):
             return []
-        # Who was only about to join has not interrupted anybody: the others go on until they are between two steps.
-        return [self._form_planned(reason, after=self.form.after)]
+        # Who was only about to join has interrupted nobody: the others go on until they are between two steps. But some
+        # may have been stepping with it already, and newcomers cannot be sent the state within a step: they join later.
+        wanted = self._roster.wanted(joins=False)
+        if not wanted:
+            return self._interrupt(gone, reason)
+        self._throw_back_newcomers()
+        return [self._form_planned(wanted, reason, after=self.form.after)]
 
     def _interrupt(self, gone: set[int], reason: str) -> list[Decision]:
         """Go on at once with all who have the state and stay; where there are none, with all who may have it."""

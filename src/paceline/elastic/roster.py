@@ -77,12 +77,15 @@ class Roster:
         """Those that are being taken in, and are not known to have the state."""
         return [replica for replica in self.all_in(State.MEMBER) if not self.has_state(replica)]
 
-    def wanted(self) -> frozenset[int]:
-        """Who is to be in the next planned generation: the state must not go with those who leave."""
-        staying = self.all_in(State.MEMBER, State.WAITING)
-        if not any(self.has_state(replica) for replica in staying):
-            staying += [replica for replica in self.all_in(State.LEAVING) if self.has_state(replica)]
-        return frozenset(worker for replica in staying for worker in replica.workers)
+    def wanted(self, *, joins: bool = True) -> frozenset[int]:
+        """Who is to be in the next planned generation: the state must not go with those who leave.
+
+        `joins`: with those who have it not.
+        """
+        having = [replica for replica in self.all_in(State.MEMBER) if self.has_state(replica)]
+        having = having or [replica for replica in self.all_in(State.LEAVING) if self.has_state(replica)]
+        newcomers = [*self.pending(), *self.all_in(State.WAITING)] if joins and having else []
+        return frozenset(worker for replica in [*having, *newcomers] for worker in replica.workers)
 
     def free_numbers(self, count: int) -> list[int]:
         """The lowest numbers that nobody has."""

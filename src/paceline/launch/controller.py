@@ -71,7 +71,9 @@ class Controller:
         self._step = max(self._step, int(notice.get("step", 0)))
         match notice["op"]:
             case "ready":
-                self._do(membership.ready(worker, now))
+                self._do(membership.ready(worker, now, generation=int(notice["generation"])))
+            case "stuck":
+                self._do(membership.stuck(worker, int(notice["generation"]), now, peer=notice.get("peer")))
             case "formed":
                 self._note_formed(worker, notice)
                 self._do(membership.formed(worker, int(notice["generation"]), now))
@@ -93,9 +95,9 @@ class Controller:
         now = time.monotonic()
         self._do(self._membership.lost([one.worker for one in exits], now, reason=reasons[0], replace=replace))
 
-    def ended(self, worker: int) -> None:
-        """A worker has ended in good order, which was asked to leave, or is no longer needed."""
-        self._do(self._membership.lost([worker], time.monotonic(), reason=f"worker {worker} has left", replace=False))
+    def ended(self, worker: int, *, has_saved: bool) -> None:
+        """A worker has ended in good order: it left as it was to, or its program has come to its end."""
+        self._do(self._membership.ended(worker, time.monotonic(), has_saved=has_saved))
 
     def resize(self, replicas: int) -> None:
         """Go on with so many; ValueError where the plan does not allow it."""
@@ -119,7 +121,8 @@ class Controller:
                     for worker in decision.workers:
                         self._crews.start(worker, workers=self._membership.num_workers)
                 case EndWorker():
-                    self._note_lost(decision.worker, decision.reason, "", since_s=decision.silent_s)
+                    if decision.worker in self._members:
+                        self._note_lost(decision.worker, decision.reason, "", since_s=decision.silent_s)
                     self._crews.kill(decision.worker)
                 case Finish():
                     for worker in self._membership.workers:
@@ -132,7 +135,7 @@ class Controller:
         if self._incident is not None and not form.planned:
             self._incident.generation = form.generation
         message = form.to_json()
-        for worker in {*form.members, *self._membership.leaving_workers}:
+        for worker in {*form.members, *self._membership.left_out}:
             self._crews.tell(worker, message)
 
     def _note_lost(self, worker: int, reason: str, host: str, *, since_s: float = 0.0) -> None:

@@ -53,6 +53,8 @@ class Crew:
         self._parent, self._loop, self._listener, self._say = parent, loop, listener, say
         self._links: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
+        self._retired: set[int] = set()  # pids of workers that were killed one by one
+        self._doomed: dict[int, int] = {}  # such of them as had not been started, by rank
         self._guests: set[int] = set()
         self._forked = False
         self._told = False  # to end
@@ -100,8 +102,17 @@ class Crew:
 
     def kill_worker(self, worker: int) -> None:
         """Send SIGKILL to one worker's process group."""
-        if worker in self.alive and self._parent is not None:
-            self._parent.signal(worker, signal.SIGKILL)
+        if worker not in self.alive or self._parent is None:
+            return
+        self._parent.signal(worker, signal.SIGKILL)
+        # It may have a successor before its end is heard of: from now on it is nobody's.
+        if worker in self._pids:
+            self._retired.add(self._pids.pop(worker))
+        else:
+            self._doomed[worker] = self._doomed.get(worker, 0) + 1
+        del self.alive[worker]
+        if worker in self._links:
+            self._links.pop(worker).close()
 
     def ask_stack(self, worker: int) -> None:
         """Have a worker write its Python stacks into its directory (a worker in this very process has a debugger)."""
@@ -186,6 +197,9 @@ class Crew:
             case "failed":
                 what = f"{message['kind']} while importing what workers need: {message['message']}"
                 raise LaunchError(f"{what}\n\n{message['traceback'].rstrip()}")
+            case "started" if self._doomed.get(message["worker"], 0) > 0:
+                self._doomed[message["worker"]] -= 1  # it was to be killed before it began
+                self._retired.add(message["pid"])
             case "started":
                 self._pids[message["worker"]] = message["pid"]
                 self._listener.started(message["worker"], message["pid"])
@@ -194,6 +208,8 @@ class Crew:
                     f"worker {message['worker']} could not be forked: {message['reason']}. Free memory or processes "
                     "(ulimit -u, the container's pids limit), or use fewer workers."
                 )
+            case "exited" if message["pid"] in self._retired:
+                self._retired.discard(message["pid"])
             case "exited":
                 self._exited(message["worker"], message["exit_code"], message["signal"], message["peak_memory_bytes"])
             case op:

@@ -142,7 +142,7 @@ class Head:
     def exited(self, ended: WorkerExit) -> None:
         if self.outcome is not None or ended.worker in self._exits or ended.worker not in self._expected:
             return
-        if self._controller is not None and not self._ending and self._survived([ended]):
+        if self._controller is not None and not self._ending and self._goes_on(self._controller, ended):
             return
         self._exits[ended.worker] = ended
         if ended.failed and not self._ending and self._end_at is None:
@@ -178,8 +178,8 @@ class Head:
             return {"error": f"this run does not understand {dict(request)}"}
         if self._controller is None:
             return {
-                "error": "the run has a fixed number of replicas (or has not begun): only Layout(replicas=(least, most)) "
-                "can be resized while it goes on"
+                "error": "the run has a fixed number of replicas (or has not begun): only "
+                "Layout(replicas=(least, most)) can be resized while it goes on"
             }
         if self._ending or self._leave_by is not None:
             return {"error": "the run is ending"}
@@ -319,8 +319,8 @@ class Head:
 
     def give_up(self, reason: str) -> None:
         """Nobody is left who could go on."""
-        failure = lost(0, host=self.host, pid=0, kind="WorkersLost", message=reason)
-        self._finish(Outcome(state="failed", exit_code=TOO_FEW, failures=(failure,), reason=reason))
+        self._say(f"{reason}: run the same command again to go on from the newest checkpoint")
+        self._finish(Outcome(state="stopped", exit_code=TOO_FEW, reason=reason))
 
     def _emptiest(self, worker: int) -> Guest | None:
         """The host for a worker that has none: that with the fewest; None: this one."""
@@ -369,17 +369,22 @@ class Head:
                 del self._exits[ended.worker]
                 self.exited(ended)
 
+    def _goes_on(self, controller: Controller, ended: WorkerExit) -> bool:
+        """Tell the controller how a worker of an elastic run has ended; returns whether the run goes on without it."""
+        if ended.failed:
+            return self._survived([ended])
+        was_member = controller.is_member(ended.worker)
+        controller.ended(ended.worker, has_saved=ended.has_left)
+        if not was_member and not ended.has_left:
+            self._expected.discard(ended.worker)
+        return not was_member and not ended.has_left
+
     def _survived(self, exits: Sequence[WorkerExit], *, replace: bool = True) -> bool:
         """Whether an elastic run goes on without these workers; an error of the user's program is no such loss."""
         controller = self._controller
         if controller is None:
             return False
-        lost_ones = [ended for ended in exits if _is_loss(ended)]
-        if len(lost_ones) < len(exits):
-            if len(exits) == 1 and exits[0].exit_code == 0 and not controller.is_member(exits[0].worker):
-                self._expected.discard(exits[0].worker)
-                controller.ended(exits[0].worker)
-                return True
+        if not all(map(_is_loss, exits)):
             return False
         self._expected.difference_update(ended.worker for ended in exits)
         controller.lost(exits, replace=replace)

@@ -13,7 +13,7 @@ import functools
 import json as json_text
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.monitor.cover import Cover, column
-from paceline.monitor.ledgers import Attempt, EpochColumns, Ledgers, Stream
+from paceline.monitor.ledgers import Attempt, EpochColumns, Ledgers, Rollback, Stream
 from paceline.monitor.once import workers_text
 from paceline.monitor.run_record import RunRecord
 
-__all__ = ["AuditResult", "EpochAudit", "Missing", "Repeated", "audit", "main_audit"]
+__all__ = ["AuditResult", "EpochAudit", "Missing", "Repeated", "Undone", "audit", "main_audit"]
 
 MOST_LISTED = 20  # missing or repeated ranges of an epoch; steps that only some workers committed
 MOST_INDICES = 8  # samples named for a range
@@ -58,6 +58,18 @@ class Repeated:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Undone:
+    """Positions [start, stop) whose steps a rollback has undone: used once, and not used again."""
+
+    start: int
+    stop: int
+    first_step: int
+    last_step: int
+    to_step: int  # whose state came back
+    samples: Samples  # dataset indices of the first of them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpochAudit:
     """The verdict on one epoch of one stream.
 
@@ -79,6 +91,7 @@ class EpochAudit:
     missing: tuple[Missing, ...]  # the first ones
     repeated: tuple[Repeated, ...]  # the first ones
     skipped_steps: tuple[int, ...]  # used their samples without changing the weights
+    undone: tuple[Undone, ...]
     is_permutation: bool | None  # None: not tried
     says: tuple[str, ...]  # what is wrong, in words
 
@@ -126,8 +139,9 @@ def audit(run_dir: Path | str) -> AuditResult:
         present = [epoch for name, epoch in ledgers.epochs if name == stream]
         absent = sorted(set(range(min(present), last)) - set(present))
         problems += [f"stream {stream}: epoch {epoch} has no step at all, though epoch {last} has" for epoch in absent]
+    rollbacks = [rollback for attempt in ledgers.attempts for _, rollback in sorted(attempt.rollbacks.items())]
     epochs = tuple(
-        _judge(stream, epoch, ledgers.epochs[stream, epoch], is_last=epoch == last_epochs[stream])
+        _judge(stream, epoch, ledgers.epochs[stream, epoch], rollbacks, is_last=epoch == last_epochs[stream])
         for stream, epoch in sorted(ledgers.epochs)
     )
     return AuditResult(
@@ -159,7 +173,7 @@ def main_audit(run_dir: Path | str, json: bool = False) -> int:
 # ------------------------------------------------------------------------------------------------------------ one epoch
 
 
-def _judge(name: str, epoch: int, columns: EpochColumns, *, is_last: bool) -> EpochAudit:
+def _judge(name: str, epoch: int, columns: EpochColumns, rollbacks: list[Rollback], *, is_last: bool) -> EpochAudit:
     stream = columns.streams[-1]
     cover = Cover(columns)
     samples, is_endless = stream.samples or 0, stream.samples is None
@@ -169,7 +183,7 @@ def _judge(name: str, epoch: int, columns: EpochColumns, *, is_last: bool) -> Ep
     if is_short:
         missing.append((cover.end, total, cover.last_holder, None))
     num_missing = sum(stop - start for start, stop, _, _ in missing)
-    says = list(_contradictions(columns, cover.end, total))
+    says = [*_contradictions(columns, cover.end, total), *_beyond_rollback(name, epoch, cover, rollbacks)]
     if num_missing:
         says.append(f"{num_missing:,} samples were not used")
     if cover.num_repeated:
@@ -196,6 +210,7 @@ def _judge(name: str, epoch: int, columns: EpochColumns, *, is_last: bool) -> Ep
         missing=tuple(_missing(cover, gap, named(*gap[:2])) for gap in missing[:MOST_LISTED]),
         repeated=tuple(_repeated(cover, overlap, named(*overlap[:2])) for overlap in repeated[:MOST_LISTED]),
         skipped_steps=tuple(sorted(columns.skipped_steps)),
+        undone=tuple(_undone(cover, rollbacks, named)),
         is_permutation=is_permutation,
         says=tuple(says),
     )
@@ -224,6 +239,36 @@ def _repeated(cover: Cover, overlap: tuple[int, int, int, int], samples: Samples
     start, stop, *rows = overlap
     one, other = sorted((int(cover.steps[row]), int(cover.workers[row])) for row in rows)
     return Repeated(start=start, stop=stop, steps=(one[0], other[0]), workers=(one[1], other[1]), samples=samples)
+
+
+def _undone(cover: Cover, rollbacks: list[Rollback], named: Callable[[int, int], Samples]) -> Iterator[Undone]:
+    """What each rollback has undone of an epoch; a later one that went back as far has undone that, too."""
+    for number, rollback in enumerate(rollbacks):
+        if any(later.to_step <= rollback.to_step for later in rollbacks[number + 1 :]):
+            continue
+        span = cover.span(after_step=rollback.to_step, until_step=rollback.from_step)
+        if span is not None:
+            start, stop, first_step, last_step = span
+            yield Undone(
+                start=start,
+                stop=stop,
+                first_step=first_step,
+                last_step=last_step,
+                to_step=rollback.to_step,
+                samples=named(start, stop),
+            )
+
+
+def _beyond_rollback(name: str, epoch: int, cover: Cover, rollbacks: list[Rollback]) -> Iterator[str]:
+    """Say where a rollback undid other samples than its own line in the ledger says."""
+    for rollback in rollbacks:
+        span = cover.span(after_step=rollback.to_step, until_step=rollback.from_step)
+        told = [(begin, end) for stream, begin, end in rollback.skips if stream == name]
+        if span is not None and not any(begin <= (epoch, span[0]) and (epoch, span[1]) <= end for begin, end in told):
+            yield (
+                f"the rollback from step {rollback.from_step} to step {rollback.to_step} does not say that positions "
+                f"{span[0]:,}-{span[1] - 1:,} are passed over"
+            )
 
 
 def _end_of_epoch(columns: EpochColumns, reached: int) -> tuple[int, bool]:

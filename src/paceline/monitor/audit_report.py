@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from paceline.monitor.audit import AuditResult, EpochAudit, Missing, Repeated
+from paceline.monitor.audit import AuditResult, EpochAudit, Missing, Repeated, Undone
 from paceline.monitor.files import local_path
 
 __all__ = ["report"]
@@ -35,7 +35,7 @@ def report(result: AuditResult) -> str:
 
 def _kind(epoch: EpochAudit) -> tuple[object, ...]:
     """Equal for neighbours that one line can tell of."""
-    is_plain = epoch.state == "exact" and not epoch.skipped_steps
+    is_plain = epoch.state == "exact" and not epoch.skipped_steps and not epoch.undone
     return (epoch.stream, epoch.num_samples, epoch.is_permutation) if is_plain else (epoch.stream, epoch.epoch, "alone")
 
 
@@ -69,6 +69,10 @@ def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
     if epoch.skipped_steps:
         steps = ", ".join(map(str, epoch.skipped_steps[:MOST_STEPS]))
         yield f"    skipped (samples used, weights unchanged): step{'s' * (len(epoch.skipped_steps) > 1)} {steps}"
+    for undone in epoch.undone:
+        first, last = undone.first_step, undone.last_step
+        steps = f"step {first}" if first == last else f"steps {first}-{last}"
+        yield f"    undone    {_positions(undone)}, by a rollback of {steps} to step {undone.to_step}: not used again"
     for gap in epoch.missing:
         yield f"    missing   {_positions(gap)}, {_between(gap)}"
     for twice in epoch.repeated:
@@ -82,7 +86,7 @@ def _since(epoch: EpochAudit) -> str:
     return f" from position {epoch.begins_at:,} on" if epoch.begins_at else ""
 
 
-def _positions(found: Missing | Repeated) -> str:
+def _positions(found: Missing | Repeated | Undone) -> str:
     count = found.stop - found.start
     more = ", ..." if count > len(found.samples) else ""
     which = f"position {found.start:,}" if count == 1 else f"positions {found.start:,}-{found.stop - 1:,}"

@@ -37,6 +37,15 @@ class Cover:
     def last_holder(self) -> int | None:
         return int(self._holder[-1]) if len(self._holder) else None
 
+    def span(self, *, after_step: int, until_step: int) -> tuple[int, int, int, int] | None:
+        """Return where the ranges of steps (after_step, until_step] begin and end, and the first and last of these
+        steps; None where there is none."""
+        rows = (self.steps > after_step) & (self.steps <= until_step)
+        if not rows.any():
+            return None
+        steps = self.steps[rows]
+        return int(self._starts[rows].min()), int(self._stops[rows].max()), int(steps.min()), int(steps.max())
+
     def gaps(self) -> Iterator[tuple[int, int, int | None, int | None]]:
         """Yield (start, stop, row before, row after) of what no range covers, before the end."""
         for row in np.flatnonzero(self._starts > self._before).tolist():

@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.monitor.files import local_path, worker_number
 
-__all__ = ["Attempt", "EpochColumns", "Ledgers", "Stream"]
+__all__ = ["Attempt", "EpochColumns", "Ledgers", "Rollback", "Stream"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,16 @@ class Whole:
     num_told: int = 0  # positions that members say they ran
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rollback:
+    """After `from_step` the weights became those of `to_step` again: the steps between are undone, their samples are
+    not used again."""
+
+    to_step: int
+    from_step: int
+    skips: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...]  # stream, and the (epoch, position) of both steps
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Attempt:
     """What the ledgers of one attempt say of its steps."""
@@ -64,6 +74,7 @@ class Attempt:
     until_step: float = 0  # later steps are void; until it is found in the line, all are
     steps: dict[str, dict[int, array[int]]] = dataclasses.field(default_factory=dict[str, "dict[int, array[int]]"])
     wholes: dict[tuple[str, int], Whole] = dataclasses.field(default_factory=dict[tuple[str, int], "Whole"])
+    rollbacks: dict[int, Rollback] = dataclasses.field(default_factory=dict[int, Rollback])  # by from_step
     void_steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))
 
 
@@ -150,6 +161,8 @@ class Ledgers:
                 if "step" in line:
                     has_stepped = True
                     self._take_step(attempt, worker, line, streams)
+                elif "rollback" in line:
+                    self._take_rollback(attempt, line["rollback"])
                 elif "joins" in line:
                     pass  # a worker that came later; what it took over was another worker's
                 elif "stream" in line:
@@ -192,6 +205,24 @@ class Ledgers:
             columns.stops.append(stop)
             columns.steps.append(step)
             columns.workers.append(worker)
+
+    def _take_rollback(self, attempt: Attempt, told: dict[str, Any]) -> None:
+        skips = tuple(
+            (str(name), (int(begin[0]), int(begin[1])), (int(end[0]), int(end[1])))
+            for name, (begin, end) in sorted(told["skips"].items())
+        )
+        rollback = Rollback(to_step=int(told["to_step"]), from_step=int(told["from_step"]), skips=skips)
+        if rollback.from_step > attempt.until_step:  # a later attempt went on from before it: its steps are void
+            return
+        if not attempt.begun.from_step <= rollback.to_step < rollback.from_step:
+            raise ValueError(
+                f"a rollback from step {rollback.from_step} to step {rollback.to_step} cannot be, in an attempt from "
+                f"step {attempt.begun.from_step}"
+            )
+        if attempt.rollbacks.setdefault(rollback.from_step, rollback) != rollback:
+            self.problems.append(
+                f"attempt {attempt.number}: its workers disagree on the rollback after step {rollback.from_step}"
+            )
 
     def _take_whole(self, attempt: Attempt, line: dict[str, Any], ranges: list[tuple[int, int]]) -> bool:
         """Compare what a member of an elastic run says of a step with what others said; True: it is known already."""

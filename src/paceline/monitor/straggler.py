@@ -60,6 +60,7 @@ class StragglerDetector:
 
     def look(self, doings: Mapping[int, Doing], now: float) -> list[str]:
         """Return what is new, as sentences."""
+        doings = {worker: doing for worker, doing in doings.items() if doing.state != "gone"}
         for worker in self._samples.keys() - doings.keys():
             del self._samples[worker]
         for worker, doing in doings.items():

@@ -21,9 +21,11 @@ from paceline.events import (
     Record,
     Regrouped,
     Reported,
+    SpikeSeen,
     StepDone,
     StreamOpened,
     Warned,
+    WeightsDiffer,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -194,6 +196,8 @@ class Watch:
                     continue
                 case Evaluated() | Reported() | StreamOpened() if record.worker not in (None, self._speaker):
                     continue  # equal on all workers (or, for reports between steps, the first one's word)
+                case SpikeSeen() | WeightsDiffer() if record.worker not in (None, self._speaker):
+                    continue
                 case WorkerLost(rank=worker) if worker in self._members:
                     self._pass_on(record)
                     continue  # what became of it is told when the others have formed again

@@ -17,7 +17,9 @@ from paceline.events import (
     Event,
     Regrouped,
     Reported,
+    SpikeSeen,
     StreamOpened,
+    WeightsDiffer,
     WorkerJoined,
     WorkerLost,
     WorkerStarted,
@@ -33,6 +35,7 @@ __all__ = [
     "Goal",
     "Interval",
     "closing_table",
+    "differ_text",
     "ending_text",
     "event_line",
     "number_text",
@@ -40,6 +43,7 @@ __all__ = [
     "ready_line",
     "regrouped_text",
     "shares_text",
+    "spike_text",
 ]
 
 SHORT: dict[str, str] = dict(zip((*PHASES, OTHER), ("data", "compute", "comm", "optim", "other"), strict=True))
@@ -146,6 +150,10 @@ def event_line(event: Event) -> str | None:
             return f"{reason} before it had joined"
         case Regrouped(causes=causes, step=step) as regrouped:
             return f"{', '.join(causes)} after step {step}: {regrouped_text(regrouped)}"
+        case SpikeSeen() as spike:
+            return spike_text(spike)
+        case WeightsDiffer() as differ:
+            return differ_text(differ)
         case WorkerJoined(rank=worker, step=step, after_s=after_s):
             return f"worker {worker} joined at step {step}, {after_s:.2f} s after the loss"
         case _:
@@ -163,6 +171,31 @@ def regrouped_text(regrouped: Regrouped) -> str:
         f"detected in {regrouped.detected_s:.2f} s, regrouped in {regrouped.regrouped_s:.2f} s; "
         f"{who} {what}, steps lost {lost}, samples repeated {repeated}"
     )
+
+
+def spike_text(spike: SpikeSeen) -> str:
+    """Return "step 812  loss 47.3, expected at most 3.1: ..." with what is done about it."""
+    if spike.expected is not None:
+        what = f"loss {number_text(spike.loss)}, expected at most {number_text(spike.expected)}"
+    else:
+        what = f"loss {number_text(spike.loss)}, or a gradient, is not finite"
+    first = 0 if spike.to_step is None else spike.to_step + 1
+    steps = f"step {first} is" if first == spike.step else f"steps {first}-{spike.step} are"
+    done = {
+        "skip": "no worker takes the step, its samples count as used",
+        "rollback": f"rolled back to step {spike.to_step}; {steps} undone, the samples are not used again",
+    }
+    return f"step {spike.step}  SPIKE: {what}: {done.get(spike.action, 'the run stops')}"
+
+
+def differ_text(differ: WeightsDiffer) -> str:
+    """Return whose weights differ, where, since when, and from whom they got the others'."""
+    who = ", ".join(differ.who)
+    since = f"since a step after {differ.since_step}, first in {differ.first}"
+    if differ.source is None:
+        return f"step {differ.step}  WEIGHTS DIFFER {since}, and no majority says whose are right: {who}"
+    others = f"those of {differ.num_alike} others" if differ.num_alike > 1 else "the others'"
+    return f"step {differ.step}  WEIGHTS DIFFER from {others} {since}: {who}; healed from worker {differ.source}"
 
 
 def ready_line(started: Collection[WorkerStarted]) -> str:

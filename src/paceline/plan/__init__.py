@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.errors import PlanError
 from paceline.plan.batch import Batch
 from paceline.plan.compute import Compute
+from paceline.plan.guard import Guard
 from paceline.plan.job import Assignment, Job
 from paceline.plan.job_file import read_job_file
 from paceline.plan.layout import Layout
@@ -21,6 +22,7 @@ __all__ = [
     "Broken",
     "Cast",
     "Compute",
+    "Guard",
     "Job",
     "Layout",
     "Plan",

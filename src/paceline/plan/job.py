@@ -38,6 +38,7 @@ class Job:
     save_at_end: bool = True  # one more checkpoint after the last step
     keep: int = 3  # newest complete checkpoints that are kept
     timeout_s: float = 600.0  # a worker waits this long for its peers
+    balance: bool = False  # give persistently slower workers fewer micro-batches of each step
     silence_s: float = 10.0  # elastic runs: a worker that is not heard of for so long is lost
     patience_s: float = 60.0  # elastic runs: with fewer replicas than the plan's least, for so long, save and end
     grace_s: float = 30.0  # after SIGTERM the workers may take so long to finish the step, save and leave

@@ -1,4 +1,4 @@
-"""A Plan is everything about a run that can change its numbers or the bytes it moves: five parts, each with a default.
+"""A Plan is everything about a run that can change its numbers or the bytes it moves: six parts, each with a default.
 
 As text it is one line, short and safe as a file name, and it reads back to the same plan:
 
@@ -18,6 +18,7 @@ from paceline import config
 from paceline.errors import PlanError
 from paceline.plan.batch import Batch
 from paceline.plan.compute import Compute
+from paceline.plan.guard import Guard
 from paceline.plan.layout import Layout
 from paceline.plan.not_built import kind
 from paceline.plan.part import Part
@@ -33,13 +34,14 @@ PLUS_OUTSIDE_BRACKETS = re.compile(r"\+(?![^()]*\))")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan(Part):
-    """How a model is laid out, how replicas agree, what travels between them, the global batch, and the arithmetic."""
+    """Layout of a model, agreement of replicas, what travels between them, batch, arithmetic, and bad numbers."""
 
     layout: Layout = dataclasses.field(default_factory=Layout)
     sync: Sync = dataclasses.field(default_factory=AllReduce)
     wire: Wire = dataclasses.field(default_factory=Raw)
     batch: Batch = dataclasses.field(default_factory=Batch)
     compute: Compute = dataclasses.field(default_factory=Compute)
+    guard: Guard = dataclasses.field(default_factory=Guard)
 
     def __post_init__(self) -> None:
         config.check_fields(self)

@@ -7,10 +7,11 @@ keep a worker's reads close together and its ledger lines short.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-__all__ = ["Micro", "deal", "micro_batches", "step_ranges"]
+__all__ = ["Micro", "deal", "deal_by_speed", "micro_batches", "step_ranges"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +44,22 @@ def micro_batches(start: int, stop: int, micro: int) -> tuple[Micro, ...]:
     """
     parts = deal(stop - start, -(-(stop - start) // micro))
     return tuple(Micro(index, start + part.start, start + part.stop) for index, part in enumerate(parts))
+
+
+def deal_by_speed(num_micro: int, seconds: Sequence[float]) -> tuple[range, ...]:
+    """Deal 0..num_micro-1 in contiguous runs so that the slowest is done as early as can be.
+
+    `seconds`: what one micro-batch takes each worker. Everybody gets at least one, if there are enough: a worker that
+    runs none can no longer be measured. Each further micro-batch goes to whoever would be done with it first.
+    """
+    counts = [0] * len(seconds)
+    waiting = [(0.0, place) for place in range(len(seconds))]  # done with what it has; those without any come first
+    for _ in range(num_micro):
+        _, place = heapq.heappop(waiting)
+        counts[place] += 1
+        heapq.heappush(waiting, ((counts[place] + 1) * max(seconds[place], 1e-9), place))
+    bounds = list(itertools.accumulate(counts, initial=0))
+    return tuple(range(a, b) for a, b in itertools.pairwise(bounds))
 
 
 def deal(num_micro: int, num_shares: int) -> tuple[range, ...]:

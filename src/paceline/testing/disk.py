@@ -1,4 +1,4 @@
-"""The disk of a run's checkpoints: a small file system of its own that can be full, and damage done to a checkpoint."""
+"""The disk of a run's checkpoints: a small file system of its own that can be full, and a torn checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.checkpoint.folder import read_mark
 from paceline.errors import CheckpointError
 
-__all__ = ["Disk", "complete", "damage", "mounted"]
+__all__ = ["Disk", "complete", "mounted", "tear"]
 
 
 class Disk:
@@ -62,12 +62,8 @@ def complete(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def damage(checkpoint: Path) -> Path:
-    """Change a byte in the middle of a checkpoint's largest file, whose size stays; returns the file."""
+def tear(checkpoint: Path) -> Path:
+    """Cut a checkpoint's largest file in half, as a power failure leaves what was not on the disk yet; returns it."""
     path = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
-    with open(path, "r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        (byte,) = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 0xFF]))
+    os.truncate(path, path.stat().st_size // 2)
     return path

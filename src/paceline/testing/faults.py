@@ -28,7 +28,7 @@ KINDS = {  # and what each is, for people
     "slow": "the worker computes several times slower",
     "cut": "the worker is cut off from all others",
     "full_disk": "the disk of the checkpoints is full during one save",
-    "torn_checkpoint": "everything is killed in the middle of a save, and the newest whole checkpoint is damaged",
+    "torn_checkpoint": "everything is killed in the middle of a save, and the newest whole checkpoint is torn",
 }
 PLACES = {  # in the order in which a step comes by them
     "forward": "in the forward pass",
@@ -86,6 +86,11 @@ class Fault:
         """Whether the run goes on without the worker, if it can."""
         return self.kind in LOSES_A_WORKER and self.seconds is None
 
+    @property
+    def ends_the_run(self) -> bool:
+        """Whether the whole run is killed, to be started again."""
+        return self.kind == "torn_checkpoint"
+
     def __str__(self) -> str:
         fields = [field for field in dataclasses.fields(self) if field.name != "kind"]
         told = [(field.name, getattr(self, field.name)) for field in fields if self._is_told(field)]
@@ -108,10 +113,11 @@ class Fault:
                 fields[name] = readers[name](value)
             except ValueError:
                 raise PlanError(f"{text.strip()}: {name} is {value!r}; it must be a number.") from None
-        missing = [name for name in ("worker", "step") if name not in fields]
-        if missing and kind in KINDS:
-            raise PlanError(f"{text.strip()}: say the {' and the '.join(missing)}, as in {kind}:worker=1,step=10.")
-        return cls(kind=kind, **{"worker": 0, "step": 1, **fields})
+        for name in ("worker", "step"):
+            if name not in fields and kind in KINDS:
+                raise PlanError(f"{text.strip()}: say the {name} too, as in {kind}:worker=1,step=10.")
+        fields = {"kind": kind, "worker": 0, "step": 1} | fields
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,7 +203,7 @@ def _drawn(draw: random.Random, kind: str, workers: Sequence[int], between: tupl
 
 
 def _spans(steps: int, num: int) -> Iterator[tuple[int, int]]:
-    """Cut the middle half of the steps into `num` parts: before it little has happened, after it little would be seen."""
+    """Cut the middle half of the steps into `num` parts: before it little was done, after it little would be seen."""
     first, last = max(2, steps // 4), max(3, steps * 3 // 4)
     for number in range(num):
         low = first + (last - first) * number // num

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
-import json
 import os
 import signal
 import socket
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from paceline.comm.ring import Ring
-from paceline.testing.faults import PLACES, Fault, Programme
+from paceline.testing.faults import PLACES, Fault
 from paceline.testing.notes import Notes
 
 __all__ = ["arm"]
@@ -66,6 +65,7 @@ class _Doom:
         self._calls: dict[int, str] = {}  # what is under way in this step, by the ring's serial
         self._slow: Fault | None = None
         self._hook: Any = None
+        self._refuses = False  # the disk is said to be full
 
     # What the worker says of itself.
 
@@ -99,7 +99,7 @@ class _Doom:
 
     def listen_to_the_writer(self) -> None:
         """The functions that write a checkpoint are wrapped: only the worker that writes comes by."""
-        module = importlib.import_module(WRITER)
+        module: Any = importlib.import_module(WRITER)
         write, write_mark = module.Writer._write, module.write_mark
 
         @functools.wraps(write)
@@ -117,11 +117,11 @@ class _Doom:
 
     # Where faults come.
 
-    _refuses = False  # the disk is said to be full
-
     def _during_save(self, step: int, write: Callable[[], None]) -> None:
         """A whole save, in the thread that writes; the disk may be full for as long as it takes."""
-        full = [number for number, fault in self._faults.items() if fault.kind == "full_disk" and self._has(fault, step)]
+        full = [
+            number for number, fault in self._faults.items() if fault.kind == "full_disk" and self._has(fault, step)
+        ]
         if not full or not self._notes.came(full[0], step=step, place="save"):
             write()
             return

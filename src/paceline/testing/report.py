@@ -10,12 +10,12 @@ from pathlib import Path
 
 from paceline.events import CheckpointFailed, CheckpointSkipped, Record, Regrouped, StepDone, WorkerStarted
 from paceline.monitor.audit import AuditResult, audit
-from paceline.monitor.stream import EventStream
+from paceline.monitor.stream import Tail
 from paceline.plan import Plan
-from paceline.testing.faults import Programme
+from paceline.testing.faults import Fault, Programme
 from paceline.testing.notes import Came, Notes
 
-__all__ = ["TOLERANCE", "Report", "Start", "read_report"]
+__all__ = ["TOLERANCE", "Report", "Start", "read_report", "recovery_s"]
 
 TOLERANCE = 1e-5  # of losses, relative
 
@@ -48,7 +48,7 @@ class Report:
     failed_saves: tuple[int, ...]  # steps
     passed_over: tuple[str, ...]  # checkpoints that a start did not take, and said so
     audit: AuditResult
-    recovery_s: tuple[float | None, ...]  # of each fault: until the next step was committed
+    recovery_s: tuple[float | None, ...]  # of each fault that loses anybody: until a step was committed
     notes: tuple[str, ...]  # how faults were made, where there is a choice
 
     @property
@@ -88,7 +88,7 @@ class Report:
     def may_restart(self) -> bool:
         """Whether what came may end the run, to be started again by the same command."""
         kinds = {fault.kind for fault in self.programme if not self.is_elastic and fault.loses_a_worker}
-        return bool(kinds) or any(fault.kind == "torn_checkpoint" for fault in self.programme)
+        return bool(kinds) or any(fault.ends_the_run for fault in self.programme)
 
     def _unhappened(self) -> Iterator[str]:
         for fault, came in zip(self.programme, self.came, strict=True):
@@ -125,11 +125,9 @@ class Report:
         for start, resumed in zip(self.starts[1:], self.resumed_from[1:], strict=False):
             if resumed != start.resumable_step:
                 yield f"a start went on from step {resumed}; the newest whole checkpoint is of {start.resumable_step}"
-        torn = any(
-            fault.kind == "torn_checkpoint" and came for fault, came in zip(self.programme, self.came, strict=True)
-        )
+        torn = any(fault.ends_the_run and came for fault, came in zip(self.programme, self.came, strict=True))
         if torn and not self.passed_over:
-            yield "the start after the damage did not name the checkpoints that it passed over"
+            yield "the start after that did not name the checkpoints that it passed over"
 
 
 def read_report(
@@ -150,18 +148,21 @@ def read_report(
         committed=tuple(_committed(run_dir / f"attempt_{number}") for number in range(1, len(starts) + 1)),
         plan=Plan.parse(began[0].plan if began else like),
         workers=began[0].workers if began else 0,
-        losses=dict(_losses(run_dir / "metrics.jsonl")),
+        losses=_losses(attempts),
         regrouped=tuple(record.event for record in records if isinstance(record.event, Regrouped)),
         failed_saves=tuple(record.event.step for record in records if isinstance(record.event, CheckpointFailed)),
         passed_over=tuple(record.event.path for record in records if isinstance(record.event, CheckpointSkipped)),
         audit=audit(run_dir),
-        recovery_s=tuple(None if one is None else _recovery_s(one, records) for one in came),
+        recovery_s=tuple(
+            recovery_s(fault, one, attempts) if one is not None else None
+            for fault, one in zip(notes.programme, came, strict=True)
+        ),
         notes=tuple(how),
     )
 
 
 def _records(run_dir: Path, attempt: int) -> list[Record]:
-    stream = EventStream(run_dir, attempt)
+    stream = Tail(run_dir, attempt)
     try:
         return stream.poll(None)
     finally:
@@ -169,7 +170,9 @@ def _records(run_dir: Path, attempt: int) -> list[Record]:
 
 
 def _resumed_from(records: Sequence[Record]) -> int:
-    return min((record.event.resumed_from_step for record in records if isinstance(record.event, WorkerStarted)), default=0)
+    """Where the first ones began; who joins later says nothing of that."""
+    started = [record.event for record in records if isinstance(record.event, WorkerStarted)]
+    return started[0].resumed_from_step if started else 0
 
 
 def _committed(directory: Path) -> int:
@@ -184,24 +187,33 @@ def _committed(directory: Path) -> int:
     return last
 
 
-def _losses(path: Path) -> Iterator[tuple[int, float]]:
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if row["loss"] is not None:
-            yield row["step"], row["loss"]
+def _losses(attempts: Sequence[Sequence[Record]]) -> dict[int, float]:
+    """Every committed step's loss, by the workers' own events: a supervisor that was killed may have told less.
+
+    Of a step that was taken again the newest counts.
+    """
+    told: dict[int, float] = {}
+    for records in attempts:
+        for record in records:
+            event = record.event
+            if isinstance(event, StepDone) and event.loss is not None:
+                told[event.step] = event.loss
+    return dict(sorted(told.items()))
 
 
-def _recovery_s(came: Came, records: Sequence[Record]) -> float | None:
-    """Seconds until anybody had committed the step that was in hand."""
+def recovery_s(fault: Fault, came: Came, attempts: Sequence[Sequence[Record]]) -> float | None:
+    """Seconds until anybody had committed the step that was in hand; where the run was started again, until then."""
+    if not fault.loses_a_worker and not fault.ends_the_run:
+        return None
     first = came.step + (came.place == "save")
-    later = [
+    later = [records for records in attempts if records and records[0].time > came.time]
+    done = [
         record.time - came.time
+        for records in later or attempts
         for record in records
-        if isinstance(record.event, StepDone) and record.event.step >= first and record.time > came.time
+        if isinstance(record.event, StepDone) and record.time > came.time and (later or record.event.step >= first)
     ]
-    return min(later, default=None)
+    return min(done, default=None)
 
 
 def _difference(loss: float, like: float) -> float:

@@ -71,7 +71,8 @@ class Holder(Protocol):
 class Elastic:
     """What a run needs whose members change."""
 
-    build: Callable[[Form], WorkerGroup]  # the group of a generation; raises Disrupted where that is over already
+    build: Callable[[Form, bool], WorkerGroup]
+    """The group of a generation, and whether the others are awaited in a hurry; Disrupted where it is over already."""
 
 
 class Agreement:
@@ -93,6 +94,7 @@ class Agreement:
         self._position: int | None = None  # operations that were completed; None: a newcomer
         self._is_change_due = False
         self._tells_commit = False
+        self._is_dismissed = False  # all have agreed to go on without this one
 
     def attach(self, holder: Holder) -> None:
         """Say whose state it is."""
@@ -113,7 +115,7 @@ class Agreement:
         if elastic is None or orders is None:
             return
         try:
-            self._members.take(elastic.build(form), 0)
+            self._members.take(elastic.build(form, False), 0)
             orders.tell("formed", generation=0, noticed=time.time())
         except Disrupted:
             self._members.generation = 0
@@ -143,31 +145,40 @@ class Agreement:
         self._position = None if self._position is None else self._position + 1
         return True
 
-    def regroup(self, *, holds_result: bool) -> bool:
+    def regroup(self, *, holds_result: bool, is_between_steps: bool = False) -> bool:
         """Form the next generation; returns whether the operation under way counts as done.
 
-        Raises Leaving where this worker is not in it.
+        `is_between_steps`: there is none, and all who stand in this generation do the same. Raises Leaving where this
+        worker is not in the next one.
         """
-        orders, elastic = self._orders, self.elastic
+        orders, elastic, members = self._orders, self.elastic, self._members
         if orders is None or elastic is None:
             raise SyncError("a member was lost, and this run has a fixed number of replicas")
         noticed = time.time()
+        if not is_between_steps:
+            self._tell_stuck(orders)
         while True:
-            form = orders.wait_for(self._members.generation, timeout_s=self._timeout_s)
+            if self._is_dismissed:
+                raise Leaving(0)
+            form = orders.wait_for(members.generation, is_between_steps=is_between_steps, timeout_s=self._timeout_s)
+            is_newcomer = self._position is None
+            if is_newcomer and (self._rank not in form.members or not form.planned):
+                members.generation = form.generation  # that one is for those who have the state
+                orders.tell("ready", generation=form.generation)
+                continue
             if self._rank not in form.members:
-                if self._position is None:  # not taken in yet; its time will come
-                    self._members.generation = form.generation
-                    continue
                 raise Leaving(0)
             try:
-                self._members.take(elastic.build(form), form.generation)
-                stands: list[Standing] = self._members.gather_objects(
-                    Standing(self._position, holds_result, self._step)
-                )
+                members.take(elastic.build(form, not is_newcomer), form.generation)
+                stands: list[Standing] = members.gather_objects(Standing(self._position, holds_result, self._step))
                 is_done = _is_done(stands, self._position, holds_result)
                 self._hand_over(stands)
             except Disrupted:
-                self._members.generation = max(self._members.generation, form.generation)
+                members.generation = max(members.generation, form.generation)
+                if is_newcomer:
+                    orders.tell("ready", generation=form.generation)
+                else:
+                    self._tell_stuck(orders)
                 continue
             break
         self.holds = form.holds
@@ -177,14 +188,19 @@ class Agreement:
             self._holder.regrouped()
         return is_done
 
+    def _tell_stuck(self, orders: Orders) -> None:
+        """Where a transfer has failed, and nobody is known to be lost, the head should know of it."""
+        if orders.newest <= self._members.generation:
+            orders.tell("stuck", generation=self._members.generation)
+
     def begin_steps(self) -> None:
         """The first loop over batches begins: a newcomer waits until it is taken in, and has a member's state then."""
         if self._orders is None:
             return
         self._orders.tell("begun")
         if self.is_newcomer:
-            self._orders.tell("ready")
-            self.regroup(holds_result=False)
+            self._orders.tell("ready", generation=self._orders.newest)
+            self.regroup(holds_result=False, is_between_steps=True)
             self.hold()
 
     def hold(self) -> None:
@@ -193,7 +209,7 @@ class Agreement:
             finish = self._orders.wait_for_change(self._members.generation)
             if finish is not None:
                 self._leave(finish)
-            self.regroup(holds_result=False)
+            self.regroup(holds_result=False, is_between_steps=True)
 
     def committed(self) -> None:
         """A step is committed: the first one of a generation is told."""
@@ -215,22 +231,28 @@ class Agreement:
 
     def between_steps(self) -> None:
         """Make the changes that are due, at a place that is the same on all members."""
+        if self._is_change_due and self._orders is not None:
+            self._is_change_due = False
+            self._change(self._orders)
         self.hold()
-        if not self._is_change_due or self._orders is None:
-            return
-        self._is_change_due = False
-        orders = self._orders
-        planned = orders.planned(self._members.generation)
-        own = (orders.finish is not None, planned.generation if planned is not None else 0)
-        known = self.run(lambda: self._members.gather_objects(own))
+
+    def _change(self, orders: Orders) -> None:
+        """Compare what all know of, and do it where all know the same; else the next step's tally says it again."""
+
+        def compare() -> list[tuple[bool, int]]:
+            planned = orders.planned(self._members.generation)
+            own = (orders.finish is not None, planned.generation if planned is not None else 0)
+            known = self._members.gather_objects(own)
+            if planned is not None and {own[1]} == {one for _, one in known} and self._rank not in planned.members:
+                self._is_dismissed = True  # the others may be past the vote, and gone on, when this one is disrupted
+            return known
+
+        known = self.run(compare)
         if all(finishes for finishes, _ in known) and orders.finish is not None:
             self._leave(orders.finish)
         generations = {generation for _, generation in known}
-        is_known = planned is not None and generations == {planned.generation}
-        if is_known and orders.planned(self._members.generation) is not None:
-            self.regroup(holds_result=False)
-            self.hold()
-        # Otherwise somebody has not heard yet what the others have: the next step's tally says so again.
+        if len(generations) == 1 and max(generations) > self._members.generation:
+            self.regroup(holds_result=False, is_between_steps=True)
 
     def _leave(self, finish: Finish) -> NoReturn:
         """Save, together with the others, and end this worker."""
@@ -248,9 +270,13 @@ class Agreement:
         newcomers = [index for index, one in enumerate(stands) if one.position is None]
         if not newcomers or self._holder is None:
             return
-        source = next(index for index, one in enumerate(stands) if one.position is not None)
+        positions = [one.position for one in stands if one.position is not None]
+        if not positions:
+            raise Disrupted("none of those who met has the run's state")
+        source = next(index for index, one in enumerate(stands) if one.position == max(positions))
         if self._members.index == source:
-            state = (self._position, self._holder.snapshot())
+            at = stands[source]
+            state = (max(positions) + _is_done(stands, at.position, at.holds_result), self._holder.snapshot())
             for index in newcomers:
                 self._members.send_object(state, to=index)
         elif self._position is None:

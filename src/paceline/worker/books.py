@@ -39,7 +39,7 @@ class OpenStep:
 
     @property
     def is_skipped(self) -> bool:
-        return self.outcome is None or not self.outcome.finite
+        return self.outcome is None or not self.outcome.is_taken
 
 
 class Books:
@@ -103,7 +103,10 @@ class Books:
             self.warn(text, once="unused")
 
     def _count_skips(self, number: int, outcome: Outcome) -> None:
-        """Say that a step is skipped, a few times in a row; a run that only skips has lost its weights, and ends."""
+        """Say that a step is skipped, a few times in a row; a run that only skips has lost its weights, and ends. With
+        a guard of its own the plan says more, and other limits."""
+        if outcome.spike is not None:
+            return
         self._num_skips = 0 if outcome.finite else self._num_skips + 1
         if 0 < self._num_skips <= SKIPS_TOLD:
             more = "; further ones in a row are not told" if self._num_skips == SKIPS_TOLD else ""

@@ -69,6 +69,15 @@ class Ledger:
             line["whole"] = [batch.start, batch.stop]
         self._write(line)
 
+    def rolled_back(self, *, from_step: int, to_step: int, skips: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """Note that after `from_step` the state became that of `to_step` again, and the steps between are undone.
+
+        `skips` has for each stream (epoch, position) where it stood then, and where it stands and goes on: the samples
+        between are not used again.
+        """
+        places = {name: [list(place) for place in span] for name, span in skips.items() if span[0] != span[1]}
+        self._write({"rollback": {"to_step": to_step, "from_step": from_step, "skips": places}})
+
     def close(self) -> None:
         with writing(self._path):
             self._file.close()

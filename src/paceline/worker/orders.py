@@ -64,7 +64,7 @@ class Orders:
     def check(self, generation: int) -> None:
         """Raise Disrupted where the generation is over, at once."""
         form = self._form
-        if form is not None and form.generation > generation and not form.planned:
+        if form is not None and form.interrupts(generation):
             raise Disrupted(form.reason)
 
     def check_newest(self, generation: int) -> None:
@@ -76,34 +76,42 @@ class Orders:
     def planned(self, generation: int) -> Form | None:
         """The generation that is to begin between two steps, if there is one after `generation`."""
         form = self._form
-        return form if form is not None and form.planned and form.generation > generation else None
+        is_next = form is not None and form.generation > generation and not form.interrupts(generation)
+        return form if is_next else None
 
     @property
-    def wants_change(self) -> bool:
-        """Whether something is to be done between two steps (a planned generation may have been joined since)."""
-        return self.finish is not None or (self._form is not None and self._form.planned)
+    def newest(self) -> int:
+        """The newest generation that this worker has heard of; -1: none."""
+        return -1 if self._form is None else self._form.generation
 
-    def wait_for(self, generation: int, *, timeout_s: float) -> Form:
-        """Wait for a generation after `generation`. Raises SyncError where the head has gone, or says nothing."""
+    def wait_for(self, generation: int, *, is_between_steps: bool, timeout_s: float) -> Form:
+        """Wait for the generation that who stands in `generation` has to join; between two steps that is any newer one.
+
+        Raises SyncError where the head has gone, or says nothing.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._form is None or self._form.generation <= generation:
+            while (form := self._form) is None or not (
+                form.generation > generation if is_between_steps else form.interrupts(generation)
+            ):
                 if self._closed is not None:
                     raise SyncError("the supervisor of this host has gone while the workers were regrouping")
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise SyncError(
                         f"generation {generation} is over, and nobody has said within {timeout_s:.0f} s who goes on"
                     )
-            return self._form
+            return form
 
     def wait_for_change(self, generation: int) -> Finish | None:
         """Wait until there is a generation after `generation`, or the run is to end, which is returned then."""
         with self._changed:
-            while self.finish is None and (self._form is None or self._form.generation <= generation):
+            while self._form is None or self._form.generation <= generation:
+                if self.finish is not None:
+                    return self.finish
                 if self._closed is not None:
                     raise SyncError("the supervisor of this host has gone while too few workers were left")
                 self._changed.wait()
-            return self.finish
+            return None
 
     def _listen(self, fd: int) -> None:
         with selectors.DefaultSelector() as selector:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from paceline import environment
 from paceline.comm.channel import Channel
 from paceline.comm.generation import GenerationGroup, Members, assemble, name_of
-from paceline.comm.group import Alone, Group, WorkerGroup
+from paceline.comm.group import Alone, Disrupted, Group, WorkerGroup
 from paceline.comm.ring import Ring
 from paceline.comm.shared import share
 from paceline.comm.store import BoardStore
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "placed"]
 
+MEETING_S = 20.0  # for those who were told to form at once
 BACKSTOP_S = 15.0  # a supervisor ends a hang after Job.timeout_s, and can say more about it than who waits
 
 
@@ -159,13 +161,17 @@ def _elastic(
     replicas = plan.layout.replicas
     least, most = replicas if isinstance(replicas, tuple) else (assignment.workers, assignment.workers)
 
-    def build(form: Form) -> WorkerGroup:
+    def build(form: Form, is_hurry: bool) -> WorkerGroup:
         ring.join(name_of(form.generation), form.members, is_main=True)
         if len(form.members) == 1:
             return Alone()
 
+        deadline = time.monotonic() + (MEETING_S if is_hurry else job.timeout_s)
+
         def check_meeting() -> None:
             orders.check_newest(form.generation)
+            if time.monotonic() > deadline:
+                raise Disrupted("the workers could not all meet in time")
 
         store = BoardStore(
             channel,

@@ -23,6 +23,7 @@ from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.cursor import Cursor
+from paceline.worker.guard import LossGuard
 from paceline.worker.ledger import Origin
 from paceline.worker.received import Received, TensorSource
 from paceline.worker.record import RunFiles
@@ -44,6 +45,7 @@ class Preparation:
         agreement: Agreement,
         device: torch.device,
         buffers: BufferCombiner,
+        losses: LossGuard,
         files: RunFiles,
     ) -> None:
         self.registry = Registry()
@@ -52,7 +54,7 @@ class Preparation:
         self.has_taken_over = False  # another worker has been the first before
         self._is_own = True  # it belongs to this run directory
         self._plan, self._group, self._device, self._buffers, self._files = plan, group, device, buffers, files
-        self._agreement = agreement
+        self._agreement, self._losses = agreement, losses
         self._received: Received | None = None  # a newcomer's state, until it begins
         self._checkpoint: Checkpoint | None = None  # on worker 0
         self._state: dict[str, Any] | None = None  # its plain part, on all workers
@@ -114,6 +116,8 @@ class Preparation:
         self._has_begun = True
         self._received = None
         randomness.restore(self._state["random"])
+        if "losses" in self._state:  # not in checkpoints of earlier versions
+            self._losses.fill(self._state["losses"])
         run = self._state["run"]
         idle = sorted({*run["extra"], *run["optimizers"], *run["objects"]} - self._used)
         if idle and self._group.index == 0:
@@ -169,6 +173,7 @@ class Preparation:
         return {
             "run": self.registry.plain(),
             "random": randomness.capture(),
+            "losses": self._losses.plain(),
             "streams": streams,
             "attempt": self._files.attempt,
         }

@@ -79,6 +79,10 @@ class RunFiles:
         return self._job.save_every is not None and step > 0 and step % self._job.save_every == 0
 
     @property
+    def balances(self) -> bool:
+        return self._job.balance
+
+    @property
     def saves_regularly(self) -> bool:
         return self._job.save_every is not None
 

@@ -21,7 +21,7 @@ from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
 from paceline.worker.received import TensorSource
 
-__all__ = ["Registry", "load_model", "load_object", "load_optimizer", "restore_rates"]
+__all__ = ["Registry", "load_model", "load_object", "load_optimizer", "restore_rates", "set_extra"]
 
 
 class Registry:
@@ -92,7 +92,7 @@ def load_model(
     if checkpoint is not None:
         wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
         checkpoint.load_into(wanted, prefix=f"{name}.")
-        _set_extra(model, plain["extra"].get(name, {}))
+        set_extra(model, plain["extra"].get(name, {}))
     send_from_first([*model.parameters(), *model.buffers()], group)
 
 
@@ -175,7 +175,7 @@ def _extra_of(model: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
 
 
-def _set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
+def set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
     """Give back what modules keep by `get_extra_state`."""
     suffix = "._extra_state"
     for key, value in extra.items():

@@ -22,8 +22,8 @@ class Stepper:
     """Made by `worker.stepper`; call it with each batch. All workers must call it, with the batch they were given.
 
     Returns the loss of the whole global batch as a 0-d tensor, equal on all workers. When gradients are not finite on
-    any worker, no worker takes the step, and one warning says so. After a call `grad_norm` holds the global norm before
-    clipping, where clipping is on.
+    any worker, or the plan's guard sees a spike, no worker takes the step, which is told. After a call `grad_norm`
+    holds the global norm before clipping, where clipping is on.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Stepper:
             raise TypeError(f"step() takes an item of worker.batches(...), not a {type(batch).__name__}")
         is_finite = self._measure_norm if self._clip_norm is not None else None
         outcome = self._worker.walk(batch, self._gradients, self._loss_of, is_finite=is_finite)
-        if outcome.finite:
+        if outcome.is_taken:
             if self._clip_norm is not None and self.grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._gradients.parameters, self._clip_norm, self.grad_norm)
             for optimizer in self._optimizers:

@@ -18,8 +18,9 @@ import torch
 from paceline.comm.group import WorkerGroup, total
 from paceline.errors import SyncError
 from paceline.plan import Batch
-from paceline.schedule.share import Micro, deal, micro_batches, step_ranges
+from paceline.schedule.share import Micro, micro_batches, step_ranges
 from paceline.worker.agreement import Together
+from paceline.worker.balance import Balance
 from paceline.worker.batch import StepBatch
 from paceline.worker.cursor import Cursor, StepOrder, continued, stream_seed
 from paceline.worker.reading import (
@@ -70,11 +71,12 @@ class Stream:
         group: WorkerGroup,
         walk: Callable[[StepBatch], Iterator[Any]],
         together: Together,
+        balance: Balance,
         timeout_s: float,
     ) -> None:
         self.source = source
         self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
-        self._together = together
+        self._together, self._balance = together, balance
         self._items: Iterator[Any] = iter(())
         self._is_stale = True  # what is read ahead, or would be, is another share than this worker's
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
@@ -110,7 +112,7 @@ class Stream:
     def mine(self, start: int, stop: int) -> tuple[Micro, ...]:
         """This worker's micro-batches of the step that has positions [start, stop)."""
         micros = micro_batches(start, stop, self._batch.resolved_micro)
-        share = deal(len(micros), self._group.size)[self._group.index]
+        share = self._balance.shares(len(micros), self._group.size)[self._group.index]
         return micros[share.start : share.stop]
 
     def _is_finished(self) -> bool:

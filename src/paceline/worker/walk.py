@@ -32,6 +32,7 @@ from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
 from paceline.worker.batch import StepBatch, to_device
 from paceline.worker.buffers import BufferCombiner
+from paceline.worker.guard import LossGuard, Spike
 
 __all__ = ["Again", "Outcome", "Walks"]
 
@@ -46,10 +47,16 @@ class Outcome:
     """What all workers agreed on: equal everywhere."""
 
     loss: float  # of the whole global batch; NaN when nobody called backward
-    finite: bool  # of the gradients; when False they have been dropped
+    finite: bool  # of the gradients
     unused: tuple[str, ...]  # parameters that no worker used
     is_empty: bool  # nobody called backward: the walk only looked at the data
     communication_s: float
+    spike: Spike | None = None  # the step is not to be taken
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the optimizer is to step; otherwise the gradients have been dropped."""
+        return self.finite and self.spike is None
 
 
 class Again(Disrupted):
@@ -63,6 +70,7 @@ class Walks:
         self.buffers = BufferCombiner()
         self.outcome: Outcome | None = None  # of the last walk; None while one is under way, or when it was left early
         self._plan, self._group, self._agreement, self._device = plan, group, agreement, device
+        self.losses = LossGuard(plan.guard)
         self._precision = plan.compute.precision
         self._aside = randomness.Aside()
         self._batch: StepBatch | None = None  # set while a walk is under way
@@ -161,8 +169,11 @@ class Walks:
         loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
         gradients.land(scale=batch.num_samples / weight_sum if weight_sum > 0 else 1.0)
         finite = is_finite() if is_finite is not None else gradients.is_finite()
-        settle = self.buffers.give_up
-        if finite:
+        series = f"{batch.stream}.{batch.num_walks}"
+        mean_loss = loss_sum / weight_sum if weight_sum else None
+        spike = self.losses.judge(series, mean_loss, finite=finite)
+        settle, is_taken = self.buffers.give_up, finite and spike is None
+        if is_taken:
             settle = self.buffers.combine(
                 [count > 0 for count in changed], num_samples=batch.num_samples, group=self._group
             )
@@ -170,16 +181,18 @@ class Walks:
             raise Again("a member was lost before all had the sum: the walk is done again")
         if wishes:
             self._agreement.change_is_due()
+        self.losses.settled(series, mean_loss, spike)
         settle()
-        if not finite:
+        if not is_taken:
             gradients.drop()
         unused = gradients.unused()
         return Outcome(
-            loss=loss_sum / weight_sum if weight_sum else float("nan"),
+            loss=float("nan") if mean_loss is None else mean_loss,
             finite=finite,
             unused=unused,
             is_empty=not weight_sum and len(unused) == len(gradients.names),
             communication_s=gradients.waited_s,
+            spike=spike,
         )
 
 

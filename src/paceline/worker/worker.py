@@ -22,15 +22,18 @@ from paceline.parallel.apply import place
 from paceline.plan import Plan
 from paceline.sync.allreduce import GradientSum
 from paceline.sync.buckets import Named
+from paceline.worker.balance import Balance
 from paceline.worker.batch import StepBatch
 from paceline.worker.books import Books
+from paceline.worker.comparing import Comparison
 from paceline.worker.evaluation import Measure, evaluate
+from paceline.worker.guarding import Guarding
 from paceline.worker.place import Place
 from paceline.worker.preparing import Preparation
 from paceline.worker.reading import Collate
 from paceline.worker.record import RunFiles
 from paceline.worker.stepper import Stepper, pair_loss
-from paceline.worker.stream import Source, Stream
+from paceline.worker.stream import Cursor, Source, Stream
 from paceline.worker.walk import Again, LossLike, Outcome, Walks
 
 __all__ = ["Worker"]
@@ -61,7 +64,23 @@ class Worker:
         self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
         self._walks = Walks(plan, group=group, agreement=agreement, device=device)
         self._prepared = Preparation(
-            plan, group=group, agreement=agreement, device=device, buffers=self._walks.buffers, files=files
+            plan,
+            group=group,
+            agreement=agreement,
+            device=device,
+            buffers=self._walks.buffers,
+            losses=self._walks.losses,
+            files=files,
+        )
+        registry = self._prepared.registry
+        self._guarding = Guarding(
+            plan.guard,
+            losses=self._walks.losses,
+            registry=registry,
+            files=files,
+            comparison=Comparison(
+                worker_rank=rank, host=host, group=group, together=agreement.run, registry=registry, files=files
+            ),
         )
         self._parameters: dict[nn.Module, list[Named]] = {}  # of each prepared model, as they were then
         self._sums: dict[tuple[int, ...], GradientSum] = {}  # by the models that a walk is about
@@ -73,7 +92,8 @@ class Worker:
             add_work=place.ring.add_work,
         )
         self._streams: dict[str, Stream] = {}
-        self._saved_at_step = -1
+        self._balance = Balance(is_on=files.balances)
+        self._saved_at_step = self._balanced_at = -1
         self._is_stopped = False  # by max_steps
         place.attach(self)
         self._resume()
@@ -205,6 +225,7 @@ class Worker:
             group=self._group,
             walk=self._plain_walk,
             together=self._agreement.run,
+            balance=self._balance,
             timeout_s=self._timeout_s,
         )
         self._streams[name] = stream
@@ -238,6 +259,8 @@ class Worker:
         while True:
             self._ring.begin("between two steps", self.step)
             self._agreement.between_steps()
+            self._rebalance()
+            self._guarding.keep(self.step, self._cursors)
             self._ring.begin("waiting for data", self.step + 1)
             batch = next(steps, None)
             if batch is None:
@@ -251,12 +274,33 @@ class Worker:
             except GeneratorExit:
                 # The user left the loop, by `break` or by an error on its way: what was not committed did not happen.
                 self._books.leave(name)
+                self._guarding.settle(self.step, self._cursors)
                 raise
             self._books.close(name)
+            self._guarding.settle(self.step, self._cursors)
+            self._ring.begin("between two steps", self.step)
+            self._guarding.compare(self.step, is_save_due=self._files.is_save_due(self.step))
             if self._files.is_save_due(self.step) and self._saved_at_step != self.step:
                 self.save()
             elif self._files.saves_regularly:
                 self._prepared.warm()
+
+    def _rebalance(self) -> None:
+        """Where a look is due, compare what a micro-batch takes each worker, and deal them anew if that gains."""
+        if not self._balance.is_due(self.step) or self.step == self._balanced_at:
+            return
+        self._balanced_at = self.step
+        measured, num_micro = self._balance.measured(), self.plan.batch.num_micro
+        seconds = self._agreement.run(lambda: self._group.gather_objects(measured))
+        if len(seconds) != self._group.size or not self._balance.agree(seconds, num_micro):
+            return
+        for stream in self._streams.values():
+            stream.members_changed()
+        if self.is_first:
+            counts = [len(share) for share in self._balance.shares(num_micro, len(seconds))]
+            took = ", ".join(f"{one * 1e3:.3g}" for one in seconds)
+            text = f"after step {self.step} the workers run {counts} micro-batches of a step: one took them {took} ms"
+            self._files.emit(Note(text=text))
 
     def backward(self, loss: LossLike) -> None:
         """Add a micro-batch's gradient, in the plain loop; `loss` is the mean over the micro-batch, or (sum, count).
@@ -309,6 +353,9 @@ class Worker:
         outcome = cast("Outcome", self._walks.outcome)
         step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
         self._ring.begin("optimizer and the loop's code", batch.step)
+        self._balance.note(time.perf_counter() - began - outcome.communication_s, len(batch))
+        if outcome.spike is not None:
+            self._guarding.spiked(batch.step, outcome.spike)
         self._books.end_walk(step, outcome, names_unused=names_unused)
 
     def commit(self, batch: StepBatch) -> None:
@@ -433,14 +480,19 @@ class Worker:
 
     def snapshot(self) -> dict[str, Any]:
         """For a newcomer: this worker's whole state, between two steps."""
-        cursors = {name: stream.cursor for name, stream in self._streams.items()}
-        return {"books": self._books.plain(), **self._prepared.snapshot(step=self.step, cursors=cursors)}
+        return {
+            "books": self._books.plain(),
+            "guarding": self._guarding.plain(),
+            "balanced_at": self._balanced_at,
+            **self._prepared.snapshot(step=self.step, cursors=self._cursors),
+        }
 
     def fill(self, state: Mapping[str, Any]) -> None:
         """Take over a member's state."""
         self._prepared.fill(state)
         self._books.fill(state["books"])
-        self._saved_at_step = self._books.step
+        self._guarding.fill(state["guarding"])
+        self._saved_at_step, self._balanced_at = self._books.step, state["balanced_at"]
 
     def regrouped(self) -> None:
         """The members are others: forget what was made for the old ones."""
@@ -448,6 +500,7 @@ class Worker:
             gradients.members_changed()
         for stream in self._streams.values():
             stream.members_changed()
+        self._balance.forget()
         self._prepared.has_taken_over = True
         if self._prelude.is_over:
             self._prelude.end(self.is_first)
@@ -468,9 +521,9 @@ class Worker:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
         self._require_between_steps("worker.save()")
         self._ring.begin("saving", self.step)
-        cursors = {name: stream.cursor for name, stream in self._streams.items()}
+        self._guarding.put_back(self.step, self._cursors)
         self._saved_at_step = self.step
-        self._prepared.save(step=self.step, cursors=cursors)
+        self._prepared.save(step=self.step, cursors=self._cursors)
 
     def _stop(self) -> None:
         """A loop ends at max_steps: what a later start goes on from is the state of now. Code after the loop will run
@@ -491,6 +544,7 @@ class Worker:
         self._prepared.open(path)
         self._prepared.refill()
         self._books.step = self._saved_at_step = self._prepared.step
+        self._guarding.begin(self.step)
         self._files.begin(self._prepared.origin())
         if self.step:
             self._files.emit(Note(text=f"restored step {self.step} ({self._prepared.source})"))
@@ -500,9 +554,14 @@ class Worker:
         if self._files.may_resume:
             self._prepared.open(None)
             self._books.step = self._saved_at_step = self._prepared.step
+            self._guarding.begin(self.step)
         self._files.begin(None if self._agreement.is_newcomer else self._prepared.origin())
         if self.step:
             self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
+
+    @property
+    def _cursors(self) -> dict[str, Cursor]:
+        return {name: stream.cursor for name, stream in self._streams.items()}
 
     def __repr__(self) -> str:
         return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
@@ -584,6 +643,7 @@ class Worker:
     def abandon(self) -> None:
         """After an error: forget the step under way, and give a checkpoint under way a moment to be committed."""
         self._books.leave()
+        self._guarding.abandon()
         self._prepared.abandon()
 
     def _prepare_model(self, model: nn.Module, name: str | None) -> None:

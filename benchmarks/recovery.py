@@ -1,0 +1,322 @@
+"""Recovery from kill -9 of one of 4 workers, from a stopped one, and what 200 kills in one run do to the losses.
+
+    python benchmarks/recovery.py [--kills 12] [--stops 5] [--many 200] [--peers torchrun] [--ray-python PATH]
+
+Everybody does the same work (a step takes about 0.1 s here), and everybody's processes write down when they committed
+which step. This program watches those files, kills a worker at a random moment, and reads from the files when the next
+step was committed, when one that nobody had committed before, and when the killed one's successor had its first. Peers
+that restart from checkpoints write one every 5 steps. The runs follow each other; nothing else should use the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from paceline.events import Regrouped, decode
+from paceline.monitor.audit import audit
+
+PROGRAMS = Path(__file__).parent / "programs"
+WORKERS, BATCH, MICRO = 4, 128, 16
+CALM_STEPS = 6  # committed by all, between two incidents
+LIMIT_S = 120.0  # for anything that is waited for
+LOOK_S = 0.002
+SILENCE_S = 2.0
+MANY_STEPS = 8  # steps of the long run, for each kill
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """A step that a process has committed."""
+
+    time: float
+    step: int
+    rank: int
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """What one loss cost; seconds from the signal on."""
+
+    time: float
+    computing_s: float | None  # a new membership stands (told by Paceline alone)
+    next_s: float  # a step is committed, perhaps for the second time
+    progress_s: float  # a step is committed that was not before
+    replaced_s: float  # the successor commits
+    repeated: int  # committed steps that were taken again
+
+
+class Logs:
+    """The files that the processes of a run write, read as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._places: dict[Path, int] = {}
+        self.lines: list[Line] = []
+
+    def poll(self) -> list[Line]:
+        """The lines since the last look."""
+        new: list[Line] = []
+        for path in self._folder.glob("*_*.log"):
+            rank, pid = map(int, path.stem.split("_"))
+            with open(path, encoding="ascii") as file:
+                file.seek(self._places.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._places[path] = self._places.get(path, 0) + len(whole)
+            new += [Line(float(when), int(step), rank, pid) for when, step in map(str.split, whole.splitlines())]
+        new.sort(key=lambda line: line.time)
+        self.lines += new
+        return new
+
+    def pids(self) -> dict[int, int]:
+        """The newest process of each rank."""
+        return {line.rank: line.pid for line in self.lines}
+
+    def top(self) -> int:
+        return max((line.step for line in self.lines), default=0)
+
+
+def wait_for(logs: Logs, process: subprocess.Popen[bytes], holds: Callable[[], bool], what: str) -> None:
+    """Look at the files until something is true; SystemExit where that takes too long."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        logs.poll()
+        if holds():
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"waiting for {what}: the run has ended, or takes too long")
+        time.sleep(LOOK_S)
+
+
+def strike(
+    logs: Logs, process: subprocess.Popen[bytes], draw: random.Random, step_s: float, signum: int, run_dir: Path | None
+) -> Incident:
+    """Wait until all is calm, hit a worker at a random moment, and wait until its successor works."""
+    calm_since = len(logs.lines)
+
+    def calm() -> bool:
+        fresh = logs.lines[calm_since:]
+        return len({line.rank for line in fresh if line.step >= logs.top() - 1}) == WORKERS and (
+            len(fresh) >= CALM_STEPS * WORKERS
+        )
+
+    wait_for(logs, process, calm, "all workers")
+    time.sleep(draw.random() * step_s)
+    logs.poll()
+    rank = draw.randrange(WORKERS)
+    pid, place, top = logs.pids()[rank], len(logs.lines), logs.top()
+    when = time.time()
+    os.kill(pid, signum)
+
+    def after() -> list[Line]:
+        return [line for line in logs.lines[place:] if line.time > when and line.pid != pid]
+
+    def is_over() -> bool:
+        return any(line.step > top for line in after()) and any(line.rank == rank for line in after())
+
+    wait_for(logs, process, is_over, "the successor")
+    top = max([top, *(line.step for line in logs.lines[place:] if line.time <= when)])
+    wait_for(logs, process, lambda: any(line.step > top for line in after()), "new progress")
+    done = after()
+    progress = next(line for line in done if line.step > top)
+    return Incident(
+        time=when,
+        computing_s=None if run_dir is None else regrouped_after(run_dir, when),
+        next_s=done[0].time - when,
+        progress_s=progress.time - when,
+        replaced_s=next(line.time for line in done if line.rank == rank) - when,
+        repeated=len({line.step for line in done if line.step <= top and line.time < progress.time}),
+    )
+
+
+def regrouped_after(run_dir: Path, when: float) -> float | None:
+    """Seconds from `when` until the others stood together again, by the head's word."""
+    with open(run_dir / "attempt_1" / "events.jsonl", encoding="utf-8") as lines:
+        records = [decode(line) for line in lines if line.endswith("\n")]
+    return min(
+        (one.time - when for one in records if isinstance(one.event, Regrouped) and one.time > when), default=None
+    )
+
+
+@contextlib.contextmanager
+def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a session of its own, ended afterwards."""
+    with open(folder / "output", "wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        except SystemExit as end:
+            told = (folder / "output").read_text(errors="replace")[-3000:]
+            raise SystemExit(f"{end}\n{' '.join(command)}\n{told}") from None
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def paceline_command(folder: Path, options: argparse.Namespace, *, width: int, precision: str, steps: int) -> list[str]:
+    plan = f"replicas=1-{WORKERS}+batch(size={BATCH},micro={MICRO})+compute(precision={precision})"
+    words = ["--plan", plan, "--workers", str(WORKERS), "--run-dir", str(folder / "run"), "--max-steps", str(steps)]
+    words += ["--silence-s", str(SILENCE_S), "--no-tensorboard", "--no-save-at-end", "--", str(folder), str(width)]
+    return [sys.executable, "-m", "paceline", "run", str(PROGRAMS / "recover_paceline.py"), *words, str(options.rate)]
+
+
+def command_of(peer: str, folder: Path, options: argparse.Namespace) -> list[str]:
+    if peer == "paceline":
+        return paceline_command(folder, options, width=options.width, precision="fp32", steps=10**6)
+    arguments = [str(folder), str(options.width), str(options.rate), str(10**6)]
+    if peer == "ray":
+        return [options.ray_python, str(PROGRAMS / "recover_ray.py"), *arguments, str(WORKERS)]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS), "--max-restarts", "1000"]
+    return [sys.executable, *launch, str(PROGRAMS / "recover_torchrun.py"), *arguments]
+
+
+def incidents(
+    peer: str, options: argparse.Namespace, *, num: int, signum: int = signal.SIGKILL
+) -> tuple[float, list[Incident]]:
+    """Run one program and hit it `num` times; returns the undisturbed step's seconds, and what each loss cost."""
+    draw, found = random.Random(options.seed), list[Incident]()
+    with tempfile.TemporaryDirectory(prefix="paceline-recovery-", ignore_cleanup_errors=True) as name:
+        folder, logs = Path(name), Logs(Path(name))
+        with running(command_of(peer, folder, options), folder) as process:
+            wait_for(logs, process, lambda: logs.top() >= 4 * CALM_STEPS, "the first steps")
+            step_s = median_step(logs.lines)
+            run_dir = folder / "run" if peer == "paceline" else None
+            for _ in range(num):
+                found.append(strike(logs, process, draw, step_s, signum, run_dir))
+                print(f"{peer}: {shown(found[-1])}", flush=True)
+    return step_s, found
+
+
+def median_step(lines: list[Line]) -> float:
+    mine = [line.time for line in lines if line.rank == 0]
+    return statistics.median(b - a for a, b in zip(mine[2:], mine[3:], strict=False))
+
+
+def many_kills(options: argparse.Namespace, precision: str) -> str:
+    """Kill at random moments in one long run, as often as asked for; a row that compares it with an undisturbed one."""
+    steps, width = options.many * MANY_STEPS, options.width // 4
+    losses: list[dict[int, float]] = []
+    kills, verdict, draw = 0, "", random.Random(options.seed)
+    for is_disturbed in (False, True):
+        with tempfile.TemporaryDirectory(prefix="paceline-recovery-") as name:
+            folder, logs = Path(name), Logs(Path(name))
+            command = paceline_command(folder, options, width=width, precision=precision, steps=steps)
+            with running(command, folder) as process:
+                deadline = time.monotonic() + LIMIT_S + steps
+                killed_at, told_of = MANY_STEPS, 0
+                while process.poll() is None:
+                    if time.monotonic() > deadline:
+                        raise SystemExit("the long run takes too long")
+                    logs.poll()
+                    if is_disturbed and kills < options.many and logs.top() >= killed_at:
+                        # By steps, so that they are spread over the run; the moment within one is random.
+                        time.sleep(draw.random() * 0.02)
+                        rank = draw.choice(sorted(logs.pids()))
+                        with contextlib.suppress(
+                            ProcessLookupError
+                        ):  # killed before, and its successor has no step yet
+                            os.kill(logs.pids()[rank], signal.SIGKILL)
+                            kills += 1
+                        killed_at += MANY_STEPS - 1
+                        if kills >= told_of + 20:
+                            told_of = kills
+                            print(f"{precision}: {kills} kills, step {logs.top()} of {steps}", flush=True)
+                    time.sleep(LOOK_S)
+                if process.returncode != 0:
+                    raise SystemExit((folder / "output").read_text(errors="replace")[-3000:])
+            rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+            losses.append({row["step"]: row["loss"] for row in rows})
+            verdict = audit(folder / "run").verdict
+    plain, hit = losses
+    if plain.keys() != hit.keys():
+        return f"| {precision} | {kills} | {len(hit)} of {len(plain)} | steps differ | {verdict} |"
+    largest = max(abs(hit[step] - loss) / abs(loss) for step, loss in plain.items())
+    return f"| {precision} | {kills} | {len(hit)} of {len(plain)} | {largest:.1e} | {verdict} |"
+
+
+def shown(one: Incident) -> str:
+    computing = "" if one.computing_s is None else f"regrouped {one.computing_s:.3f} s, "
+    return (
+        f"{computing}next step {one.next_s:.3f} s, new progress {one.progress_s:.3f} s, successor {one.replaced_s:.3f} s, "
+        f"{one.repeated} steps repeated"
+    )
+
+
+def row(name: str, step_s: float, found: list[Incident], ours: list[Incident] | None) -> str:
+    """A line of the table; ratios are Paceline's medians over this one's."""
+
+    def median(field: str, of: list[Incident]) -> float:
+        values = [value for one in of if (value := getattr(one, field)) is not None]
+        return statistics.median(values) if values else math.nan
+
+    def cell(field: str) -> str:
+        value = median(field, found)
+        if math.isnan(value):
+            return "-"
+        ratio = "" if ours is None else f" (**{median(field, ours) / value:.3f}x**)"
+        return f"{value:.3f}{ratio}"
+
+    repeated = statistics.mean(one.repeated for one in found)
+    cells = [cell(field) for field in ("computing_s", "next_s", "progress_s", "replaced_s")]
+    return f"| {name} | {len(found)} | {step_s:.3f} | {' | '.join(cells)} | {repeated:.1f} | {repeated * BATCH:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--stops", type=int, default=5)
+    parser.add_argument("--many", type=int, default=200, help="kills in one run; 0: leave that out")
+    parser.add_argument("--peers", default="torchrun", help="torchrun, ray, with commas; empty: none")
+    parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has ray[train]")
+    parser.add_argument("--width", type=int, default=1536, help="of the model: makes the step longer")
+    parser.add_argument("--rate", type=float, default=0.01)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rows: list[str] = []
+    step_s, ours = incidents("paceline", options, num=options.kills)
+    rows.append(row("Paceline, kill -9", step_s, ours, None))
+    for peer in filter(None, options.peers.split(",")):
+        rows.append(row(f"{peer}, kill -9", *incidents(peer, options, num=options.kills), ours))
+    if options.stops:
+        stopped = incidents("paceline", options, num=options.stops, signum=signal.SIGSTOP)
+        rows.append(row(f"Paceline, SIGSTOP, silence_s={SILENCE_S:.0f}", *stopped, None))
+    print(
+        "\n| what | times | step, s | regrouped, s | next step, s | new progress, s | successor's first step, s | ",
+        end="",
+    )
+    print("steps repeated | samples read twice |\n|---|---|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+    if options.many:
+        table = [many_kills(options, precision) for precision in ("fp32", "fp64")]
+        print("\n| precision | kills in one run | steps | largest relative difference of a loss | audit |")
+        print("|---|---|---|---|---|\n" + "\n".join(table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`paceline drill`: has faults come to a job, and says for each whether what Paceline promises held."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from paceline import config
+from paceline.cli.arguments import Commands, add_command
+from paceline.errors import PlanError
+from paceline.plan import Plan
+
+__all__ = ["Request", "add", "run"]
+
+EXAMPLES = """\
+  paceline drill train.py --workers 4                            one fault of each kind, each in a run of its own
+  paceline drill train.py --workers 4 --faults "kill:worker=2,step=9; stop:worker=1,step=20"
+  paceline drill train.py --workers 4 --random 10 --seed 7 --together
+  paceline drill train.py --keep-plan --set batch.size=64 -- --width 64
+
+A fault is kill, term, stop, slow, cut, full_disk or torn_checkpoint, with worker=, step= and perhaps where= (forward,
+sum, commit, save, regroup), seconds=, times=, steps=. docs/drill.md says what each does, and what is promised.
+Exit status 0: all promises held; 1: not, or the script fails undisturbed; 2: the command or plan cannot work."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What to drill."""
+
+    script: Path
+    args: tuple[str, ...] = ()  # the script's own
+    workers: int | None = None  # None: the script's own number
+    plan: Plan | None = None  # None: the script's own
+    overrides: tuple[str, ...] = ()  # of plan and job, as for `paceline run`
+    faults: str = ""  # of paceline.testing.Programme; "": one of each kind, or `num_random`
+    num_random: int | None = None
+    seed: int = 0
+    steps: int = 40
+    together: bool = False
+    keep_plan: bool = False
+    tolerance: float = 1e-5
+    save_every: int | None = None  # None: an eighth of the steps
+    silence_s: float = 3.0
+    limit_s: float | None = None  # of each run; None: by the undisturbed one's
+    keep: Path | None = None
+    json: bool = False
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(
+        commands,
+        "drill",
+        summary="have faults come to a job on this machine, and see whether it loses anything",
+        description="Run a script undisturbed, then under faults (killed, stopped and slow workers, cut links, full "
+        "disks, torn checkpoints), and say for each what it cost and whether what Paceline promises held.",
+        usage="paceline drill [options] SCRIPT.py [options] [the script's arguments] [-- more of them]",
+        examples=EXAMPLES,
+    )
+    parser.add_argument("script", metavar="SCRIPT.py", type=Path, help="a Python script that calls paceline.run")
+    parser.add_argument("--workers", metavar="N", help="workers of the job (default: the script's own number)")
+    parser.add_argument("--plan", metavar="TEXT", help="the plan, as one line of text (default: the script's own)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="set one value of the plan or the job, as for `paceline run`",
+    )
+    faults = parser.add_mutually_exclusive_group()
+    faults.add_argument("--faults", metavar="TEXT", help="the faults, with semicolons between them")
+    faults.add_argument("--random", dest="num_random", metavar="N", help="draw so many faults of all kinds")
+    parser.add_argument("--seed", metavar="N", help="of what is drawn (default: 0)")
+    parser.add_argument("--steps", metavar="N", help="steps of each run (default: 40)")
+    parser.add_argument("--together", action="store_true", help="have all faults come in one run")
+    parser.add_argument(
+        "--keep-plan",
+        action="store_true",
+        help="run the script's plan as it is (default: a fixed number of replicas N becomes 1-N)",
+    )
+    parser.add_argument("--tolerance", metavar="X", help="largest relative difference of a loss (default: 1e-5)")
+    parser.add_argument("--save-every", metavar="STEPS", help="steps between checkpoints (default: an eighth)")
+    parser.add_argument(
+        "--silence-s", metavar="SECONDS", help="a worker not heard of for so long is given up (default: 3)"
+    )
+    parser.add_argument(
+        "--limit-s", metavar="SECONDS", help="a run that takes longer is ended (default: by the undisturbed one)"
+    )
+    parser.add_argument(
+        "--keep", metavar="DIR", type=Path, help="keep the runs in this directory (default: those that failed)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Drill, print the table and the verdict; returns 1 where a promise did not hold."""
+    from paceline.cli.drill_run import main_drill
+
+    return main_drill(request_of(arguments))
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """Read and check the options; PlanError where one cannot work."""
+    script: Path = arguments.script
+    if not script.is_file():
+        raise PlanError(f"There is no file {script}. Name a Python script, for example: paceline drill train.py")
+    keep: Path | None = arguments.keep
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise PlanError(f"--keep {keep} is there already and not an empty directory. Name a new one.")
+    fields: dict[str, Any] = {
+        "script": script,
+        "args": arguments.script_args,
+        "plan": None if arguments.plan is None else Plan.parse(arguments.plan),
+        "overrides": tuple(arguments.overrides),
+        "faults": arguments.faults or "",
+        "together": arguments.together,
+        "keep_plan": arguments.keep_plan,
+        "keep": keep,
+        "json": arguments.json,
+    }
+    annotations = config.annotations_of(Request)
+    for name in ("workers", "num_random", "seed", "steps", "tolerance", "save_every", "silence_s", "limit_s"):
+        text = getattr(arguments, name)
+        if text is not None:
+            option = "--random" if name == "num_random" else f"--{name.replace('_', '-')}"
+            fields[name] = value = config.parse_value(text, annotations[name], path=option)
+            if name != "seed" and value <= 0:
+                raise PlanError(f"{option} is {value}; it must be more than 0.")
+    return Request(**fields)

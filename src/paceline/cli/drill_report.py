@@ -1,0 +1,143 @@
+"""What `paceline drill` says: the table, what was promised, and a sentence for each promise that did not hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.testing import Fault, Report
+
+__all__ = ["Judged", "print_report", "promise", "report"]
+
+ELASTIC = {
+    "kill": "the others take the same step again without it; no step is lost, no sample is used twice",
+    "term": "it finishes its step and leaves; the others go on; no step is lost",
+    "stop": "it is given up after --silence-s; the others go on; no step is lost, and it never commits again",
+    "cut": "one side goes on after --silence-s, the other one commits nothing more; no step is lost",
+}
+FIXED = {
+    "kill": "the run ends with an error that names it; the same command goes on from the newest whole checkpoint",
+    "term": "all finish the step, save and leave (exit code 75); the same command goes on; no step is lost",
+    "stop": "the run ends with an error that names it; the same command goes on from the newest whole checkpoint",
+    "cut": "the run ends with an error; the same command goes on from the newest whole checkpoint",
+}
+ALWAYS = {
+    "slow": "nothing but time is lost",
+    "full_disk": "the save fails with a warning, older checkpoints stay, training goes on",
+    "torn_checkpoint": "the next start names and passes over what is not whole, and takes again only the steps since",
+}
+COLUMNS = ("fault", "came", "steps lost", "samples repeated", "largest loss difference", "recovery s", "verdict")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A run under faults, and what it did not keep."""
+
+    report: Report
+    like: Report
+    broken: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        return not self.broken
+
+
+def promise(fault: Fault, *, is_elastic: bool) -> str:
+    """What is promised for a fault, in one line."""
+    if fault.kind == "stop" and not fault.loses_a_worker:
+        return "the others wait for it, or give it up after --silence-s; no step is lost"
+    return (ALWAYS | (ELASTIC if is_elastic else FIXED))[fault.kind]
+
+
+def print_report(judged: Sequence[Judged], *, like: Report, as_json: bool) -> None:
+    """Print the table and what it means, or all of it as JSON."""
+    print(json.dumps(_facts(judged, like), indent=2) if as_json else report(judged, like=like))
+
+
+def report(judged: Sequence[Judged], *, like: Report) -> str:
+    """Return the table, what was promised, a sentence per failure, and the verdict."""
+    plan = judged[0].report.plan
+    lines: list[Sequence[str]] = [COLUMNS, *(row for one in judged for row in _rows(one))]
+    head = f"plan {plan}, {like.workers} workers, {len(like.losses)} steps, against the undisturbed run ({like.plan})"
+    blocks = ["\n".join([head, "", *_table(lines)])]
+    promises = {
+        fault.kind: promise(fault, is_elastic=plan.layout.is_elastic)
+        for one in judged
+        for fault in one.report.programme
+    }
+    blocks.append("\n".join(["promised:", *(f"  {kind}: {text}" for kind, text in promises.items())]))
+    notes = list(dict.fromkeys(note for one in judged for note in one.report.notes))
+    if notes:
+        blocks.append("\n".join(["how it was done:", *(f"  {note}" for note in notes)]))
+    failed = [one for one in judged if not one.holds]
+    for one in failed:
+        where = f"  see {one.report.folder}"
+        blocks.append("\n".join([f"{one.report.programme}:", *(f"  {text}" for text in one.broken), where]))
+    blocks.append(
+        f"{len(failed)} of {len(judged)} runs did not keep what is promised" if failed else "all promises held"
+    )
+    return "\n\n".join(blocks)
+
+
+def _rows(one: Judged) -> list[tuple[str, ...]]:
+    """A line for each fault; what is true of the whole run stands on its first."""
+    told, rows = one.report, list[tuple[str, ...]]()
+    for number, (fault, came, recovery_s) in enumerate(zip(told.programme, told.came, told.recovery_s, strict=True)):
+        whole = (
+            str(told.steps_lost),
+            str(told.samples_repeated),
+            _figure(told.loss_difference(one.like)),
+        )
+        rows.append(
+            (
+                str(fault),
+                "no" if came is None else f"step {came.step}, {came.place}",
+                *(whole if number == 0 else ("", "", "")),
+                "-" if recovery_s is None else f"{recovery_s:.2f}",
+                ("holds" if one.holds else "BROKEN") if number == 0 else "",
+            )
+        )
+    return rows
+
+
+def _facts(judged: Sequence[Judged], like: Report) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for one in judged:
+        told = one.report
+        difference = told.loss_difference(like)
+        rows.append(
+            {
+                "faults": [
+                    {
+                        "fault": str(fault),
+                        "came": None if came is None else dataclasses.asdict(came),
+                        "recovery_s": recovery_s,
+                        "promise": promise(fault, is_elastic=told.is_elastic),
+                    }
+                    for fault, came, recovery_s in zip(told.programme, told.came, told.recovery_s, strict=True)
+                ],
+                "plan": str(told.plan),
+                "exit_codes": [start.exit_code for start in told.starts],
+                "steps_lost": told.steps_lost,
+                "samples_repeated": told.samples_repeated,
+                "loss_difference": difference if math.isfinite(difference) else None,
+                "notes": list(told.notes),
+                "broken": list(one.broken),
+                "holds": one.holds,
+            }
+        )
+    return {"holds": all(one.holds for one in judged), "steps": len(like.losses), "runs": rows}
+
+
+def _table(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _figure(value: float) -> str:
+    if value == 0.0:
+        return "0"
+    return f"{value:.1e}" if math.isfinite(value) else "steps differ"

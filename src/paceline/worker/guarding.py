@@ -1,0 +1,145 @@
+"""What a worker does about numbers that go wrong: leaves a spike's step out, stops, or goes back; compares weights.
+
+Whether a step is a spike is decided inside its walk (`LossGuard`), before the optimizer steps, and equally on all
+workers. What follows needs no word among them either: each worker has its own snapshot of the same state, and puts it
+back between two steps, when all of the user's code for the spike's step has run. Step numbers and the position in the
+data only go forward: the steps since the snapshot are undone, and their samples are passed over, as those who train
+large models do (PaLM, Chowdhery et al. 2022, section 5.1). The ledger says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import BadNumbersError
+from paceline.events import SpikeSeen
+from paceline.plan import Guard
+from paceline.worker.comparing import Comparison
+from paceline.worker.cursor import Cursor
+from paceline.worker.guard import LossGuard, Spike
+from paceline.worker.record import RunFiles
+from paceline.worker.saving import Registry
+from paceline.worker.snapshot import Snapshot
+
+__all__ = ["Guarding"]
+
+SPIKES_ALLOWED = 20  # in a row, left out: then it is the weights, or the data have changed
+ROLLBACKS_ALLOWED = 5  # to the same snapshot
+
+Place = tuple[int, int]  # epoch, position
+
+
+class Guarding:
+    """Guards the numbers of one worker; all methods are called by all workers, at the same places."""
+
+    def __init__(
+        self, guard: Guard, *, losses: LossGuard, registry: Registry, files: RunFiles, comparison: Comparison
+    ) -> None:
+        self._guard, self._losses, self._registry, self._files = guard, losses, registry, files
+        self._comparison = comparison
+        self._snapshot: Snapshot | None = None
+        self._names: tuple[str, ...] = ()  # what is in it
+        self._known: dict[str, Any] = {}  # of losses, when it was taken
+        self._starts: dict[str, Place] = {}  # where each stream stood
+        self._kept_at = 0  # step of the last snapshot, or of the last rollback
+        self._num_rollbacks = 0  # to this snapshot
+        self._goes_back = self._is_noted = False  # after the step under way; and the ledger knows
+        self._compared_at = 0
+
+    def spiked(self, step: int, spike: Spike) -> None:
+        """A step under way is a spike, its gradients are dropped; raises BadNumbersError where that ends the run."""
+        guard, to_step = self._guard, None
+        if guard.on_spike == "rollback" and self._snapshot is not None:
+            to_step = self._snapshot.step
+        told = SpikeSeen(step=step, loss=spike.loss, expected=spike.limit, action=guard.on_spike, to_step=to_step)
+        self._files.emit(told)
+        what = f"step {step}: {spike}"
+        go_on = "To go on from the newest checkpoint, start again with the same run_dir: "
+        if guard.on_spike == "stop":
+            raise BadNumbersError(
+                f"{what}, and Guard(on_spike='stop') ends the run before the weights are changed. {go_on}with a lower "
+                "learning rate, with clip_norm, or with on_spike='skip' or 'rollback'."
+            )
+        if guard.on_spike == "skip" and spike.in_a_row >= SPIKES_ALLOWED:
+            raise BadNumbersError(
+                f"{what}. That is the {spike.in_a_row}th spike in a row, so leaving steps out does not help: the "
+                f"weights are broken, or the data have changed. {go_on}with a lower learning rate, with "
+                "on_spike='rollback', or with a larger Guard(factor=...)."
+            )
+        if to_step is not None and self._num_rollbacks >= ROLLBACKS_ALLOWED:
+            raise BadNumbersError(
+                f"{what}, after {self._num_rollbacks} rollbacks to step {to_step} with other samples each time: it is "
+                f"not the samples. {go_on}with a lower learning rate, or with a larger Guard(factor=...)."
+            )
+        self._goes_back = to_step is not None
+
+    def keep(self, step: int, cursors: Mapping[str, Cursor]) -> None:
+        """Between two steps: take a snapshot, where one is due."""
+        if self._guard.on_spike != "rollback":
+            return
+        places = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
+        self._starts = {**places, **self._starts}  # a stream that was opened since
+        registry = self._registry
+        names = (*registry.models, *registry.optimizers, *registry.objects)
+        is_due = step - self._kept_at >= self._guard.snapshot_every
+        if self._snapshot is not None and not is_due and names == self._names:
+            return
+        self._snapshot = Snapshot.take(registry, step=step, instead_of=self._snapshot)
+        self._names, self._known = names, self._losses.plain()
+        self._starts = places
+        self._kept_at, self._num_rollbacks = step, 0
+
+    def settle(self, step: int, cursors: Mapping[str, Cursor]) -> None:
+        """A step is over, with all of the user's code for it: go back, where it was a spike."""
+        self.put_back(step, cursors)
+        self._goes_back = self._is_noted = False
+
+    def put_back(self, step: int, cursors: Mapping[str, Cursor]) -> None:
+        """Go back where a spike was seen, perhaps in the middle of the user's code for its step (a save there): then
+        `settle` does it once more."""
+        snapshot = self._snapshot
+        if not self._goes_back or snapshot is None:
+            return
+        snapshot.put_back(self._registry)
+        self._losses.fill(self._known)
+        if self._is_noted:
+            return
+        self._is_noted = True
+        self._num_rollbacks += 1
+        self._kept_at = step
+        places = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
+        skips = {name: (self._starts.get(name, place), place) for name, place in places.items()}
+        self._files.ledger.rolled_back(from_step=step, to_step=snapshot.step, skips=skips)
+
+    def abandon(self) -> None:
+        """The run ends in an error: nothing is put back any more."""
+        self._goes_back = False
+
+    def compare(self, step: int, *, is_save_due: bool) -> None:
+        """Between two steps: compare the weights of all workers, where that is due; always before a regular save."""
+        every = self._guard.check_every
+        if not every or step == self._compared_at or (step % every and not is_save_due):
+            return
+        self._comparison.run(step, since_step=self._compared_at)
+        self._compared_at = step
+
+    def plain(self) -> dict[str, Any]:
+        """For a newcomer, which has to go back to where the others go back."""
+        return {
+            "snapshot": self._snapshot,
+            "names": self._names,
+            "known": self._known,
+            "starts": self._starts,
+            "counts": (self._kept_at, self._num_rollbacks, self._compared_at),
+        }
+
+    def fill(self, state: Mapping[str, Any]) -> None:
+        """Take over what `plain` gave elsewhere."""
+        self._snapshot, self._names, self._known = state["snapshot"], state["names"], state["known"]
+        self._starts = state["starts"]
+        self._kept_at, self._num_rollbacks, self._compared_at = state["counts"]
+
+    def begin(self, step: int) -> None:
+        """The run goes on from a checkpoint: count from its step."""
+        self._kept_at = self._compared_at = step

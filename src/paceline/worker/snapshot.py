@@ -1,0 +1,110 @@
+"""A copy of everything that is prepared, in the host's memory: taken between two steps, and put back between two."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Alone
+from paceline.worker import randomness
+from paceline.worker.received import Received
+from paceline.worker.saving import Registry, load_object, load_optimizer, restore_rates, set_extra
+
+__all__ = ["Snapshot", "named_tensors", "put_back"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state after `step`. Another worker of the run can use it as well."""
+
+    step: int
+    tensors: Mapping[str, Tensor]  # on the CPU
+    plain: Mapping[str, Any]
+    random: dict[str, Any]
+
+    @staticmethod
+    def take(registry: Registry, *, step: int, instead_of: Snapshot | None = None) -> Snapshot:
+        """Copy the present state; `instead_of` is not needed any more, and its memory is used again."""
+        room = instead_of.tensors if instead_of is not None else {}
+        live = named_tensors(registry, with_caches=True)
+        tensors = {name: _copied(value, room.get(name)) for name, value in live.items()}
+        return Snapshot(step, tensors, copy.deepcopy(registry.plain()), randomness.capture())
+
+    def put_back(self, registry: Registry) -> None:
+        """Make the state what it was; the snapshot stays as it is."""
+        put_back(registry, self.tensors, copy.deepcopy(dict(self.plain)))
+        randomness.restore(self.random)
+
+
+def named_tensors(registry: Registry, *, with_caches: bool) -> dict[str, Tensor]:
+    """All tensors of the state, live, not copied; `with_caches`: also buffers that do not persist, which each worker
+    may have for itself."""
+    found: dict[str, Tensor] = {}
+    for prefix, model in registry.models.items():
+        found.update((f"{prefix}.{key}", parameter) for key, parameter in model.named_parameters())
+        found.update(
+            (_full_name(prefix, path, key), buffer)
+            for path, module, key, buffer in _buffers(model)
+            if with_caches or not _is_cache(module, key)
+        )
+    states = tuple(f"{prefix}.state." for prefix in registry.optimizers)
+    found.update((name, value) for name, value in registry.tensors().items() if name.startswith(states))
+    return found
+
+
+@torch.no_grad()
+def put_back(registry: Registry, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Overwrite everything that is prepared; nothing keeps a reference to `tensors`."""
+    for name, model in registry.models.items():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"{name}.{key}"])
+        _put_back_buffers(name, model, tensors)
+        set_extra(model, plain["extra"].get(name, {}))
+    for name, optimizer in registry.optimizers.items():
+        # torch takes over the tensors that it is given where type and device fit.
+        own = {key: value.clone() for key, value in tensors.items() if key.startswith(f"{name}.state.")}
+        load_optimizer(name, optimizer, registry, plain, Received(own), Alone())
+    for name, thing in registry.objects.items():
+        load_object(name, thing, plain)
+    restore_rates(registry.optimizers, plain["optimizers"])
+
+
+def _put_back_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite buffers. One that was filled since is None again; a cache that is not there, or has another shape, is
+    left alone."""
+    for path, module, key, buffer in _buffers(model):
+        before = tensors.get(_full_name(prefix, path, key))
+        if before is not None and before.shape == buffer.shape:
+            buffer.copy_(before)
+        elif before is None and not _is_cache(module, key):
+            setattr(module, key, None)
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """Path of the module, the module, name and buffer; one that modules share comes with each."""
+    return [
+        (path, module, key, buffer)
+        for path, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+    ]
+
+
+def _full_name(prefix: str, path: str, key: str) -> str:
+    return ".".join(filter(None, (prefix, path, key)))
+
+
+def _is_cache(module: nn.Module, key: str) -> bool:
+    return key in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]: torch tells it nowhere else
+
+
+def _copied(value: Tensor, room: Tensor | None) -> Tensor:
+    """A copy on the CPU, in the room of another one where that fits."""
+    value = value.detach()
+    if room is None or room.shape != value.shape or room.dtype != value.dtype:
+        return value.to("cpu", copy=True)
+    return room.copy_(value)

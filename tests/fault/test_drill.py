@@ -1,0 +1,173 @@
+"""`paceline drill` and the kit behind it: every kind of fault comes, is survived, and what is not kept is reported."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.testing import KINDS, Report, assert_unharmed, network, run_with
+from paceline.testing import disk as disks
+from programs import PACELINE, run
+
+pytestmark = pytest.mark.timeout(100)
+
+SCRIPT = """\
+import torch, torch.nn.functional as F
+from torch.utils.data import TensorDataset
+import paceline
+
+
+def train(worker):
+    torch.manual_seed(1)
+    x = torch.randn(90, 8)
+    data = TensorDataset(x, x.argmax(dim=1))
+    layers = [torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8)]
+    model = worker.prepare(torch.nn.Sequential(*layers))
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    step = worker.stepper(model, optim, F.cross_entropy)
+    for batch in worker.batches(data, epochs=1000):
+        step(batch)
+
+
+if __name__ == "__main__":
+    paceline.run(train, workers=3, threads=1, plan="batch(size=20,micro=2)")
+"""
+STEPS = 32
+OPTIONS: dict[str, Any] = {"max_steps": STEPS, "save_every": 4, "silence_s": 2.0, "tensorboard": False}
+ELASTIC = ["plan.layout.replicas=1-3"]
+
+
+@functools.cache
+def script() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="paceline-test-drill-")) / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@functools.cache
+def undisturbed() -> Report:
+    report = run_with("", script(), **OPTIONS)
+    assert report.exit_code == 0, report.output
+    assert list(report.losses) == list(range(1, STEPS + 1))
+    return report
+
+
+def drilled(folder: Path, faults: str, **options: Any) -> Report:
+    return run_with(faults, script(), folder=folder, limit_s=60, **{"overrides": ELASTIC, **OPTIONS, **options})
+
+
+def test_one_fault_of_each_kind_keeps_all_promises(tmp_path: Path) -> None:
+    words = ["--steps", str(STEPS), "--silence-s", "2", "--seed", "1", "--json", "--keep", tmp_path / "kept"]
+    code, output = run(*PACELINE, "drill", script(), *words, stderr=subprocess.DEVNULL, limit_s=90)
+    assert code == 0, output
+    told = json.loads(output)
+    assert told["holds"] and told["steps"] == STEPS
+    faults = {fault["fault"].partition(":")[0]: (row, fault) for row in told["runs"] for fault in row["faults"]}
+    assert list(faults) == list(KINDS)
+    for kind, (row, fault) in faults.items():
+        assert row["holds"] and row["samples_repeated"] == 0 and row["loss_difference"] < 1e-5, kind
+        assert row["plan"].startswith("replicas=1-3"), "the script's own plan is not elastic"
+        assert fault["came"]["step"] >= 8, kind
+    stopped, torn = faults["stop"], faults["torn_checkpoint"]
+    assert 1.0 < stopped[1]["recovery_s"] < 6.0, "it is given up after 2 s"
+    assert torn[0]["exit_codes"] == [-9, 0] and torn[0]["steps_lost"] > 0
+    assert all(row["exit_codes"] == [0] and row["steps_lost"] == 0 for row, _ in faults.values() if row is not torn[0])
+    assert (tmp_path / "kept" / "run_1" / "run" / "run.json").exists()
+
+
+def test_two_at_once_one_of_them_during_the_recovery_from_the_other(tmp_path: Path) -> None:
+    report = drilled(tmp_path, "kill:worker=1,step=9,where=forward; kill:worker=2,step=9,where=regroup")
+    assert_unharmed(report, undisturbed())
+    assert [came and came.place for came in report.came] == ["forward", "regroup"]
+
+
+def test_without_root_connections_are_shut_down_and_writes_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(disks.subprocess, "run", _refused)
+    report = drilled(tmp_path, "full_disk:step=5; cut:worker=2,step=12,where=forward")
+    assert_unharmed(report, undisturbed())
+    assert report.failed_saves == (8,)
+    assert "cut: the worker's connections are shut down (only root makes network namespaces)" in report.notes
+    assert "full_disk: the write is refused (mount needs root)" in report.notes
+    assert 2 not in report.regrouped[0].members
+
+
+class _refused:
+    """What `mount` says to who is not root."""
+
+    returncode = 32
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+
+def test_a_plan_of_a_fixed_number_is_started_again(tmp_path: Path) -> None:
+    report = drilled(tmp_path, "term:worker=1,step=9,where=sum; kill:worker=2,step=22,where=sum", overrides=())
+    assert_unharmed(report, undisturbed())
+    assert [start.exit_code for start in report.starts] == [75, 1, 0]
+    assert report.resumed_from[2] == 20
+    assert report.steps_lost == report.committed[1] - 20
+
+
+def test_a_slow_worker_is_slow_and_a_stopped_one_may_go_on(tmp_path: Path) -> None:
+    report = drilled(tmp_path, "slow:worker=1,step=6,times=20,steps=10; stop:worker=2,step=20,seconds=0.5")
+    assert_unharmed(report, undisturbed())
+    assert not report.regrouped
+    assert compute_s(report, 1, range(6, 16)) > 5 * compute_s(report, 2, range(6, 16))
+
+
+def compute_s(report: Report, worker: int, steps: range) -> float:
+    lines = (report.run_dir / "attempt_1" / f"worker_{worker}" / "events.jsonl").read_text().splitlines()
+    done = [event for event in map(json.loads, lines) if event["event"] == "StepDone"]
+    return sum(event["seconds"]["compute"] for event in done if event["step"] in steps)
+
+
+def test_a_promise_that_the_program_breaks_is_reported(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    loss = "lambda output, target: F.cross_entropy(output, target) * worker.workers"
+    broken.write_text(SCRIPT.replace("F.cross_entropy)", f"{loss})"))
+    code, output = run(*PACELINE, "drill", broken, "--steps", "12", "--faults", "kill:worker=1,step=5")
+    assert code == 1, output
+    assert "BROKEN" in output
+    assert "1 of 1 runs did not keep what is promised" in output
+    assert "the loss differs by" in output
+    kept = output.partition("the runs are kept in ")[2].splitlines()[0]
+    assert (Path(kept) / "run_1" / "run" / "metrics.jsonl").exists()
+
+
+def test_a_script_that_fails_undisturbed_is_not_drilled(tmp_path: Path) -> None:
+    failing = tmp_path / "failing.py"
+    failing.write_text(SCRIPT.replace("        step(batch)", "        raise ValueError('no luck')"))
+    code, output = run(*PACELINE, "drill", failing)
+    assert code == 1
+    assert "fails undisturbed, so there is nothing to compare" in output and "no luck" in output
+
+
+def function(worker: paceline.Worker) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    torch.manual_seed(1)
+    x = torch.randn(40, 4)
+    model = worker.prepare(torch.nn.Linear(4, 4))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = worker.stepper(model, optim, F.cross_entropy)
+    for batch in worker.batches(torch.utils.data.TensorDataset(x, x.argmax(dim=1)), epochs=100):
+        step(batch)
+
+
+def test_a_function_can_be_run_under_faults_too(tmp_path: Path) -> None:
+    options = {"workers": 2, "plan": "replicas=1-2+batch(size=8,micro=2)", "max_steps": 10}
+    like = run_with((), function, folder=tmp_path / "like", **options)
+    report = run_with("kill:worker=0,step=5", function, folder=tmp_path / "killed", **options)
+    assert_unharmed(report, like)
+    with pytest.raises(AssertionError, match="did not come: nothing is proved"):
+        assert_unharmed(run_with("kill:worker=1,step=50", function, folder=tmp_path / "late", **options), like)
