@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -35,7 +36,10 @@ CALM_STEPS = 6  # committed by all, between two incidents
 LIMIT_S = 120.0  # for anything that is waited for
 LOOK_S = 0.002
 SILENCE_S = 2.0
-MANY_STEPS = 8  # steps of the long run, for each kill
+# torchrun: by default its workers meet in the launcher's own store, where a restart with 4 of them on 2 cores finds
+# addresses of the dead, and fails, often for minutes (torch 2.13). With a store of their own each restart works.
+SETTINGS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+MANY_STEPS, APART = 12, 8  # steps of the long run for each kill, and between two kills
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,15 +136,16 @@ def strike(
     wait_for(logs, process, is_over, "the successor")
     top = max([top, *(line.step for line in logs.lines[place:] if line.time <= when)])
     wait_for(logs, process, lambda: any(line.step > top for line in after()), "new progress")
-    done = after()
+    before = {(line.rank, line.step) for line in logs.lines if line.time <= when}
+    done = [line for line in after() if line.step > top or (line.rank, line.step) in before]  # else: the step in hand
     progress = next(line for line in done if line.step > top)
     return Incident(
         time=when,
         computing_s=None if run_dir is None else regrouped_after(run_dir, when),
         next_s=done[0].time - when,
         progress_s=progress.time - when,
-        replaced_s=next(line.time for line in done if line.rank == rank) - when,
-        repeated=len({line.step for line in done if line.step <= top and line.time < progress.time}),
+        replaced_s=next(line.time for line in after() if line.rank == rank) - when,
+        repeated=len({line.step for line in done if line.step <= top}),
     )
 
 
@@ -159,7 +164,7 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
     with open(folder / "output", "wb") as output:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **SETTINGS},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -215,7 +220,7 @@ def incidents(
 
 def median_step(lines: list[Line]) -> float:
     mine = [line.time for line in lines if line.rank == 0]
-    return statistics.median(b - a for a, b in zip(mine[2:], mine[3:], strict=False))
+    return statistics.median(b - a for a, b in itertools.pairwise(mine[2:]))
 
 
 def many_kills(options: argparse.Namespace, precision: str) -> str:
@@ -229,7 +234,7 @@ def many_kills(options: argparse.Namespace, precision: str) -> str:
             command = paceline_command(folder, options, width=width, precision=precision, steps=steps)
             with running(command, folder) as process:
                 deadline = time.monotonic() + LIMIT_S + steps
-                killed_at, told_of = MANY_STEPS, 0
+                killed_at, told_of = APART, 0
                 while process.poll() is None:
                     if time.monotonic() > deadline:
                         raise SystemExit("the long run takes too long")
@@ -243,7 +248,7 @@ def many_kills(options: argparse.Namespace, precision: str) -> str:
                         ):  # killed before, and its successor has no step yet
                             os.kill(logs.pids()[rank], signal.SIGKILL)
                             kills += 1
-                        killed_at += MANY_STEPS - 1
+                        killed_at += APART
                         if kills >= told_of + 20:
                             told_of = kills
                             print(f"{precision}: {kills} kills, step {logs.top()} of {steps}", flush=True)
@@ -263,8 +268,8 @@ def many_kills(options: argparse.Namespace, precision: str) -> str:
 def shown(one: Incident) -> str:
     computing = "" if one.computing_s is None else f"regrouped {one.computing_s:.3f} s, "
     return (
-        f"{computing}next step {one.next_s:.3f} s, new progress {one.progress_s:.3f} s, successor {one.replaced_s:.3f} s, "
-        f"{one.repeated} steps repeated"
+        f"{computing}next step {one.next_s:.3f} s, new progress {one.progress_s:.3f} s, "
+        f"successor {one.replaced_s:.3f} s, {one.repeated} steps repeated"
     )
 
 

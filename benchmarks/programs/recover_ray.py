@@ -6,11 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.train
+import ray  # pyright: ignore[reportMissingImports]  # only who measures it has it
+import ray.train  # pyright: ignore[reportMissingImports]
 import torch
 import torch.nn.functional as F
-from ray.train.torch import TorchTrainer, prepare_model
+from ray.train.torch import TorchTrainer, prepare_model  # pyright: ignore[reportMissingImports]
 
 PROGRAMS = str(Path(__file__).parent)
 

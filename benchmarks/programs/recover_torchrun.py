@@ -1,4 +1,4 @@
-"""The work of `recovery.py` under torchrun --max-restarts, with a checkpoint every few steps: FOLDER WIDTH RATE STEPS."""
+"""The work of `recovery.py` under torchrun, with a checkpoint every few steps: FOLDER WIDTH RATE STEPS."""
 
 import os
 import sys

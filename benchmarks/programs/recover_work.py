@@ -1,4 +1,4 @@
-"""What the programs of `recovery.py` have in common: a model, its data, and a file that each process writes its steps to."""
+"""What the programs of `recovery.py` have in common: a model, its data, and a file for the steps of each process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Log:
     """RANK_PID.log in a folder: a line for each committed step, when it was and which."""
 
     def __init__(self, folder: Path, worker_rank: int) -> None:
-        self._file = open(folder / f"{worker_rank}_{os.getpid()}.log", "a", buffering=1)
+        self._file = open(folder / f"{worker_rank}_{os.getpid()}.log", "a", buffering=1)  # noqa: SIM115
 
     def step(self, number: int) -> None:
         self._file.write(f"{time.time():.6f} {number}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ if __name__ == "__main__":
 '''
 
 
+FLIPPED = (
+    SPIKY.replace("y[98] = 1e5", "")
+    .replace("workers=2", "workers=3")
+    .replace(
+        "        worker.report(loss=step(batch))\n",
+        """        worker.report(loss=step(batch))
+        if worker.rank == 2 and worker.step == 9:
+            model.weight.detach().view(torch.int32)[0, 0] ^= 1 << 20
+""",
+    )
+)
+
+
 def lines(output: str, word: str) -> list[str]:
     return [line for line in output.splitlines() if word in line]
 
@@ -140,6 +154,20 @@ def test_stop_exits_with_1_and_one_sentence_and_can_be_continued(tmp_path: Path)
     (line,) = lines(output, "SPIKE")
     assert line.startswith("step 25  SPIKE: "), "what was expected came back with the checkpoint"
     assert audit(tmp_path / "run").verdict == "clean"
+
+
+def test_a_flipped_bit_is_one_line_with_the_worker_and_the_tensor(tmp_path: Path) -> None:
+    guard = ("--set", "plan.guard=guard(check_every=10)")
+    code, output = started(tmp_path, *guard, text=FLIPPED)
+    assert code == 0, output
+    (line,) = lines(output, "WEIGHTS DIFFER")
+    assert line.startswith(
+        "step 10  WEIGHTS DIFFER from those of 2 others since a step after 8, first in model.weight: "
+    )
+    assert re.search(r": worker 2 \(.+, pid \d+\); healed from worker 0$", line)
+    code, output = started(tmp_path, *guard, "--fresh", text=FLIPPED.replace("workers=3", "workers=1"))
+    assert code == 0, output
+    assert not lines(output, "WEIGHTS DIFFER")
 
 
 @pytest.mark.timeout(80)

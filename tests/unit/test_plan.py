@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import PlanError
-from paceline.plan import AllReduce, Batch, Cast, Compute, Layout, Plan, Raw
+from paceline.plan import AllReduce, Batch, Cast, Compute, Guard, Layout, Plan, Raw
 
 counts = st.integers(min_value=1, max_value=10**9)
 plans = st.builds(
@@ -35,6 +35,14 @@ plans = st.builds(
         precision=st.sampled_from(["fp32", "bf16", "fp64"]),
         recompute=st.sampled_from(["none", "blocks"]),
         compile=st.booleans(),
+    ),
+    guard=st.builds(Guard, check_every=st.integers(0, 10**6))
+    | st.builds(
+        Guard,
+        on_spike=st.just("rollback"),
+        factor=st.floats(0, 1e6, exclude_min=True),
+        window=st.integers(8, 10**6),
+        snapshot_every=counts,
     ),
 )
 
@@ -94,7 +102,7 @@ def test_text_may_be_written_in_several_ways(text: str, plan: Plan) -> None:
         ("", "The plan is empty text"),
         (
             "cats(dtype=bf16)",
-            "is none of layout, allreduce, raw, cast, batch, compute, nor replicas=n. Did you mean 'cast'?",
+            "is none of layout, allreduce, raw, cast, batch, compute, guard, nor replicas=n. Did you mean 'cast'?",
         ),
         ("cast", "plan.wire.dtype is missing: Cast needs dtype, which must be 'bf16' or 'fp16'."),
         ("cast(dtype=bf32)", "plan.wire.dtype is 'bf32'; it must be 'bf16' or 'fp16'."),

@@ -160,3 +160,15 @@ def test_a_replacement_is_judged_by_its_own_steps() -> None:
     run.replace(2)
     assert run.steps(10, {2: 0.9}) == []
     assert [text[:9] for _, text in run.steps(WITHIN, {2: 0.9})] == ["worker 2 "]
+
+
+def test_a_worker_whose_fellows_have_all_just_come_is_compared_with_nobody() -> None:
+    """One of them has steps in one half of the window only, the other in the other half."""
+    run = Run(workers=3)
+    run.steps(2 * WITHIN)
+    for _ in range(8):
+        for worker in (1, 2):
+            run.replace(worker)
+            run.steps(6, {0: 0.9})
+            for text in run.look():
+                assert "worker 0" in text

@@ -162,6 +162,13 @@ def test_rollback_goes_on_as_if_the_steps_since_the_snapshot_had_not_been(
     assert "clean: 1 finished epoch" in told
 
 
+def test_what_is_expected_goes_back_as_well(world: World) -> None:
+    guard = Guard(on_spike="rollback", window=24, snapshot_every=6)
+    world(train, 2, plan(guard), max_steps=20)
+    state = open_checkpoint(world.run_dir / "checkpoints" / "step_00000020").state
+    assert len(state["losses"]["losses"]["train.0"]) == 12 + 3, "those of the steps up to 12, and from 18 on"
+
+
 def test_a_second_spike_soon_after_goes_back_to_the_same_snapshot(world: World) -> None:
     guard = Guard(on_spike="rollback", window=16, snapshot_every=6)
     results = world(functools.partial(train, poisoned=(POISON, POISON + 2 * SIZE)), 2, plan(guard))

@@ -128,7 +128,8 @@ def _pace_between(a: Sample, b: Sample) -> Pace | None:
 
 
 def _median_of_others(worker: int, paces: Mapping[int, Pace]) -> float:
-    return statistics.median(pace.own_s for other, pace in paces.items() if other != worker)
+    others = [pace.own_s for other, pace in paces.items() if other != worker]
+    return statistics.median(others) if others else 0.0  # all of them have just come
 
 
 def _ratio(worker: int, paces: Mapping[int, Pace]) -> float:

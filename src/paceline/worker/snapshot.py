@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.comm.group import Alone
 from paceline.worker import randomness
 from paceline.worker.received import Received
-from paceline.worker.saving import Registry, load_object, load_optimizer, restore_rates, set_extra
+from paceline.worker.saving import Registry, load_object, load_optimizer, set_extra
 
 __all__ = ["Snapshot", "named_tensors", "put_back"]
 
@@ -71,7 +71,6 @@ def put_back(registry: Registry, tensors: Mapping[str, Tensor], plain: Mapping[s
         load_optimizer(name, optimizer, registry, plain, Received(own), Alone())
     for name, thing in registry.objects.items():
         load_object(name, thing, plain)
-    restore_rates(registry.optimizers, plain["optimizers"])
 
 
 def _put_back_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
