@@ -31,6 +31,7 @@ from paceline.worker.agreement import Agreement
 
 FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS", "[]"))
 OPTIONS: dict[str, Any] = json.loads(os.environ.get("OPTIONS", "{}"))
+WIDTH = int(OPTIONS.get("width", 32))
 SAMPLES = 90  # of an epoch: the last step of each is short
 
 
@@ -53,8 +54,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # No bias before the norm: its gradient is nothing but rounding, which Adam would make as large as all others.
-        first = nn.Linear(8, 32, bias=False)
-        self.layers = nn.Sequential(first, nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 8))
+        first = nn.Linear(8, WIDTH, bias=False)
+        self.layers = nn.Sequential(first, nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, 8))
 
     def forward(self, numbers: Tensor) -> Tensor:
         return self.layers(numbers)

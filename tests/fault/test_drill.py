@@ -134,7 +134,8 @@ def test_a_promise_that_the_program_breaks_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     loss = "lambda output, target: F.cross_entropy(output, target) * worker.workers"
     broken.write_text(SCRIPT.replace("F.cross_entropy)", f"{loss})"))
-    code, output = run(*PACELINE, "drill", broken, "--steps", "12", "--faults", "kill:worker=1,step=5")
+    words = ["--steps", "12", "--faults", "kill:worker=1,step=5"]
+    code, output = run(*PACELINE, "drill", broken, *words, environment={"TMPDIR": str(tmp_path)})
     assert code == 1, output
     assert "BROKEN" in output
     assert "1 of 1 runs did not keep what is promised" in output

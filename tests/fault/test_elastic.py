@@ -69,6 +69,18 @@ def test_a_replacement_takes_over_a_members_state_and_works(tmp_path: Path) -> N
     assert run.losses()[:12] == pytest.approx(undisturbed().losses(), rel=1e-9)
 
 
+def test_a_large_state_is_handed_over_as_well(tmp_path: Path) -> None:
+    """It takes longer than any slice of a wait."""
+    options = {"width": 300_000, "job": {"save_at_end": False, "save_every": None, "max_steps": 16}, "pause_s": 0.2}
+    plan = "replicas=2-4+batch(size=20,micro=2)"
+    run = trained(tmp_path / "a", {"worker": 2, "step": 4, "where": "forward"}, plan=plan, **options)
+    assert run.code == 0, run.output
+    assert [event["rank"] for event in run.events("WorkerJoined")] == [2]
+    assert len(run.events("WorkerLost")) == 1
+    assert run.workers() == [0, 1, 2, 3]
+    assert run.weights() > 0, "all have the same"
+
+
 def test_killed_at_the_minimum_the_others_wait_for_a_replacement_and_go_on(tmp_path: Path) -> None:
     options = {"plan": "replicas=4-4+batch(size=20,micro=2)+compute(precision=fp64)"}
     run = trained(tmp_path / "a", {"worker": 2, "step": 6, "where": "backward"}, **options)

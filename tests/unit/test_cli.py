@@ -98,7 +98,9 @@ def test_the_help_names_every_command_with_examples(capsys: pytest.CaptureFixtur
     assert "examples:\n  paceline run train.py --workers 4" in text
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "parity", "status", "logs", "stop", "resize", "report", "audit", "export"])
+@pytest.mark.parametrize(
+    "command", ["run", "plan", "parity", "status", "logs", "stop", "resize", "report", "audit", "export"]
+)
 def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])

@@ -49,11 +49,40 @@ class GenerationGroup(Group):
 
     def send(self, tensor: Tensor, *, to: int, what: str) -> None:
         """Send to one member; blocks until it is on its way."""
-        self._begin(lambda: self._backend.send([tensor], to, 0), what).wait()
+        self._directly(lambda: self._backend.send([tensor], to, 0), what)
 
     def receive(self, tensor: Tensor, *, source: int, what: str) -> None:
         """Overwrite `tensor` by what one member sends; blocks."""
-        self._begin(lambda: self._backend.recv([tensor], source, 0), what).wait()
+        self._directly(lambda: self._backend.recv([tensor], source, 0), what)
+
+    def _directly(self, start: Callable[[], dist.Work], what: str) -> None:
+        """Do a transfer with one member to its end; a thread waits for it, and is left behind where `check` raises.
+
+        gloo takes a wait of limited time that runs out for the end of everything: it closes all connections.
+        """
+        done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+
+        def transfer() -> None:
+            try:
+                start().wait()
+                done.put(None)
+            except RuntimeError as error:  # torch has no narrower type for a lost peer
+                done.put(error)
+
+        self._check()
+        threading.Thread(target=transfer, name="paceline-transfer", daemon=True).start()
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                error = done.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._check()
+                if time.monotonic() > deadline:
+                    raise SyncError(f"waited too long for the other one in {what}") from None
+                continue
+            if error is not None:
+                raise Disrupted(f"lost contact with a peer during {what}: {_first_line(error)}") from error
+            return
 
     def close(self) -> None:
         super().close()

@@ -345,6 +345,8 @@ class Head:
                     self._begin_elastic(int(notice["least"]), int(notice["most"]), int(notice["workers_each"]))
             case "begun":
                 self._has_begun = True
+            case "leaving" if not self._has_begun:
+                self._stop(signal.SIGTERM, by=f" to worker {worker}")
             case "leaving" if self._controller is None:
                 self._ask_to_leave(f"worker {worker} was asked to leave by SIGTERM")
             case _ if self._controller is not None and worker in self._expected:
