@@ -12,7 +12,7 @@ import pytest
 from paceline.monitor.audit import audit
 from programs import child_environment
 
-PROGRAM = '''
+PROGRAM = """
 import sys, time
 import torch, torch.nn.functional as F
 from torch.utils.data import TensorDataset
@@ -32,7 +32,7 @@ def train(worker):
 if __name__ == "__main__":
     plan = Plan(batch=Batch(size=24, micro=2))
     paceline.run(train, workers=2, plan=plan, run_dir=sys.argv[1], balance=sys.argv[1] == "balanced", tensorboard=False)
-'''
+"""
 
 
 @pytest.mark.timeout(90)
