@@ -107,7 +107,7 @@ def test_a_stopped_worker_is_given_up_after_the_stated_time_and_never_commits_ag
     assert "worker 1 said nothing for 2 s" in run.events("WorkerLost")[0]["reason"]
     (regrouped,) = run.events("Regrouped")
     began = float((tmp_path / "a" / "fault_0").read_text().split()[1])
-    assert regrouped["time"] - began < 2.0 + 5.0  # on however busy a machine; the benchmark has the exact figure
+    assert regrouped["time"] - began < 2.0 + 1.5  # one heartbeat; the benchmark has the exact figure
 
 
 def test_sigterm_to_the_job_finishes_the_step_saves_and_exits_with_75_and_the_next_start_goes_on(

@@ -186,9 +186,13 @@ def test_in_float64_the_same_script_agrees_to_fourteen_digits(parity: Any) -> No
 
 @pytest.mark.parametrize("script", [CONTRAST, GAN, PLAIN], ids=["in_batch_loss", "two_steppers", "plain_loop"])
 def test_it_holds_for(script: str, parity: Any) -> None:
-    done = parity(script, "--workers", "3")
+    done = parity(script, "--workers", "3", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert 0 <= float(row(done.stdout, "3 workers")[1]) < 1e-5, "gradients were compared"
+    (one,) = json.loads(done.stdout)["configurations"]
+    # The same order of sums may give the same bits: that they were compared is seen by the step.
+    assert (one["first_gradients"]["step"], one["first_gradients"]["value"] < 1e-5) == (1, True), (
+        "gradients were compared"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- it does not

@@ -1,6 +1,8 @@
 """What the head and the workers say to each other about membership: plain data over the workers' channels.
 
-worker -> head    ready      it has not the run's state, and waits to be taken in; `generation`: the newest it knows of
+worker -> head    elastic    the plan lets replicas come and go: the least and the most of them
+                  begun      its first loop over batches has begun
+                  ready      it has not the run's state, and waits to be taken in; `generation`: the newest it knows of
                   formed     it has joined a generation, has the run's state, and stands at this step
                   committed  its first step of a generation
                   stuck      a transfer of a generation failed, though nobody is known to be lost; `peer`: with whom
