@@ -1,11 +1,14 @@
-"""Recovery from kill -9 of one of 4 workers, from a stopped one, and what 200 kills in one run do to the losses.
+"""Recovery from kill -9 of one of 4 workers, and from a stopped one, beside torchrun, Ray Train and Horovod Elastic.
 
-    python benchmarks/recovery.py [--kills 12] [--stops 5] [--many 200] [--peers torchrun] [--ray-python PATH]
+    python benchmarks/recovery.py [--kills 12] [--stops 5] [--peers torchrun,ray,horovod,horovod:5]
+                                  [--ray-python PATH] [--horovod-python PATH]
 
 Everybody does the same work (a step takes about 0.1 s here), and everybody's processes write down when they committed
 which step. This program watches those files, kills a worker at a random moment, and reads from the files when the next
 step was committed, when one that nobody had committed before, and when the killed one's successor had its first. Peers
-that restart from checkpoints write one every 5 steps. The runs follow each other; nothing else should use the cores.
+that restart from checkpoints write one every 5 steps; Horovod keeps its state in memory as often. The runs follow each
+other; nothing else should use the cores. `--ray-python` and `--horovod-python` are interpreters that have these peers.
+Horovod's workers that are no neighbours of the dead one notice it by gloo's time-out, 30 s: "horovod:5" makes that 5 s.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import os
 import random
@@ -24,22 +26,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from paceline.events import Regrouped, decode
-from paceline.monitor.audit import audit
 
 PROGRAMS = Path(__file__).parent / "programs"
 WORKERS, BATCH, MICRO = 4, 128, 16
 CALM_STEPS = 6  # committed by all, between two incidents
+HOROVOD_HOSTS = ("localhost", "127.0.0.1", "127.0.1", "127.1")  # all of them this machine
+STEPS = str(10**6)  # more than anybody takes
 LIMIT_S = 120.0  # for anything that is waited for
 LOOK_S = 0.002
 SILENCE_S = 2.0
 # torchrun: by default its workers meet in the launcher's own store, where a restart with 4 of them on 2 cores finds
 # addresses of the dead, and fails, often for minutes (torch 2.13). With a store of their own each restart works.
 SETTINGS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-MANY_STEPS, APART = 12, 8  # steps of the long run for each kill, and between two kills
+PEERS = {"torchrun": 0.1, "ray": 0.1, "horovod": 0.3}  # at most so much of their times is the target
+COMPUTING_S, STOPPED_S, REPLACED_S = 0.2, SILENCE_S + 0.2, 2.0  # targets: medians
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +66,10 @@ class Incident:
     progress_s: float  # a step is committed that was not before
     replaced_s: float  # the successor commits
     repeated: int  # committed steps that were taken again
+
+
+class RunEnded(Exception):
+    """A run that was to be measured has ended, or takes too long; with its last words."""
 
 
 class Logs:
@@ -96,14 +104,14 @@ class Logs:
 
 
 def wait_for(logs: Logs, process: subprocess.Popen[bytes], holds: Callable[[], bool], what: str) -> None:
-    """Look at the files until something is true; SystemExit where that takes too long."""
+    """Look at the files until something is true; raises RunEnded where that takes too long."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         logs.poll()
         if holds():
             return
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"waiting for {what}: the run has ended, or takes too long")
+            raise RunEnded(f"waiting for {what}: the run has ended, or takes too long")
         time.sleep(LOOK_S)
 
 
@@ -171,9 +179,9 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
         )
         try:
             yield process
-        except SystemExit as end:
+        except RunEnded as end:
             told = (folder / "output").read_text(errors="replace")[-3000:]
-            raise SystemExit(f"{end}\n{' '.join(command)}\n{told}") from None
+            raise RunEnded(f"{end}\n{' '.join(command)}\n{told}") from None
         finally:
             process.terminate()
             try:
@@ -184,21 +192,43 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
                 process.wait()
 
 
-def paceline_command(folder: Path, options: argparse.Namespace, *, width: int, precision: str, steps: int) -> list[str]:
-    plan = f"replicas=1-{WORKERS}+batch(size={BATCH},micro={MICRO})+compute(precision={precision})"
-    words = ["--plan", plan, "--workers", str(WORKERS), "--run-dir", str(folder / "run"), "--max-steps", str(steps)]
-    words += ["--silence-s", str(SILENCE_S), "--no-tensorboard", "--no-save-at-end", "--", str(folder), str(width)]
-    return [sys.executable, "-m", "paceline", "run", str(PROGRAMS / "recover_paceline.py"), *words, str(options.rate)]
-
-
 def command_of(peer: str, folder: Path, options: argparse.Namespace) -> list[str]:
-    if peer == "paceline":
-        return paceline_command(folder, options, width=options.width, precision="fp32", steps=10**6)
-    arguments = [str(folder), str(options.width), str(options.rate), str(10**6)]
-    if peer == "ray":
-        return [options.ray_python, str(PROGRAMS / "recover_ray.py"), *arguments, str(WORKERS)]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS), "--max-restarts", "1000"]
-    return [sys.executable, *launch, str(PROGRAMS / "recover_torchrun.py"), *arguments]
+    """What a user of `peer` would type."""
+    name, _, timeout_s = peer.partition(":")
+    work = [str(folder), str(options.width), str(options.rate)]
+    script = str(PROGRAMS / f"recover_{name}.py")
+    match name:
+        case "paceline":
+            plan = f"replicas=1-{WORKERS}+batch(size={BATCH},micro={MICRO})"
+            words = ["--plan", plan, "--workers", str(WORKERS), "--run-dir", str(folder / "run")]
+            words += ["--silence-s", str(SILENCE_S), "--no-tensorboard", "--no-save-at-end"]
+            return [sys.executable, "-m", "paceline", "run", script, *words, "--", *work]
+        case "ray":
+            return [options.ray_python, script, *work, STEPS, str(WORKERS)]
+        case "horovod":
+            # Horovod gives up the host of a worker that dies, for a second at least: so each has a host of its own.
+            hosts = folder / "hosts.sh"
+            hosts.write_text("#!/bin/sh\n" + "".join(f"echo {host}:1\n" for host in HOROVOD_HOSTS))
+            hosts.chmod(0o755)
+            launch = ["-m", "horovod.runner.launch", "--gloo", "-np", str(WORKERS), "--min-np", "1"]
+            launch += ["--max-np", str(WORKERS), "--host-discovery-script", str(hosts)]
+            launch += ["--blacklist-cooldown-range", "1", "2", "--network-interfaces", "lo"]
+            names = ",".join(HOROVOD_HOSTS)
+            settings = [f"HOROVOD_GLOO_TIMEOUT_SECONDS={timeout_s}"] if timeout_s else []
+            return [
+                "env",
+                *settings,
+                options.horovod_python,
+                *launch,
+                options.horovod_python,
+                script,
+                *work,
+                STEPS,
+                names,
+            ]
+        case _:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
+            return [sys.executable, *launch, "--max-restarts", "1000", script, *work, STEPS]
 
 
 def incidents(
@@ -223,48 +253,6 @@ def median_step(lines: list[Line]) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(mine[2:]))
 
 
-def many_kills(options: argparse.Namespace, precision: str) -> str:
-    """Kill at random moments in one long run, as often as asked for; a row that compares it with an undisturbed one."""
-    steps, width = options.many * MANY_STEPS, options.width // 4
-    losses: list[dict[int, float]] = []
-    kills, verdict, draw = 0, "", random.Random(options.seed)
-    for is_disturbed in (False, True):
-        with tempfile.TemporaryDirectory(prefix="paceline-recovery-") as name:
-            folder, logs = Path(name), Logs(Path(name))
-            command = paceline_command(folder, options, width=width, precision=precision, steps=steps)
-            with running(command, folder) as process:
-                deadline = time.monotonic() + LIMIT_S + steps
-                killed_at, told_of = APART, 0
-                while process.poll() is None:
-                    if time.monotonic() > deadline:
-                        raise SystemExit("the long run takes too long")
-                    logs.poll()
-                    if is_disturbed and kills < options.many and logs.top() >= killed_at:
-                        # By steps, so that they are spread over the run; the moment within one is random.
-                        time.sleep(draw.random() * 0.02)
-                        rank = draw.choice(sorted(logs.pids()))
-                        with contextlib.suppress(
-                            ProcessLookupError
-                        ):  # killed before, and its successor has no step yet
-                            os.kill(logs.pids()[rank], signal.SIGKILL)
-                            kills += 1
-                        killed_at += APART
-                        if kills >= told_of + 20:
-                            told_of = kills
-                            print(f"{precision}: {kills} kills, step {logs.top()} of {steps}", flush=True)
-                    time.sleep(LOOK_S)
-                if process.returncode != 0:
-                    raise SystemExit((folder / "output").read_text(errors="replace")[-3000:])
-            rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-            losses.append({row["step"]: row["loss"] for row in rows})
-            verdict = audit(folder / "run").verdict
-    plain, hit = losses
-    if plain.keys() != hit.keys():
-        return f"| {precision} | {kills} | {len(hit)} of {len(plain)} | steps differ | {verdict} |"
-    largest = max(abs(hit[step] - loss) / abs(loss) for step, loss in plain.items())
-    return f"| {precision} | {kills} | {len(hit)} of {len(plain)} | {largest:.1e} | {verdict} |"
-
-
 def shown(one: Incident) -> str:
     computing = "" if one.computing_s is None else f"regrouped {one.computing_s:.3f} s, "
     return (
@@ -275,10 +263,6 @@ def shown(one: Incident) -> str:
 
 def row(name: str, step_s: float, found: list[Incident], ours: list[Incident] | None) -> str:
     """A line of the table; ratios are Paceline's medians over this one's."""
-
-    def median(field: str, of: list[Incident]) -> float:
-        values = [value for one in of if (value := getattr(one, field)) is not None]
-        return statistics.median(values) if values else math.nan
 
     def cell(field: str) -> str:
         value = median(field, found)
@@ -292,35 +276,68 @@ def row(name: str, step_s: float, found: list[Incident], ours: list[Incident] | 
     return f"| {name} | {len(found)} | {step_s:.3f} | {' | '.join(cells)} | {repeated:.1f} | {repeated * BATCH:.0f} |"
 
 
+def median(field: str, of: list[Incident]) -> float:
+    """The median of what is known; nan: nothing is."""
+    values = [value for one in of if (value := getattr(one, field)) is not None]
+    return statistics.median(values) if values else math.nan
+
+
+def verdicts(step_s: float, ours: list[Incident], peers: Mapping[str, list[Incident]], stops: list[Incident]) -> str:
+    """What should be reached, and whether it was, a line each."""
+    computing = median("computing_s", ours)
+    limits = {
+        "regrouped": (computing, COMPUTING_S),
+        "next step": (median("next_s", ours), COMPUTING_S + 2 * step_s),
+        "successor's first step": (median("replaced_s", ours), REPLACED_S),
+        "steps repeated": (sum(one.repeated for one in ours), 0),
+    }
+    if stops:
+        limits["regrouped after SIGSTOP"] = (median("computing_s", stops), STOPPED_S)
+    for peer, found in peers.items():
+        for field, name in (("next_s", "next step"), ("progress_s", "new progress")):
+            limits[f"{name}, as a share of {peer}'s"] = (
+                median(field, ours) / median(field, found),
+                PEERS[peer.partition(":")[0]],
+            )
+    lines = ["| target | reached | at most | |", "|---|---|---|---|"]
+    for name, (reached, most) in limits.items():
+        lines.append(f"| {name} | {reached:.3f} | {most:.3f} | {'yes' if reached <= most else '**no**'} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--stops", type=int, default=5)
-    parser.add_argument("--many", type=int, default=200, help="kills in one run; 0: leave that out")
-    parser.add_argument("--peers", default="torchrun", help="torchrun, ray, with commas; empty: none")
+    parser.add_argument("--peers", default="torchrun", help="of torchrun, ray, horovod, with commas; empty: none")
     parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has ray[train]")
+    parser.add_argument("--horovod-python", default=sys.executable, help="an interpreter that has horovod")
     parser.add_argument("--width", type=int, default=1536, help="of the model: makes the step longer")
     parser.add_argument("--rate", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rows: list[str] = []
+    wanted = list(filter(None, options.peers.split(",")))
+    if unknown := [peer for peer in wanted if peer.partition(":")[0] not in PEERS]:
+        parser.error(f"--peers: {', '.join(unknown)} is not known; known are {', '.join(PEERS)}")
     step_s, ours = incidents("paceline", options, num=options.kills)
-    rows.append(row("Paceline, kill -9", step_s, ours, None))
-    for peer in filter(None, options.peers.split(",")):
-        rows.append(row(f"{peer}, kill -9", *incidents(peer, options, num=options.kills), ours))
+    rows, peers, stops = [row("Paceline, kill -9", step_s, ours, None)], dict[str, list[Incident]](), list[Incident]()
+    for peer in wanted:
+        try:
+            peer_step_s, peers[peer] = incidents(peer, options, num=options.kills)
+        except RunEnded as end:  # what the others have shown is not to be lost
+            print(end, file=sys.stderr)
+            rows.append(f"| {peer}, kill -9 | its run ended ||||||||")
+            continue
+        rows.append(row(f"{peer}, kill -9", peer_step_s, peers[peer], ours))
     if options.stops:
-        stopped = incidents("paceline", options, num=options.stops, signum=signal.SIGSTOP)
-        rows.append(row(f"Paceline, SIGSTOP, silence_s={SILENCE_S:.0f}", *stopped, None))
+        stop_step_s, stops = incidents("paceline", options, num=options.stops, signum=signal.SIGSTOP)
+        rows.append(row(f"Paceline, SIGSTOP, silence_s={SILENCE_S:.0f}", stop_step_s, stops, None))
     print(
-        "\n| what | times | step, s | regrouped, s | next step, s | new progress, s | successor's first step, s | ",
-        end="",
+        "\n| what | times | step, s | regrouped, s | next step, s | new progress, s | successor's first step, s | "
+        "steps repeated | samples read twice |\n|---|---|---|---|---|---|---|---|---|"
     )
-    print("steps repeated | samples read twice |\n|---|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))
-    if options.many:
-        table = [many_kills(options, precision) for precision in ("fp32", "fp64")]
-        print("\n| precision | kills in one run | steps | largest relative difference of a loss | audit |")
-        print("|---|---|---|---|---|\n" + "\n".join(table))
+    print(f"\n{verdicts(step_s, ours, peers, stops)}")
 
 
 if __name__ == "__main__":

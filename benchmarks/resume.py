@@ -46,7 +46,7 @@ def first_item_s(worker: paceline.Worker, share: float | None) -> float:
     took = time.perf_counter() - began
     if share is not None:
         # Stand at that share of the epoch, as if all steps before it had been made.
-        worker._streams["train"].cursor.position = int(share * SAMPLES) // 64 * 64
+        worker._loop.cursors["train"].position = int(share * SAMPLES) // 64 * 64
         worker.save()
     return took
 

@@ -409,6 +409,8 @@ class World:
 
     def do(self, decisions: list[Decision]) -> None:
         told = 0
+        if self.membership.target > self.limits.most:
+            raise Broken(f"{self.membership.target} replicas are wanted, of at most {self.limits.most}")
         for decision in decisions:
             self.decisions.append(decision)
             match decision:
@@ -590,6 +592,13 @@ class World:
         if rank in self.workers and self.workers[rank].is_alive:
             self.workers[rank].tell("leaving")
 
+    def ask_host_to_leave(self, *ranks: int, room: int) -> None:
+        """A host is to go, with these workers; the other hosts have room for so many replicas."""
+        target = self.membership.target
+        self.do(self.membership.leave(ranks, self.now, reason="host to go", room=room))
+        if self.membership.target > target:
+            raise Broken(f"{ranks} leave, and the run wants {self.membership.target} replicas, instead of {target}")
+
     def cut_link(self, one: int, other: int, *, for_good: bool) -> None:
         """Two workers lose their connection; for good: new ones do not come about either."""
         self.cut_links[frozenset({one, other})] = 10**9 if for_good else self.membership.generation
@@ -598,6 +607,24 @@ class World:
         """New connections come about again; those that were cut stay so."""
         for link in self.cut_links:
             self.cut_links[link] = min(self.cut_links[link], self.membership.generation)
+
+    def lose_host(self, *ranks: int, room: int) -> None:
+        """The head loses a host with these workers; the other hosts have room for so many replicas."""
+        lost = [rank for rank in ranks if rank in self.workers or rank in self._starting]
+        for rank in lost:
+            if rank in self.workers:
+                self.workers[rank].is_cut_off |= self.random.random() < 0.5  # otherwise it dies with its host
+            self._end(rank)
+        target = self.membership.target
+        self.do(self.membership.lost(lost, self.now, reason="host gone", room=room))
+        if self.membership.target > target:
+            raise Broken(
+                f"the loss of {ranks} made the run want {self.membership.target} replicas, instead of {target}"
+            )
+
+    def grow(self, replicas: int) -> None:
+        """A host comes with room for so many."""
+        self.do(self.membership.grow(replicas, self.now))
 
     def resize(self, replicas: int) -> None:
         """`paceline resize`; refused where it is too few or too many, or too late."""

@@ -1,22 +1,16 @@
 """One attempt of a run, seen from outside the workers: its directory, its record, who watches it, how it failed.
 
-A supervisor has an `Attempt`; in a world that somebody else started there is none, and worker 0 is `watched_by_thread`.
+A supervisor has an `Attempt`; in a world that somebody else started there is none (`paceline.companion`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
-import select
-import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from paceline.errors import LaunchError, PlanError, WorkerError, writing
@@ -26,21 +20,16 @@ from paceline.launch.local import launch
 from paceline.launch.member import Member
 from paceline.launch.outcome import Outcome, WorkerExit
 from paceline.launch.parent import WarmParent
-from paceline.launch.place import deal
 from paceline.monitor.books import Books
 from paceline.monitor.failure import Failure, explain, root
-from paceline.monitor.lookout import Lookout, OwnReach
+from paceline.monitor.lookout import Lookout
 from paceline.monitor.memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.monitor.process import this_host
-from paceline.monitor.run_record import RUNNING, RunRecord
+from paceline.monitor.run_record import RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan import Job, Plan
-from paceline.plan.job import Assignment
 
-__all__ = ["Attempt", "begin_record", "error_of", "name_of", "note_failure", "watched_by_thread"]
-
-POLL_S = 0.1
-LEAD_S = 5.0  # where workers end by themselves when they have waited too long: what is known is told before that
+__all__ = ["Attempt", "begin_record", "error_of", "name_of", "run_started"]
 
 
 class Attempt:
@@ -152,31 +141,34 @@ class Attempt:
             if self.is_head:
                 self._log = EventLog(self.directory / "events.jsonl", worker=None)
                 self._log.emit(self._started())
-        local = None if self.job.hosts == 1 else deal(workers, self.job.hosts)[side.host_index]
+        local = None if self.is_head and self.job.hosts == 1 else side.here
         self._watch = Watch(
             self.run_dir,
             self.number,
             workers,
             job=self.job,
             local=local,
+            host=side.host,
             record=self.is_head,
             explains=self._function is None,  # otherwise the exception of `paceline.run(fn)` does
         )
         if self.job.launcher != "inline":  # there a debugger keeps everybody waiting, on purpose
-            self._lookout = self._looking_out(side, local)
+            self._lookout = self._looking_out(side)
         return self.run_dir
 
-    def _looking_out(self, side: Head | Member, local: Collection[int] | None) -> Lookout:
+    def _looking_out(self, side: Head | Member) -> Lookout:
         """Whoever looks out for hangs: on the head; elsewhere it only tells the head what it sees."""
 
         def say(text: str) -> None:
             self.emit(Warned(text=text))
 
         if isinstance(side, Head):
-            lookout = Lookout(self.directory, host=side.host, local=local, reach=side, say=say)
-            side.heard_doing = lookout.heard
+            lookout = Lookout(self.directory, host=side.host, local=side.here, reach=side, say=say)
+            side.guests.heard_doing = lookout.heard
         else:
-            lookout = Lookout(self.directory, host=side.host, local=local, reach=None, say=say, tell=side.tell_doing)
+            lookout = Lookout(
+                self.directory, host=side.host, local=side.here, reach=None, say=say, tell=side.tell_doing
+            )
             side.before_stack = lookout.note_asked
         return lookout
 
@@ -233,143 +225,6 @@ def _unusable(run_dir: Path, error: OSError) -> PlanError:
     return PlanError(
         f"cannot use {run_dir} as the run's directory: {error.strerror}. Choose another with run_dir (--run-dir)."
     )
-
-
-@contextlib.contextmanager
-def watched_by_thread(
-    assignment: Assignment, job: Job, *, local: Collection[int], program: str, launcher: str
-) -> Iterator[None]:
-    """Watch the run from a thread beside worker 0, where there is no supervisor: a world that somebody else started.
-
-    `local` are the workers of this host, `launcher` is who started them. SIGTERM ends the body with SystemExit, so that
-    the books are closed, unless the program itself has a use for that signal.
-    """
-    run_dir = Path(assignment.run_dir)
-    directory = run_dir / f"attempt_{assignment.attempt}"
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        log = EventLog(directory / "events.jsonl", worker=None)
-        log.emit(run_started(job, run_dir, assignment.attempt, program=program, launcher=launcher))
-    watch = Watch(run_dir, assignment.attempt, assignment.workers, job=job, console="plain", local=local)
-    lookout = Lookout(
-        directory,
-        host=assignment.host,
-        local=local,
-        reach=OwnReach(directory, log),
-        say=lambda text: log.emit(Warned(text=text)),
-        lead_s=min(LEAD_S, job.timeout_s / 2),
-    )
-    state, exit_code = "failed", 1
-    with _Sigterm() as sigterm:
-
-        def poll() -> None:
-            while not sigterm.is_over:
-                if sigterm.wait(POLL_S):  # mpirun leaves a quarter of a second: what matters is noted at once
-                    note_end(assignment, "stopped", 128 + signal.SIGTERM)
-                lookout.poll(time.monotonic())
-                watch.poll()
-
-        thread = threading.Thread(target=poll, name="paceline-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-            state, exit_code = "finished", 0
-        except (KeyboardInterrupt, _Terminated) as stop:
-            signum = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
-            state, exit_code = "stopped", 128 + signum
-            raise
-        except SystemExit as leaving:
-            if not leaving.code:
-                state, exit_code = "finished", 0
-            raise
-        finally:
-            sigterm.hold()
-            thread.join()
-            record = RunRecord.load(run_dir)
-            if record.state != RUNNING:  # another worker has failed, and this one was ended because of it
-                state, exit_code = record.state, record.exit_code or 0
-            books = Books(directory, log=log, watch=watch, record=record, since=assignment.command_started)
-            books.close(state, exit_code)
-
-
-def note_failure(assignment: Assignment) -> None:
-    """Note that the run has failed, on behalf of worker 0, which may be ended before it can."""
-    note_end(assignment, "failed", 1)
-
-
-def note_end(assignment: Assignment, state: str, exit_code: int) -> None:
-    """Note in run.json how the run ends, where that is not noted already."""
-    # ValueError: on another host's disk there is no record. OSError: worker 0 will find that out, too, and tell.
-    with contextlib.suppress(ValueError, OSError):
-        record = RunRecord.load(assignment.run_dir)
-        if record.state == RUNNING and record.attempt == assignment.attempt:
-            record.end_attempt(state, exit_code)
-
-
-class _Terminated(SystemExit):
-    """SIGTERM has come."""
-
-
-class _Sigterm:
-    """While entered, SIGTERM raises `_Terminated` in the main thread; after `hold`, it takes effect at the end.
-
-    The main thread may be waiting for a peer, deep in a library. `wait`, in another thread, hears of the signal at
-    once. Nothing is changed where the program has a use of its own for the signal, or outside of the main thread.
-    """
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        self._ours = self._held = self._came = self.is_over = False
-        self._heard, self._bell = socket.socketpair()  # Python writes the number of each signal to the bell
-        self._bell.setblocking(False)
-
-    def __enter__(self) -> _Sigterm:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._ours = in_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        if self._ours:
-            signal.signal(signal.SIGTERM, self._terminated)
-            before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-            if before != -1:  # an event loop of the program's is listening
-                signal.set_wakeup_fd(before)
-            os.register_at_fork(after_in_child=self._forget)  # a child's signals are its own
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._forget()
-        self._bell.close()
-        self._heard.close()
-        if self._came:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def hold(self) -> None:
-        """From now on something is being done that must come to its end; `wait` returns at once."""
-        self._held = self.is_over = True
-        self._bell.send(b"\0")
-
-    def wait(self, limit_s: float) -> bool:
-        """Wait for a signal; return whether it was SIGTERM. For one thread that is not the main one."""
-        ready, _, _ = select.select([self._heard], [], [], limit_s)
-        return bool(ready) and signal.SIGTERM in self._heard.recv(4096)
-
-    def _forget(self) -> None:
-        """Hear no more signals."""
-        if self._bell.fileno() == -1:
-            return
-        before = signal.set_wakeup_fd(-1)
-        if before not in (-1, self._bell.fileno()):
-            signal.set_wakeup_fd(before)
-        self._bell.close()
-
-    def _terminated(self, signum: int, _: FrameType | None) -> None:
-        if os.getpid() != self._process:  # forked by the program: not a worker, and with nothing to close
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
-        elif self._held:
-            self._came = True
-        else:
-            raise _Terminated(128 + signum)
 
 
 def run_started(job: Job, run_dir: Path, attempt: int, *, program: str, launcher: str) -> RunStarted:

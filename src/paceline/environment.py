@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.errors import LaunchError
 from paceline.plan.job import Assignment, Job, assignment_from_json, assignment_to_json
 from paceline.worlds import NAMES, World, find_world
+from paceline.worlds import notice_signals as find_notice_signals
 
 __all__ = [
     "FAULTS",
@@ -24,6 +25,7 @@ __all__ = [
     "enter",
     "fault_programme",
     "leave",
+    "notice_signals",
     "quiet",
     "set_gloo_interface",
     "token",
@@ -105,6 +107,11 @@ def fault_programme() -> Path | None:
     """Return the file of the faults that are to come in this run, where it is a drill."""
     path = os.environ.get(FAULTS)
     return Path(path) if path else None
+
+
+def notice_signals() -> tuple[int, ...]:
+    """Return the signals, beside SIGTERM, that ask workers to save and leave (`paceline.worlds.notice_signals`)."""
+    return find_notice_signals(os.environ)
 
 
 def child_environment(**extra: str) -> dict[str, str]:

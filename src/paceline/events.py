@@ -217,11 +217,14 @@ class Regrouped(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerJoined(Event):
-    """A worker that came later has committed its first step, `after_s` after its predecessor was lost."""
+    """A worker that came later has committed its first step, `after_s` after its predecessor was lost.
+
+    `after_s` is None where it has none: the run has grown.
+    """
 
     rank: int
     step: int
-    after_s: float
+    after_s: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

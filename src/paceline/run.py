@@ -18,18 +18,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import paceline
 from paceline import config, environment
-from paceline.attempt import Attempt, begin_record, error_of, name_of, note_failure, watched_by_thread
+from paceline.attempt import Attempt, begin_record, error_of, name_of
+from paceline.companion import note_end, note_failure, note_left, told_by_thread, watched_by_thread
 from paceline.errors import PlanError
 from paceline.launch.local import prestart
+from paceline.launch.occupied import wait_until_free
+from paceline.monitor.run_record import RunRecord
 from paceline.plan import Job, Plan
 
 if TYPE_CHECKING:
+    from paceline.plan.job import Assignment
+    from paceline.worker.joined import Place
+    from paceline.worker.notice import Notice
     from paceline.worker.worker import Worker
     from paceline.worlds import World
 
 __all__ = ["run", "start"]
 
 T = TypeVar("T")
+
+ORPHANS_END_S = 10.0  # beyond their grace time: until whoever did not leave in time is killed
 
 
 def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **job: Any) -> T:
@@ -84,6 +92,7 @@ def start(
     warm = prestart()
     try:
         settled = _settled(job, plan, overrides, script=Path(job.program))
+        _wait_for_orphans(settled)
         attempt = Attempt(
             settled,
             plan=plan,
@@ -103,6 +112,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
     started = time.time()
     with prestart() as warm:
         settled = _settled(job, plan, (), script=_own_script())
+        _wait_for_orphans(settled)
         attempt = Attempt(
             settled, plan=plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
         )
@@ -121,10 +131,9 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
 
 
 def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]) -> T:
-    """Become a worker of a world that somebody else started; beside worker 0 a thread shows and records the run."""
-    from paceline.worker.failure import is_echo
-    from paceline.worker.joined import joined, started_at
-    from paceline.worker.session import live
+    """Become a worker of a world that somebody else started; a thread beside worker 0 shows and records the run."""
+    from paceline.worker.agreement import Leaving
+    from paceline.worker.joined import await_books, joined, started_at
 
     if job.workers not in (None, world.workers) and world.worker_rank == 0:
         _tell(f"workers={job.workers} is not used: {world.source} started {world.workers} workers")
@@ -136,23 +145,78 @@ def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | 
 
     with joined(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place:
         own = place.assignment
-        watched = (
-            watched_by_thread(own, own.job, local=place.local, program=name_of(function), launcher=world.source)
-            if own.rank == 0
-            else contextlib.nullcontext()
-        )
+        watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if own.rank == 0:
+            watched = watched_by_thread(
+                own,
+                own.job,
+                hosts=place.hosts,
+                store=place.store,
+                program=name_of(function),
+                launcher=world.source,
+            )
+        elif own.rank in {ranks[0] for ranks in place.hosts}:
+            watched = told_by_thread(own, hosts=place.hosts, store=place.store)
         environment.enter(own)
         try:
-            with watched:
-                return live(function, own, plan=plan, fields=fields, store=place.store)
-        except Exception as error:
-            note_failure(own)
-            if is_echo(error):
-                _tell(f"worker {own.rank} (host {own.host}) ended because a peer went away")
-                raise SystemExit(1) from None
+            with _noticing(own, world) as notice, watched:
+                return _lived(function, place, plan=plan, fields=fields, notice=notice)
+        except Leaving:
+            await_books(place.store, own)  # an engine ends everybody when the first one's exit status is not 0
             raise
         finally:
             environment.leave()
+
+
+def _lived(
+    function: Callable[[Worker], T], place: Place, *, plan: Plan | None, fields: Mapping[str, Any], notice: Notice
+) -> T:
+    """Be the worker, and note at once how it ended: what comes after may be cut short."""
+    from paceline.worker.agreement import Leaving
+    from paceline.worker.failure import is_echo
+    from paceline.worker.notice import Terminated
+    from paceline.worker.session import live
+
+    own = place.assignment
+    try:
+        return live(function, own, plan=plan, fields=fields, store=place.store, notice=notice)
+    except Leaving as leaving:
+        note_left(own, int(str(leaving.code)))
+        raise
+    except Terminated as stop:
+        note_end(own, "stopped", int(str(stop.code)))
+        raise
+    except Exception as error:
+        note_failure(own)
+        if is_echo(error):
+            _tell(f"worker {own.rank} (host {own.host}) ended because a peer went away")
+            raise SystemExit(1) from None
+        raise
+    finally:
+        notice.hold()
+
+
+def _noticing(own: Assignment, world: World) -> Notice:
+    """What hears that this worker is asked to leave."""
+    from paceline.worker.notice import Notice
+
+    def noticed(ends_at_once: bool) -> None:
+        if own.rank == 0 and (ends_at_once or world.kills_soon):
+            note_end(own, "stopped", 128 + signal.SIGTERM)
+
+    return Notice(grace_s=own.job.grace_s, more=environment.notice_signals(), on_notice=noticed)
+
+
+def _wait_for_orphans(job: Job) -> None:
+    """Workers of an earlier start may be saving the very state that this one is to go on from."""
+    run_dir = Path(str(job.run_dir))
+    if not run_dir.exists():
+        return
+    with contextlib.suppress(ValueError):  # no run's directory yet, or a damaged one: that is told where it is used
+        record = RunRecord.load(run_dir)
+        if not record.is_alive():  # otherwise the directory is in use, and that is told as well
+            grace_s = float(record.job.get("grace_s", job.grace_s))
+            wait_until_free(run_dir, limit_s=grace_s + ORPHANS_END_S, say=_tell)
 
 
 def _is_for_each_host(world: World, job: Job) -> bool:

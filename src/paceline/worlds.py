@@ -17,16 +17,30 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 from paceline.errors import LaunchError
 
-__all__ = ["CHOICE", "NAMES", "SOURCES", "Variables", "World", "expand_hosts", "expand_tasks_per_node", "find_world"]
+__all__ = [
+    "CHOICE",
+    "NAMES",
+    "NOTICE",
+    "SOURCES",
+    "Variables",
+    "World",
+    "expand_hosts",
+    "expand_tasks_per_node",
+    "find_world",
+    "notice_signals",
+]
 
 CHOICE = "PACELINE_WORLD"
+NOTICE = "PACELINE_NOTICE"  # signals that are requests to save and leave, beside SIGTERM: "USR1", "USR1,USR2", "none"
 NAMES = (
     CHOICE,
+    NOTICE,
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "TORCHELASTIC_RUN_ID",
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
@@ -34,8 +48,9 @@ NAMES = (
     *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     *("PMIX_NAMESPACE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+# What Paceline or the system uses otherwise, or what no program gets to see.
+NO_NOTICE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGINT, signal.SIGSEGV, signal.SIGBUS)
 Variables: TypeAlias = Mapping[str, str]
-
 
 Source: TypeAlias = Literal["paceline", "torchrun", "slurm", "openmpi", "mpi"]
 
@@ -52,6 +67,11 @@ class World:
     head: str | None = None
     head_port: int | None = None
     job_id: str = ""
+
+    @property
+    def kills_soon(self) -> bool:
+        """Whether who started it kills it a moment after SIGTERM: Open MPI's mpirun waits for a quarter of a second."""
+        return self.source in ("openmpi", "mpi")
 
 
 def find_world(variables: Variables) -> World | None:
@@ -70,6 +90,27 @@ def find_world(variables: Variables) -> World | None:
         return world
     found = [world for world in (find(variables) for find in SOURCES.values()) if world is not None]
     return _agreed(found, variables)
+
+
+def notice_signals(variables: Variables) -> tuple[int, ...]:
+    """Return the signals, beside SIGTERM, that ask workers to save and leave; LaunchError for what cannot be one.
+
+    In a Slurm job that is SIGUSR1, which `sbatch --signal=USR1@60` sends a minute before the time is over; elsewhere
+    none, unless PACELINE_NOTICE names some.
+    """
+    names = variables.get(NOTICE, "USR1" if "SLURM_JOB_ID" in variables else "none").upper()
+    if names.strip() in ("NONE", ""):
+        return ()
+    found: list[int] = []
+    for name in (part.strip().removeprefix("SIG") for part in names.split(",")):
+        number = getattr(signal, f"SIG{name}", None)
+        if not isinstance(number, signal.Signals) or number in NO_NOTICE:
+            raise LaunchError(
+                f"{NOTICE} is {variables[NOTICE]!r}; it must be names of signals that a program can wait for, such as "
+                "'USR1' or 'USR1,USR2', or 'none'."
+            )
+        found.append(int(number))
+    return tuple(found)
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:

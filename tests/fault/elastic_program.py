@@ -2,8 +2,9 @@
 
 FAULTS   JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; where: data, forward, backward,
          sum (its part of the gradients is handed over), vote (it has the sum, others may not know), committed,
-         evaluate, save (the writer of the checkpoint, in the middle), regroup (during the recovery from another)
-OPTIONS  JSON: steps, plan, and fields of the Job
+         evaluate, save (the writer of the checkpoint, in the middle), regroup (during the recovery from another);
+         with "whom": "supervisor" it is the supervisor that is killed, by that worker
+OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file "open"
 """
 
 from __future__ import annotations
@@ -78,7 +79,13 @@ def fault(worker: paceline.Worker, where: str) -> None:
         is_due = one["where"] == where and one["worker"] == worker.rank and worker.step + 1 >= one["step"]
         if is_due and not marker.exists():
             marker.write_text(f"{worker.step} {time.time()}")
-            os.kill(os.getpid(), one.get("signal", signal.SIGKILL))
+            whom = os.getpid() if one.get("whom") != "supervisor" else supervisor()
+            os.kill(whom, one.get("signal", signal.SIGKILL))
+
+
+def supervisor() -> int:
+    """The process number of whoever keeps the run's record."""
+    return int(json.loads(Path(OPTIONS["job"]["run_dir"], "run.json").read_text())["pid"])
 
 
 def arm(worker: paceline.Worker) -> None:
@@ -138,6 +145,8 @@ def train(worker: paceline.Worker) -> str:
             step(batch)
         schedule.step()
         time.sleep(pause_s)
+        while worker.step == OPTIONS.get("gate") and not Path(os.environ["FAULT_DIR"], "open").exists():
+            time.sleep(0.02)
         if worker.step % 4 == 0:
             fault(worker, "evaluate")
             result = worker.evaluate(model, Digits(worker), F.cross_entropy)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fault.elastic_runs import LIMIT_S, PROGRAM, Run, assert_unharmed, reached, undisturbed
+from fault.elastic_hosts import GATE, LIMIT_S, like, spread
+from fault.elastic_runs import assert_unharmed
 from network import Host, cut, mend, needs_network, two_hosts
-from programs import child_environment
 
-PORT = 29517
-STEPS = 60
-SILENCE_S = 3.0
-
-pytestmark = pytest.mark.timeout(LIMIT_S + 30)
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @pytest.fixture
@@ -29,82 +24,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
         yield made
 
 
-class Pair:
-    """The same command on both hosts, each with a disk of its own."""
-
-    def __init__(self, folder: Path, hosts: list[Host], **options: Any) -> None:
-        self.folder = folder
-        token = folder / "token"
-        token.touch(mode=0o600)
-        token.write_text("0123456789abcdef0123456789abcdef")
-        self.processes: list[subprocess.Popen[str]] = []
-        for host in hosts:
-            (folder / host.name).mkdir()
-            job = {
-                "run_dir": str(folder / host.name / "run"),
-                "hosts": 2,
-                "head": f"{hosts[0].address}:{PORT}",
-                "token_file": str(token),
-                "max_steps": STEPS,
-                "silence_s": SILENCE_S,
-                **options.get("job", {}),
-            }
-            environment = child_environment() | {
-                "FAULT_DIR": str(folder),
-                "OPTIONS": json.dumps({"pause_s": 0.1, **options, "job": job}),
-            }
-            with open(folder / host.name / "output", "w", encoding="utf-8") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*host.prefix, sys.executable, str(PROGRAM)],
-                        env=environment,
-                        cwd=folder / host.name,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
-        self.run_dir = folder / hosts[0].name / "run"
-        self._names = [host.name for host in hosts]
-
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-    def reached(self, step: int) -> None:
-        """Return when the run has committed a step."""
-        reached(self.run_dir, step, self.processes[0])
-
-    def outputs(self) -> str:
-        return "\n".join((self.folder / name / "output").read_text() for name in self._names)
-
-    def end(self) -> Run:
-        code = self.processes[0].wait(LIMIT_S)
-        run = Run(self.run_dir.parent, code, self.outputs())
-        (self.run_dir.parent / "weights.json").write_text((self.folder / "weights.json").read_text())
-        return run
-
-    def ledger_steps(self, name: str) -> list[int]:
-        """What the workers of a host have committed, by their own books."""
-        ledgers = (self.folder / name / "run" / "attempt_1").glob("worker_*/ledger.jsonl")
-        lines = [json.loads(line) for ledger in ledgers for line in ledger.read_text().splitlines()]
-        return [line["step"] for line in lines if "step" in line]
-
-
-def like() -> Run:
-    return undisturbed(json.dumps({"job": {"max_steps": STEPS}}))
-
-
 @needs_network
 def test_a_host_that_is_lost_costs_no_step(hosts: list[Host], tmp_path: Path) -> None:
-    with Pair(tmp_path, hosts) as pair:
-        pair.reached(5)
-        pair.processes[1].kill()  # its supervisor; the kernel ends the workers with it
-        run = pair.end()
+    with spread(tmp_path, hosts[0]) as job:
+        _, west = [job.start(host) for host in hosts]
+        job.reached(5)
+        west.process.kill()  # its supervisor; the kernel ends the workers with it
+        run = job.end()
     assert_unharmed(run, like())
     assert run.workers() == [0, 1]
     assert "host west" in run.output
@@ -115,28 +41,100 @@ def test_a_host_that_is_lost_costs_no_step(hosts: list[Host], tmp_path: Path) ->
 def test_a_cut_link_leaves_one_side_that_goes_on_and_one_that_commits_nothing_and_ends(
     hosts: list[Host], tmp_path: Path
 ) -> None:
-    with Pair(tmp_path, hosts) as pair:
-        pair.reached(5)
+    with spread(tmp_path, hosts[0]) as job:
+        _, west = [job.start(host) for host in hosts]
+        job.reached(5)
         cut(hosts[1])
-        run = pair.end()
+        run = job.end()
         mend(hosts[1])
-        assert pair.processes[1].wait(LIMIT_S) == 1  # the other side has lost the head, and says so
+        assert west.end() == 1  # the other side has lost the head, and says so
     assert_unharmed(run, like())
     assert run.workers() == [0, 1]
     (regrouped, *_) = run.events("Regrouped")
     # No split brain: what the cut-off workers have committed, the others have, too; and nothing after that.
-    assert max(pair.ledger_steps("west")) <= regrouped["step"]
-    assert "the head" in pair.outputs() and "was lost" in pair.outputs()
+    assert max(west.ledger_steps()) <= regrouped["step"]
+    assert "the head" in west.output and "was lost" in west.output
 
 
 @needs_network
-def test_sigterm_on_one_host_has_everybody_save_and_leave_and_the_next_start_goes_on(
+def test_a_host_that_is_asked_to_leave_leaves_alone_and_comes_back_with_the_same_command(
     hosts: list[Host], tmp_path: Path
 ) -> None:
-    with Pair(tmp_path, hosts) as pair:
-        pair.reached(5)
-        pair.processes[1].send_signal(signal.SIGTERM)
-        codes = [process.wait(LIMIT_S) for process in pair.processes]
-    assert codes == [75, 75], pair.outputs()
-    steps = [json.loads(line)["step"] for line in (pair.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert (pair.run_dir / "checkpoints" / f"step_{steps[-1]:08}").is_dir()
+    with spread(tmp_path, hosts[0], gate=GATE) as job:
+        _, west = [job.start(host) for host in hosts]
+        job.reached(3)
+        west.process.send_signal(signal.SIGTERM)
+        assert west.end() == 75, west.output
+        left_after = max(west.ledger_steps())
+        west.forget(2, 3)
+        again = job.start(hosts[1])
+        again.started(2, 3)
+        job.open_gate()
+        run = job.end()
+        assert again.end() == 0, again.output
+    assert_unharmed(run, like())
+    assert 3 <= left_after <= GATE
+    said = "workers 2, 3 leave between two steps, the run goes on without this host"
+    assert f"SIGTERM came on host west ({hosts[1].address}): {said}" in job.head.output.replace("\n", " ")
+    assert "host west was asked to leave, and the run goes on without it" in west.output.replace("\n", " ")
+    assert not run.events("WorkerLost", "Regrouped")
+
+
+@needs_network
+def test_sigterm_on_one_host_has_everybody_save_and_leave_where_too_few_would_be_left(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    plan = "replicas=3-4+batch(size=20,micro=2)+compute(precision=fp64)"
+    with spread(tmp_path, hosts[0], plan=plan) as job:
+        _, west = [job.start(host) for host in hosts]
+        job.reached(5)
+        west.process.send_signal(signal.SIGTERM)
+        codes = [command.end() for command in job.commands]
+    assert codes == [75, 75], job.outputs()
+    steps = [json.loads(line)["step"] for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert (job.run_dir / "checkpoints" / f"step_{steps[-1]:08}").is_dir()
+
+
+@needs_network
+def test_where_the_heads_supervisor_is_killed_both_hosts_save_and_the_next_start_goes_on(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    with spread(tmp_path, hosts[0], job={"save_every": None}) as job:
+        east, west = [job.start(host) for host in hosts]
+        job.reached(5)
+        east.process.kill()  # not its workers, nor those of the other host
+        assert east.end() == -signal.SIGKILL
+        assert west.end() == 75, west.output
+        done = max(west.ledger_steps())
+        job.commands.clear()
+        for host in hosts:
+            job.start(host)
+        run = job.end()
+        assert job.commands[1].end() == 0
+    assert "the head" in west.output and "everything is saved" in west.output
+    assert f"resumed from step {done} " in run.output.replace("\n", " "), run.output
+    assert_unharmed(run, like())
+
+
+@needs_network
+def test_a_stopped_worker_of_another_host_that_came_after_the_first_ones_is_named(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    plan = "replicas=1-4+batch(size=20,micro=2)+compute(precision=fp64)"
+    job_fields = {"hosts": 1, "workers": 2, "timeout_s": 20.0, "silence_s": 60.0, "max_steps": 400}
+    with spread(tmp_path, hosts[0], plan=plan, gate=GATE, job=job_fields) as job:
+        job.start(hosts[0])
+        job.reached(GATE - 1)
+        late = job.start(hosts[1])
+        late.started(2, 3)
+        job.open_gate()
+        job.happened("WorkerJoined", times=2)
+        pid = late.pid_of(3)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            job.head.says("worker 3 (west, pid")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        told = " ".join(job.head.output.split())
+    assert f"worker 3 (west, pid {pid}) is stopped (SIGSTOP, or a debugger)" in told, told

@@ -6,14 +6,24 @@ import contextlib
 import re
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from programs import PACELINE, command, run, the_run
+from network import Host, two_hosts
+from programs import PACELINE, Program, command, record, run, the_run
+from slurm import Cluster, needs_slurm, slurm_cluster
 
-pytestmark = pytest.mark.timeout(90)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", "3", sys.executable]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+ENGINES = pytest.mark.parametrize("engine", [TORCHRUN, MPIRUN], ids=["torchrun", "mpirun"])
+
+ENDED_S = 100.0  # an engine takes up to 30 s to end whom it has asked to
+
+pytestmark = pytest.mark.timeout(150)
 
 TRAIN = """\
 import os
@@ -30,7 +40,7 @@ import paceline
 from paceline import Batch, Layout, Plan
 
 HOW, LIMIT_S = sys.argv[1], float(sys.argv[2])
-CULPRIT = 2 if "last" in sys.argv else 1
+CULPRIT = 2 if "last" in sys.argv else 0 if "first" in sys.argv else 1
 BEFORE = 6  # steps
 here = {"rank": -1, "step": 0}
 
@@ -211,6 +221,14 @@ def test_an_elastic_run_goes_on_without_a_worker_that_hangs(program: Path) -> No
     assert "finished at step 400" in output
 
 
+def test_an_elastic_run_over_two_hosts_goes_on_without_a_worker_that_hangs(program: Path, tmp_path: Path) -> None:
+    """Without shared memory: gloo between the hosts."""
+    ends = over_two_hosts(tmp_path, program, "data", "6", "elastic", "last")
+    assert [code for code, _ in ends] == [0, 0], ends
+    sentence(ends[0][1] + ends[1][1], r"worker 2 \(\S+, pid \d+\) has not entered all_reduce .* in load_image")
+    assert "finished at step 400" in ends[0][1] + ends[1][1]
+
+
 def test_a_slow_worker_is_named(program: Path) -> None:
     code, output = launched(program, "slow", "60")
     assert code == 0
@@ -221,27 +239,86 @@ def test_a_slow_worker_is_named(program: Path) -> None:
     )
 
 
-def test_under_torchrun_a_hang_is_told_before_the_workers_give_up(program: Path) -> None:
-    with command(
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program, "data", "12"
-    ) as started:
-        code, output = started.end()
+@ENGINES
+def test_under_an_engine_a_hang_is_told_live_and_ends_the_job_with_all_stacks(engine: list[str], program: Path) -> None:
+    with command(*engine, program, "data", "24", environment=AS_ROOT) as started:
+        code, output = started.end(limit_s=ENDED_S)
+        assert_nobody_is_left(started)
     assert code != 0
-    sentence(output, r"worker 1 \(\S+, pid \d+\) has not entered all_reduce \d+ .* in load_image; worker 0 has waited")
+    named = (
+        r"worker 1 \(\S+, pid \d+\) has not entered all_reduce \d+ .* in load_image; workers 0, 2 have waited (\S+) s"
+    )
+    sentence(output, "warning: " + named)
+    assert STACK.findall(output) == ["1", "0", "2"], "not every worker's stack, the culprit's first"
+    assert "in __getitem__\n" in output
+
+
+@ENGINES
+def test_under_an_engine_a_stopped_worker_is_told_and_the_job_ends(engine: list[str], program: Path) -> None:
+    with command(*engine, program, "stop", "24", environment=AS_ROOT) as started:
+        code, output = started.end(limit_s=ENDED_S)
+        assert_nobody_is_left(started)
+    assert code != 0
+    sentence(
+        output, r"worker 1 \(\S+, pid \d+\) is stopped \(SIGSTOP, or a debugger\) and has not entered all_reduce \d+"
+    )
+    assert STACK.findall(output) == ["1", "0", "2"]
+
+
+def test_under_an_engine_a_worker_0_that_hangs_ends_the_job_as_well(program: Path) -> None:
+    with command(*MPIRUN, program, "data", "24", "first", environment=AS_ROOT) as started:
+        code, output = started.end(limit_s=ENDED_S)
+        assert_nobody_is_left(started)
+    assert code != 0
+    sentence(output, r"worker 0 \(\S+, pid \d+\) has not entered all_reduce \d+ .* in load_image; workers 1, 2 have")
+    assert STACK.findall(output) == ["0", "1", "2"]
+    assert record(the_run(program.parent))["state"] == "failed"
+
+
+def test_under_an_engine_a_worker_that_does_not_come_to_the_run_is_named(program: Path) -> None:
+    late = program.with_name("late.py")
+    late.write_text(program.read_text().replace("HOW, LIMIT_S =", "while os.environ['OMPI_COMM_WORLD_RANK'] == '2':\n"
+                    "    pass\nHOW, LIMIT_S ="))  # fmt: skip
+    with command(*MPIRUN, late, "none", "4", environment=AS_ROOT) as started:
+        code, output = started.end(limit_s=ENDED_S)
+        assert_nobody_is_left(started)
+    assert code != 0
+    sentence(output, r"worker 2 has not come to paceline\.run\(\) within 4 s \(timeout_s\)")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    with two_hosts(tmp_path_factory.mktemp("network"), subnet="10.80.0") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), hosts) as made:
+        yield made
+
+
+@needs_slurm
+def test_under_srun_a_hang_on_another_node_is_told_with_its_place_and_ends_the_job(
+    cluster: Cluster, program: Path
+) -> None:
+    """The workers of that node tell worker 0 what they do; without --kill-on-bad-exit srun itself would wait on."""
+    words = cluster.srun("-N2", "-n3", "--distribution=block", sys.executable, str(program), "data", "24", "last")
+    token = {"PACELINE_TOKEN": "0123456789abcdef0123456789abcdef"}
+    code, output = run(*words, environment=cluster.environment | token, limit_s=ENDED_S)
+    assert code != 0
+    named = r"worker 2 \((\S+), pid \d+\) has not entered all_reduce \d+ .* in load_image; workers 0, 1 have waited"
+    found = sentence(output, named)
+    assert found.group(1) in ("n1", "n2")
+    assert STACK.findall(output) == ["2", "0", "1"]
+
+
+def assert_nobody_is_left(program: Program) -> None:
+    assert program.left() == [], "the engine's end was not the end of all"
 
 
 def test_a_hang_on_another_host_is_told_by_the_head_with_the_stacks_of_both(program: Path, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("a token of a test, long enough")
-    (tmp_path / "token").chmod(0o600)
-    words = ["--workers", "3", "--hosts", "2", "--head", f"127.0.0.1:{free_port()}", "--token-file", tmp_path / "token"]
-    with contextlib.ExitStack() as stack:
-        hosts = [
-            stack.enter_context(
-                command(*PACELINE, "run", *words, "--run-dir", tmp_path / name, program, "data", "8", "last")
-            )
-            for name in ("one", "other")
-        ]
-        ends = [host.end() for host in hosts]
+    ends = over_two_hosts(tmp_path, program, "data", "8", "last")
     assert [code for code, _ in ends] == [1, 1]
     for _, output in ends:
         sentence(
@@ -250,6 +327,19 @@ def test_a_hang_on_another_host_is_told_by_the_head_with_the_stacks_of_both(prog
         )
         assert STACK.findall(output) == ["2", "0", "1"]
         assert "in load_image\n" in output
+
+
+def over_two_hosts(folder: Path, program: Path, *arguments: str) -> list[tuple[int, str]]:
+    """Exit code and output of each of two commands that make one job."""
+    (folder / "token").write_text("a token of a test, long enough")
+    (folder / "token").chmod(0o600)
+    words = ["--workers", "3", "--hosts", "2", "--head", f"127.0.0.1:{free_port()}", "--token-file", folder / "token"]
+    with contextlib.ExitStack() as stack:
+        commands = [
+            stack.enter_context(command(*PACELINE, "run", *words, "--run-dir", folder / name, program, *arguments))
+            for name in ("one", "other")
+        ]
+        return [one.end(limit_s=ENDED_S) for one in commands]
 
 
 def free_port() -> int:

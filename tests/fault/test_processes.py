@@ -63,7 +63,8 @@ def test_a_worker_begins_with_its_own_session_files_and_signals(tmp_path: Path, 
     told = {one["rank"]: one for one in pipe.take(3)}
     assert sorted(told) == [0, 1, 2]
     for worker, one in told.items():
-        assert one["files"] == [0, 1, 2, one["channel_fd"]], "files of the warm parent or of other workers are open"
+        own = {0, 1, 2, one["channel_fd"]}  # and the lock on its log
+        assert own < set(one["files"]) and len(one["files"]) == 5, "files of the warm parent or of others are open"
         assert (one["session"], one["group"], one["terminate"], one["interrupt"]) == (True, True, True, True)
         assert (one["mask"], one["threads"], one["torch"], one["stdin"]) == ([], 1, False, "/dev/null")
         assert one["folder"] == os.getcwd()
@@ -330,6 +331,17 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path, pipe: Announcements) ->
         supervisor.process.send_signal(signal.SIGHUP)
         supervisor.process.send_signal(signal.SIGTERM)
         code, outcome, _ = supervisor.result(limit_s=GONE_S)
+    assert outcome is not None and outcome.reason == "stopped by SIGTERM"
+    assert code == 143
+
+
+def test_a_batch_systems_warning_is_the_sigterm_that_it_announces(tmp_path: Path, pipe: Announcements) -> None:
+    options = {"job": {"workers": 2, "args": [f"*:wait={pipe.path}"]}, "run_dir": str(tmp_path / "run")}
+    with supervised(options, environment={"SLURM_JOB_ID": "12"}) as supervisor:
+        pipe.take(2)
+        supervisor.process.send_signal(signal.SIGUSR1)
+        code, outcome, _ = supervisor.result(limit_s=GONE_S)
+        assert supervisor.left(limit_s=0) == []
     assert outcome is not None and outcome.reason == "stopped by SIGTERM"
     assert code == 143
 

@@ -22,7 +22,7 @@ from paceline.checkpoint import writer as writer_module
 from paceline.checkpoint.reader import find, open_checkpoint
 from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointError
-from paceline.events import CheckpointFailed, CheckpointSaved, Event
+from paceline.events import CheckpointFailed, CheckpointSaved, Event, Warned
 
 
 class Killed(BaseException):
@@ -35,6 +35,12 @@ def tensors_of(step: int, num_elements: int = 1000) -> dict[str, Tensor]:
 
 def steps_in(directory: Path) -> list[str]:
     return sorted(path.name.removeprefix("step_0000") for path in directory.iterdir())
+
+
+def change_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
 
 
 def assert_loadable(path: Path | None, step: int) -> None:
@@ -120,6 +126,28 @@ def test_damaged_ones_do_not_count_as_kept_and_the_only_good_one_stays(tmp_path:
         writer.wait()
     assert steps_in(tmp_path) == ["0002", "0009"]
     assert_loadable(find(tmp_path).newest, 2)
+
+
+def test_one_whose_bytes_changed_does_not_count_as_kept_and_that_is_said_once(tmp_path: Path) -> None:
+    with writing(tmp_path, [], keep=9) as writer:
+        for step in (1, 2, 3):
+            writer.save(step, tensors_of(step), {"step": step}, {})
+    change_a_byte(tmp_path / "step_00000003" / "__0_0.distcp")
+    events: list[Event] = []
+    with writing(tmp_path, events, keep=2) as writer:  # a later start
+        writer.save(4, tensors_of(4), {"step": 4}, {})
+        writer.wait()
+        assert steps_in(tmp_path) == ["0002", "0003", "0004"]
+        change_a_byte(tmp_path / "step_00000004" / "state.pt")  # one of its own
+        writer.save(5, tensors_of(5), {"step": 5}, {})
+        writer.wait()
+        assert steps_in(tmp_path) == ["0002", "0003", "0004", "0005"]
+        writer.save(6, tensors_of(6), {"step": 6}, {})
+        writer.wait()
+    assert steps_in(tmp_path) == ["0005", "0006"]
+    first, second = (event.text for event in events if isinstance(event, Warned))
+    assert "step_00000003 does not count among the 2 to keep: the file __0_0.distcp is damaged" in first
+    assert "step_00000004 does not count among the 2 to keep: the file state.pt is damaged" in second
 
 
 def test_the_one_just_saved_is_never_pruned_even_below_older_ones(tmp_path: Path) -> None:

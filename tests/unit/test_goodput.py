@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,13 @@ from paceline.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    EventLog,
     Record,
     Regrouped,
+    RunStarted,
+    SpikeSeen,
+    StepDone,
+    WeightsDiffer,
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
@@ -20,7 +27,9 @@ from paceline.events import (
     WorkerStarted,
 )
 from paceline.monitor.goodput import ACCOUNTS, Ledger, keep_ledger
-from paceline.monitor.goodput_log import AttemptLog, StepTime
+from paceline.monitor.goodput_log import AttemptLog, StepTime, read_attempts
+from paceline.monitor.report import incident_text
+from paceline.monitor.run_record import RunRecord
 
 SECONDS = {"data": 0.1, "compute": 0.6, "communication": 0.2, "optimizer": 0.05}  # of a step of one second
 NO_SECONDS = dict.fromkeys(ACCOUNTS, 0.0)
@@ -250,3 +259,139 @@ def test_a_running_run_is_booked_up_to_now_and_one_that_never_started_is_start_u
 def test_without_an_attempt_there_is_nothing_to_book() -> None:
     with pytest.raises(ValueError, match="no attempt"):
         keep_ledger([])
+
+
+def spike(when: float, step: int, action: str, to_step: int | None = None) -> list[Record]:
+    seen = SpikeSeen(step=step, loss=50.0, expected=3.0, action=action, to_step=to_step)
+    return [record(when + worker / 100, seen, worker) for worker in (0, 1)]  # all workers say it
+
+
+def left_out(told: Sequence[StepTime], *numbers: int) -> list[StepTime]:
+    return [step._replace(skipped=step.step in numbers) for step in told]
+
+
+def test_steps_that_a_rollback_undid_are_not_useful_and_its_incident_has_cost_them() -> None:
+    told = left_out(steps(1, 10, 2.0), 7)
+    records = [started(2.0, 0), started(2.0, 1), *spike(8.5, 7, "rollback", 4), finished(12.0, 0, 10)]
+    ledger = keep_ledger([log([*records, finished(12.0, 1, 10)], {0: told, 1: told}, ended=12.0)])
+    assert_whole(ledger, places=24.0)
+    # Steps 5 and 6 were taken, and are undone; step 7, the spike's own, was taken by nobody.
+    assert [ledger.workers[worker]["undone"] for worker in (0, 1)] == pytest.approx([3.0, 3.0])
+    assert ledger.worker_s["compute"] == pytest.approx(2 * 7 * 0.6)
+    (incident,) = ledger.incidents
+    assert incident.costs == pytest.approx({"undone": 6.0})
+    assert incident_text(incident) == (
+        "step 7: loss 50, expected at most 3; left out, rolled back to step 4, steps undone 2"
+    )
+
+
+def test_a_step_that_nobody_took_is_not_useful() -> None:
+    told = left_out(steps(1, 6, 2.0), 3, 5)
+    records = [started(2.0, 0), started(2.0, 1), *spike(4.5, 3, "skip"), finished(8.0, 0, 6), finished(8.0, 1, 6)]
+    ledger = keep_ledger([log(records, {0: told, 1: told}, ended=8.0)])
+    assert_whole(ledger, places=16.0)
+    assert ledger.worker_s["undone"] == pytest.approx(4.0)
+    (incident,) = ledger.incidents  # step 5 was left out without a guard: a warning told of it
+    assert incident.costs == pytest.approx({"undone": 2.0})
+    assert incident_text(incident) == "step 3: loss 50, expected at most 3; left out"
+
+
+def test_a_second_rollback_to_the_same_snapshot_undoes_what_was_done_since() -> None:
+    told = left_out(steps(1, 8, 2.0), 4, 6)
+    records = [started(2.0, 0), *spike(5.5, 4, "rollback", 2), *spike(7.5, 6, "rollback", 2), finished(10.0, 0, 8)]
+    ledger = keep_ledger([log(records, {0: told}, workers=1, ended=10.0)])
+    assert ledger.worker_s["undone"] == pytest.approx(4.0)  # steps 3 to 6
+    assert sum(incident.costs["undone"] for incident in ledger.incidents) == pytest.approx(4.0)
+
+
+def test_weights_that_were_healed_are_an_incident() -> None:
+    who = ["worker 1 (host a, pid 7)"]
+    differ = WeightsDiffer(workers=[1], who=who, step=4, since_step=2, first="model.weight", source=0, num_alike=2)
+    records = [started(2.0, 0), started(2.0, 1), record(6.0, differ, 0), record(6.1, differ, 1), finished(8.0, 0, 6)]
+    told = steps(1, 6, 2.0)
+    ledger = keep_ledger([log([*records, finished(8.0, 1, 6)], {0: told, 1: told}, ended=8.0)])
+    (incident,) = ledger.incidents
+    assert "worker 1 (host a, pid 7) differed from 2 others' in model.weight; healed" in incident_text(incident)
+    assert_whole(ledger, places=16.0)
+
+
+def test_workers_of_other_hosts_are_named_and_not_booked_and_their_losses_are_told(tmp_path: Path) -> None:
+    RunRecord.begin_attempt(tmp_path, job={}, workers=4)
+    for worker in (0, 1):  # 2 and 3 are elsewhere
+        place = tmp_path / "attempt_1" / f"worker_{worker}"
+        place.mkdir(parents=True)
+        own = EventLog(place / "events.jsonl", worker=worker)
+        own.emit(started(0, worker, startup_s=0.0).event)
+        own.emit(StepDone(step=1, epoch=0, num_samples=1, loss=1.0, metrics={}, seconds=SECONDS, skipped=True))
+        own.close()
+    head = EventLog(tmp_path / "attempt_1" / "events.jsonl", worker=None)
+    head.emit(RunStarted(run_dir="", attempt=1, workers=4, hosts=2, program="", launcher="local"))
+    reason = "host b is gone"
+    for worker in (2, 3):
+        head.emit(WorkerLost(rank=worker, host="b", step=1, reason=reason))
+    about: dict[str, Any] = {"causes": [reason], "members": [0, 1], "step": 1, "detected_s": 0.1, "regrouped_s": 0.2}
+    head.emit(Regrouped(**about, steps_lost=0, holds=False))
+    head.close()
+    (one,) = read_attempts(RunRecord.load(tmp_path))
+    assert [step.skipped for step in one.steps(0)] == [True]
+    ledger = keep_ledger([one])
+    assert list(ledger.workers) == [0, 1] and ledger.elsewhere == (2, 3)
+    assert [(incident.kind, incident.workers) for incident in ledger.incidents] == [("loss", [2, 3])]
+    assert sum(ledger.wall_s.values()) == pytest.approx(ledger.duration_s)
+
+
+def any_worker(draw: random.Random, worker: int, began: float, ended: float) -> tuple[list[Record], list[StepTime]]:
+    """What a worker may have said that is late, ahead of its time, lost, replaced, evaluates, saves and spikes."""
+    now, step = began + draw.uniform(-1.0, 3.0), 0
+    records, told = [started(now, worker, startup_s=draw.uniform(0.0, 3.0))], list[StepTime]()
+    while now < ended + draw.uniform(-3.0, 3.0) and step < 40:
+        step, now = step + 1, now + draw.uniform(-0.1, 2.0)
+        seconds = {name: draw.uniform(0.0, 0.8) for name in SECONDS}
+        told.append(StepTime(now, step, seconds, skipped=draw.random() < 0.1))
+        match draw.randrange(20):
+            case 0:
+                lost = WorkerLost(rank=worker, host="a", step=step, reason="lost")
+                formed = Regrouped(
+                    causes=["lost"], members=[0], step=step, detected_s=0.1, regrouped_s=0.1,
+                    steps_lost=draw.randrange(3), holds=False,
+                )  # fmt: skip
+                joined = WorkerJoined(rank=worker, step=step, after_s=2.0)
+                records += [record(now, lost), record(now + 0.1, formed), started(now + 1.0, worker)]
+                records.append(record(now + 2.0, joined))
+            case 1:
+                evaluated = Evaluated(step=step, num_samples=1, metrics={}, duration_s=draw.random())
+                records.append(record(now, evaluated, worker))
+            case 2:
+                saved = CheckpointSaved(step=step, path="", num_bytes=1, stall_s=draw.random(), write_s=draw.random())
+                records.append(record(now, saved, worker))
+            case 3:
+                records += spike(now, step, "rollback", max(0, step - draw.randrange(1, 5)))
+            case _:
+                pass
+    return [*records, *([finished(now, worker, step)] if draw.random() < 0.5 else [])], told
+
+
+def any_attempt(draw: random.Random, attempt: int, began: float) -> AttemptLog:
+    ended = began + draw.uniform(0.0, 30.0)
+    workers = [any_worker(draw, worker, began, ended) for worker in range(3)]
+    records = [one for said, _ in workers for one in said]
+    told = {worker: sorted(done) for worker, (_, done) in enumerate(workers)}
+    about = {"workers": draw.choice([2, 3]), "state": draw.choice(["finished", "failed", "lost", "running"])}
+    return log(records, told, attempt=attempt, began=began, ended=ended, **about)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_the_books_add_up_to_the_wall_time(seed: int) -> None:
+    draw = random.Random(seed)
+    attempts, began = list[AttemptLog](), 0.0
+    for attempt in range(draw.randrange(1, 4)):
+        attempts.append(any_attempt(draw, attempt + 1, began))
+        began = attempts[-1].ended + draw.uniform(-1.0, 5.0)  # clocks may have been set back
+    ledger = keep_ledger(attempts)
+    assert sum(ledger.wall_s.values()) == pytest.approx(ledger.duration_s, rel=1e-9, abs=1e-9)
+    for book in ledger.attempts:
+        for worker in range(2):  # these have a place from the beginning; it may be given up before the end
+            assert sum(book.workers[worker].values()) <= book.wall_s + 1e-9
+        assert all(seconds >= -1e-9 for accounts in book.workers.values() for seconds in accounts.values())
+    booked = sum(map(sum, ledger.timeline.accounts.values()))
+    assert booked == pytest.approx(sum(ledger.worker_s.values()) - ledger.worker_s["down"], rel=1e-6, abs=1e-6)

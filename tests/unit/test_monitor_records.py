@@ -156,6 +156,29 @@ def test_status_tells_step_loss_and_every_worker(run: Path, capsys: pytest.Captu
     assert told["step"] == 3 and told["workers"][1]["pid"] == 11
 
 
+def test_status_tells_each_workers_idle_share_over_its_last_steps(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunRecord.begin_attempt(run, job={}, workers=3)
+    for worker, waited_s in ((0, 0.25), (1, 0.03)):
+        write_events(run, worker, 0)
+        log = EventLog(run / "attempt_1" / f"worker_{worker}" / "events.jsonl", worker=worker)
+        about: dict[str, Any] = {"epoch": 0, "num_samples": 8, "loss": 1.0, "metrics": {}}
+        for step in range(1, 61):  # the first ten are of a time that is over
+            seconds = {"communication": 0.9 if step <= 10 else waited_s, "total": 1.0}
+            log.emit(StepDone(step=step, seconds=seconds, **about))
+        log.close()
+    assert [worker.idle for worker in status(run).workers] == [pytest.approx(0.25), pytest.approx(0.03), None]
+    assert main_status(run) == 0
+    rows = capsys.readouterr().out.splitlines()[-4:]
+    assert [row.split()[6] for row in rows] == ["idle", "25%", "3%", "-"]
+    successor = EventLog(run / "attempt_1" / "worker_1" / "events.jsonl", worker=1)
+    started = {"rank": 1, "pid": 99, "startup_s": 0.1, "plan": "", "workers": 3, "host": "a", "device": "cpu"}
+    successor.emit(WorkerStarted(**started, resumed_from_step=0))
+    successor.close()
+    assert status(run).workers[1].idle is None, "what its predecessor waited is not its own"
+
+
 def test_status_tells_how_workers_ended(run: Path) -> None:
     record = RunRecord.begin_attempt(run, job={}, workers=5)
     write_events(run, 0, 3, WorkerFinished(rank=0, step=3, peak_memory_bytes=1))

@@ -19,7 +19,9 @@ from paceline.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    EventLog,
     Record,
+    StepDone,
     WorkerFinished,
     WorkerStarted,
 )
@@ -61,7 +63,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def test_metrics_have_one_line_a_step_readable_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = MetricsFile(path)
+    sink = MetricsFile(path, attempt=1)
     sink.accept(started())
     sink.accept(step(1, metrics={"lr": 0.5}))
     (line,) = read(path)
@@ -80,7 +82,7 @@ def test_a_continued_attempt_drops_the_lines_of_later_steps_first(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": number}) + "\n" for number in (1, 2, 3)) + '{"step": 4, "lo')
-    sink = MetricsFile(path)
+    sink = MetricsFile(path, attempt=1)
     sink.accept(started(resumed_from_step=resumed_from_step))
     assert [line["step"] for line in read(path)] == kept
     sink.accept(step(resumed_from_step + 1))
@@ -88,6 +90,38 @@ def test_a_continued_attempt_drops_the_lines_of_later_steps_first(
     sink.close()
     assert [line["step"] for line in read(path)] == [*kept, resumed_from_step + 1]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def told(directory: Path, attempt: int, worker: int, steps: range, loss: float) -> None:
+    """What a worker of an attempt said of its steps; its last line was cut off by a kill."""
+    place = directory / f"attempt_{attempt}" / f"worker_{worker}"
+    place.mkdir(parents=True)
+    log = EventLog(place / "events.jsonl", worker=worker)
+    for number in steps:
+        done = StepDone(step=number, epoch=0, num_samples=8, loss=loss, metrics={"lr": worker}, seconds=SECONDS)
+        log.emit(done)
+    log.close()
+    with open(place / "events.jsonl", "a") as file:
+        file.write('{"event": "StepDone", "ti')
+
+
+def test_rows_that_a_killed_supervisor_did_not_write_come_from_the_events_of_whoever_took_the_steps_last(
+    tmp_path: Path,
+) -> None:
+    for worker in (0, 1):
+        told(tmp_path, 1, worker, range(1, 8), loss=1.0)
+    told(tmp_path, 2, 0, range(5, 8), loss=2.0)  # went on from step 4, alone
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": number, "loss": 0.0}) + "\n" for number in (1, 2)))
+    sink = MetricsFile(path, attempt=3)
+    sink.accept(started(resumed_from_step=6))
+    assert [(line["step"], line["loss"]) for line in read(path)] == [
+        (1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)
+    ]  # fmt: skip
+    assert [line.get("lr") for line in read(path)] == [None, None, 0.5, 0.5, 0.0, 0.0], "means over the workers"
+    sink.accept(step(7))
+    sink.close()
+    assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 # ---------------------------------------------------------------------------------------------------------- tensorboard
@@ -118,6 +152,23 @@ def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
     parts = {name.removeprefix("seconds/"): points[0][1] for name, points in found.items() if "seconds/" in name}
     assert parts == pytest.approx({**SECONDS, "other": 0.1})
     assert [number for number, _ in found["loss"]] == [1, 2]
+    assert found["progress/workers"] == [(1, 2.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("count", "names"), [(1, set()), (3, {"worker_0", "worker_1", "worker_2"}), (40, {"least", "most"})]
+)
+def test_tensorboard_has_the_idle_share_of_each_worker_or_of_many_the_extremes(
+    tmp_path: Path, count: int, names: set[str]
+) -> None:
+    sink = TensorBoardFile(tmp_path)
+    sink.accept(
+        step(1, waited_s={worker: worker / 100 for worker in range(count)}, took_s=dict.fromkeys(range(count), 1))
+    )
+    sink.close()
+    idle = {name.removeprefix("idle/"): points[0][1] for name, points in scalars(tmp_path).items() if "idle/" in name}
+    assert idle.keys() == names
+    assert not idle or max(idle.values()) == pytest.approx((count - 1) / 100)
 
 
 def test_a_continued_run_replaces_its_later_points_in_tensorboard(tmp_path: Path) -> None:
@@ -185,7 +236,7 @@ def test_prometheus_serves_counters_gauges_and_seconds_without_a_step_label() ->
         assert values['paceline_metric{name="lr"}'] == 0.5
         assert values["paceline_startup_seconds"] == 1.5
         labels = {label for name in values for label in re.findall(r'(\w+)="', name)}
-        assert labels == {"phase", "part", "name"}
+        assert labels == {"phase", "part", "name", "worker"}
     finally:
         endpoint.close()
     with pytest.raises(OSError, match="refused"):
@@ -195,7 +246,8 @@ def test_prometheus_serves_counters_gauges_and_seconds_without_a_step_label() ->
 def test_prometheus_says_of_each_metric_what_it_is() -> None:
     endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=1)
     try:
-        endpoint.accept(step(1, metrics={"lr": 0.5}))
+        endpoint.accept(started())
+        endpoint.accept(step(1, metrics={"lr": 0.5}, waited_s={0: 0.4}, took_s={0: 2.0}))
         lines = urllib.request.urlopen(endpoint.url, timeout=10).read().decode().splitlines()
     finally:
         endpoint.close()
@@ -211,6 +263,44 @@ def test_prometheus_says_of_each_metric_what_it_is() -> None:
     assert all(re.fullmatch(r"[A-Z].{15,}\.", text) for text in about.values()), about
     counters = {name for name, kind in kinds.items() if kind == "counter"}
     assert counters == {name for name in families if name.endswith("_total")}
+
+
+def of_workers(values: dict[str, float], name: str) -> dict[int, float]:
+    found = {re.fullmatch(rf'{name}{{worker="(\d+)"}}', key): value for key, value in values.items()}
+    return {int(match[1]): value for match, value in found.items() if match}
+
+
+def test_prometheus_tells_of_the_workers_that_take_part_and_of_no_others() -> None:
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=2)
+    times: dict[str, Any] = {"waited_s": {0: 0.5, 1: 0.1}, "took_s": {0: 2.0, 1: 2.0}}
+    try:
+        for worker in (0, 1):
+            endpoint.accept(started(worker, startup_s=1.0 + worker))
+        for number in (1, 2):
+            endpoint.accept(step(number, **times))
+        values = scrape(endpoint.url)
+        assert values["paceline_workers"] == 2
+        assert of_workers(values, "paceline_worker_waiting_seconds_total") == {0: 1.0, 1: pytest.approx(0.2)}
+        assert of_workers(values, "paceline_worker_step_seconds_total") == {0: 4.0, 1: 4.0}
+        assert of_workers(values, "paceline_worker_idle_ratio") == {0: 0.25, 1: pytest.approx(0.05)}
+        assert of_workers(values, "paceline_worker_startup_seconds") == {0: 1.0, 1: 2.0}
+        endpoint.follow({0})
+        endpoint.accept(step(3, **times))  # the lost one's last word
+        endpoint.accept(started(1, startup_s=9.0))  # its successor, not at work yet
+        values = scrape(endpoint.url)
+        assert values["paceline_workers"] == 1
+        for name in ("waiting_seconds_total", "step_seconds_total", "idle_ratio", "startup_seconds"):
+            assert of_workers(values, f"paceline_worker_{name}").keys() == {0}, name
+        endpoint.follow({0, 1, 2})
+        endpoint.accept(started(2, startup_s=8.0))
+        endpoint.accept(step(4, waited_s={2: 1.0}, took_s={2: 2.0}))
+        values = scrape(endpoint.url)
+        assert values["paceline_workers"] == 3
+        assert of_workers(values, "paceline_worker_startup_seconds") == {0: 1.0, 1: 9.0, 2: 8.0}
+        assert of_workers(values, "paceline_worker_idle_ratio")[2] == 0.5
+        assert values["paceline_startup_seconds"] == 8.0, "not of successors"
+    finally:
+        endpoint.close()
 
 
 def test_a_port_in_use_is_an_error_that_says_what_to_do() -> None:

@@ -1,4 +1,4 @@
-"""A watch shows a run while it goes on, and says in the end how it went: on terminals, in pipes, unseen."""
+"""A watch shows a run while it goes on, and says in the end how it went: in pipes, unseen, in files."""
 
 from __future__ import annotations
 
@@ -6,78 +6,31 @@ import io
 import json
 import math
 import os
-import pty
 import re
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.events import (
     CheckpointSaved,
     Evaluated,
-    EventLog,
     Note,
-    Regrouped,
     StepDone,
     StreamOpened,
     Warned,
     WorkerFinished,
-    WorkerJoined,
-    WorkerLost,
-    WorkerStarted,
 )
 from paceline.monitor.console import PlainConsole
 from paceline.monitor.failure import Failure
-from paceline.monitor.live import LiveConsole
 from paceline.monitor.run_record import RunRecord
 from paceline.monitor.watch import Watch
-from paceline.monitor.wording import closing_table, event_line, number_text
+from paceline.monitor.wording import closing_table, number_text
 from paceline.plan.job import Job
-
-SECONDS = {"data": 0.001, "compute": 0.086, "communication": 0.008, "optimizer": 0.003, "total": 0.1}
-JOB = Job(tensorboard=False)
-
-
-class Workers:
-    """Pretended workers that write what real ones would."""
-
-    def __init__(self, run: Path, count: int = 2) -> None:
-        self.run, self.count = run, count
-        RunRecord.begin_attempt(run, job={}, workers=count)
-        self.directories = [run / "attempt_1" / f"worker_{worker}" for worker in range(count)]
-        for directory in self.directories:
-            directory.mkdir(parents=True)
-        self.logs = [EventLog(path / "events.jsonl", worker=worker) for worker, path in enumerate(self.directories)]
-
-    def start(self, *, resumed_from_step: int = 0) -> None:
-        for worker in range(self.count):
-            self.start_one(worker, resumed_from_step=resumed_from_step)
-
-    def start_one(self, worker: int, *, host: str = "a", resumed_from_step: int = 0) -> None:
-        about: dict[str, Any] = {"rank": worker, "pid": 10 + worker, "startup_s": 1.9, "plan": "replicas=2"}
-        about |= {"host": host, "resumed_from_step": resumed_from_step}
-        self.logs[worker].emit(WorkerStarted(**about, workers=self.count, device="cpu"))
-
-    def step(self, number: int, **fields: Any) -> None:
-        values: dict[str, Any] = {"epoch": 0, "num_samples": 8, "loss": 10 / number, "metrics": {}, "seconds": SECONDS}
-        self.emit(StepDone(step=number, **{**values, **fields}))
-
-    def emit(self, event: Any) -> None:
-        for log in self.logs:
-            log.emit(event)
-
-    def write(self, worker: int, stream: str, text: str) -> None:
-        with open(self.directories[worker] / f"{stream}.log", "a") as file:
-            file.write(text)
-
-    def close(self) -> None:
-        for log in self.logs:
-            log.close()
+from pretended import JOB, Workers
 
 
 @pytest.fixture
@@ -203,7 +156,7 @@ def test_a_plain_line_comes_first_then_once_an_interval_and_at_the_end(workers: 
     watch.finish("finished", 0)
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1", "3", "5", "7", "8"]
     assert stream.getvalue().splitlines()[0] == "step 1  loss 10"  # its speed says nothing about the others
-    assert stream.getvalue().splitlines()[1].endswith("data 1% compute 86% comm 8% optim 3% other 2%")
+    assert stream.getvalue().splitlines()[1].endswith("data 1% compute 86% comm 8% optim 3% other 2%  idle 0:8% 1:8%")
 
 
 def test_a_plain_line_says_how_far_the_run_is_to_go_and_counts_epochs_from_one(workers: Workers) -> None:
@@ -215,22 +168,6 @@ def test_a_plain_line_says_how_far_the_run_is_to_go_and_counts_epochs_from_one(w
     workers.step(25, epoch=2)
     watch.finish("finished", 0)
     assert stream.getvalue().startswith("step 1 of 90  loss 10\nstep 25 of 30  epoch 3 of 3  loss 0.4  ")
-
-
-def test_a_host_tells_of_all_workers_of_the_job_and_which_of_them_are_its_own(tmp_path: Path) -> None:
-    workers = Workers(tmp_path / "run", count=4)
-    stream = io.StringIO()
-    watch = Watch(workers.run, 1, 4, job=JOB, stream=stream, local=[2, 3])
-    workers.start_one(0, host="b")  # another host's, seen on a disk that both share
-    workers.start_one(2)
-    watch.poll()
-    assert stream.getvalue() == ""
-    workers.start_one(3)
-    watch.poll()
-    workers.start_one(1, host="b")
-    watch.poll()
-    workers.close()
-    assert stream.getvalue() == "4 workers (2 of them here on a: cpu), ready in 1.90 s  plan replicas=2\n"
 
 
 def test_a_resumed_run_says_so_once(workers: Workers) -> None:
@@ -247,71 +184,6 @@ def test_a_resumed_run_says_so_once(workers: Workers) -> None:
     ]
     assert stream.getvalue().count("step 417") == 1
     watch.finish("stopped", 130)
-
-
-def lose(supervisor: EventLog, rank: int, step: int, *, members: list[int], steps_lost: int = 0) -> None:
-    reason = f"worker {rank} (pid 7) killed by signal 9"
-    supervisor.emit(WorkerLost(rank=rank, host="a", step=step, reason=reason))
-    about: dict[str, Any] = {"causes": [reason], "members": members, "step": step, "holds": len(members) < 1}
-    supervisor.emit(Regrouped(**about, detected_s=0.01, regrouped_s=0.03, steps_lost=steps_lost))
-
-
-def test_a_loss_is_one_line_and_so_is_its_end_and_ready_is_said_once(workers: Workers) -> None:
-    stream = io.StringIO()
-    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
-    supervisor = EventLog(workers.run / "attempt_1" / "events.jsonl", worker=None)
-    workers.start()
-    workers.step(1)
-    watch.poll()
-    lose(supervisor, 1, 1, members=[0])
-    workers.logs[0].emit(StepDone(step=2, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds=SECONDS))
-    watch.poll()
-    metrics = (workers.run / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in metrics] == [1, 2]  # it is not waited for the lost one
-    workers.start_one(1)
-    workers.step(3)
-    supervisor.emit(WorkerJoined(rank=1, step=3, after_s=0.2))
-    supervisor.emit(WorkerLost(rank=2, host="a", step=3, reason="worker 2 (pid 9) killed by signal 9"))
-    watch.poll()
-    facts = watch.finish("finished", 0)
-    supervisor.close()
-    shown = stream.getvalue()
-    assert shown.count("2 workers on cpu, ready in") == 1
-    line = "worker 1 (pid 7) killed by signal 9 after step 1: detected in 0.01 s, regrouped in 0.03 s; 1 worker goes on"
-    assert shown.count("killed by signal 9 after") == 1
-    assert f"\n{line}, steps lost 0, samples repeated 0\n" in shown
-    assert "\nworker 1 joined at step 3, 0.20 s after the loss\n" in shown
-    assert "\nworker 2 (pid 9) killed by signal 9 before it had joined\n" in shown  # nothing else would tell of it
-    assert (facts["workers_lost"], facts["workers_joined"], facts["steps_lost"]) == (2, 1, 0)
-    assert "\n  incidents      2 workers lost, 1 taken in again, 0 steps lost (more: paceline report" in shown
-
-
-@pytest.mark.parametrize(
-    ("members", "steps_lost", "holds", "text"),
-    [
-        ((0, 1, 3), 0, False, "3 workers go on, steps lost 0, samples repeated 0"),
-        ((0, 1), 1, False, "2 workers go on, steps lost 1, samples repeated those of 1 step"),
-        ((0,), 0, True, "1 worker waits for others, steps lost 0, samples repeated 0"),
-        ((0, 1), 3, True, "2 workers wait for others, steps lost 3, samples repeated those of 3 steps"),
-    ],
-)
-def test_what_a_loss_cost_is_said_in_numbers(members: tuple[int, ...], steps_lost: int, holds: bool, text: str) -> None:
-    about: dict[str, Any] = {"causes": ["worker 2 (pid 1) failed", "worker 4 was not heard of"], "step": 812}
-    event = Regrouped(**about, members=members, detected_s=0.0123, regrouped_s=0, steps_lost=steps_lost, holds=holds)
-    assert event_line(event) == (
-        "worker 2 (pid 1) failed, worker 4 was not heard of after step 812: "
-        f"detected in 0.01 s, regrouped in 0.00 s; {text}"
-    )
-
-
-def test_a_worker_that_was_added_is_waited_for_from_its_first_step_on(workers: Workers) -> None:
-    watch = Watch(workers.run, 1, 1, job=JOB, console="none")  # the run began with worker 0 alone
-    workers.start()
-    workers.step(1)
-    watch.poll()
-    workers.step(2, num_bytes_sent=10)
-    watch.poll()
-    assert watch.finish("finished", 0)["num_bytes_sent"] == 20
 
 
 def test_a_closed_pipe_does_not_end_the_run_and_is_said_once(
@@ -430,187 +302,6 @@ def test_watching_imports_no_torch_and_no_tensorboard_before_there_is_something_
     watch.poll()
     assert "tensorboard" not in sys.modules
     watch.finish("finished", 0)
-
-
-# ------------------------------------------------------------------------------------------------------------- terminal
-
-
-class Terminal:
-    """A pseudo-terminal; `text` collects what was written to it."""
-
-    def __init__(self) -> None:
-        self._master, slave = pty.openpty()
-        os.set_blocking(self._master, False)
-        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115
-        self.text = ""
-
-    def read(self) -> str:
-        """Return what is new."""
-        new = b""
-        try:
-            while piece := os.read(self._master, 1 << 16):
-                new += piece
-        except BlockingIOError:
-            pass
-        self.text += new.decode("utf-8")
-        return new.decode("utf-8")
-
-    def close(self) -> None:
-        self.stream.close()
-        os.close(self._master)
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    terminal = Terminal()
-    yield terminal
-    terminal.close()
-
-
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
-
-
-def test_a_terminal_shows_a_block_with_lines_above_it(workers: Workers, terminal: Terminal) -> None:
-    watch = Watch(workers.run, 1, 2, job=Job(tensorboard=False, max_steps=10), stream=terminal.stream)
-    watch.poll()
-    assert "starting the workers" in terminal.read()
-    workers.start()
-    watch._screen.poll(time.monotonic() + 2.0)  # pyright: ignore[reportPrivateUsage]
-    assert "starting the workers" in terminal.read()  # nobody has read yet that they are there
-    workers.step(1)
-    workers.step(5, metrics={"lr": 0.5})
-    workers.emit(Evaluated(step=5, num_samples=30, metrics={"accuracy": 0.75}, duration_s=0.5))
-    workers.write(0, "stdout", "\x1b[31mred\x1b[0m text\n50%\r100%\n")
-    watch.poll()
-    watch._screen.poll(time.monotonic() + 5.0)  # pyright: ignore[reportPrivateUsage]
-    shown = plain(terminal.read())
-    for part in (
-        "5 of 10  50%",
-        "lr 0.5",
-        "  data 1%  compute 86%  comm 8%  optim 3%  other 2%",
-        "●●  2",
-        "accuracy 0.75",
-    ):
-        assert part in shown
-    assert "red text\n100%\n" in shown
-    assert "\x1b[31mred" in terminal.text
-    watch.finish("finished", 0)
-    end = terminal.read()
-    assert "\x1b[?25h" in end  # the cursor is back
-    assert plain(end).split("finished at step 5")[1].strip().endswith("run            run")
-
-
-def test_the_marks_of_a_terminal_follow_the_members(workers: Workers, terminal: Terminal) -> None:
-    watch = Watch(workers.run, 1, 2, job=JOB, stream=terminal.stream)
-    supervisor = EventLog(workers.run / "attempt_1" / "events.jsonl", worker=None)
-
-    def marks(after_s: float) -> str:
-        watch.poll()
-        watch._screen.poll(time.monotonic() + after_s)  # pyright: ignore[reportPrivateUsage]
-        return re.findall(r"workers  ([●○✗✓]+  \d(?:  \d lost so far)?)", plain(terminal.read()))[-1]
-
-    workers.start()
-    workers.step(1)
-    assert marks(2.0) == "●●  2"
-    lose(supervisor, 1, 1, members=[0])
-    assert marks(4.0) == "●✗  2  1 lost so far"
-    workers.start_one(1)
-    assert marks(6.0) == "●○  2  1 lost so far"
-    supervisor.emit(WorkerJoined(rank=1, step=2, after_s=0.2))
-    assert marks(8.0) == "●●  2  1 lost so far"
-    supervisor.close()
-    watch.finish("finished", 0)
-
-
-NUMBERS = (
-    "1234 of 20000", "6%", "epoch 3 of 40", "1.9876", "lr 0.0001234", "grad_norm 12.35", "samples/s", "a step",
-    "data 1%", "compute 86%", "comm 8%", "optim 3%", "other 2%", "accuracy 0.9876", "top5_accuracy 0.9988",
-    "loss 0.1235", "at step 1230", "step 1000", "12.0 MiB",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("columns", [40, 60, 80, 100, 120])
-def test_no_number_of_the_block_is_cut_at_any_width(
-    workers: Workers, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    job = Job(tensorboard=False)
-    console = LiveConsole(terminal.stream, run_dir=workers.run, workers=2, local=range(2), max_steps=None)
-    watch = Watch(workers.run, 1, 2, job=job, console="none")
-    watch._sinks.append(console)  # pyright: ignore[reportPrivateUsage]
-    workers.start()
-    workers.emit(StreamOpened(name="train", num_samples=4000, epochs=40, last_step=20000))
-    workers.step(1200, epoch=2)
-    workers.step(1234, epoch=2, loss=1.98764, metrics={"lr": 0.0001234, "grad_norm": 12.3456})
-    measured = {"accuracy": 0.98764, "top5_accuracy": 0.99876, "loss": 0.123456}
-    workers.emit(Evaluated(step=1230, num_samples=30, metrics=measured, duration_s=0.5))
-    workers.emit(CheckpointSaved(step=1000, path="c", num_bytes=12 << 20, stall_s=0.1, write_s=1.0))
-    watch.poll()
-    console.poll(now=1e9)
-    rows = plain(terminal.read()).splitlines()
-    watch.finish("finished", 0)
-    numbers = {number.replace("1.9876", "1.988") for number in NUMBERS}
-    assert {number for number in numbers if not any(number in row for row in rows)} == set()
-    below_title = [row for row in rows if "paceline" not in row]
-    assert not [row for row in below_title if len(row) > columns or "…" in row]
-    assert (len(below_title) > 7) == (columns < 80)  # with room, each has its own single line
-
-
-def test_the_bar_of_times_is_as_long_as_the_bar_of_steps_and_ends_with_what_is_left(
-    workers: Workers, terminal: Terminal
-) -> None:
-    watch = Watch(workers.run, 1, 2, job=Job(tensorboard=False, max_steps=10), stream=terminal.stream)
-    seconds = {"data": 0.0, "compute": 0.05, "communication": 0.0, "optimizer": 0.0, "total": 0.1}
-    workers.step(4, seconds={**SECONDS, "total": 9.0})  # what belongs to the first step is left out
-    workers.step(5, seconds=seconds)
-    watch.poll()
-    shown = terminal.read()
-    watch.finish("finished", 0)
-    bars = {
-        row.split()[0]: sum(map(row.count, "━─█")) for row in plain(shown).splitlines() if row[6:10] in ("step", "time")
-    }
-    assert bars == {"step": 40, "time": 40}
-    assert "compute 50%  comm 0%  optim 0%  other 50%" in plain(shown)
-    assert re.search(r"\x1b\[32m█{20}\x1b\[0m\x1b\[90m█{20}\x1b\[0m", shown)
-
-
-def test_a_terminal_of_one_host_of_several_waits_for_its_own_workers_only(tmp_path: Path, terminal: Terminal) -> None:
-    workers = Workers(tmp_path / "run", count=4)
-    watch = Watch(workers.run, 1, 4, job=JOB, stream=terminal.stream, local=[0, 1])
-    workers.start_one(0)
-    watch.poll()
-    assert "●○  1 of 2 here, 4 in all" in plain(terminal.read())
-    workers.start_one(1)
-    watch.poll()
-    watch._screen.poll(time.monotonic() + 5.0)  # pyright: ignore[reportPrivateUsage]
-    shown = plain(terminal.read())
-    watch.finish("finished", 0)
-    workers.close()
-    assert "the first step is under way" in shown and "●●  2 here, 4 in all" in shown
-
-
-def test_a_terminal_that_understands_nothing_gets_plain_lines(
-    workers: Workers, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    watch = Watch(workers.run, 1, 2, job=JOB, stream=terminal.stream)
-    workers.step(1)
-    watch.finish("finished", 0)
-    assert "\x1b" not in terminal.read()
-
-
-def test_the_debugger_s_terminal_is_left_alone(workers: Workers, terminal: Terminal) -> None:
-    watch = Watch(workers.run, 1, 2, job=Job(launcher="inline", tensorboard=False), stream=terminal.stream)
-    workers.step(1)
-    watch.finish("finished", 0)
-    assert "\x1b" not in terminal.read()
-
-
-# -------------------------------------------------------------------------------------------------------------- wording
 
 
 @pytest.mark.parametrize(

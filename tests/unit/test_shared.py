@@ -18,7 +18,9 @@ from torch import Tensor
 
 from paceline.comm.arena import MARKS, Arena, refusal
 from paceline.comm.group import Landed, Transfer
-from paceline.comm.shared import SMALL_BYTES, SUMMED, SharedGroup
+from paceline.comm.pieces import SMALL_BYTES
+from paceline.comm.shared import SharedGroup
+from paceline.comm.sums import SUMMED
 from paceline.errors import SyncError
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))

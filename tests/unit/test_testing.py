@@ -5,30 +5,37 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from paceline import config
 from paceline.cli.arguments import Parser
 from paceline.cli.drill import Request, add, request_of
 from paceline.cli.drill_report import ALWAYS, ELASTIC, FIXED, Judged, promise, report
-from paceline.cli.drill_run import programmes
+from paceline.cli.drill_run import guards, programmes
 from paceline.errors import LaunchError, PlanError
-from paceline.events import Record, StepDone
+from paceline.events import Record, StepDone, WeightsDiffer
 from paceline.monitor.audit import AuditResult
-from paceline.plan import Layout, Plan
+from paceline.plan import Guard, Layout, Plan
 from paceline.testing import KINDS, Came, Fault, Programme, Report, Start, assert_unharmed
 from paceline.testing.disk import complete
 from paceline.testing.notes import Notes
+from paceline.testing.numbers import Calls, flip_a_bit, poisoned
 from paceline.testing.report import recovery_s
 from paceline.testing.runs import run_with
 
-FROM_SEED_7 = "kill:worker=3,step=19,where=sum; stop:worker=3,step=29,where=sum"
+FROM_SEED_7 = "kill:worker=3,step=19,where=sum; cut:worker=3,step=29,where=sum"
 LINES = [
     "kill:worker=2,step=40",
     "kill:worker=0,step=40,where=commit",
     "stop:worker=1,step=10,seconds=1.5",
     "slow:worker=1,step=10,times=2.5,steps=7",
     "full_disk:worker=0,step=3",
+    "flip:worker=2,step=4",
+    "nan:worker=1,step=1",
+    "spike:worker=1,step=6",
 ]
 
 
@@ -60,6 +67,8 @@ def test_a_fault_of_the_writer_needs_no_worker() -> None:
         ("kill:worker=1,step=2,rank=3", "a fault has no 'rank'"),
         ("slow:worker=1,step=2,times=1", "times is more than 1"),
         ("full_disk:worker=1,step=2", "worker 0's, which writes the checkpoints"),
+        ("flip:worker=1,step=2,where=sum", "where=sum has no meaning for it"),
+        ("spike:worker=1,step=5", "at least 6, so that losses are known"),
     ],
 )
 def test_a_fault_that_makes_no_sense_is_refused(line: str, says: str) -> None:
@@ -95,12 +104,17 @@ def test_a_random_programme_leaves_one_worker_alone_and_fits_the_run() -> None:
 
 def test_one_fault_of_each_kind() -> None:
     assert [fault.kind for fault in Programme.each(3, steps=40, workers=4)] == list(KINDS)
-    assert [fault.kind for fault in Programme.each(3, steps=40, workers=1)] == ["slow", "full_disk", "torn_checkpoint"]
+    assert [fault.kind for fault in Programme.each(3, steps=40, workers=1)] == [
+        "slow", "full_disk", "torn_checkpoint", "nan", "spike"
+    ]  # fmt: skip
+    assert "flip" not in [fault.kind for fault in Programme.each(3, steps=40, workers=2)], "no majority"
 
 
 def test_a_fault_beyond_the_run_is_refused() -> None:
     with pytest.raises(PlanError, match="the run has steps 1 to 8 and workers 0 to 1"):
         Programme.parse("kill:worker=2,step=4").require(steps=8, workers=2)
+    with pytest.raises(PlanError, match="needs 3 workers, so that a majority"):
+        Programme.parse("flip:worker=1,step=4").require(steps=8, workers=2)
 
 
 def test_notes_tell_of_a_fault_once_and_of_what_is_asked(tmp_path: Path) -> None:
@@ -122,7 +136,7 @@ def test_notes_tell_of_a_fault_once_and_of_what_is_asked(tmp_path: Path) -> None
 def test_every_kind_has_its_promise() -> None:
     assert set(KINDS) == {*ELASTIC, *ALWAYS} == {*FIXED, *ALWAYS}
     for kind in KINDS:
-        fault = Fault(kind=kind, worker=0, step=1)
+        fault = Fault(kind=kind, worker=0, step=6)
         assert promise(fault, is_elastic=True) and promise(fault, is_elastic=False)
     assert "wait for it" in promise(Fault.parse("stop:worker=1,step=1,seconds=1"), is_elastic=True)
 
@@ -145,6 +159,8 @@ def told(programme: str = "", **changes: object) -> Report:
         "plan": Plan(layout=Layout(replicas=(1, 3))),
         "workers": 3,
         "losses": {1: 1.0, 2: 0.9, 3: 0.8, 4: 0.7},
+        "left_out": frozenset(),
+        "differing": (),
         "regrouped": (),
         "failed_saves": (),
         "passed_over": (),
@@ -155,6 +171,12 @@ def told(programme: str = "", **changes: object) -> Report:
     return Report(**(fields | changes))  # type: ignore[arg-type]
 
 
+def differ(worker: int, *, source: int | None) -> WeightsDiffer:
+    about: dict[str, Any] = {"step": 2, "since_step": 1, "first": "model.weight", "num_alike": 2}
+    return WeightsDiffer(workers=[worker], who=[f"worker {worker}"], source=source, **about)
+
+
+NAN = float("nan")
 KILL = "kill:worker=1,step=2,where=sum"
 AGAIN = (
     Start(exit_code=-9, output="", resumable_step=0),
@@ -179,6 +201,18 @@ AGAIN = (
         (told(KILL, starts=AGAIN, committed=(3, 4), resumed_from=(0, 2)), "1 committed steps were lost"),
         (told(KILL, starts=AGAIN, committed=(3, 4), resumed_from=(0, 2)), "had to be started 2 times"),
         (told("full_disk:step=2"), "did not fail, though the disk was full"),
+        (told("flip:worker=1,step=2"), r"nobody named worker 1 and healed it. .* Guard\(check_every=1\)"),
+        (told("flip:worker=1,step=2", differing=(differ(0, source=2),)), "nobody named worker 1"),
+        (told("flip:worker=1,step=2", differing=(differ(1, source=None),)), "nobody named worker 1"),
+        (told("nan:worker=1,step=2"), r"step 2 was taken all the same. .* Guard\(on_spike='skip'\)"),
+        (
+            told("nan:worker=1,step=2", left_out=frozenset({2}), losses={1: 1.0, 2: NAN, 3: NAN, 4: 0.7}),
+            "not finite any more: 3",
+        ),
+        (
+            told("nan:worker=1,step=2", left_out=frozenset({2}), losses={1: 1.1, 2: NAN, 3: 0.8, 4: 0.7}),
+            "differs by 9.1e-02 .* at step 1",
+        ),
         (
             told("torn_checkpoint:step=2", starts=AGAIN, committed=(3, 4), resumed_from=(0, 1), passed_over=("x",)),
             "went on from step 1; the newest whole checkpoint is of 2",
@@ -200,6 +234,10 @@ def test_what_was_kept_is_not_complained_of() -> None:
     torn = told("torn_checkpoint:step=2", starts=AGAIN, committed=(3, 4), resumed_from=(0, 2), passed_over=("step_3",))
     assert torn.steps_lost == 1
     assert_unharmed(torn, told())
+    assert_unharmed(told("flip:worker=1,step=2", differing=(differ(1, source=0),)), told())
+    poisoned = told("nan:worker=1,step=2", left_out=frozenset({2}), losses={1: 1.0, 2: NAN, 3: 0.85, 4: 0.72})
+    assert poisoned.loss_difference(told()) == 0.0, "later steps are others, because one was left out"
+    assert_unharmed(poisoned, told())
     fixed = dataclasses.replace(torn, programme=Programme.parse(KILL), plan=Plan(layout=Layout(replicas=3)))
     assert_unharmed(fixed, told())
 
@@ -213,6 +251,54 @@ def test_the_table_has_a_line_for_each_fault_and_says_what_did_not_hold() -> Non
     assert "1 of 2 runs did not keep what is promised" in text
     assert "kill: the others take the same step again without it" in text
     assert report(rows[:1], like=told()).endswith("all promises held")
+
+
+def test_the_drill_turns_the_guard_on_for_faults_that_it_is_to_see() -> None:
+    plan = Plan()
+    assert guards(Programme.parse(KILL), plan) == ()
+    (flips,) = guards(Programme.parse("flip:worker=1,step=2"), plan)
+    assert config.apply(plan, flips).guard == Guard(check_every=1)
+    (both,) = guards(Programme.parse("flip:worker=1,step=2; nan:worker=0,step=3"), plan)
+    found = config.apply(plan, both).guard
+    assert (found.on_spike, found.window, found.check_every) == ("skip", 8, 1)
+    own = Plan(guard=Guard(on_spike="rollback", check_every=1))
+    (kept,) = guards(Programme.parse("nan:worker=0,step=3"), own)
+    assert config.apply(own, kept).guard.on_spike == "rollback"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_bit_of_one_weight_flips_and_it_stays_finite(dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).to(dtype)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    name = flip_a_bit(model, seed="flip:worker=1,step=2")
+    changed = {key: int((value != before[key]).sum()) for key, value in model.named_parameters()}
+    assert changed == {key: int(key == name) for key in before}
+    assert all(bool(torch.isfinite(value).all()) for value in model.parameters())
+
+
+def test_what_the_outermost_module_gives_is_spoilt_and_others_are_left_alone() -> None:
+    seen: list[str] = []
+
+    def came(module: torch.nn.Module, output: Any) -> Any:
+        seen.append(type(module).__name__)
+        return poisoned(output, "nan") if len(seen) == 2 else None
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
+    calls = Calls(came)
+    try:
+        outputs = [model(torch.ones(2, 4)) for _ in range(3)]
+    finally:
+        calls.close()
+    assert seen == ["Sequential"] * 3
+    assert [bool(torch.isfinite(output).all()) for output in outputs] == [True, False, True]
+    assert torch.equal(model(torch.ones(2, 4)), outputs[0]) and len(seen) == 3
+
+
+def test_a_spike_is_far_off_whatever_the_output_is() -> None:
+    logits, loss, mask = torch.tensor([[2.0, -1.0]]), torch.tensor(0.5), torch.tensor([True])
+    spoilt = poisoned({"logits": logits, "loss": loss, "mask": mask}, "spike")
+    assert float(torch.nn.functional.cross_entropy(spoilt["logits"], torch.tensor([0]))) > 1000
+    assert float(spoilt["loss"]) == 5000 and spoilt["mask"] is mask
 
 
 def committed(step: int, when: float) -> Record:

@@ -5,10 +5,12 @@ The variables are what torchrun, srun 22.05, Open MPI 5 and MPICH 4 really set.
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.worlds import World, expand_hosts, expand_tasks_per_node, find_world
+from paceline.worlds import World, expand_hosts, expand_tasks_per_node, find_world, notice_signals
 
 TORCHRUN = {
     "RANK": "3",
@@ -210,3 +212,22 @@ def test_a_node_list_is_expanded(text: str, hosts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("text", "counts"), [("3", (3,)), ("2(x2),1", (2, 2, 1)), ("1(x3)", (1, 1, 1))])
 def test_tasks_per_node_are_expanded(text: str, counts: tuple[int, ...]) -> None:
     assert expand_tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        pytest.param({}, (), id="SIGTERM alone"),
+        pytest.param(SLURM, (signal.SIGUSR1,), id="in a Slurm job"),
+        pytest.param(SLURM | {"PACELINE_NOTICE": "none"}, (), id="in a Slurm job that has another use of it"),
+        pytest.param({"PACELINE_NOTICE": "SIGUSR2, usr1"}, (signal.SIGUSR2, signal.SIGUSR1), id="as one likes"),
+    ],
+)
+def test_signals_that_ask_workers_to_leave(variables: dict[str, str], expected: tuple[int, ...]) -> None:
+    assert notice_signals(variables) == expected
+
+
+@pytest.mark.parametrize("name", ["KILL", "STOP", "USR7", "USR1,CHLD", "alarm!"])
+def test_what_cannot_be_such_a_signal_is_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match=r"PACELINE_NOTICE is .*names of signals that a program can wait for"):
+        notice_signals({"PACELINE_NOTICE": name})

@@ -21,7 +21,8 @@ from torch import Tensor
 from forked import World
 from paceline.comm import arena
 from paceline.comm.group import Group
-from paceline.comm.shared import SUMMED, SharedGroup, share
+from paceline.comm.shared import SharedGroup, share
+from paceline.comm.sums import SUMMED
 from paceline.errors import SyncError
 from paceline.plan import Batch, Plan
 

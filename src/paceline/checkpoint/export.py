@@ -72,7 +72,7 @@ def _chosen(path: Path) -> Path:
     if (path / MARK).exists():
         return path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = find(directory)
+    found = find(directory, verified=True)
     for skipped, reason in found.skipped:
         print(f"skipped {skipped}: {reason}", file=sys.stderr)
     if found.newest is None:

@@ -10,8 +10,11 @@
 
 A save fills a `.partial` directory, brings it to the disk, and commits by writing the mark; only then the directory
 gets its final name. Deleting begins with the rename to `.removed`. Each of these is one atomic step, so that a kill
-between any two leaves either a complete checkpoint or a name that says what it was. No torch here: looking for a
-checkpoint is cheap.
+between any two leaves either a complete checkpoint or a name that says what it was.
+
+Sizes show what was torn, not what a disk gives back with other bits: so the mark has a checksum of each file, and one
+of itself. To look for a checkpoint compares sizes, which is cheap; who is going to use it has it `verified`. No torch
+here.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ __all__ = [
     "MARK",
     "Found",
     "Mark",
+    "checksum",
     "discard",
     "find",
     "partial_path",
@@ -41,11 +46,14 @@ __all__ = [
     "remove",
     "sync_directory",
     "tidy",
+    "verify",
     "write_mark",
 ]
 
 MARK = "checkpoint.json"
 FORMAT = 1
+CHUNK_BYTES = 1 << 20  # of a file, at a time
+_FIELDS = frozenset({"format", "step", "about", "files", "file_crc32", "tensor_crc32"})
 _NAME = re.compile(r"step_(\d{8,})(?:\.(partial|removed)-(\d+))?")
 
 
@@ -56,7 +64,7 @@ class Mark:
     step: int
     about: Mapping[str, Any]
     files: Mapping[str, int]  # bytes of each
-    file_crc32: Mapping[str, int]  # small files only
+    file_crc32: Mapping[str, int]  # of each; of early versions the small ones only
     tensor_crc32: Mapping[str, int]  # over the elements; of tied tensors, under the name that is stored
 
 
@@ -69,18 +77,54 @@ class Found:
     skipped: tuple[tuple[Path, str], ...]
 
 
-def find(directory: Path) -> Found:
-    """Look for the newest complete checkpoint in a directory; reads marks and file sizes, no tensors."""
-    newest, step, skipped = None, 0, []
-    for path in _candidates(directory):
+def find(directory: Path, *, verified: bool = False) -> Found:
+    """Look for the newest complete checkpoint in a directory; reads marks and file sizes.
+
+    With `verified` its files are read, too, and compared with their checksums; one that is damaged is skipped, and the
+    next older one is looked at.
+    """
+    complete: list[tuple[int, Path]] = []
+    skipped: dict[Path, str] = {}
+    candidates = list(_candidates(directory))
+    for path in candidates:
         try:
-            mark = _usable(path)
+            complete.append((_usable(path).step, path))
         except CheckpointError as error:
-            skipped.append((path, str(error)))
-            continue
-        if newest is None or mark.step >= step:
-            newest, step = path, mark.step
-    return Found(newest=newest, step=step, skipped=tuple(skipped))
+            skipped[path] = str(error)
+    complete.sort(key=lambda found: found[0])  # at the same step the later candidate is the newer
+    while verified and complete:
+        path = complete[-1][1]
+        try:
+            verify(path)
+            break
+        except CheckpointError as error:
+            skipped[path] = str(error)
+            complete.pop()
+    step, newest = complete[-1] if complete else (0, None)
+    in_order = tuple((path, skipped[path]) for path in candidates if path in skipped)
+    return Found(newest=newest, step=step, skipped=in_order)
+
+
+def verify(path: Path) -> Mark:
+    """Read a checkpoint's mark and all of its files; raises CheckpointError naming the first that is damaged."""
+    mark = read_mark(path)
+    for name in mark.files:
+        try:
+            is_damaged = name in mark.file_crc32 and checksum(path / name) != mark.file_crc32[name]
+        except OSError as error:
+            raise CheckpointError(f"the file {name} cannot be read: {error.strerror or error}") from error
+        if is_damaged:
+            raise CheckpointError(f"the file {name} is damaged: its checksum does not match")
+    return mark
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    crc, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return crc
 
 
 def read_mark(path: Path) -> Mark:
@@ -110,8 +154,9 @@ def write_mark(path: Path, mark: Mark) -> None:
     """Commit the checkpoint in `path`: when this returns, the mark and all that it names survive a power failure."""
     sync_directory(path)  # the files' names before the mark's
     temporary = path / f"{MARK}.new"
+    fields = {"format": FORMAT, **dataclasses.asdict(mark)}
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **dataclasses.asdict(mark)}, file, indent=1)
+        json.dump({**fields, "crc32": _fields_crc32(fields)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path / MARK)
@@ -133,15 +178,23 @@ def publish(path: Path) -> Path:
     return final
 
 
-def prune(directory: Path, *, keep: int, newest: Path) -> None:
-    """Delete complete checkpoints beyond the `keep` newest; never `newest`, which was just committed."""
-    others = []
+def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path], bool]) -> None:
+    """Delete complete checkpoints beyond the `keep` newest good ones; never `newest`, which was just committed.
+
+    Those that are damaged, by their sizes or because not `is_good`, are not counted, and left for their owner to look
+    at while they are among the newest.
+    """
+    others: list[tuple[int, Path]] = []
     for path in _candidates(directory):
-        with contextlib.suppress(CheckpointError):  # what is damaged is not counted, and left for its owner to look at
+        with contextlib.suppress(CheckpointError):
             if path != newest:
                 others.append((_usable(path).step, path))
-    for _, path in sorted(others, reverse=True)[keep - 1 :]:
-        remove(path)
+    num_good = 1
+    for _, path in sorted(others, reverse=True):
+        if num_good >= keep:
+            remove(path)
+        elif is_good(path):
+            num_good += 1
 
 
 def tidy(directory: Path) -> None:
@@ -204,6 +257,9 @@ def _usable(path: Path) -> Mark:
 def _mark_from(fields: Mapping[str, Any]) -> Mark:
     if (version := fields["format"]) != FORMAT:
         raise ValueError(f"it is of format {version!r}; this Paceline reads format {FORMAT}")
+    own = {name: value for name, value in fields.items() if name != "crc32"}
+    if own.keys() != _FIELDS or ("crc32" in fields and fields["crc32"] != _fields_crc32(own)):  # early ones have none
+        raise ValueError("it is damaged: its checksum does not match")
     return Mark(
         step=int(fields["step"]),
         about=dict(fields["about"]),
@@ -211,3 +267,8 @@ def _mark_from(fields: Mapping[str, Any]) -> Mark:
         file_crc32={str(name): int(crc) for name, crc in fields["file_crc32"].items()},
         tensor_crc32={str(name): int(crc) for name, crc in fields["tensor_crc32"].items()},
     )
+
+
+def _fields_crc32(fields: Mapping[str, Any]) -> int:
+    """A checksum of what a mark says, however it is laid out."""
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.dcp_read import INDEX
-from paceline.checkpoint.folder import MARK, Mark, partial_path, prune, publish, tidy, write_mark
+from paceline.checkpoint.folder import MARK, Mark, checksum, partial_path, prune, publish, tidy, verify, write_mark
 from paceline.checkpoint.reader import STATE
 from paceline.checkpoint.staging import Staged, Staging, bytes_of
 from paceline.checkpoint.state_tree import encode_state, freeze
@@ -38,6 +37,9 @@ from paceline.units import bytes_text
 __all__ = ["Writer"]
 
 _NICENESS = 10  # of the writing thread, added to the process's: it takes what training leaves
+
+
+_Print = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of each file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class Writer:
         self._is_tidy = False
         self._newest: Path | None = None
         self._failure: str | None = None  # of the last save
+        self._known_good: dict[Path, _Print] = {}  # checkpoints as they were when they were written, or verified
+        self._known_damaged: set[Path] = set()  # and told of
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
         """Get memory for these tensors in the background, so that the first save stalls no longer than later ones.
@@ -146,7 +150,8 @@ class Writer:
         self._newest, self._failure = partial, None  # committed: from here on its name is all that can go wrong
         try:
             self._newest = publish(partial)
-            prune(self._directory, keep=self._keep, newest=self._newest)
+            self._known_good[self._newest] = _print_of(self._newest)
+            prune(self._directory, keep=self._keep, newest=self._newest, is_good=self._is_good)
         except OSError as error:
             self._on_event(Warned(text=f"an older checkpoint in {self._directory} could not be deleted: {error}"))
         self._on_event(
@@ -154,6 +159,20 @@ class Writer:
                 step=save.step, path=str(self._newest), num_bytes=num_bytes, stall_s=save.stall_s, write_s=write_s
             )
         )
+
+    def _is_good(self, path: Path) -> bool:
+        """Whether a checkpoint counts among those to keep: others' are read once, own ones when they have changed."""
+        try:
+            now = _print_of(path)
+            if self._known_good.get(path) != now:
+                verify(path)
+                self._known_good[path] = now
+        except (CheckpointError, OSError) as error:
+            if path not in self._known_damaged:
+                self._known_damaged.add(path)
+                self._on_event(Warned(text=f"checkpoint {path} does not count among the {self._keep} to keep: {error}"))
+            return False
+        return True
 
     def _prepare(self, partial: Path, num_bytes: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -176,16 +195,23 @@ def _fill(partial: Path, save: _Save) -> int:
         file.write(state)
         file.flush()
         os.fsync(file.fileno())
-    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    written = sorted(partial.iterdir())
+    files = {path.name: path.stat().st_size for path in written}
     mark = Mark(
         step=save.step,
         about=save.about,
         files=files,
-        file_crc32={STATE: zlib.crc32(state), INDEX: zlib.crc32((partial / INDEX).read_bytes())},
+        file_crc32={path.name: checksum(path) for path in written},  # of what the system has: mostly in memory still
         tensor_crc32={name: zlib.crc32(bytes_of(tensor)) for name, tensor in save.staged.tensors.items()},
     )
     write_mark(partial, mark)
     return sum(files.values()) + (partial / MARK).stat().st_size
+
+
+def _print_of(path: Path) -> _Print:
+    """What would be different if anybody wrote to a checkpoint's files."""
+    found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    return tuple((name, about.st_size, about.st_mtime_ns) for name, about in found)
 
 
 def _removed(partial: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NoReturn, TypeAlias
 
@@ -10,6 +11,7 @@ from paceline.errors import PlanError
 
 __all__ = ["Commands", "Parser", "add_command", "split_script"]
 
+WIDTH = 100  # of help, at most
 NEAR = 0.8  # an unknown option this similar to one of ours is taken for a slip, not for the script's
 
 
@@ -30,7 +32,7 @@ def add_command(
     return commands.add_parser(
         name,
         help=summary,
-        description=description,
+        description=textwrap.fill(description, WIDTH),  # examples stay as they are written, so nothing else is filled
         usage=usage,
         epilog=f"examples:\n{examples}" if examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -18,11 +18,21 @@ EXAMPLES = """\
   paceline drill train.py --workers 4                            one fault of each kind, each in a run of its own
   paceline drill train.py --workers 4 --faults "kill:worker=2,step=9; stop:worker=1,step=20"
   paceline drill train.py --workers 4 --random 10 --seed 7 --together
-  paceline drill train.py --keep-plan --set batch.size=64 -- --width 64
+  paceline drill train.py --keep-plan --set plan.batch.size=64 -- --width 64
 
-A fault is kill, term, stop, slow, cut, full_disk or torn_checkpoint, with worker=, step= and perhaps where= (forward,
-sum, commit, save, regroup), seconds=, times=, steps=. docs/drill.md says what each does, and what is promised.
-Exit status 0: all promises held; 1: not, or the script fails undisturbed; 2: the command or plan cannot work."""
+faults, as KIND:worker=RANK,step=STEP:
+  kill, term, stop   the worker gets that signal; stop with seconds=: it goes on after so many
+  slow               it computes times= (3) as long, for steps= (20)
+  cut                it is cut off from all others
+  full_disk          no room for a checkpoint; of worker 0
+  torn_checkpoint    everything is killed in the middle of a save, and the newest checkpoint is torn; of worker 0
+  flip               a bit of its weights changes (three workers or more)
+  nan, spike         one of its micro-batches gives no number, or one that is far off
+
+where= (of kill, term, stop and cut): forward, sum, commit, save or regroup. docs/drill.md says what each of them is,
+and what is promised.
+
+exit status: 0 all promises held; 1 not, or the script fails undisturbed; 2 the command or plan cannot work"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +65,8 @@ def add(commands: Commands) -> None:
         "drill",
         summary="have faults come to a job on this machine, and see whether it loses anything",
         description="Run a script undisturbed, then under faults (killed, stopped and slow workers, cut links, full "
-        "disks, torn checkpoints), and say for each what it cost and whether what Paceline promises held.",
+        "disks, torn checkpoints, wrong numbers), and say for each what it cost and whether what Paceline promises "
+        "held.",
         usage="paceline drill [options] SCRIPT.py [options] [the script's arguments] [-- more of them]",
         examples=EXAMPLES,
     )

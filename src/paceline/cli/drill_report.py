@@ -28,6 +28,11 @@ ALWAYS = {
     "slow": "nothing but time is lost",
     "full_disk": "the save fails with a warning, older checkpoints stay, training goes on",
     "torn_checkpoint": "the next start names and passes over what is not whole, and takes again only the steps since",
+    "flip": "it is named, and gets the weights of the others before the next step (with plan.guard.check_every=1)",
+    **dict.fromkeys(
+        ("nan", "spike"),
+        "no worker takes the step, weights stay as they were, training goes on (with plan.guard.on_spike=skip)",
+    ),
 }
 COLUMNS = ("fault", "came", "steps lost", "samples repeated", "largest loss difference", "recovery s", "verdict")
 
@@ -61,7 +66,8 @@ def report(judged: Sequence[Judged], *, like: Report) -> str:
     """Return the table, what was promised, a sentence per failure, and the verdict."""
     plan = judged[0].report.plan
     lines: list[Sequence[str]] = [COLUMNS, *(row for one in judged for row in _rows(one))]
-    head = f"plan {plan}, {like.workers} workers, {len(like.losses)} steps, against the undisturbed run ({like.plan})"
+    shown = dataclasses.replace(plan, guard=like.plan.guard)  # what the drill has set there stands with the promises
+    head = f"plan {shown}, {like.workers} workers, {len(like.losses)} steps, against the undisturbed run ({like.plan})"
     blocks = ["\n".join([head, "", *_table(lines)])]
     promises = {
         fault.kind: promise(fault, is_elastic=plan.layout.is_elastic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 import tempfile
@@ -9,14 +10,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline import config
 from paceline.cli.drill import Request
 from paceline.cli.drill_report import Judged, print_report
 from paceline.errors import LaunchError, PlanError, WorkerError
+from paceline.plan import Plan
+from paceline.plan.guard import LEAST_WINDOW
 from paceline.testing import Programme, Report, run_with
 
 __all__ = ["main_drill", "programmes"]
 
 TIMEOUT_S = 20.0  # where workers are not replaced: how long the others wait for one that says nothing
+FACTOR = 100.0  # of the spread: what a few steps let expect is not worth more
 LEAST_S, TIMES = 60.0, 10.0  # a run may take so long, and so many times as long as the undisturbed one
 
 
@@ -37,7 +42,8 @@ def main_drill(request: Request) -> int:
         judged: list[Judged] = []
         for number, programme in enumerate(planned, start=1):
             _say(f"{number}/{len(planned)}  {programme}")
-            report = _run(request, programme, folder.path / f"run_{number}", overrides=overrides, limit_s=limit_s)
+            guarded = (*overrides, *guards(programme, like.plan))
+            report = _run(request, programme, folder.path / f"run_{number}", overrides=guarded, limit_s=limit_s)
             row = Judged(report=report, like=like, broken=tuple(report.broken(like, tolerance=request.tolerance)))
             judged.append(row)
             if row.holds and request.keep is None:
@@ -64,6 +70,17 @@ def programmes(request: Request, *, steps: int, workers: int) -> list[Programme]
     if alone and not request.together:
         raise PlanError(f"{alone[0]} comes during the recovery from another loss: name that, too, and use --together.")
     return [programme] if request.together else [Programme.of(fault) for fault in programme]
+
+
+def guards(programme: Programme, plan: Plan) -> tuple[str, ...]:
+    """What a drill sets in the plan, so that numbers that go wrong are seen, and at once."""
+    guard = plan.guard
+    if any(fault.poisons for fault in programme):
+        on_spike = guard.on_spike if guard.on_spike == "rollback" else "skip"
+        guard = dataclasses.replace(guard, on_spike=on_spike, window=LEAST_WINDOW, factor=FACTOR)
+    if any(fault.kind == "flip" for fault in programme):
+        guard = dataclasses.replace(guard, check_every=1)
+    return () if guard == plan.guard else (f"plan.guard={config.to_short(guard)}",)
 
 
 def _undisturbed(request: Request, folder: Path) -> Report:

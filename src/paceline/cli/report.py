@@ -18,7 +18,9 @@ def add(commands: Commands) -> None:
         summary="show where a run's time went, and what each incident cost",
         description="Book every second of a run: useful steps, waiting, saves, incidents, idle time. Print the table, "
         "and write a page with plots of loss, speed, workers and time that needs nothing but a browser.",
-        examples="  paceline report RUN\n  paceline report RUN --html run.html\n  paceline report RUN --json --no-html",
+        examples="  paceline report RUN\n  paceline report RUN --html run.html\n"
+        "  paceline report RUN --json --no-html\n\n"
+        "exit status: 0 printed; 1 the page cannot be written; 2 there is no such run",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")

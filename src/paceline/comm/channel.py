@@ -120,6 +120,8 @@ class Channel:
             self._last_id += 1
             self.send({"id": self._last_id, "op": op, **fields})
             reply = self._reply(self._last_id)
+        if "closed" in reply:
+            raise ChannelClosed(str(reply["closed"]))
         if "error" in reply:
             raise ValueError(f"{op}: {reply['error']}")
         return reply.get("value")

@@ -12,7 +12,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -129,8 +129,11 @@ class Members:
     each generation (`name_of`) has been joined before.
     """
 
-    def __init__(self, group: WorkerGroup | None, *, generation: int, ring: Ring | None = None) -> None:
+    def __init__(
+        self, group: WorkerGroup | None, *, generation: int, ranks: Sequence[int] = (), ring: Ring | None = None
+    ) -> None:
         self.generation = generation
+        self.ranks = tuple(ranks)  # of the workers, by their index in the current group; a newcomer knows of none
         self._group: WorkerGroup | None = group
         self._ring = Ring.unread() if ring is None else ring
 
@@ -146,9 +149,9 @@ class Members:
     def is_newcomer(self) -> bool:
         return self._group is None
 
-    def take(self, group: WorkerGroup, generation: int) -> None:
-        """From now on this group is the current one; the one before is abandoned."""
-        before, self._group, self.generation = self._group, group, generation
+    def take(self, group: WorkerGroup, generation: int, *, ranks: Sequence[int]) -> None:
+        """From now on this group, of these workers, is the current one; the one before is abandoned."""
+        before, self._group, self.generation, self.ranks = self._group, group, generation, tuple(ranks)
         if before is not None:
             before.close()
 

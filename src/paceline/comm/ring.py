@@ -10,8 +10,10 @@ which its processes share.
     calls      NUM_CALLS places, used in turn
 
 A call has a *serial* (counted by this worker) and a *sequence* (counted in its group: the same on all members, as long
-as they make the same calls). Readers may see a place half written: it begins and ends with the serial, and what looks
-wrong has to look wrong twice. No torch is imported here: supervisors read rings too.
+as they make the same calls). Readers may come at any moment, and a writer may lose its core in the middle of a place
+for a long time. A call is packed in place, between its serial and its serial: it counts when both are there. All else
+is packed elsewhere and copied, so that each number is the old one or the new one (to pack in place begins with zeros);
+a time that is not there yet is now. No torch is imported here: supervisors read rings too.
 """
 
 from __future__ import annotations
@@ -153,7 +155,7 @@ class Ring:
                 self._groups.pop(taken.get(place, ""), None)  # of so many groups, one is no longer followed
             group = _Group(place, zlib.crc32(name.encode()))
             at = GROUP_AT + place * GROUP.size
-            GROUP.pack_into(self._memory, at, group.id, len(members), 0, name.encode()[:40], spans(members)[:200])
+            self._put(at, GROUP.pack(group.id, len(members), 0, name.encode()[:40], spans(members)[:200]))
             self._groups[name] = group
             if is_main:
                 self._main = group
@@ -189,18 +191,18 @@ class Ring:
                 serial,
             )
             if one.place >= 0:
-                _NUMBER.pack_into(self._memory, GROUP_AT + one.place * GROUP.size + ENTERED_AT, sequence)
-            _NUMBER.pack_into(self._memory, NOW_AT, now)
+                self._put(GROUP_AT + one.place * GROUP.size + ENTERED_AT, _NUMBER.pack(sequence))
+            self._put(NOW_AT, _NUMBER.pack(now))
         return serial
 
     def wait(self, serial: int) -> None:
         """Say that this worker does nothing but wait until the call is over."""
         now = time.monotonic_ns()
-        _WAIT.pack_into(self._memory, NOW_AT, now, serial, now)
+        self._put(NOW_AT, _WAIT.pack(now, serial, now))
 
     def leave(self) -> None:
         """Say that it waits no longer."""
-        _WAIT.pack_into(self._memory, NOW_AT, time.monotonic_ns(), 0, 0)
+        self._put(NOW_AT, _WAIT.pack(time.monotonic_ns(), 0, 0))
 
     def begin(self, phase: str, step: int) -> None:
         """Say what this worker does from now on, and for which step."""
@@ -210,24 +212,27 @@ class Ring:
             if step > self._step:
                 self._note_step(step)
             self._now(0)
-            _LINE.pack_into(self._memory, LINE_AT, line)
+            self._put(LINE_AT, _LINE.pack(line))
 
     def add_work(self, micros: int, seconds: Mapping[str, float]) -> None:
         """Book a committed step."""
         added = (1, micros, *(seconds[phase] for phase in PHASES))
         self._work = tuple(map(operator.add, self._work, added))
-        WORK.pack_into(self._memory, WORK_AT, *self._work)
+        self._put(WORK_AT, WORK.pack(*self._work))
 
     def _now(self, waits_for: int) -> None:
         now = time.monotonic_ns()
-        NOW.pack_into(self._memory, NOW_AT, now, waits_for, 0, self._phase_ns, self._step, self._phase)
+        self._put(NOW_AT, NOW.pack(now, waits_for, 0, self._phase_ns, self._step, self._phase))
 
     def _note_step(self, step: int) -> None:
         """The first step is not counted: the program's own preparations come with it."""
         if self._step_ns and self._step > 0:
             seconds = (self._phase_ns - self._step_ns) / 1e9 / (step - self._step)
-            _SECONDS.pack_into(self._memory, STEPS_AT + step % NUM_STEPS * _SECONDS.size, seconds)
+            self._put(STEPS_AT + step % NUM_STEPS * _SECONDS.size, _SECONDS.pack(seconds))
         self._step, self._step_ns = step, self._phase_ns
+
+    def _put(self, at: int, data: bytes) -> None:
+        self._memory[at : at + len(data)] = data
 
     def _text(self, thing: object) -> bytes:
         """The bytes of a text that comes again and again."""
@@ -263,12 +268,12 @@ def read_ring(path: Path, *, with_calls: bool = True) -> Image | None:
         step=step,
         steps_s=tuple(filter(None, struct.unpack_from(f"<{NUM_STEPS}d", data, STEPS_AT))),
         phase=_decoded(phase),
-        phase_s=_seconds(now - phase_since),
+        phase_s=_age_s(phase_since, now),
         line=_decoded(data[LINE_AT : LINE_AT + LINE_BYTES]),
         work=_work(data),
-        idle_s=_seconds(now - changed),
+        idle_s=_age_s(changed, now),
         waits_for=waits_for,
-        waited_s=_seconds(now - since) if waits_for else 0.0,
+        waited_s=_age_s(since, now) if waits_for else 0.0,
         groups=tuple(_groups(data)),
         calls=tuple(sorted(_calls(data, now), key=lambda call: call.serial)) if with_calls else (),
     )
@@ -327,7 +332,7 @@ def _calls(data: bytes, now: int) -> Iterable[Call]:
                 numel=numel,
                 step=step,
                 line=_decoded(line),
-                age_s=_seconds(now - entered),
+                age_s=_age_s(entered, now),
             )
 
 
@@ -344,8 +349,9 @@ def _decoded(text: bytes) -> str:
     return text.rstrip(b"\0").decode("utf-8", errors="replace")
 
 
-def _seconds(nanoseconds: int) -> float:
-    return max(0, nanoseconds) / 1e9
+def _age_s(since: int, now: int) -> float:
+    """How long ago that was; 0: it is not written yet."""
+    return max(0, now - since) / 1e9 if since else 0.0
 
 
 _SECONDS = struct.Struct("<d")

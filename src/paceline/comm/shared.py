@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -27,28 +27,11 @@ from torch import Tensor
 from paceline.comm import arena as memory
 from paceline.comm.arena import ARRIVED, DONE, MARKS, Arena
 from paceline.comm.group import Disrupted, Landed, Transfer, WorkerGroup
+from paceline.comm.pieces import PIECE_BYTES, SMALL_BYTES, Buffers, Pieces, Sum
+from paceline.comm.sums import BARRIER, SUMMED, is_barrier, mark_of, share_of, sum_in_place, told, total, write
 from paceline.errors import SyncError
 
 __all__ = ["SharedGroup", "share"]
-
-SUMMED = (  # the place in this row is the type's number in a mark
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-)
-TYPE_SHIFT, PLACE_SHIFT = 36, 40  # a mark says how many numbers, of which type, and in which segment
-BARRIER = 2**24 - 1  # in place of the segment
-ROUNDED = (torch.float16, torch.bfloat16)  # summed in float32, and rounded once
-
-SMALL_BYTES = 16 * 1024  # up to here, everyone sums for itself
-PIECE_BYTES = 1024 * 1024  # of tensors that lie elsewhere
-NUM_BUFFERS = 8  # of each size: so many pieces are under way
-CACHED_BYTES = 256 * 1024  # summed at a time: two of them stay in a core's own cache
 
 NUM_LOOKS = 700  # before going to sleep: some 50 us
 NUM_YIELDS = 20  # instead, where there are more workers than cores: the one that is awaited may need this very core
@@ -96,12 +79,12 @@ class SharedGroup:
         self.index, self.size = group.index, group.size
         self.over, self._arena, self._control = group, arena, arena.control
         self._timeout_s, self._is_lost = timeout_s, is_lost
-        self._pending: deque[_Sum] = deque()  # announced, and not summed here yet
+        self._pending: deque[Sum] = deque()  # announced, and not summed here yet
         self._sequence = 0  # of the last one that was announced
         self._settled = 0  # up to here all members are done
         self._broken: str | None = None
         self._is_crowded = group.size > len(os.sched_getaffinity(0))
-        self._small, self._large = _Buffers(SMALL_BYTES), _Buffers(PIECE_BYTES)
+        self._small, self._large = Buffers(SMALL_BYTES), Buffers(PIECE_BYTES)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu" or dtype not in SUMMED:
@@ -119,7 +102,7 @@ class SharedGroup:
         if segment is not None and segment.dtype == tensor.dtype and tensor.is_contiguous():
             start, stop = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
             parts = [slot[start:stop] for slot in segment.slots]
-            last = self._announce(_Sum(self._finish, what, parts, tensor), place=segment.place)
+            last = self._announce(Sum(self._finish, what, parts, tensor), place=segment.place)
         elif tensor.numel():
             last = self._send_pieces(tensor, what)
         else:
@@ -158,7 +141,7 @@ class SharedGroup:
         self._pending.clear()
         self._arena.close()
         self.over.close()
-        self._small, self._large = _Buffers(SMALL_BYTES), _Buffers(PIECE_BYTES)  # they refer to sums, and those to this
+        self._small, self._large = Buffers(SMALL_BYTES), Buffers(PIECE_BYTES)  # they refer to sums, and those to this
 
     def _send_pieces(self, tensor: Tensor, what: str) -> Transfer:
         """Join with a tensor that lies elsewhere, in as many sums as it takes."""
@@ -170,31 +153,30 @@ class SharedGroup:
             self.progress()
         if len(sums) == 1 and tensor.is_contiguous():
             return sums[0]
-        return _Pieces(sums, flat, tensor)
+        return Pieces(sums, flat, tensor)
 
     @torch.inference_mode()
-    def _send_piece(self, piece: Tensor, buffers: _Buffers, what: str, *, place: int = 0) -> _Sum:
+    def _send_piece(self, piece: Tensor, buffers: Buffers, what: str, *, place: int = 0) -> Sum:
         if (before := buffers.next_user()) is not None:
             self._finish(before)
             self._settle(before.sequence, before.what)
         parts = buffers.parts(self._arena, piece.numel(), piece.dtype)
         parts[self.index].copy_(piece)
-        sum_ = _Sum(self._finish, what, parts, piece, is_copied=True, is_small=buffers is self._small)
+        sum_ = Sum(self._finish, what, parts, piece, is_copied=True, is_small=buffers is self._small)
         return buffers.use(self._announce(sum_, place=place))
 
-    def _announce(self, sum_: _Sum, *, place: int) -> _Sum:
+    def _announce(self, sum_: Sum, *, place: int) -> Sum:
         """Say that this member has arrived; `place`: the segment that its numbers lie in, 0 where they were copied."""
         self._sequence = sum_.sequence = self._sequence + 1
         if (overwritten := self._sequence - MARKS // 2) > 0 and overwritten % (MARKS // 4) == 0:
             self._settle(overwritten, sum_.what)  # by then all have read what the next marks overwrite
         part = sum_.parts[self.index]
-        mark = min(place, BARRIER) << PLACE_SHIFT | SUMMED.index(part.dtype) << TYPE_SHIFT | part.numel()
-        self._control[self._arena.mark(self.index, self._sequence)] = mark
+        self._control[self._arena.mark(self.index, self._sequence)] = mark_of(part, place=place)
         self._pending.append(sum_)
         self._arena.announce(ARRIVED, self._sequence)
         return sum_
 
-    def _finish(self, sum_: _Sum) -> None:
+    def _finish(self, sum_: Sum) -> None:
         """Return when the tensor of `sum_` holds the result."""
         if sum_.is_finished:
             return
@@ -204,7 +186,7 @@ class SharedGroup:
         if not sum_.is_small:
             self._settle(sum_.sequence, sum_.what)
             if sum_.is_copied:
-                _write(sum_.tensor, sum_.parts[self.index])
+                write(sum_.tensor, sum_.parts[self.index])
         sum_.is_finished = True
 
     def _settle(self, sequence: int, what: str) -> None:
@@ -226,24 +208,24 @@ class SharedGroup:
         sum_ = self._pending[0]
         self._compare_marks(sum_)
         if sum_.is_small:
-            _write(sum_.tensor, _total(sum_.parts))
+            write(sum_.tensor, total(sum_.parts))
         else:
-            _sum_in_place(sum_.parts, *_share_of(sum_.parts[0].numel(), self.index, self.size))
+            sum_in_place(sum_.parts, *share_of(sum_.parts[0].numel(), self.index, self.size))
         self._pending.popleft()
         self._arena.announce(DONE, sum_.sequence)
 
-    def _compare_marks(self, sum_: _Sum) -> None:
+    def _compare_marks(self, sum_: Sum) -> None:
         marks = [self._control[self._arena.mark(index, sum_.sequence)] for index in range(self.size)]
         own = marks[self.index]
         for index, mark in enumerate(marks):
             if mark == own:
                 continue
-            if own >> PLACE_SHIFT == BARRIER:  # the errors of those who sum say more: this one is their echo
-                self._fail(f"lost contact with a peer during barrier: worker {index} {_told(mark)}")
+            if is_barrier(own):  # the errors of those who sum say more: this one is their echo
+                self._fail(f"lost contact with a peer during barrier: worker {index} {told(mark)}")
             else:
                 self._fail(
-                    f"workers are in different calls: in {sum_.what} worker {self.index} {_told(own)}, while "
-                    f"worker {index} {_told(mark)}. All workers must make the same calls in the same order: look "
+                    f"workers are in different calls: in {sum_.what} worker {self.index} {told(own)}, while "
+                    f"worker {index} {told(mark)}. All workers must make the same calls in the same order: look "
                     "for a branch that only some take"
                 )
 
@@ -296,122 +278,8 @@ class SharedGroup:
         raise kind(message)
 
 
-class _Sum:
-    """A sum that this member has announced; `wait` returns when its tensor holds the result."""
-
-    def __init__(
-        self,
-        finish: Callable[[_Sum], None],
-        what: str,
-        parts: Sequence[Tensor],
-        tensor: Tensor,
-        *,
-        is_copied: bool = False,
-        is_small: bool = False,
-    ) -> None:
-        self.what = what
-        self.parts = parts  # flat, of each member
-        self.tensor = tensor  # keeps its slot alive
-        self.is_copied, self.is_small = is_copied, is_small
-        self.sequence = 0
-        self.is_finished = False
-        self._finish = finish
-
-    def wait(self) -> None:
-        self._finish(self)
-
-
-class _Pieces:
-    """The sums of a tensor's pieces, under way."""
-
-    def __init__(self, sums: Sequence[_Sum], flat: Tensor, tensor: Tensor) -> None:
-        self._sums, self._flat, self._tensor = sums, flat, tensor
-
-    def wait(self) -> None:
-        for sum_ in self._sums:
-            sum_.wait()
-        if self._flat.data_ptr() != self._tensor.data_ptr():  # the tensor has holes, and was copied to be flat
-            _write(self._tensor, self._flat.view(self._tensor.size()))
-
-
-class _Buffers:
-    """Places in every member's slot for tensors that lie elsewhere; each is used by one sum at a time, in turn."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes  # of each place
-        self._own: Tensor | None = None
-        self._users: list[_Sum | None] = [None] * NUM_BUFFERS
-        self._next = 0
-        self._views: dict[torch.dtype, list[list[Tensor]]] = {}  # per place and member
-
-    def next_user(self) -> _Sum | None:
-        """The sum that used the next place the last time."""
-        return self._users[self._next]
-
-    def parts(self, arena: Arena, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Each member's first `numel` numbers of the next place."""
-        if self._own is None:
-            self._own = arena.reserve(NUM_BUFFERS * self.num_bytes, torch.uint8, is_lasting=True)
-        if dtype not in self._views:
-            segment = arena.segment(self._own)
-            if segment is None:
-                raise RuntimeError("the memory of this group has gone")
-            typed = [slot.view(dtype).split(self.num_bytes // dtype.itemsize) for slot in segment.slots]
-            self._views[dtype] = [list(places) for places in zip(*typed, strict=True)]
-        return [part[:numel] for part in self._views[dtype][self._next]]
-
-    def use(self, sum_: _Sum) -> _Sum:
-        self._users[self._next] = sum_
-        self._next = (self._next + 1) % NUM_BUFFERS
-        return sum_
-
-
 def _tried(make: Callable[[], Arena]) -> tuple[Arena | None, str | None]:
     try:
         return make(), None
     except OSError as error:
         return None, f"no memory to share: {error.strerror}" + (f" ({error.filename})" if error.filename else "")
-
-
-def _share_of(numel: int, index: int, size: int) -> tuple[int, int]:
-    """The bounds of a member's part, at multiples of 64 numbers, so that no cache line belongs to two."""
-    first, last = (numel * place // size // 64 * 64 for place in (index, index + 1))
-    return first, numel if index == size - 1 else last
-
-
-def _sum_in_place(parts: Sequence[Tensor], start: int, stop: int) -> None:
-    """Write the sum of the parts, from `start` to `stop`, into all of them."""
-    step = CACHED_BYTES // parts[0].itemsize
-    for first in range(start, stop, step):
-        pieces = [part[first : min(first + step, stop)] for part in parts]
-        total = _total(pieces, out=pieces[0])
-        for piece in pieces if total is not pieces[0] else pieces[1:]:
-            piece.copy_(total)
-
-
-def _total(parts: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-    """The sum in the order of the parts: in `out` where given and exact enough, else in a tensor of its own."""
-    if parts[0].dtype in ROUNDED:
-        total = parts[0].float()
-    elif out is not None:
-        total = out
-    else:
-        total = parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
-    return total
-
-
-@torch.inference_mode()
-def _write(target: Tensor, numbers: Tensor) -> None:
-    target.copy_(numbers)
-
-
-def _told(mark: int) -> str:
-    """What a member joined for, in words."""
-    place = mark >> PLACE_SHIFT
-    if place == BARRIER:
-        return "waits in a barrier"
-    numel, kind = mark & 2**TYPE_SHIFT - 1, SUMMED[mark >> TYPE_SHIFT & 2 ** (PLACE_SHIFT - TYPE_SHIFT) - 1]
-    where = f" (bucket at page {place})" if place else ""
-    return f"sums {numel:,} numbers of {str(kind).removeprefix('torch.')}{where}"

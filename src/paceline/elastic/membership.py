@@ -12,24 +12,23 @@ A death forms a generation *at once*: the members drop the step under way and ta
 that joins, one that leaves) is *planned*: it happens between two steps, after which a newcomer is sent the state. Until
 it says that it has got it, it is not counted on: after a loss it has to say first which of the two it is.
 
-Nothing here does I/O or looks at a clock: whoever calls tells the time, and carries out the decisions that come back.
+How one generation follows another is in `paceline.elastic.generations`; here is what leads to it, and what follows.
+Nothing does I/O or looks at a clock: whoever calls tells the time, and carries out the decisions that come back.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from paceline.elastic.decisions import Decision, EndWorker, GiveUp, Limits, StartReplica
+from paceline.elastic.generations import Generations
 from paceline.elastic.hearing import Hearing
 from paceline.elastic.notices import AT_ONCE, PREEMPTED, TOO_FEW, Finish, Form
+from paceline.elastic.pauses import Pauses
 from paceline.elastic.roster import Replica, Roster, State
 from paceline.elastic.trouble import Trouble
 
 __all__ = ["Decision", "EndWorker", "GiveUp", "Limits", "Membership", "StartReplica"]
-
-QUICK_STARTS = 3  # replacements in a row that died before they took a step; then there are pauses
-PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 
 class Membership:
@@ -40,33 +39,30 @@ class Membership:
         self.limits = limits
         self.target = replicas
         self._roster = Roster(replicas=replicas, workers_each=limits.workers_each)
-        everybody = tuple(sorted(self._roster.active))
-        self.form = Form(generation=0, members=everybody, planned=False, holds=False, reason="the run begins")
-        self._members = frozenset(everybody)  # of the newest generation
-        self._missing = set(everybody)  # of them, have not joined it
-        self._left_out: frozenset[int] = frozenset()
+        self._generations = Generations(self._roster, limits)
         self._now = now
         self._hearing = Hearing(limits)
-        for worker in everybody:
+        for worker in self.form.members:
             self._hearing.expect(worker, now)
-        self._trouble = Trouble()
-        self._form_by: float | None = None  # generation 0 takes as long as the users' imports
-        self._short_since: float | None = None
-        self._failed_starts = 0
-        self._pause_until = now
+        self._trouble, self._pauses = Trouble(), Pauses()
         self._finish: Finish | None = None
         self._is_over = False  # nobody joins any more
 
     # What is known.
 
     @property
+    def form(self) -> Form:
+        """The newest generation."""
+        return self._generations.form
+
+    @property
     def generation(self) -> int:
-        return self.form.generation
+        return self._generations.number
 
     @property
     def is_formed(self) -> bool:
         """Whether all members of the newest generation have joined it."""
-        return not self._missing
+        return not self._generations.missing
 
     @property
     def num_members(self) -> int:
@@ -91,7 +87,7 @@ class Membership:
     @property
     def left_out(self) -> frozenset[int]:
         """Workers that are not in the newest generation, but have to know of it: it replaces what they were told."""
-        return self._left_out
+        return self._generations.left_out
 
     @property
     def ending(self) -> Finish | None:
@@ -100,10 +96,10 @@ class Membership:
 
     def would_form(self, worker: int, generation: int) -> bool:
         """Whether this worker is the last that the newest generation waits for."""
-        return generation == self.generation and not self._missing - {worker}
+        return generation == self.generation and not self._generations.missing - {worker}
 
     def is_member(self, worker: int) -> bool:
-        return worker in self._members
+        return worker in self._generations.members
 
     # What workers say.
 
@@ -134,21 +130,12 @@ class Membership:
     def formed(self, worker: int, generation: int, now: float) -> list[Decision]:
         """A worker has joined a generation, and has the run's state."""
         self.heard(worker, now)
-        if generation != self.generation or worker not in self._missing:
+        if generation != self.generation or worker not in self._generations.missing:
             return []
-        self._missing.discard(worker)
-        self._roster.active.add(worker)
-        if self._missing:
-            if self._form_by is None:  # a planned one begins after the step under way, however long that takes
-                waits_s = self.limits.handing_s if self._roster.pending() else self.limits.forming_s
-                self._form_by = now + waits_s
+        if not self._generations.join(worker, now):
             return []
-        self._roster.active &= self._members
-        self._form_by = None
         self._trouble.formed(generation, planned=self.form.planned)
-        if not self.form.holds:
-            self._short_since = None
-        return self._plan() or self._hurry(self._left_out)
+        return self._plan() or (self._hurry() if self.left_out else [])
 
     def committed(self, worker: int, now: float) -> None:
         """A worker has committed a step of the newest generation."""
@@ -159,7 +146,7 @@ class Membership:
         self._trouble.committed()
         if not replica.is_proven:
             replica.is_proven = True
-            self._failed_starts, self._pause_until = 0, now
+            self._pauses.forgive()
 
     def stuck(self, worker: int, generation: int, now: float, *, peer: int | None = None) -> list[Decision]:
         """A transfer of a generation has failed for a worker, though it knows of no newer one. `peer`: with whom.
@@ -168,17 +155,18 @@ class Membership:
         again, over new connections, and the second time in a row gives one of them up.
         """
         self.heard(worker, now)
-        is_concerned = worker in self._members or worker in self._roster.active
+        is_concerned = self.is_member(worker) or worker in self._roster.active
         if is_concerned and not self.form.interrupts(generation):
             self._trouble.report(worker, generation, peer, now)
         return []
 
     # What happens to workers.
 
-    def lost(self, workers: Iterable[int], now: float, *, reason: str, replace: bool = True) -> list[Decision]:
+    def lost(self, workers: Iterable[int], now: float, *, reason: str, room: int | None = None) -> list[Decision]:
         """Workers are gone or not to be trusted any more: their replicas are. They may be of several replicas at once.
 
-        `replace`: whether replacements may be started (not where their place went with them: the run is smaller then).
+        `room`: for so many replicas there are free slots, where the place of those that are lost went with them: where
+        that is less than the run misses, it is smaller from now on. None: there is room for all.
         """
         self._now = now
         known = set(workers)
@@ -189,9 +177,9 @@ class Membership:
             ends += self._remove(replica, f"replica {replica.number} has lost worker {first}", besides=known)
             gone.update(replica.workers)
             if not replica.is_proven:
-                self._note_failed_start(now)
-            if not replace and replica.state is not State.LEAVING:
-                self.target -= 1
+                self._pauses.failed(now)
+        if room is not None:
+            self.target = min(self.target, self._num_coming_and_there + room)
         return [*ends, *self._without(gone, reason), *self._refill()]
 
     def ended(self, worker: int, now: float, *, has_saved: bool = False) -> list[Decision]:
@@ -203,7 +191,7 @@ class Membership:
         replica = self._roster.of(worker)
         if replica is None:
             return []
-        if replica.is_presumed and worker in self._missing and not has_saved:
+        if replica.is_presumed and worker in self._generations.missing and not has_saved:
             return self.lost([worker], now, reason=f"worker {worker} has left")
         self._hearing.forget(worker)
         replica.ended.add(worker)
@@ -213,26 +201,43 @@ class Membership:
             # It had got the state, but the others had to go on without it; or it wants to take no steps.
             ends = self._remove(replica, f"worker {worker} of replica {replica.number} has left")
             if not replica.is_proven:
-                self._note_failed_start(now)
+                self._pauses.failed(now)
             return [*ends, *self._refill()]
         return self._done(replica, worker)
 
     def leaving(self, worker: int, now: float) -> list[Decision]:
-        """A worker was asked to go, from outside: its replica leaves between two steps, if enough are left."""
+        """A worker says that it was asked to go, from outside; nobody replaces it."""
         self.heard(worker, now)
-        replica = self._roster.of(worker)
-        if replica is None or self._finish is not None or replica.must_leave or replica.state is State.DONE:
+        return self.leave([worker], now, reason=f"worker {worker} was asked to leave")
+
+    def leave(self, workers: Iterable[int], now: float, *, reason: str, room: int | None = None) -> list[Decision]:
+        """Workers are to go: their replicas leave between two steps if enough are left without all of them, else
+        everybody saves and leaves.
+
+        `room`: for so many replicas there are free slots elsewhere, and as many are replaced there. None: nobody is.
+        """
+        self._now = now
+        asked = [one for one in self._roster.of_all(workers) if not one.must_leave and one.state is not State.DONE]
+        if self._finish is not None or not asked:
             return []
-        reason = f"worker {worker} was asked to leave"
-        if replica.state is not State.LEAVING:
-            if not self._roster.has_state(replica):
-                self.target = max(self.limits.least, self.target - 1)
-                return [*self._remove(replica, reason), *self._without(set(replica.workers), reason), *self._refill()]
-            if self.num_members - 1 < self.limits.least:
-                return self.finish(PREEMPTED, reason)
-            self.target = max(self.limits.least, self.target - 1)
-        replica.state, replica.must_leave = State.LEAVING, True
-        return self._preempted() or self._plan()
+        having = [one for one in asked if one.state is State.LEAVING or self._roster.has_state(one)]
+        fewer = [one for one in asked if one.state is not State.LEAVING]  # with those that leave anyway nobody reckoned
+        stay = self._num_coming_and_there - len(fewer)
+        members = self.num_members - sum(one.state is State.MEMBER for one in fewer)
+        enough = members if room is None else stay + room
+        if enough < self.limits.least and any(one in having for one in fewer):
+            return self.finish(PREEMPTED, reason)
+        self.target = (
+            max(self.limits.least, self.target - len(fewer)) if room is None else min(self.target, stay + room)
+        )
+        for replica in having:
+            replica.state, replica.must_leave = State.LEAVING, True
+        if ends := self._preempted():
+            return ends
+        newcomers = [one for one in asked if not one.must_leave]
+        gone = {worker for replica in newcomers for worker in replica.workers}
+        ends = [end for replica in newcomers for end in self._remove(replica, reason)]
+        return [*ends, *(self._without(gone, reason) or self._plan()), *self._refill()]
 
     # What is wanted of all.
 
@@ -247,7 +252,7 @@ class Membership:
         if self._is_over:
             raise ValueError(f"the run is about to end, so it cannot be resized to {replicas} any more")
         self.target = replicas
-        self._failed_starts, self._pause_until = 0, now
+        self._pauses.forgive()
         there = self._roster.all_in(State.STARTING, State.WAITING, State.MEMBER)
         there.sort(key=lambda replica: (self._roster.has_state(replica), -replica.number))
         decisions: list[Decision] = []
@@ -259,6 +264,14 @@ class Membership:
                 gone.update(replica.workers)
                 decisions += self._remove(replica, f"the run was made smaller ({replicas} replicas)")
         return [*decisions, *(self._without(gone, f"resized to {replicas}") or self._plan()), *self._refill()]
+
+    def grow(self, replicas: int, now: float) -> list[Decision]:
+        """There is room for so many more replicas: have them, as far as the plan allows."""
+        self._now = now
+        if not self._is_over:
+            self._pauses.forgive()
+            self.target = max(self.target, min(self.limits.most, self.target + replicas))
+        return self._refill()
 
     def finish(self, exit_code: int, reason: str) -> list[Decision]:
         """Everybody saves and leaves; said once."""
@@ -272,18 +285,20 @@ class Membership:
         """Time passes. What is overdue is dealt with one at a time."""
         self._now = now
         away_s = self._hearing.listen(now)
-        if away_s and self._form_by is not None:
-            self._form_by += away_s
+        form_by = self._generations.form_by
+        if away_s and form_by is not None:
+            form_by = self._generations.form_by = form_by + away_s
         silent = self._hearing.silent(now)
         if silent:
             return self._fence(silent)
-        if self._form_by is not None and now > self._form_by:
-            late = {w for w in self._missing if self._hearing.is_known_for(w, self.limits.forming_s, now)}
+        if form_by is not None and now > form_by:
+            late = {w for w in self._generations.missing if self._hearing.is_known_for(w, self.limits.forming_s, now)}
             if late:
                 return self._mend(late, "in time")
         if self._trouble.is_overdue(now, self.limits.stuck_s):
             return self._mend(set(), "or broke up, though nobody died")
-        is_short = self._short_since is not None and now - self._short_since > self.limits.patience_s
+        short_since = self._generations.short_since
+        is_short = short_since is not None and now - short_since > self.limits.patience_s
         if is_short and not self._is_over:
             few = f"{self.num_members} of at least {self.limits.least} replicas were left"
             return self.finish(TOO_FEW, f"{few} for {self.limits.patience_s:.0f} s")
@@ -293,87 +308,30 @@ class Membership:
 
     def _plan(self) -> list[Decision]:
         """A generation with all who wait and without all who leave, between two steps; once the newest is formed."""
-        if self._is_over or self._missing:
+        if self._is_over or not self.is_formed:
             return []  # `formed` looks again
-        wanted = self._roster.wanted()
-        joins, leaves = wanted - self._members, self._members - wanted
-        if not joins and not leaves:
-            return []
-        if not wanted:
+        if not self._roster.wanted():
             return self._interrupt(set(), "those that had it have left")
-        parts = [f"{_named(self._roster.of_all(joins))} to join"] if joins else []
-        parts += [f"{_named(self._roster.of_all(leaves))} to leave"] if leaves else []
-        return [self._form_planned(wanted, ", ".join(parts), after=self.generation)]
-
-    def _form_planned(self, members: frozenset[int], reason: str, *, after: int) -> Form:
-        for replica in self._roster.of_all(members):
-            if replica.state is State.WAITING:
-                replica.state = State.MEMBER
-        self._form_by = None
-        return self._form(members, reason, planned=True, after=after)
-
-    def _throw_back_newcomers(self) -> None:
-        """Who is being taken in, and is not known to have the state, has to say first which of the two it is."""
-        for replica in self._roster.pending():
-            replica.throw_back(since=self.generation + 1)
-
-    def _form_at_once(self, reason: str) -> Form:
-        self._throw_back_newcomers()
-        self._form_by = self._now + self.limits.forming_s
-        return self._form(frozenset(self._roster.active), reason, planned=False, after=AT_ONCE)
-
-    def _form(self, members: frozenset[int], reason: str, *, planned: bool, after: int) -> Form:
-        told = self._members | self._roster.active | self._left_out
-        elsewhere = (
-            replica for replica in self._roster.replicas.values() if replica.state in (State.LEAVING, State.STARTING)
-        )
-        self._left_out = frozenset(
-            worker for replica in elsewhere for worker in replica.workers if worker in told and worker not in members
-        )
-        self._members, self._missing = members, set(members)
-        if not planned:  # otherwise who is stuck still is, until then
-            self._trouble.forget(self.generation + 1)
-        holds = self.num_members < self.limits.least
-        if holds and self._short_since is None:
-            self._short_since = self._now
-        self.form = Form(
-            generation=self.generation + 1,
-            members=tuple(sorted(members)),
-            planned=planned,
-            holds=holds,
-            reason=reason,
-            after=after,
-        )
-        return self.form
+        planned = self._generations.planned(self._now)
+        return [] if planned is None else [planned]
 
     def _without(self, gone: set[int], reason: str) -> list[Decision]:
         """What the newest generation needs when these workers are no longer there."""
         if not gone.isdisjoint(self._roster.active):
             return self._interrupt(gone, reason)
-        if gone.isdisjoint(self._members):
+        if gone.isdisjoint(self._generations.members):
             return []
-        # Who was only about to join has interrupted nobody: the others go on until they are between two steps. But some
-        # may have been stepping with it already, and newcomers cannot be sent the state within a step: they join later.
-        wanted = self._roster.wanted(joins=False)
-        if not wanted:
-            return self._interrupt(gone, reason)
-        self._throw_back_newcomers()
-        return [self._form_planned(wanted, reason, after=self.form.after)]
+        planned = self._generations.without_newcomers(reason, self._now)
+        return self._interrupt(gone, reason) if planned is None else [planned]
 
     def _interrupt(self, gone: set[int], reason: str) -> list[Decision]:
-        """Go on at once with all who have the state and stay; where there are none, with all who may have it."""
-        self._roster.active -= gone
-        self._roster.count_halves_out()
-        staying = self._roster.active - self._left_out
-        if staying:
-            # Who is left out may have been left behind already: then it knows it, but nobody else may.
-            self._roster.active = staying
-        else:
-            self._roster.presume()
-        if not self._roster.active:
+        """Go on at once with those who stay; where nobody does, the run is given up."""
+        form = self._generations.at_once(gone, reason, self._now)
+        if form is None:
             self._is_over = True
             return [GiveUp(reason=f"no replica is left that has the run's state ({reason})")]
-        return [self._form_at_once(reason), *self._preempted()]
+        self._trouble.forget(form.generation)  # a planned one forgets nothing: until then, who is stuck still is
+        return [form, *self._preempted()]
 
     def _preempted(self) -> list[Decision]:
         """Where only those have the state who were asked to go, it is saved now."""
@@ -386,31 +344,31 @@ class Membership:
         """A worker that was to leave has done so, or the last one of a replica."""
         if replica.ended.issuperset(replica.workers):
             del self._roster.replicas[replica.number]
-        if worker in self._missing:
+        if worker in self._generations.missing:
             return self._interrupt({worker}, f"worker {worker} has left")
-        self._left_out -= {worker}
-        if worker not in self._roster.active:
-            return []
-        self._roster.active.discard(worker)
-        if self._form_by is None:
-            self._form_by = self._now + (self.limits.handing_s if self._roster.pending() else self.limits.forming_s)
-        return self._hurry(self._missing)
+        had_state = self._generations.leave(worker, self._now)
+        return self._hurry() if had_state and not self.is_formed else []
 
-    def _hurry(self, workers: Collection[int]) -> list[Decision]:
-        """Somebody has gone over into a planned generation, so all have agreed to it: nobody is to wait any longer."""
-        if not workers or not self.form.planned or self.form.after == AT_ONCE:
-            return []
-        self.form = dataclasses.replace(self.form, after=AT_ONCE)
-        return [self.form]
+    def _hurry(self) -> list[Decision]:
+        """All have agreed to the newest generation: nobody is to wait for a step any longer.
+
+        A member may have come to the end of its program already: nobody is told to join it.
+        """
+        over = self._generations.members.difference(self.workers)
+        if not over:
+            return [*self._generations.hurry()]
+        is_anybody_left = bool(self._roster.active - self.left_out - over)
+        return self._interrupt(set(over), f"worker {min(over)} has ended") if is_anybody_left else []
 
     def _done(self, replica: Replica, worker: int) -> list[Decision]:
         """A member's program has come to its end: the others' do as well, and nobody can join them."""
         replica.state = State.DONE
         ends, gone = self._turn_away("the run is at its end")
         gone.add(worker)
-        is_needed = worker in self._missing or not self._members.isdisjoint(gone - {worker})
+        generations = self._generations
+        is_needed = worker in generations.missing or not generations.members.isdisjoint(gone - {worker})
         self._roster.active.discard(worker)
-        self._missing -= gone
+        generations.missing -= gone
         if is_needed and self._roster.active:  # the others wait for somebody who does not come
             ends += self._interrupt(gone, f"worker {worker} has ended")
         return ends
@@ -436,25 +394,22 @@ class Membership:
 
     # Whom to start, and whom to give up.
 
+    @property
+    def _num_coming_and_there(self) -> int:
+        """Replicas that stay, or are on their way."""
+        return len(self._roster.all_in(State.MEMBER, State.STARTING, State.WAITING))
+
     def _refill(self) -> list[Decision]:
         """Start what is missing for the target."""
-        if self._is_over or self._now < self._pause_until:
+        if self._is_over or not self._pauses.is_over(self._now):
             return []
-        there = self._roster.all_in(State.MEMBER, State.STARTING, State.WAITING)
         decisions: list[Decision] = []
-        for number in self._roster.free_numbers(self.target - len(there)):
+        for number in self._roster.free_numbers(self.target - self._num_coming_and_there):
             replica = self._roster.add(number, State.STARTING, is_proven=False)
             for worker in replica.workers:
                 self._hearing.expect(worker, self._now)
             decisions.append(StartReplica(replica=number, workers=replica.workers))
         return decisions
-
-    def _note_failed_start(self, now: float) -> None:
-        """After some in a row the next one waits a while: whatever kills them might pass."""
-        self._failed_starts += 1
-        if self._failed_starts >= QUICK_STARTS:
-            pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(8, self._failed_starts - QUICK_STARTS))
-            self._pause_until = now + pause_s
 
     def _fence(self, workers: dict[int, str]) -> list[Decision]:
         """Whom we give up must not come back: it is killed, as far as we reach."""
@@ -471,7 +426,7 @@ class Membership:
         reach each other make all the others late as well, and all but one of them may go on.
         """
         roster, trouble = self._roster, self._trouble
-        pending = roster.pending() if self._missing else []
+        pending = roster.pending() if not self.is_formed else []
         suspects = roster.of_all(late)
         reason = f"generation {self.generation} did not form {how}"
         if len(suspects) == 1:
@@ -479,14 +434,7 @@ class Membership:
         elif trouble.is_first(joining=bool(pending)):
             return self._interrupt(set(), f"{reason}: once more")
         else:
-            suspects = pending or suspects or roster.of_all(self._members | roster.active)
+            suspects = pending or suspects or roster.of_all(self._generations.members | roster.active)
             guilty = max(suspects, key=lambda replica: (trouble.blame_on(replica.workers), replica.number))
         workers = [worker for worker in guilty.workers if worker not in guilty.ended]
         return self._fence({worker: f"{reason}: worker {worker} could not be reached by others" for worker in workers})
-
-
-def _named(replicas: list[Replica]) -> str:
-    """ "replica 3", or "replicas 3, 4" """
-    shown = ", ".join(str(replica.number) for replica in replicas[:8])
-    more = f" and {len(replicas) - 8} more" if len(replicas) > 8 else ""
-    return f"replica{'s' if len(replicas) > 1 else ''} {shown}{more}"

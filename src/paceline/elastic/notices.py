@@ -40,6 +40,7 @@ class Form:
     planned: bool
     holds: bool  # too few to take steps: they wait for the next generation
     reason: str  # a sentence, for people
+    is_spread: bool = False  # its members are on more than one host: they cannot share memory
     after: int = AT_ONCE  # who stands in this generation goes on until it is between two steps; anybody else does not
 
     def interrupts(self, generation: int) -> bool:
@@ -58,6 +59,7 @@ class Form:
             planned=bool(message["planned"]),
             holds=bool(message["holds"]),
             reason=str(message["reason"]),
+            is_spread=bool(message["is_spread"]),
             after=int(message["after"]),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
@@ -24,9 +24,19 @@ class Crews(Protocol):
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None: ...
 
-    def start(self, worker: int, *, workers: int) -> None: ...
+    def start(self, replica: Sequence[int], *, workers: int) -> None:
+        """Have the workers of a replica started; the run has so many `workers` then."""
+        ...
 
     def kill(self, worker: int) -> None: ...
+
+    def host_of(self, worker: int) -> str:
+        """The name of a worker's host."""
+        ...
+
+    def is_spread(self, workers: Collection[int]) -> bool:
+        """Whether these workers are on more than one host."""
+        ...
 
     def give_up(self, reason: str) -> None: ...
 
@@ -48,11 +58,14 @@ class Controller:
     """Decides nothing by itself. `workers` begin the run; `emit` takes events for the run's record."""
 
     def __init__(self, limits: Limits, *, workers: int, crews: Crews, emit: Callable[[Event], None]) -> None:
+        self.workers_each = limits.workers_each
         self._crews, self._emit = crews, emit
         self._membership = Membership(limits, replicas=workers // limits.workers_each, now=time.monotonic())
         self._incident: Incident | None = None
         self._step = 0  # the newest that anybody has committed
         self._lost_at: dict[int, float] = {}  # worker -> when its predecessor was lost
+        self._coming: set[int] = set()  # workers that were started, and have not taken a step
+        self._spread = (-1, False)  # the newest generation, and whether it is on more than one host
         self._members: set[int] = set(self._membership.form.members)  # when we last told anybody
 
     @property
@@ -85,23 +98,36 @@ class Controller:
             case _:
                 membership.heard(worker, now)
 
-    def lost(self, exits: Sequence[WorkerExit], *, replace: bool = True) -> None:
-        """Workers have ended that were not told to."""
-        if not exits:
-            return
+    def lost(self, exits: Sequence[WorkerExit], *, room: int | None = None) -> None:
+        """Workers have ended that were not told to. `room`: for so many replicas there are free slots (None: for all
+        that were lost)."""
         reasons = [cause_of(ended) for ended in exits]
         for ended, reason in zip(exits, reasons, strict=True):
             self._note_lost(ended.worker, reason, ended.host)
-        now = time.monotonic()
-        self._do(self._membership.lost([one.worker for one in exits], now, reason=reasons[0], replace=replace))
+        workers, reason = [one.worker for one in exits], reasons[0] if reasons else ""
+        self._do(self._membership.lost(workers, time.monotonic(), reason=reason, room=room))
 
     def ended(self, worker: int, *, has_saved: bool) -> None:
         """A worker has ended in good order: it left as it was to, or its program has come to its end."""
         self._do(self._membership.ended(worker, time.monotonic(), has_saved=has_saved))
 
+    def leave(self, workers: Collection[int], reason: str, *, room: int) -> bool:
+        """Have these workers leave between two steps; `room`: for so many replicas there are free slots elsewhere.
+
+        Returns whether the run goes on without them: otherwise everybody has been told to save and leave.
+        """
+        self._do(self._membership.leave(workers, time.monotonic(), reason=reason, room=room))
+        return self.finish is None
+
     def resize(self, replicas: int) -> None:
         """Go on with so many; ValueError where the plan does not allow it."""
         self._do(self._membership.resize(replicas, time.monotonic()))
+
+    def grow(self, slots: int) -> int:
+        """A host has come with room for so many workers; returns by how many replicas the run grows."""
+        before = self._membership.target
+        self._do(self._membership.grow(slots // self.workers_each, time.monotonic()))
+        return self._membership.target - before
 
     def stop(self, exit_code: int, reason: str) -> None:
         """Have everybody save and leave."""
@@ -118,12 +144,13 @@ class Controller:
                 case Form():
                     self._form(decision)
                 case StartReplica():
-                    for worker in decision.workers:
-                        self._crews.start(worker, workers=self._membership.num_workers)
-                case EndWorker():
-                    if decision.worker in self._members:
-                        self._note_lost(decision.worker, decision.reason, "", since_s=decision.silent_s)
-                    self._crews.kill(decision.worker)
+                    self._coming.update(decision.workers)
+                    self._crews.start(decision.workers, workers=self._membership.num_workers)
+                case EndWorker(worker=worker):
+                    if worker in self._members:
+                        host = self._crews.host_of(worker)
+                        self._note_lost(worker, decision.reason, host, since_s=decision.silent_s)
+                    self._crews.kill(worker)
                 case Finish():
                     for worker in self._membership.workers:
                         self._crews.tell(worker, decision.to_json())
@@ -134,7 +161,9 @@ class Controller:
         self._members = set(form.members)
         if self._incident is not None and not form.planned:
             self._incident.generation = form.generation
-        message = form.to_json()
+        if form.generation > self._spread[0]:  # said again, it is the same generation still
+            self._spread = form.generation, self._crews.is_spread(form.members)
+        message = dataclasses.replace(form, is_spread=self._spread[1]).to_json()
         for worker in {*form.members, *self._membership.left_out}:
             self._crews.tell(worker, message)
 
@@ -173,13 +202,18 @@ class Controller:
         )
 
     def _note_joined(self, worker: int, step: int) -> None:
+        if worker not in self._coming:
+            return
+        self._coming.discard(worker)
         lost_at = self._lost_at.pop(worker, None)
-        if lost_at is not None:
-            self._emit(WorkerJoined(rank=worker, step=step, after_s=round(time.time() - lost_at, 3)))
+        after_s = None if lost_at is None else round(time.time() - lost_at, 3)
+        self._emit(WorkerJoined(rank=worker, step=step, after_s=after_s))
 
 
 def cause_of(ended: WorkerExit) -> str:
     """How a worker was lost, in words."""
+    if ended.error and ended.error.get("kind") == "HostLost":
+        return str(ended.error["message"])  # the same for all of its workers, and so told once
     if ended.error and ended.signal is None:
         return f"worker {ended.worker}: {ended.error.get('message', '')}".splitlines()[0]
     if ended.signal is not None:

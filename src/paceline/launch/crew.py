@@ -6,6 +6,7 @@ It decides nothing about the job: the side (`paceline.launch.head`, `paceline.la
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import signal
 import socket
 import time
@@ -19,6 +20,7 @@ from paceline.launch.link import Link
 from paceline.launch.loop import Loop
 from paceline.launch.outcome import WorkerExit, lost, read_error
 from paceline.launch.parent import WarmParent
+from paceline.launch.place import worker_dir
 from paceline.plan.job import Assignment
 
 __all__ = ["Crew", "Listener"]
@@ -35,21 +37,29 @@ class Listener(Protocol):
 
     def exited(self, ended: WorkerExit) -> None: ...
 
+    def barren(self) -> None:
+        """This host can start no more workers."""
+        ...
+
 
 class Crew:
-    """The workers of this host. Every worker is reported as exited exactly once, also when it could not be started."""
+    """The workers of this host. Every worker is reported as exited exactly once, also when it could not be started.
+
+    `template` is what those that come later are told, but for their numbers.
+    """
 
     def __init__(
         self,
         assignments: Sequence[Assignment],
         *,
+        template: Assignment,
         parent: WarmParent | None,
         loop: Loop,
         listener: Listener,
         say: Callable[[str], None],
     ) -> None:
         self.alive = {assignment.rank: assignment for assignment in assignments}
-        self._template = assignments[0]
+        self._template = template
         self._parent, self._loop, self._listener, self._say = parent, loop, listener, say
         self._links: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
@@ -57,9 +67,15 @@ class Crew:
         self._doomed: dict[int, int] = {}  # such of them as had not been started, by rank
         self._guests: set[int] = set()
         self._forked = False
+        self._gone = ""  # what became of the warm parent
         self._told = False  # to end
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
+
+    @property
+    def grace_s(self) -> float:
+        """How long workers may take to save and leave."""
+        return self._template.job.grace_s
 
     def start(self) -> None:
         """Make the workers' directories, and fork them as soon as the warm parent is ready."""
@@ -87,22 +103,30 @@ class Crew:
         """Start one more worker, of a run that has `workers` then: it joins the others between two of their steps."""
         if self._told or self._parent is None:
             return
+        taken = {assignment.local_rank for assignment in self.alive.values()}
         assignment = dataclasses.replace(
             self._template,
             rank=worker,
             workers=workers,
-            local_rank=worker - self._template.rank + self._template.local_rank,
-            worker_dir=str(Path(self._template.worker_dir).with_name(f"worker_{worker}")),
+            local_rank=next(number for number in itertools.count() if number not in taken),
+            local_workers=max(self._template.local_workers, len(taken) + 1),
+            worker_dir=str(worker_dir(Path(self._template.run_dir), self._template.attempt, worker)),
             command_started=time.time(),
             joins=True,
         )
         self._make_directory(assignment)
         self.alive[worker] = assignment
-        self._fork(assignment)
+        if self._gone:
+            self._lost(worker, "WarmParentLost", self._gone)
+        elif self._forked:  # otherwise it is forked as soon as the warm parent is ready
+            self._fork(assignment)
 
     def kill_worker(self, worker: int) -> None:
         """Send SIGKILL to one worker's process group."""
         if worker not in self.alive or self._parent is None:
+            return
+        if not self._forked:
+            del self.alive[worker]
             return
         self._parent.signal(worker, signal.SIGKILL)
         # It may have a successor before its end is heard of: from now on it is nobody's.
@@ -185,8 +209,13 @@ class Crew:
                 self._say(f"worker {worker}'s channel was closed: {error}")
 
         link = self._links[worker] = Link(
-            channel, self._loop, on_message=lambda request: self._listener.request(worker, request), on_close=closed
+            channel, self._loop, on_message=lambda request: self._requested(worker, request), on_close=closed
         )
+
+    def _requested(self, worker: int, request: Mapping[str, Any]) -> None:
+        if request.get("op") == "begun" and self._parent is not None:
+            self._parent.let_orphans_finish(self.grace_s)
+        self._listener.request(worker, request)
 
     def _heard(self, message: Mapping[str, Any]) -> None:
         match message["op"]:
@@ -269,6 +298,7 @@ class Crew:
         output = f"\n{self._parent.output()}" if self._parent is not None else ""
         if not self._forked:
             raise LaunchError(f"The process that imports what workers need {how}.{output}")
+        self._gone = f"the process that the workers were forked from {how}{output}"
+        self._listener.barren()
         for number, worker in enumerate(sorted(self.alive.keys() - self._guests)):
-            message = f"the process that the workers were forked from {how}{output}"
-            self._lost(worker, "WarmParentLost", message, echo=number > 0)
+            self._lost(worker, "WarmParentLost", self._gone, echo=number > 0)

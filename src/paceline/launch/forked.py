@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.launch import lifeline
+from paceline.launch.occupied import occupy
 from paceline.plan.job import Assignment, assignment_from_json
 
 __all__ = ["call_entry", "run_worker"]
@@ -71,6 +72,7 @@ def _become_independent(warm_pid: int, worker: int, mask: Iterable[int]) -> None
 
 def _work(assignment: Assignment, request: Mapping[str, Any]) -> int:
     _redirect(Path(assignment.worker_dir))
+    occupy(Path(assignment.worker_dir))
     os.chdir(request["folder"])
     sys.path[:] = request["paths"]
     sys.argv[:] = request["argv"]

@@ -3,7 +3,8 @@
     member -> head    hello: its name, its address, what it was started for
     head -> member    welcome: its place; or refused: why, and whether to try again later; ping meanwhile
 
-The door stays open while the job runs, so that strangers, and hosts that come too late, get an answer.
+The door stays open while the job runs: hosts that come later, or come back, are taken in where the head wants them, and
+everybody else gets an answer.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.launch.door import Door
-from paceline.launch.head import FAREWELL_S, PING_S, SILENCE_S, Guest, Head
+from paceline.launch.guests import FAREWELL_S, PING_S, SILENCE_S, Guest
+from paceline.launch.head import Head
 from paceline.launch.link import Link
 from paceline.launch.loop import Loop
-from paceline.launch.place import deal
+from paceline.launch.place import deal, share_of
 from paceline.launch.terms import Terms, mismatch
 
 __all__ = ["Gathering"]
@@ -27,7 +29,7 @@ class Gathering:
 
     def __init__(self, listener: socket.socket, terms: Terms, loop: Loop, say: Callable[[str], None]) -> None:
         self._terms, self._loop, self._say = terms, loop, say
-        self._guests: list[Guest] = []
+        self._guests: list[Guest] = []  # that the job begins with
         self._unnamed: set[Link] = set()  # have proved the token and not said hello yet
         self._turned_away: set[str] = set()  # what was said of them is said once
         self._head: Head | None = None
@@ -66,11 +68,9 @@ class Gathering:
         """Deal the ranks, tell every guest its place, and go over into the job."""
         terms = self._terms
         ranks = deal(terms.job.workers or 0, terms.job.hosts)
-        head = f"{terms.host} ({self._address})"
         for index, guest in enumerate(self._guests, start=1):
-            guest.workers = set(ranks[index])
-            place = {"host_index": index, "attempt": terms.attempt, "run_dir": terms.run_dir}
-            guest.link.send({"op": "welcome", "head": head, **place})
+            guest.index, guest.slots, guest.workers = index, len(ranks[index]), set(ranks[index])
+            self._welcome(guest)
         self._head = Head(
             host=terms.host,
             address=self._address,
@@ -82,6 +82,11 @@ class Gathering:
             say=self._say,
         )
         return self._head
+
+    def _welcome(self, guest: Guest) -> None:
+        place = {"host_index": guest.index, "ranks": sorted(guest.workers), "slots": guest.slots}
+        run = {"attempt": self._terms.attempt, "run_dir": self._terms.run_dir}
+        guest.link.send({"op": "welcome", "head": f"{self._terms.host} ({self._address})", **place, **run})
 
     def give_up(self, reason: str) -> None:
         """Send those who came home."""
@@ -109,34 +114,44 @@ class Gathering:
                 self._unnamed.discard(link)
                 guest = self._hello(link, address, message)
             elif self._head is not None:
-                self._head.guest_said(guest, message)
+                self._head.guests.said(guest, message)
 
         def closed(error: Exception) -> None:
             self._unnamed.discard(link)
             if guest is not None and self._head is not None:
-                self._head.guest_lost(guest, str(error))
+                self._head.guests.lose(guest, str(error))
             elif guest is not None:
                 self._guests.remove(guest)
-                self._say(f"host {guest.host} ({guest.address}) has left again: {error}")
+                self._say(f"{guest.name} has left again: {error}")
 
         link = Link(sock, self._loop, on_message=said, on_close=closed)
         self._unnamed.add(link)
 
     def _hello(self, link: Link, address: str, message: Mapping[str, Any]) -> Guest | None:
         """Make a guest of who was started for this job; tell the others why they are none."""
-        host, job, hosts = str(message.get("host")), message.get("job"), self._terms.job.hosts
+        job, who = message.get("job"), f"host {message.get('host')} ({address})"
         different = mismatch(self._terms.essentials, job if isinstance(job, dict) else {})
         if different:
-            self._turn_away(
-                link, f"host {host} ({address})", f"it was started for another job ({different})", again=False
-            )
+            self._turn_away(link, who, f"it was started for another job ({different})", again=False)
             return None
-        if self.complete:
-            self._turn_away(link, f"host {host} ({address})", f"the job has its {hosts} hosts already", again=True)
+        refusal = self._head.refusal() if self._head is not None else ("it is about to begin", True)
+        if self.complete and refusal is not None:
+            reason, again = refusal
+            self._turn_away(link, who, f"the run has all its hosts, and {reason}", again=again)
             return None
-        guest = Guest(link=link, host=host, address=str(message.get("address")))
-        self._guests.append(guest)
-        self._say(f"host {host} ({guest.address}) has come: {len(self._guests) + 1} of {hosts}")
+        guest = Guest(
+            link=link,
+            host=str(message.get("host")),
+            address=str(message.get("address")),
+            index=len(self._guests) + 1 if self._head is None else self._head.guests.next_index,
+            slots=share_of(self._terms.job),
+        )
+        if self._head is None:
+            self._guests.append(guest)
+            self._say(f"{guest.name} has come: {len(self._guests) + 1} of {self._terms.job.hosts}")
+        else:
+            self._welcome(guest)
+            self._head.join(guest)
         return guest
 
     def _turn_away(self, link: Link, who: str, reason: str, *, again: bool) -> None:

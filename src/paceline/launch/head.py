@@ -1,14 +1,10 @@
 """The side of the first host, which holds the board and decides for the whole job; the only one on a single host.
 
-    member -> head    said (a worker's request or notice), started, exited (with what is in error.json), leaving, ping
-    head -> member    tell (a worker), stop (in how many seconds SIGKILL follows), kill, end (the outcome), ping,
-                      start and kill_worker (elastic runs)
-    for whoever looks out for hangs: member -> head  doing (its workers)      head -> member  stack (ask a worker)
-
 It decides little: the job has finished when all workers ended well; when one failed, the others get a moment to say
-what they know, and are ended. A host that closes its connection, or is silent for long, is lost, and its workers with
-it. In an elastic run (the workers say so: the plan may be in the script) lost workers are no failure: the controller
-has the others go on. SIGTERM has everybody save and leave, if they are at work on steps.
+what they know, and are ended. In an elastic run (the workers say so: the plan may be in the script) lost workers are no
+failure, nor is a lost host: the controller has the others go on, and hosts that come later are taken in. SIGTERM has
+everybody save and leave, if they are at work on steps; on another host only its own workers leave, where enough others
+are left. `paceline.launch.guests` reaches workers and other hosts.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.comm.board import Board
@@ -25,31 +21,17 @@ from paceline.elastic.notices import FROM_WORKERS, PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event
 from paceline.launch.controller import Controller
 from paceline.launch.crew import Crew
-from paceline.launch.link import Link
+from paceline.launch.guests import SILENCE_S, Guest, Guests
 from paceline.launch.outcome import Outcome, WorkerExit, interrupted, left, lost, verdict
+from paceline.launch.place import deal
 from paceline.plan.job import Job
 
-__all__ = ["GATHER_S", "PING_S", "SILENCE_S", "STOP_S", "TERMINATE_S", "Guest", "Head"]
+__all__ = ["GATHER_S", "REPORT_S", "STOP_S", "TERMINATE_S", "Head"]
 
 GATHER_S = 1.0  # after the first failure: the others may say what they know of it
 TERMINATE_S = 3.0  # after a failure, from SIGTERM to SIGKILL
 STOP_S = 5.0  # after a signal to the supervisor, from SIGTERM to SIGKILL
-PING_S = 1.0
-SILENCE_S = 15.0  # a host that has said nothing for so long is lost
 REPORT_S = 4.0  # a member has this long, on top, to report its workers' ends
-FAREWELL_S = 2.0  # to hand the outcome to the members
-
-
-@dataclasses.dataclass(kw_only=True)
-class Guest:
-    """Another host, as the head sees it."""
-
-    link: Link
-    host: str  # its name
-    address: str  # as its peers see it
-    workers: set[int] = dataclasses.field(default_factory=set[int])  # its ranks
-    pids: dict[int, int] = dataclasses.field(default_factory=dict)
-    gone: bool = False
 
 
 class Entrance(Protocol):
@@ -77,14 +59,14 @@ class Head:
     ) -> None:
         self.host, self.address, self.host_index = host, address, 0
         self.attempt, self.run_dir = attempt, run_dir
+        self.ranks = deal(job.workers or 0, job.hosts)[0]  # with which this host begins
+        self.guests = Guests(guests, own=self.ranks, host=self, name=host)
         self.outcome: Outcome | None = None
         self._crew: Crew | None = None
-        self._job, self._guests, self._door, self._say = job, guests, door, say
+        self._job, self._door, self._say = job, door, say
         self._expected = set(range(job.workers or 0))  # workers whose end is to be waited for
         self._controller: Controller | None = None
         self._emit: Callable[[Event], None] = _nowhere
-        self.heard_doing: Callable[[Sequence[Mapping[str, Any]], float], None] = _unheard  # of other hosts' workers
-        self._places: set[int] = set()  # ranks that are, or were, this host's
         self._has_begun = False  # some worker is at work on steps
         self._finish_told: Finish | None = None
         self._board = Board()
@@ -96,22 +78,27 @@ class Head:
         self._end_at: float | None = None  # workers get SIGTERM
         self._ending = False
         self._lost_at: float | None = None  # members must have reported by then
-        self._next_ping = 0.0
+
+    @property
+    def slots(self) -> int:
+        """How many workers this host has room for."""
+        return len(self.ranks)
+
+    @property
+    def here(self) -> Collection[int]:
+        """Ranks that have their files on this host; follows them as they come and go."""
+        return self.guests.here
 
     def lead(self, crew: Crew, emit: Callable[[Event], None]) -> None:
         """Take over the workers of this host; `emit` takes events for the run's record."""
         self._crew, self._emit = crew, emit
-        self._places = set(crew.alive)
+        self.guests.lead(crew)
 
     # What whoever looks out for hangs wants done.
 
     def ask_stack(self, worker: int) -> None:
         """Have a worker write its stacks."""
-        guest = self._guest_of(worker)
-        if guest is not None:
-            guest.link.send({"op": "stack", "worker": worker})
-        elif self._crew is not None:
-            self._crew.ask_stack(worker)
+        self.guests.ask_stack(worker)
 
     def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
         """These workers hold up the others, for longer than the job waits: end the job. Where it `goes_on` without
@@ -120,7 +107,7 @@ class Head:
             return True
         if goes_on and self._controller is not None and self._expected - self._exits.keys() - set(workers):
             for worker in workers:
-                self._kill_one(worker)
+                self.guests.kill(worker)
             return False
         culprit = int(error["worker"])
         ended = lost(culprit, host=error["host"], pid=error["pid"], kind=error["kind"], message=error["message"])
@@ -128,13 +115,13 @@ class Head:
         self._end_all(TERMINATE_S)
         return True
 
-    # What the crew tells (its Listener).
+    # What the crew tells (its Listener), and other hosts of their workers.
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None:
         if request.get("op") in FROM_WORKERS:
             self._heard(worker, request)
-        elif self._crew is not None:
-            self._crew.tell(worker, self._board.handle(request))
+        else:
+            self.guests.tell(worker, self._board.handle(request))
 
     def started(self, worker: int, pid: int) -> None:
         """Nothing to do: the crew knows its own."""
@@ -144,9 +131,13 @@ class Head:
             return
         if self._controller is not None and not self._ending and self._goes_on(self._controller, ended):
             return
+        self.guests.forget(ended.worker, for_good=False)
         self._exits[ended.worker] = ended
         if ended.failed and not self._ending and self._end_at is None:
             self._end_at = time.monotonic() + GATHER_S
+
+    def barren(self) -> None:
+        self.guests.barren()
 
     # What the supervisor tells.
 
@@ -160,7 +151,7 @@ class Head:
         if self._num_signals == 1 or not self._ending:
             self._stop(signum)
             return
-        self._tell_all({"op": "kill"})
+        self.guests.tell_all({"op": "kill"})
         if self._crew is not None:
             self._crew.kill()
 
@@ -207,135 +198,87 @@ class Head:
             self._stop(signal.SIGTERM)
         if self._door is not None:
             self._door.tick(now)
-        if now >= self._next_ping:
-            self._next_ping = now + PING_S
-            self._tell_all({"op": "ping"})
-        for guest in self._guests:
-            silence_s = SILENCE_S if self._controller is None else self._job.silence_s
-            if now - guest.link.heard > silence_s:
-                self.guest_lost(guest, f"it said nothing for {silence_s:.0f} s")
-            elif self._lost_at is not None and now >= self._lost_at and not self._exits.keys() >= set(guest.workers):
-                self.guest_lost(guest, "it was told to end its workers and did not report their ends")
+        self.guests.tick(now, silence_s=SILENCE_S if self._controller is None else self._job.silence_s)
+        for guest in self.guests:
+            if guest.leave_by is not None:
+                self._see_off(guest, now)
+        if self._lost_at is not None and now >= self._lost_at:
+            for guest in self.guests:
+                if self.guests.workers_of(guest):
+                    self.guests.lose(guest, "it was told to end its workers and did not report their ends")
         if self._end_at is not None and now >= self._end_at and not self._ending:
             self._end_all(TERMINATE_S)
 
     def close(self) -> None:
-        for guest in self._guests:
-            guest.link.close()
+        self.guests.close()
         if self._door is not None:
             self._door.close()
 
-    # What other hosts say.
+    # What happens to other hosts (their Host).
 
-    def guest_said(self, guest: Guest, message: Mapping[str, Any]) -> None:
-        """Serve one message of a member; what makes no sense ends the membership."""
-        try:
-            self._serve(guest, message)
-        except (KeyError, TypeError, ValueError) as error:
-            self.guest_lost(guest, f"it said something that makes no sense ({type(error).__name__}: {error})")
+    def refusal(self) -> tuple[str, bool] | None:
+        """Why a host that comes now cannot join, and whether it may try again later; None where it can."""
+        if self._ending or self._leave_by is not None or self.outcome is not None:
+            return "the run is about to end", True
+        if self._controller is not None:
+            return None
+        if self._has_begun:
+            return (
+                "its plan has a fixed number of replicas: Layout(replicas=(least, most)) lets hosts come later",
+                False,
+            )
+        return "it has not begun yet", True
 
-    def guest_lost(self, guest: Guest, reason: str, *, kind: str = "HostLost") -> None:
-        """A member is there no longer: its workers have failed."""
-        if guest.gone or self.outcome is not None:
+    def join(self, guest: Guest) -> None:
+        """One more host has come while the run goes on."""
+        self.guests.add(guest)
+        gained = 0 if self._controller is None else self._controller.grow(guest.slots)
+        self._say(f"{guest.name} has joined: {_more(gained) if gained else 'its slots are spare'}")
+
+    def guest_leaves(self, guest: Guest, signum: int) -> None:
+        if signum != signal.SIGTERM or not self._has_begun:
+            self._stop(signum, by=f" on host {guest.host}")
             return
-        guest.gone = True
-        guest.link.close()
-        message = f"host {guest.host} ({guest.address}) was lost: {reason}" if kind == "HostLost" else reason
+        reason = f"SIGTERM came on host {guest.host}"
+        if self._controller is None or not self._goes_on_without(guest, self._controller, reason):
+            self._ask_to_leave(reason)
+
+    def guest_lost(self, exits: Sequence[WorkerExit], message: str) -> None:
+        if self.outcome is not None:
+            return
         self._say(message)
-        exits = [
-            lost(worker, host=guest.host, pid=guest.pids.get(worker, 0), kind=kind, message=message, echo=number > 0)
-            for number, worker in enumerate(sorted((guest.workers & self._expected) - self._exits.keys()))
-        ]
-        if self._controller is not None and not self._ending and self._survived(exits, replace=False):
+        if self._controller is not None and not self._ending and self._survived(exits):
             return
         for ended in exits:
             self.exited(ended)
 
-    def _serve(self, guest: Guest, message: Mapping[str, Any]) -> None:
-        match message["op"]:
-            case "ping":
-                pass
-            case "said":
-                request = message["request"]
-                if not isinstance(request, dict):
-                    raise TypeError(f"request is {request!r}")
-                worker = int(message["worker"])
-                if worker not in guest.workers:
-                    raise ValueError(f"worker {worker} is not on host {guest.host}")
-                if request.get("op") in FROM_WORKERS:
-                    self._heard(worker, request)
-                else:
-                    self.tell(worker, self._board.handle(request))
-            case "started":
-                guest.pids[int(message["worker"])] = int(message["pid"])
-            case "exited":
-                ended = WorkerExit.from_json(message["exit"])
-                if ended.worker not in guest.workers:
-                    raise ValueError(f"worker {ended.worker} is not on host {guest.host}")
-                self.exited(ended)
-            case "doing":
-                self.heard_doing(message["workers"], time.monotonic())
-            case "leaving" if message["signal"] == signal.SIGTERM and self._has_begun:
-                self._ask_to_leave(f"SIGTERM came on host {guest.host}")
-            case "leaving" if message["signal"] is not None:
-                self._stop(int(message["signal"]), by=f" on host {guest.host}")
-            case "leaving":
-                self.guest_lost(guest, str(message["reason"]), kind="LaunchError")
-            case op:
-                raise ValueError(f"unknown message {op!r}")
-
     # What the controller does (its Crews).
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
-        """Say something to a worker, wherever it is."""
-        guest = self._guest_of(worker)
-        if guest is not None:
-            guest.link.send({"op": "tell", "worker": worker, "message": message})
-        elif self._crew is not None:
-            self._crew.tell(worker, message)
+        self.guests.tell(worker, message)
 
-    def start(self, worker: int, *, workers: int) -> None:
-        """Have a worker started: where its predecessor was, or on this host."""
-        self._expected.add(worker)
-        self._exits.pop(worker, None)
-        guest = self._guest_of(worker) or self._emptiest(worker)
-        if guest is not None:
-            guest.workers.add(worker)
-            guest.link.send({"op": "start", "worker": worker, "workers": workers})
-        elif self._crew is not None:
-            self._crew.add(worker, workers=workers)
+    def start(self, replica: Sequence[int], *, workers: int) -> None:
+        self._expected.update(replica)
+        for worker in replica:
+            self._exits.pop(worker, None)
+        self.guests.start(replica, workers=workers)
 
     def kill(self, worker: int) -> None:
         """Kill a worker that may not go on; its end is no news then."""
         self._expected.discard(worker)
-        self._kill_one(worker)
+        self.guests.kill(worker)
+        self.guests.forget(worker, for_good=False)
 
-    def _kill_one(self, worker: int) -> None:
-        guest = self._guest_of(worker)
-        if guest is not None:
-            guest.link.send({"op": "kill_worker", "worker": worker})
-        elif self._crew is not None:
-            self._crew.kill_worker(worker)
+    def host_of(self, worker: int) -> str:
+        return self.guests.host_of(worker)
+
+    def is_spread(self, workers: Collection[int]) -> bool:
+        return self.guests.is_spread(workers)
 
     def give_up(self, reason: str) -> None:
         """Nobody is left who could go on."""
         self._say(f"{reason}: run the same command again to go on from the newest checkpoint")
         self._finish(Outcome(state="stopped", exit_code=TOO_FEW, reason=reason))
-
-    def _emptiest(self, worker: int) -> Guest | None:
-        """The host for a worker that has none: that with the fewest; None: this one."""
-        if self._crew is not None and worker in self._places:
-            return None
-        own = len(self._crew.alive) if self._crew is not None else 0
-        there = [(len(guest.workers & self._expected), guest) for guest in self._guests if not guest.gone]
-        fewest = min(there, key=lambda one: one[0], default=None)
-        if fewest is not None and fewest[0] < own:
-            return fewest[1]
-        self._places.add(worker)
-        return None
-
-    def _guest_of(self, worker: int) -> Guest | None:
-        return next((guest for guest in self._guests if worker in guest.workers and not guest.gone), None)
 
     def _heard(self, worker: int, notice: Mapping[str, Any]) -> None:
         """A worker's notice."""
@@ -375,21 +318,55 @@ class Head:
         """Tell the controller how a worker of an elastic run has ended; returns whether the run goes on without it."""
         if ended.failed:
             return self._survived([ended])
-        was_member = controller.is_member(ended.worker)
-        controller.ended(ended.worker, has_saved=ended.has_left)
-        if not was_member and not ended.has_left:
+        has_left = not controller.is_member(ended.worker) and not ended.has_left
+        if has_left:
             self._expected.discard(ended.worker)
-        return not was_member and not ended.has_left
+            self.guests.forget(ended.worker, for_good=True)
+        controller.ended(ended.worker, has_saved=ended.has_left)
+        return has_left
 
-    def _survived(self, exits: Sequence[WorkerExit], *, replace: bool = True) -> bool:
+    def _goes_on_without(self, guest: Guest, controller: Controller, reason: str) -> bool:
+        """Have a host's workers leave between two steps; returns whether enough are left, or can be started elsewhere.
+
+        Where not, everybody has been told to save and leave.
+        """
+        if self._ending or self._leave_by is not None or controller.finish is not None:
+            return False
+        self.guests.shut(guest)
+        workers = sorted(self.guests.workers_of(guest))
+        if not controller.leave(workers, reason, room=self.guests.room(controller.workers_each)):
+            return False
+        guest.leave_by = time.monotonic() + self._job.grace_s
+        self._say(f"{reason} ({guest.address}): {_leave(workers)}the run goes on without this host")
+        return True
+
+    def _see_off(self, guest: Guest, now: float) -> None:
+        """A host that leaves alone ends when its workers have left; who has not in time is killed, and lost."""
+        if self._ending or self._leave_by is not None or self._exits:
+            return  # the run ends, and this host with it
+        workers = self.guests.workers_of(guest)
+        if not workers:
+            reason = f"host {guest.host} was asked to leave, and the run goes on without it"
+            gone = Outcome(state="stopped", exit_code=PREEMPTED, reason=reason)
+            self.guests.release(guest, {"op": "end", "outcome": gone.to_json()})
+        elif guest.leave_by is not None and now >= guest.leave_by:
+            guest.leave_by = now + self._job.grace_s  # until their ends are known
+            self._say(f"the workers on {guest.name} have not left within {self._job.grace_s:.0f} s: they are ended")
+            guest.link.send({"op": "kill"})
+
+    def _survived(self, exits: Sequence[WorkerExit]) -> bool:
         """Whether an elastic run goes on without these workers; an error of the user's program is no such loss."""
         controller = self._controller
         if controller is None:
             return False
         if not all(map(_is_loss, exits)):
             return False
-        self._expected.difference_update(ended.worker for ended in exits)
-        controller.lost(exits, replace=replace)
+        for ended in exits:
+            self._expected.discard(ended.worker)
+            self.guests.forget(ended.worker, for_good=False)
+        # Who is lost alone leaves its slot free; who is lost with its host, or with its slots, needs one elsewhere.
+        is_alone = bool(exits) and all(self.guests.has_place(ended.worker) for ended in exits)
+        controller.lost(exits, room=None if is_alone else self.guests.room(controller.workers_each))
         return True
 
     def _ask_to_leave(self, reason: str) -> None:
@@ -405,7 +382,7 @@ class Head:
         finish = Finish(exit_code=PREEMPTED, reason=reason)
         self._note_finish(finish)
         for worker in self._expected - self._exits.keys():
-            self.tell(worker, finish.to_json())
+            self.guests.tell(worker, finish.to_json())
 
     def _note_finish(self, finish: Finish | None) -> None:
         if finish is not None and self._finish_told is None:
@@ -424,20 +401,14 @@ class Head:
     def _end_all(self, grace_s: float) -> None:
         self._ending = True
         self._lost_at = time.monotonic() + grace_s + REPORT_S
-        self._tell_all({"op": "stop", "grace_s": grace_s})
+        self.guests.tell_all({"op": "stop", "grace_s": grace_s})
         if self._crew is not None:
             self._crew.terminate(grace_s)
-
-    def _tell_all(self, message: Mapping[str, Any]) -> None:
-        for guest in self._guests:
-            guest.link.send(message)
 
     def _finish(self, outcome: Outcome) -> None:
         if self.outcome is None:
             self.outcome = outcome
-            self._tell_all({"op": "end", "outcome": outcome.to_json()})
-            for guest in self._guests:
-                guest.link.flush(FAREWELL_S)
+            self.guests.farewell({"op": "end", "outcome": outcome.to_json()})
 
 
 def _is_loss(ended: WorkerExit) -> bool:
@@ -445,8 +416,15 @@ def _is_loss(ended: WorkerExit) -> bool:
     return ended.failed and (ended.exit_code is None or bool((ended.error or {}).get("echo")))
 
 
-def _unheard(doings: Sequence[Mapping[str, Any]], now: float) -> None:
-    """Where nobody looks out for hangs."""
+def _more(replicas: int) -> str:
+    return f"{replicas} more replica{'s' if replicas > 1 else ''}"
+
+
+def _leave(workers: Sequence[int]) -> str:
+    if not workers:
+        return ""
+    who = f"worker {workers[0]} leaves" if len(workers) == 1 else f"workers {', '.join(map(str, workers))} leave"
+    return f"{who} between two steps, "
 
 
 def _nowhere(event: Event) -> None:

@@ -4,6 +4,9 @@
 (`paceline.launch.gathering`); every other one visits it (`paceline.launch.visit`), proves the job's token, and says
 what it was started for. When as many hosts are there as the job has, all started for the same job, the head deals the
 worker ranks: its own first, the others' in the order in which they came. Nobody has to be started first.
+
+Who comes when an elastic job is at work joins it with the same command (`Head.join`). So a job that begins on one host
+has a meeting point too, where `--head` names one.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def meet(
     host = socket.gethostname()
     if job.workers is None:
         raise LaunchError("The number of workers is not known: it has to be decided before a job is launched.")
-    if job.hosts == 1:
+    if job.hosts == 1 and job.head is not None and job.launcher == "inline":
+        say(f"head={job.head!r} is not used: launcher='inline' runs on this host alone")
+    if job.hosts == 1 and (job.head is None or job.launcher == "inline"):
         return Head(
             host=host,
             address=LOOPBACK,
@@ -118,6 +123,8 @@ def _hold(terms: Terms, loop: Loop, say: Callable[[str], None], patience: _Patie
                 patience.turn(visit.doing)
                 visit.tick(time.monotonic())
             if visit.member is not None:
+                if visit.member.is_late:
+                    say(f"joined the run {visit.member.run_dir} at {terms.point}; waiting for work")
                 return visit.member
         finally:
             visit.close()

@@ -17,7 +17,7 @@ from paceline.launch.loop import Loop
 from paceline.launch.member import Member
 from paceline.launch.outcome import Outcome, interrupted
 from paceline.launch.parent import ENTRY, WarmParent
-from paceline.launch.place import assign
+from paceline.launch.place import assign, template
 from paceline.launch.signals import Interrupted, Signals
 from paceline.launch.supervisor import Observer, Supervisor, Witness
 from paceline.plan.job import Job
@@ -82,10 +82,11 @@ def launch(
             run_dir = _told(side, met)
         run_dir = run_dir.absolute()
         _bring(program, run_dir / f"attempt_{side.attempt}" / "program.pkl")
-        assignments = assign(
+        alike = template(
             dataclasses.replace(job, timeout_s=max(job.timeout_s, PATIENCE_S)) if is_inline else job,
             host=side.host,
             host_index=side.host_index,
+            slots=side.slots,
             address=side.address,
             run_dir=run_dir,
             attempt=side.attempt,
@@ -95,7 +96,10 @@ def launch(
             given=given,
         )
         stack.callback(Control(loop, side.asked).close)
-        supervisor = Supervisor(assignments, side=side, parent=parent, loop=loop, observer=witness, signals=signals)
+        assignments = assign(alike, side.ranks)
+        supervisor = Supervisor(
+            assignments, template=alike, side=side, parent=parent, loop=loop, observer=witness, signals=signals
+        )
         if is_inline:
             entry = warm.entry if warm is not None else ENTRY
             return run_inline(supervisor, assignments[0], entry=entry, loop=loop, signals=signals)

@@ -1,6 +1,7 @@
 """The side of every other host: passes on what its workers ask and how they end, and does what the head says.
 
-It ends its workers by itself in two cases only: it was told to (Ctrl-C, SIGTERM), or the head was lost.
+It ends its workers by itself in two cases only: it was told to (Ctrl-C, SIGTERM), or the head was lost. Then they may
+save and leave first, which they can where all workers of the job are still there.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline.elastic.notices import PREEMPTED, Finish
 from paceline.events import Event
 from paceline.launch.crew import Crew
-from paceline.launch.head import FAREWELL_S, PING_S, REPORT_S, SILENCE_S, STOP_S, TERMINATE_S
+from paceline.launch.guests import FAREWELL_S, PING_S, SILENCE_S
+from paceline.launch.head import REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.link import Link
-from paceline.launch.outcome import Outcome, WorkerExit, interrupted, lost
+from paceline.launch.outcome import Outcome, WorkerExit, interrupted, left, lost
 
 __all__ = ["Member"]
 
 
 class Member:
-    """Speaks with the head, in the messages that `paceline.launch.head` lists."""
+    """Speaks with the head, in the messages that `paceline.launch.guests` lists."""
 
     def __init__(
         self,
@@ -31,11 +34,15 @@ class Member:
         host: str,
         address: str,
         host_index: int,
+        ranks: Sequence[int],
+        slots: int,
         attempt: int,
         run_dir: str,
         say: Callable[[str], None],
     ) -> None:
         self.host, self.address, self.host_index = host, address, host_index
+        self.ranks, self.slots = tuple(ranks), slots  # with which this host begins; for how many it has room
+        self.here = set(ranks)  # that have their files on this host; follows them as they come
         self.attempt, self.run_dir = attempt, run_dir  # the head's: the run has one number and one name on all hosts
         self.outcome: Outcome | None = None
         self._crew: Crew | None = None
@@ -45,8 +52,15 @@ class Member:
         self._exits: list[WorkerExit] = []
         self._signum: int | None = None
         self._head_lost = ""
+        self._has_begun = False  # some worker here is at work on steps
+        self._leave_by: float | None = None  # after the head was lost, workers have saved and left by then
         self._patience: float | None = None  # a stopping head has sent the outcome by then
         self._next_ping = 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the run was at work already when this host came."""
+        return not self.ranks
 
     def lead(self, crew: Crew, emit: Callable[[Event], None]) -> None:
         """Take over the workers of this host; the record of the run is the head's."""
@@ -63,6 +77,10 @@ class Member:
     # What the crew tells (its Listener).
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None:
+        self._has_begun = self._has_begun or request.get("op") == "begun"
+        if self._head_lost and self._crew is not None:
+            self._answer_alone(self._crew, worker, request)
+            return
         self._link.send({"op": "said", "worker": worker, "request": request})
 
     def started(self, worker: int, pid: int) -> None:
@@ -71,6 +89,9 @@ class Member:
     def exited(self, ended: WorkerExit) -> None:
         self._exits.append(ended)
         self._link.send({"op": "exited", "exit": dataclasses.asdict(ended)})
+
+    def barren(self) -> None:
+        self._link.send({"op": "barren"})
 
     # What the supervisor tells.
 
@@ -83,7 +104,7 @@ class Member:
             return
         self._signum = signum
         self._link.send({"op": "leaving", "signal": signum, "reason": ""})
-        if signum != signal.SIGTERM:  # which the head may take for a request to save and leave
+        if signum != signal.SIGTERM:  # which the head may take for a request to leave, alone or with everybody
             self._patience = time.monotonic() + STOP_S + REPORT_S
             self._crew.terminate(STOP_S)
 
@@ -106,6 +127,8 @@ class Member:
             self.head_lost(f"it said nothing for {SILENCE_S:.0f} s")
         if self._patience is not None and now >= self._patience and not self._head_lost:
             self.head_lost("it did not end the job")
+        if self._leave_by is not None and now >= self._leave_by:
+            self._crew.terminate(TERMINATE_S)
         if self._head_lost and not self._crew.alive:
             self._finish_alone()
 
@@ -125,14 +148,28 @@ class Member:
             self.head_lost(f"it said something that makes no sense ({type(error).__name__}: {error})")
 
     def head_lost(self, reason: str) -> None:
-        """The head is there no longer: end the workers."""
+        """The head is there no longer: have the workers save and leave, if all of the job can, and end them."""
         if self.outcome is not None or self._head_lost:
             return
         self._head_lost = f"the head {self._head} was lost: {reason}"
         self._link.close()
         self._say(self._head_lost)
-        if self._crew is not None:
+        if self._crew is None:
+            return
+        if not self._has_begun:
             self._crew.terminate(TERMINATE_S)
+            return
+        self._leave_by = time.monotonic() + self._crew.grace_s
+        finish = Finish(exit_code=PREEMPTED, reason=self._head_lost)
+        for worker in self._crew.alive:
+            self._crew.tell(worker, finish.to_json())
+
+    def _answer_alone(self, crew: Crew, worker: int, request: Mapping[str, Any]) -> None:
+        """The head would answer; without it a worker that has lost another one cannot go on, nor save."""
+        if "id" in request:
+            crew.tell(worker, {"id": request["id"], "closed": self._head_lost})
+        elif request.get("op") == "stuck":
+            crew.terminate(TERMINATE_S)
 
     def _serve(self, crew: Crew, message: Mapping[str, Any]) -> None:
         match message["op"]:
@@ -141,6 +178,7 @@ class Member:
             case "tell":
                 crew.tell(int(message["worker"]), message["message"])
             case "start":
+                self.here.add(int(message["worker"]))
                 crew.add(int(message["worker"]), workers=int(message["workers"]))
             case "kill_worker":
                 crew.kill_worker(int(message["worker"]))
@@ -153,6 +191,8 @@ class Member:
                 crew.kill()
             case "end":
                 self.outcome = Outcome.from_json(message["outcome"])
+                if self._signum == signal.SIGTERM and self.outcome.exit_code == PREEMPTED:
+                    self._say(f"{self.outcome.reason}: run the same command again to go on")
             case op:
                 raise ValueError(f"unknown message {op!r}")
 
@@ -160,6 +200,11 @@ class Member:
         exits = sorted(self._exits, key=lambda ended: ended.worker)
         if self._signum is not None:
             self.outcome = interrupted(self._signum, exits)
+            return
+        if exits and all(ended.has_left for ended in exits):
+            finish = Finish(exit_code=PREEMPTED, reason=f"{self._head_lost}; everything is saved")
+            self._say(f"{finish.reason}: run the same command again to go on")
+            self.outcome = left(finish, exits)
             return
         # Worker 0 is the head's, on whatever host the head is.
         head = lost(0, host=self._head, pid=0, kind="HostLost", message=self._head_lost)

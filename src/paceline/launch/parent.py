@@ -123,6 +123,10 @@ class WarmParent:
         """Send a signal to a worker's process group, or to it alone, where the worker has not ended."""
         self._attached().send({"op": "signal", "worker": worker, "signal": signum, "alone": alone})
 
+    def let_orphans_finish(self, grace_s: float) -> None:
+        """From now on the workers may outlive this process, should it be lost, by so much: to save and leave."""
+        self._attached().send({"op": "orphans", "grace_s": grace_s})
+
     def output(self) -> str:
         """What it has written so far (warnings while importing, a crash): nothing of the workers."""
         if self._output.closed:
@@ -139,6 +143,7 @@ class WarmParent:
             if self._link is None:
                 self._sock.close()
             else:
+                self._link.send({"op": "end"})  # otherwise they are orphans
                 self._link.close()
             if not self._asked:
                 self._process.kill()  # still importing, perhaps: there is nobody else to end

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.plan.job import Assignment, Job
 from paceline.schedule import share
 
-__all__ = ["assign", "deal", "worker_dir"]
+__all__ = ["assign", "deal", "share_of", "template", "worker_dir"]
 
 
 def deal(workers: int, hosts: int) -> tuple[range, ...]:
@@ -21,11 +22,12 @@ def deal(workers: int, hosts: int) -> tuple[range, ...]:
     return share.deal(workers, hosts)
 
 
-def assign(
+def template(
     job: Job,
     *,
     host: str,
     host_index: int,
+    slots: int,
     address: str,
     run_dir: Path,
     attempt: int,
@@ -33,33 +35,47 @@ def assign(
     plan: str | None = None,
     overrides: Sequence[str] = (),
     given: Sequence[str] = (),
-) -> tuple[Assignment, ...]:
-    """What each worker of one host is told; `job.workers` must be known."""
+) -> Assignment:
+    """What all workers of one host are told alike, but for their numbers; `job.workers` must be known."""
     if job.workers is None:
         raise ValueError("job.workers is None: it must be known before workers are dealt to hosts")
-    ranks = deal(job.workers, job.hosts)[host_index]
-    return tuple(
-        Assignment(
-            rank=worker_rank,
-            workers=job.workers,
-            local_rank=worker_rank - ranks.start,
-            local_workers=len(ranks),
-            host=host,
-            host_index=host_index,
-            hosts=job.hosts,
-            address=address,
-            run_dir=str(run_dir),
-            attempt=attempt,
-            worker_dir=str(worker_dir(run_dir, attempt, worker_rank)),
-            channel_fd=-1,
-            command_started=command_started,
-            job=job,
-            plan=plan,
-            overrides=tuple(overrides),
-            given=tuple(given),
-        )
-        for worker_rank in ranks
+    return Assignment(
+        rank=-1,
+        workers=job.workers,
+        local_rank=-1,
+        local_workers=slots,
+        host=host,
+        host_index=host_index,
+        hosts=job.hosts,
+        address=address,
+        run_dir=str(run_dir),
+        attempt=attempt,
+        worker_dir="",
+        channel_fd=-1,
+        command_started=command_started,
+        job=job,
+        plan=plan,
+        overrides=tuple(overrides),
+        given=tuple(given),
     )
+
+
+def assign(alike: Assignment, ranks: Sequence[int]) -> tuple[Assignment, ...]:
+    """What each worker of one host is told: `alike`, with its own numbers."""
+    return tuple(
+        dataclasses.replace(
+            alike,
+            rank=worker_rank,
+            local_rank=local_rank,
+            worker_dir=str(worker_dir(Path(alike.run_dir), alike.attempt, worker_rank)),
+        )
+        for local_rank, worker_rank in enumerate(ranks)
+    )
+
+
+def share_of(job: Job) -> int:
+    """How many workers a host has room for that comes later: its share of those that the job begins with."""
+    return max(1, (job.workers or 0) // job.hosts)
 
 
 def worker_dir(run_dir: Path, attempt: int, worker_rank: int) -> Path:

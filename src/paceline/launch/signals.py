@@ -1,4 +1,8 @@
-"""The signals that end a job, noted while a supervisor runs, so that none of them ends it half-way."""
+"""The signals that end a job, noted while a supervisor runs, so that none of them ends it half-way.
+
+A batch system's warning (`environment.notice_signals`: SIGUSR1 in a Slurm job) is noted as the SIGTERM that it
+announces, once: that SIGTERM, when it comes, is then the second one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import signal
 import threading
 from types import FrameType
 from typing import Any
+
+from paceline import environment
 
 __all__ = ["ENDING", "Interrupted", "Signals"]
 
@@ -30,10 +36,13 @@ class Signals:
     def __init__(self) -> None:
         self._noted: list[int] = []
         self._before: dict[int, Any] = {}
+        self._warnings: tuple[int, ...] = ()
+        self._is_warned = False
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for signum in ENDING:
+            self._warnings = environment.notice_signals()
+            for signum in (*ENDING, *self._warnings):
                 before = signal.getsignal(signum)
                 if before not in (None, signal.SIG_IGN):  # None: set by other than Python, and could not be put back
                     self._before[signum] = before
@@ -61,4 +70,8 @@ class Signals:
             raise Interrupted(taken[0])
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._noted.append(signum)
+        if signum not in self._warnings:
+            self._noted.append(signum)
+        elif not self._is_warned:
+            self._is_warned = True
+            self._noted.append(signal.SIGTERM)

@@ -77,13 +77,14 @@ class Supervisor:
         self,
         assignments: Sequence[Assignment],
         *,
+        template: Assignment,
         side: Head | Member,
         parent: WarmParent | None,
         loop: Loop,
         observer: Observer,
         signals: Signals,
     ) -> None:
-        self.crew = Crew(assignments, parent=parent, loop=loop, listener=side, say=observer.say)
+        self.crew = Crew(assignments, template=template, parent=parent, loop=loop, listener=side, say=observer.say)
         self._side, self._loop, self._observer, self._signals = side, loop, observer, signals
         self._observe_at = 0.0
         side.lead(self.crew, observer.emit)

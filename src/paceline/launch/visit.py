@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.launch.door import Introduction
-from paceline.launch.head import SILENCE_S
+from paceline.launch.guests import SILENCE_S
 from paceline.launch.link import Link
 from paceline.launch.loop import WRITE, Loop
 from paceline.launch.member import Member
@@ -120,6 +120,8 @@ class Visit:
                 host=self._terms.host,
                 address=self._address,
                 host_index=int(message["host_index"]),
+                ranks=tuple(map(int, message["ranks"])),
+                slots=int(message["slots"]),
                 attempt=int(message["attempt"]),
                 run_dir=str(message["run_dir"]),
                 say=self._say,

@@ -8,13 +8,16 @@ but what the supervisor asks for over one inherited socket:
     <- {"op": "started", "worker": k, "pid": p}            or {"op": "not_started", ...}
     -> {"op": "signal", "worker": k, "signal": 15}         to the worker's whole process group ("alone": to it alone)
     <- {"op": "exited", "worker": k, "exit_code": 0, "signal": null, "peak_memory_bytes": n}
+    -> {"op": "orphans", "grace_s": 30}                    should the supervisor be lost, workers have so long to save
+    -> {"op": "end"}                                       it is not lost: it has done with all
 
 A fork is only safe without threads and without accelerator state, so nothing here starts or touches any. Only this
 process reaps the workers, so only it knows for sure that a number still names a worker: all signals go through it.
 
 Nothing outlives it. It adopts every orphan below it, so that also what a worker started in a session of its own, and
 left behind, comes to it. When the supervisor's end of the socket closes, or the supervisor dies, it ends what is
-left, and then itself; when it is killed, the kernel kills the workers.
+left, and then itself: at once, or, where the supervisor was lost while the workers were at work on steps, after the
+time that they have to save and leave. When it is killed, the kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -79,6 +82,7 @@ def main(start: Mapping[str, Any]) -> None:
     if message["op"] == "ready":
         try:
             server.serve()
+            server.wait_for_orphans()
         finally:
             server.end_all()
     os._exit(0)  # the interpreter's own end takes long once torch is loaded, and has nothing to do
@@ -133,6 +137,7 @@ class _Server:
         self._sock, self._supervisor = sock, supervisor
         self._workers: dict[int, int] = {}  # by process number, until reaped
         self._lines, self._fds = LineBuffer(), deque[int]()
+        self._orphans_grace_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._signals, self._wakeup = socket.socketpair()
         for end in (self._signals, self._wakeup):
@@ -153,6 +158,14 @@ class _Server:
         while going_on:
             for key, _ in self._selector.select():
                 going_on = key.data() and going_on
+
+    def wait_for_orphans(self) -> None:
+        """Return when all workers have ended, or their time is over, where the supervisor was lost."""
+        self._selector.unregister(self._sock)
+        deadline = time.monotonic() + self._orphans_grace_s
+        while self._workers and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left_s):
+                key.data()
 
     def end_all(self) -> None:
         """Kill the workers with everything in their groups, then end what they left in other sessions."""
@@ -186,6 +199,11 @@ class _Server:
                 self._fork(request, self._fds.popleft())
             elif request["op"] == "signal":
                 self._signal(request["worker"], request["signal"], alone=request.get("alone", False))
+            elif request["op"] == "orphans":
+                self._orphans_grace_s = float(request["grace_s"])
+            elif request["op"] == "end":
+                self._orphans_grace_s = 0.0
+                return False
             else:
                 raise ValueError(f"unknown request {request['op']!r}")
         return True

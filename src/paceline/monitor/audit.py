@@ -9,91 +9,22 @@ million samples that is tried, too.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json as json_text
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.monitor.cover import Cover, column
-from paceline.monitor.ledgers import Attempt, EpochColumns, Ledgers, Rollback, Stream
+from paceline.monitor.audit_epoch import MOST_LISTED, EpochAudit, judge
+from paceline.monitor.cover import column
+from paceline.monitor.ledgers import Attempt, Ledgers
 from paceline.monitor.once import workers_text
 from paceline.monitor.run_record import RunRecord
 
-__all__ = ["AuditResult", "EpochAudit", "Missing", "Repeated", "Undone", "audit", "main_audit"]
-
-MOST_LISTED = 20  # missing or repeated ranges of an epoch; steps that only some workers committed
-MOST_INDICES = 8  # samples named for a range
-MOST_PERMUTED = 10_000_000
-CHUNK = 1 << 20
-
-Samples = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Missing:
-    """Positions [start, stop) that no step used; they lie between the positions of these two steps."""
-
-    start: int
-    stop: int
-    after_step: int | None
-    before_step: int | None
-    samples: Samples  # dataset indices of the first of them
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Repeated:
-    """Positions [start, stop) that were used more than once: two of the (step, worker) pairs that did."""
-
-    start: int
-    stop: int
-    steps: tuple[int, int]
-    workers: tuple[int, int]
-    samples: Samples  # dataset indices of the first of them
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Undone:
-    """Positions [start, stop) whose steps a rollback has undone: used once, and not used again."""
-
-    start: int
-    stop: int
-    first_step: int
-    last_step: int
-    to_step: int  # whose state came back
-    samples: Samples  # dataset indices of the first of them
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EpochAudit:
-    """The verdict on one epoch of one stream.
-
-    state: "exact": each sample was used once. "continued": each from `begins_at` on; what came before is in another
-    run. "unfinished": each once so far; it is the last epoch, or of an iterable, whose end is not known. "broken":
-    samples were lost or repeated, or the ledgers contradict themselves.
-    """
-
-    stream: str
-    epoch: int
-    state: str
-    num_samples: int  # that the epoch consists of: without what drop_last drops; 0: not known (an iterable)
-    begins_at: int  # the positions before it were used by another run, from whose checkpoint this one went on
-    num_used: int  # distinct positions
-    first_step: int
-    last_step: int
-    num_missing: int
-    num_repeated: int  # uses beyond the first
-    missing: tuple[Missing, ...]  # the first ones
-    repeated: tuple[Repeated, ...]  # the first ones
-    skipped_steps: tuple[int, ...]  # used their samples without changing the weights
-    undone: tuple[Undone, ...]
-    is_permutation: bool | None  # None: not tried
-    says: tuple[str, ...]  # what is wrong, in words
+__all__ = ["AuditResult", "audit", "main_audit"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +72,7 @@ def audit(run_dir: Path | str) -> AuditResult:
         problems += [f"stream {stream}: epoch {epoch} has no step at all, though epoch {last} has" for epoch in absent]
     rollbacks = [rollback for attempt in ledgers.attempts for _, rollback in sorted(attempt.rollbacks.items())]
     epochs = tuple(
-        _judge(stream, epoch, ledgers.epochs[stream, epoch], rollbacks, is_last=epoch == last_epochs[stream])
+        judge(stream, epoch, ledgers.epochs[stream, epoch], rollbacks, is_last=epoch == last_epochs[stream])
         for stream, epoch in sorted(ledgers.epochs)
     )
     return AuditResult(
@@ -168,165 +99,6 @@ def main_audit(run_dir: Path | str, json: bool = False) -> int:
 
         print(report(result))
     return 0 if result.is_clean else 1
-
-
-# ------------------------------------------------------------------------------------------------------------ one epoch
-
-
-def _judge(name: str, epoch: int, columns: EpochColumns, rollbacks: list[Rollback], *, is_last: bool) -> EpochAudit:
-    stream = columns.streams[-1]
-    cover = Cover(columns)
-    samples, is_endless = stream.samples or 0, stream.samples is None
-    total, is_finished = _end_of_epoch(columns, cover.end)
-    missing, repeated = list(_gaps(cover, columns.begins_at)), list(cover.overlaps())
-    is_short = not is_finished and not is_last and not is_endless
-    if is_short:
-        missing.append((cover.end, total, cover.last_holder, None))
-    num_missing = sum(stop - start for start, stop, _, _ in missing)
-    says = [*_contradictions(columns, cover.end, total), *_beyond_rollback(name, epoch, cover, rollbacks)]
-    if num_missing:
-        says.append(f"{num_missing:,} samples were not used")
-    if cover.num_repeated:
-        says.append(f"{cover.num_repeated:,} uses too many")
-    if is_short:
-        says.append(f"it ends at position {cover.end:,} though a later epoch has begun")
-    is_permutation = None
-    if is_finished and not says and samples <= MOST_PERMUTED:
-        is_permutation = _is_permutation(stream, epoch, samples)
-        if not is_permutation:
-            says.append("its order is not a permutation of the dataset")
-    named = functools.partial(_first_indices, stream, epoch)
-    return EpochAudit(
-        stream=name,
-        epoch=epoch,
-        state="broken" if says else _state(is_finished, columns.begins_at),
-        num_samples=0 if is_endless else total,
-        begins_at=columns.begins_at,
-        num_used=cover.num_used,
-        first_step=min(columns.seen_steps),
-        last_step=max(columns.seen_steps),
-        num_missing=num_missing,
-        num_repeated=cover.num_repeated,
-        missing=tuple(_missing(cover, gap, named(*gap[:2])) for gap in missing[:MOST_LISTED]),
-        repeated=tuple(_repeated(cover, overlap, named(*overlap[:2])) for overlap in repeated[:MOST_LISTED]),
-        skipped_steps=tuple(sorted(columns.skipped_steps)),
-        undone=tuple(_undone(cover, rollbacks, named)),
-        is_permutation=is_permutation,
-        says=tuple(says),
-    )
-
-
-def _state(is_finished: bool, begins_at: int) -> str:
-    if not is_finished:
-        return "unfinished"
-    return "continued" if begins_at else "exact"
-
-
-def _gaps(cover: Cover, begins_at: int) -> Iterator[tuple[int, int, int | None, int | None]]:
-    """The cover's gaps, without what another run had used before."""
-    for start, stop, after, before in cover.gaps():
-        if stop > begins_at:
-            yield max(start, begins_at), stop, after, before
-
-
-def _missing(cover: Cover, gap: tuple[int, int, int | None, int | None], samples: Samples) -> Missing:
-    start, stop, *rows = gap
-    after, before = (None if row is None else int(cover.steps[row]) for row in rows)
-    return Missing(start=start, stop=stop, after_step=after, before_step=before, samples=samples)
-
-
-def _repeated(cover: Cover, overlap: tuple[int, int, int, int], samples: Samples) -> Repeated:
-    start, stop, *rows = overlap
-    one, other = sorted((int(cover.steps[row]), int(cover.workers[row])) for row in rows)
-    return Repeated(start=start, stop=stop, steps=(one[0], other[0]), workers=(one[1], other[1]), samples=samples)
-
-
-def _undone(cover: Cover, rollbacks: list[Rollback], named: Callable[[int, int], Samples]) -> Iterator[Undone]:
-    """What each rollback has undone of an epoch; a later one that went back as far has undone that, too."""
-    for number, rollback in enumerate(rollbacks):
-        if any(later.to_step <= rollback.to_step for later in rollbacks[number + 1 :]):
-            continue
-        span = cover.span(after_step=rollback.to_step, until_step=rollback.from_step)
-        if span is not None:
-            start, stop, first_step, last_step = span
-            yield Undone(
-                start=start,
-                stop=stop,
-                first_step=first_step,
-                last_step=last_step,
-                to_step=rollback.to_step,
-                samples=named(start, stop),
-            )
-
-
-def _beyond_rollback(name: str, epoch: int, cover: Cover, rollbacks: list[Rollback]) -> Iterator[str]:
-    """Say where a rollback undid other samples than its own line in the ledger says."""
-    for rollback in rollbacks:
-        span = cover.span(after_step=rollback.to_step, until_step=rollback.from_step)
-        told = [(begin, end) for stream, begin, end in rollback.skips if stream == name]
-        if span is not None and not any(begin <= (epoch, span[0]) and (epoch, span[1]) <= end for begin, end in told):
-            yield (
-                f"the rollback from step {rollback.from_step} to step {rollback.to_step} does not say that positions "
-                f"{span[0]:,}-{span[1] - 1:,} are passed over"
-            )
-
-
-def _end_of_epoch(columns: EpochColumns, reached: int) -> tuple[int, bool]:
-    """Return how many positions the epoch has, and whether its steps reached the last."""
-    stream, samples = columns.streams[-1], columns.streams[-1].samples
-    if samples is None:
-        return reached, False
-    if not stream.drop_last:
-        return samples, reached >= samples
-    if len({each.batch for each in columns.streams}) == 1 and columns.begins_at % stream.batch == 0:
-        total = samples // stream.batch * stream.batch
-        return total, reached >= total
-    if samples - reached < stream.batch:  # the batch was changed between attempts: no other full one fits
-        return min(reached, samples), True
-    return reached + (samples - reached) // stream.batch * stream.batch, False
-
-
-def _contradictions(columns: EpochColumns, reached: int, total: int) -> Iterator[str]:
-    orders = {(stream.samples, stream.seed, stream.shuffle) for stream in columns.streams}
-    if len(orders) > 1:
-        told = ", ".join(
-            f"{samples} samples, seed {seed}, shuffle {shuffle}" for samples, seed, shuffle in sorted(orders, key=str)
-        )
-        yield f"its steps do not share one order of samples ({told}): dataset or seed were changed between attempts"
-    if reached > total:
-        yield f"positions up to {reached:,} were used, beyond the end"
-    first = min(columns.starts, default=columns.begins_at)
-    if first < columns.begins_at:
-        yield (
-            f"positions from {first:,} on were used, but the checkpoint of another run that it went on from stands at "
-            f"{columns.begins_at:,}: those before were used there"
-        )
-
-
-def _is_permutation(stream: Stream, epoch: int, samples: int) -> bool:
-    seen = np.zeros(samples, dtype=np.bool_)
-    for start in range(0, samples, CHUNK):
-        indices = _indices(stream, epoch, np.arange(start, min(start + CHUNK, samples)))
-        if indices.min() < 0 or indices.max() >= samples:
-            return False
-        seen[indices] = True
-    return bool(seen.all())
-
-
-def _indices(stream: Stream, epoch: int, positions: NDArray[Any]) -> NDArray[np.int64]:
-    from paceline.schedule import order
-
-    return order.sample_indices(
-        seed=stream.seed, epoch=epoch, num_samples=stream.samples or 0, positions=positions, shuffle=stream.shuffle
-    )
-
-
-def _first_indices(stream: Stream, epoch: int, start: int, stop: int) -> Samples:
-    end = min(stop, start + MOST_INDICES, stream.samples or 0)
-    return tuple(_indices(stream, epoch, np.arange(start, end)).tolist()) if end > start else ()
-
-
-# ---------------------------------------------------------------------------------------------------------- one attempt
 
 
 def _partial_steps(attempt: Attempt) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from paceline.monitor.audit import AuditResult, EpochAudit, Missing, Repeated, Undone
+from paceline.monitor.audit import AuditResult
+from paceline.monitor.audit_epoch import EpochAudit, Missing, Repeated, Undone
 from paceline.monitor.files import local_path
 
 __all__ = ["report"]

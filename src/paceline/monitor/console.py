@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Collection
 from typing import TextIO
 
 from paceline.events import Record, StreamOpened
@@ -45,6 +46,9 @@ class PlainConsole:
             self._is_lost = True
             give_up(self._stream, error)
 
+    def follow(self, local: Collection[int]) -> None:
+        """Lines name who they are about: nothing is to be prepared for workers that come later."""
+
     def poll(self, now: float) -> None:
         """Write a line of progress when one is due; `now` is monotonic, in seconds."""
         if self._due is None:
@@ -74,6 +78,9 @@ class NoConsole:
         """Ignore it."""
 
     def show(self, text: str) -> None:
+        """Ignore it."""
+
+    def follow(self, local: Collection[int]) -> None:
         """Ignore it."""
 
     def poll(self, now: float) -> None:

@@ -8,7 +8,10 @@ next: what the worker measured goes to its accounts, the rest is the script's ow
    until it takes part in a step;
  - the survivors' step that was disturbed counts like the undisturbed one before it: what it took longer is recovery. So
    is what the step took longer at which a successor was taken in;
- - steps that were taken again from an older state are repeated, the whole of them.
+ - steps that were taken again from an older state are repeated, the whole of them; steps that a rollback undid, and
+   those that were left out because of a spike or of gradients that are not finite, are undone.
+
+Workers of other hosts whose files are not here have no place in the books.
 
 Pure: `goodput_log` reads the files, `goodput_incidents` finds the incidents.
 """
@@ -82,6 +85,7 @@ class Ledger:
     incidents: tuple[Incident, ...]
     members: tuple[tuple[float, int], ...]  # from this time on so many workers took part
     timeline: Timeline
+    elsewhere: tuple[int, ...]  # workers of other hosts, which are not in these books
 
     @property
     def duration_s(self) -> float:
@@ -101,6 +105,7 @@ def keep_ledger(attempts: Sequence[AttemptLog]) -> Ledger:
     """Book a run's attempts, given by their times; ValueError where there is none."""
     if not attempts:
         raise ValueError("there is nothing to book: no attempt of the run has left any file")
+    attempts = _in_turn(attempts)
     began, ended = attempts[0].began, attempts[-1].ended
     found = [incidents_of(log, later) for log, later in itertools.zip_longest(attempts, attempts[1:])]
     incidents = list(itertools.chain.from_iterable(found))
@@ -114,6 +119,7 @@ def keep_ledger(attempts: Sequence[AttemptLog]) -> Ledger:
         stretches.end(log.ended)
         books.append(book)
         scale = book.wall_s / book.worker_s if book.worker_s else 0.0
+        wall_s["start_up"] += 0.0 if book.worker_s else book.wall_s  # nobody came so far as to have a place
         for worker, accounts in book.workers.items():
             total = workers.setdefault(worker, dict.fromkeys(ACCOUNTS, 0.0))
             for account, seconds in accounts.items():
@@ -135,15 +141,27 @@ def keep_ledger(attempts: Sequence[AttemptLog]) -> Ledger:
         incidents=tuple(incidents),
         members=tuple(itertools.chain.from_iterable(map(_members, attempts))),
         timeline=stretches.taken(),
+        elsewhere=tuple(sorted(frozenset().union(*(log.elsewhere for log in attempts)) - workers.keys())),
     )
+
+
+def _in_turn(attempts: Sequence[AttemptLog]) -> list[AttemptLog]:
+    """One attempt after the other, also where clocks were set in between."""
+    in_turn: list[AttemptLog] = []
+    for log in attempts:
+        began = max(log.began, in_turn[-1].ended) if in_turn else log.began
+        in_turn.append(dataclasses.replace(log, began=began, ended=max(began, log.ended)))
+    return in_turn
 
 
 def _attempt_book(
     log: AttemptLog, incidents: Sequence[Incident], rewinds: Rewinds, stretches: _Stretches
 ) -> AttemptBook:
-    own: dict[int, list[Record]] = {worker: [] for worker in range(log.workers)}
+    own: dict[int, list[Record]] = {worker: [] for worker in range(log.workers) if worker not in log.elsewhere}
     for record in log.records:
         match record.event:
+            case WorkerLost(rank=worker) if worker in log.elsewhere:
+                continue
             case WorkerStarted() | Evaluated() | CheckpointSaved() | WorkerFinished() if record.worker is not None:
                 own.setdefault(record.worker, []).append(record)
             case WorkerLost(rank=worker):

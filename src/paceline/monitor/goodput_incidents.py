@@ -1,7 +1,8 @@
 """The incidents of a run: which workers were lost, what became of them, and where an attempt ended before its time.
 
-They come from the supervisor's events alone. Losses that fall together, before the others have formed again, are one
-incident; an attempt that did not finish is another.
+Losses that fall together, before the others have formed again, are one incident; the head's supervisor tells of them,
+which decides who takes part, on all hosts. A spike of the loss and weights that differed are incidents of which all
+workers tell alike. An attempt that did not finish is one, too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 
-from paceline.events import Regrouped, WorkerFailed, WorkerJoined, WorkerLost, WorkerStarted
+from paceline.events import (
+    Regrouped,
+    SpikeSeen,
+    WeightsDiffer,
+    WorkerFailed,
+    WorkerJoined,
+    WorkerLost,
+    WorkerStarted,
+)
 from paceline.monitor.goodput_log import AttemptLog
-from paceline.monitor.wording import CAUSES
+from paceline.monitor.wording import CAUSES, number_text
 
 __all__ = ["Incident", "Joined", "Rewinds", "incidents_of"]
 
@@ -29,9 +38,10 @@ class Joined:
 
 @dataclasses.dataclass(kw_only=True)
 class Incident:
-    """A loss that the others survived ("loss"), or the end of an attempt before its time ("end").
+    """A loss that the others survived ("loss"), a spike whose step was left out or rolled back ("spike"), weights that
+    were healed ("weights"), or the end of an attempt before its time ("end").
 
-    It grows while events are read. `costs` are worker-seconds by account: recovery, repeated, vacant and down.
+    It grows while events are read. `costs` are worker-seconds by account: recovery, repeated, undone, vacant and down.
     """
 
     kind: str
@@ -46,6 +56,8 @@ class Incident:
     members: tuple[int, ...] = ()  # that were left
     holds: bool = False  # they were too few, and waited for others
     steps_lost: int = 0  # that had been committed, and were taken again
+    at_step: int | None = None  # of a spike and of differing weights: the step in hand
+    steps_undone: int = 0  # by a rollback; their samples are not used again
     joined: list[Joined] = dataclasses.field(default_factory=list[Joined])
     costs: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
@@ -61,23 +73,31 @@ class Incident:
 def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
     """Return the incidents of one attempt, by their times; the `later` attempt says which steps were taken again."""
     found: list[Incident] = []
-    is_open = False
+    open_loss: Incident | None = None
+    seen: set[tuple[str, int]] = set()  # all workers say alike what they see
     for record in log.records:
         match record.event:
             case WorkerLost() as lost:
-                if not is_open:
-                    found.append(Incident(kind="loss", attempt=log.attempt, began=record.time, step=lost.step))
-                    is_open = True
-                found[-1].workers.append(lost.rank)
-                found[-1].causes.append(lost.reason)
+                if open_loss is None:
+                    open_loss = Incident(kind="loss", attempt=log.attempt, began=record.time, step=lost.step)
+                    found.append(open_loss)
+                open_loss.workers.append(lost.rank)
+                open_loss.causes.append(lost.reason)
             case Regrouped() as regrouped:
-                if not is_open:
-                    found.append(Incident(kind="loss", attempt=log.attempt, began=record.time))
-                    found[-1].causes += regrouped.causes
-                _went_on(found[-1], record.time, regrouped)
-                is_open = False
-            case WorkerJoined() as joined:
-                _rejoined(found, record.time, joined)
+                if open_loss is None:
+                    open_loss = Incident(kind="loss", attempt=log.attempt, began=record.time)
+                    open_loss.causes += regrouped.causes
+                    found.append(open_loss)
+                _went_on(open_loss, record.time, regrouped)
+                open_loss = None
+            case WorkerJoined(after_s=after_s) as joined if after_s is not None:  # otherwise it replaces nobody
+                _rejoined(found, record.time, joined, after_s)
+            case SpikeSeen(step=step, action="skip" | "rollback") as spike if ("spike", step) not in seen:
+                seen.add(("spike", step))
+                found.append(_spike(log.attempt, record.time, spike))
+            case WeightsDiffer(step=step, source=int()) as differ if ("weights", step) not in seen:
+                seen.add(("weights", step))
+                found.append(_healed(log.attempt, record.time, differ))
             case _:
                 pass
     resumed_from = None if later is None else resumed_from_step(later)
@@ -94,13 +114,13 @@ def resumed_from_step(log: AttemptLog) -> int | None:
 
 
 class Rewinds:
-    """The moments at which a run went back to an older step: steps beyond it that were told before are repeated."""
+    """The moments at which a run went back to an older step: later ones that were told before count for nothing."""
 
     def __init__(self, incidents: Sequence[Incident]) -> None:
         moments = sorted(
             (incident.went_on, incident.step, place)
             for place, incident in enumerate(incidents)
-            if incident.went_on is not None and incident.steps_lost > 0
+            if incident.went_on is not None and incident.steps_lost + incident.steps_undone > 0
         )
         self._incidents = incidents
         self._times = [moment for moment, _, _ in moments]
@@ -109,7 +129,7 @@ class Rewinds:
             self._oldest[index] = min(self._oldest[index], self._oldest[index + 1])
 
     def of(self, step: int, told: float) -> Incident | None:
-        """Return the incident for which a step, told at this time, was taken again; None: it counts."""
+        """Return the incident for which a step, told at this time, was taken again or undone; None: it counts."""
         index = bisect.bisect_right(self._times, told)
         if index == len(self._times) or step <= self._oldest[index][0]:
             return None
@@ -122,11 +142,44 @@ def _went_on(incident: Incident, when: float, regrouped: Regrouped) -> None:
     incident.steps_lost, incident.holds = regrouped.steps_lost, regrouped.holds
 
 
-def _rejoined(found: Sequence[Incident], when: float, event: WorkerJoined) -> None:
+def _rejoined(found: Sequence[Incident], when: float, event: WorkerJoined, after_s: float) -> None:
     for incident in reversed(found):
         if event.rank in incident.workers:
-            incident.joined.append(Joined(worker=event.rank, time=when, step=event.step, after_s=event.after_s))
+            incident.joined.append(Joined(worker=event.rank, time=when, step=event.step, after_s=after_s))
             return
+
+
+def _spike(attempt: int, when: float, spike: SpikeSeen) -> Incident:
+    text = f"loss {number_text(spike.loss)}, or a gradient, is not finite"
+    if spike.expected is not None:
+        text = f"loss {number_text(spike.loss)}, expected at most {number_text(spike.expected)}"
+    to_step = spike.to_step if spike.action == "rollback" else None
+    undone = 0 if to_step is None else spike.step - 1 - to_step  # and the spike's own, which nobody took
+    step = spike.step - 1 if to_step is None else to_step
+    return Incident(
+        kind="spike",
+        attempt=attempt,
+        began=when,
+        went_on=when,
+        causes=[text],
+        step=step,
+        at_step=spike.step,
+        steps_undone=undone,
+    )
+
+
+def _healed(attempt: int, when: float, differ: WeightsDiffer) -> Incident:
+    text = f"weights of {', '.join(differ.who)} differed from {differ.num_alike} others' in {differ.first}"
+    return Incident(
+        kind="weights",
+        attempt=attempt,
+        began=when,
+        went_on=when,
+        causes=[text],
+        workers=list(differ.workers),
+        step=differ.step,
+        at_step=differ.step,
+    )
 
 
 def _end(log: AttemptLog, later: AttemptLog | None, resumed_from: int | None) -> Incident:

@@ -10,11 +10,11 @@ import dataclasses
 import json
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.events import Record, RunFinished, RunStarted, WorkerStarted
+from paceline.events import Record, RunFinished, RunStarted, WorkerJoined, WorkerLost, WorkerStarted
 from paceline.monitor.files import last_lines, worker_number
 from paceline.monitor.run_record import RUNNING, RunRecord
 from paceline.monitor.status import is_echo
@@ -31,6 +31,7 @@ class StepTime(NamedTuple):
     time: float  # when it was told, after its commit
     step: int
     seconds: Mapping[str, float]  # as in StepDone
+    skipped: bool = False  # no worker took it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class AttemptLog:
     state: str  # finished | failed | stopped | lost | running
     exit_code: int | None
     last_step: int  # that anybody told of; 0: none
+    elsewhere: frozenset[int] = frozenset()  # workers of other hosts, whose files are not here
     echoes: frozenset[int] = frozenset()  # workers whose error only tells that a peer went away
     records: Sequence[Record]  # of supervisor and workers, without the steps, by time
     steps: Callable[[int], Iterable[StepTime]]  # of a worker, by time
@@ -78,6 +80,7 @@ def read_attempts(record: RunRecord) -> list[AttemptLog]:
                 ended=ended,
                 state=state,
                 exit_code=attempt.exit_code,
+                elsewhere=_elsewhere(records, record.workers, paths),
                 last_step=max((step for _, step in last_told.values()), default=0),
                 echoes=frozenset(worker for worker, path in paths.items() if is_echo(path.with_name("error.json"))),
                 records=records,
@@ -85,6 +88,16 @@ def read_attempts(record: RunRecord) -> list[AttemptLog]:
             )
         )
     return logs
+
+
+def _elsewhere(records: Sequence[Record], otherwise: int, here: Collection[int]) -> frozenset[int]:
+    """The workers without a directory here. Where there is no other host, and none of them came later, they never
+    were; where all are elsewhere, nothing could be booked, and so they count as starting."""
+    started = next((found.event for found in records if isinstance(found.event, RunStarted)), None)
+    begun = _num_workers(records, otherwise)
+    spread = range(begun) if started is not None and started.hosts > 1 and here else ()
+    named = {found.event.rank for found in records if isinstance(found.event, WorkerLost | WorkerJoined)}
+    return frozenset({*spread, *(worker for worker in named if worker >= begun)} - set(here))
 
 
 class _Steps:
@@ -105,7 +118,7 @@ class _Steps:
 def _step(line: str) -> StepTime | None:
     try:
         fields = json.loads(line)
-        return StepTime(fields["time"], fields["step"], fields["seconds"])
+        return StepTime(fields["time"], fields["step"], fields["seconds"], fields.get("skipped", False))
     except (ValueError, TypeError, KeyError):  # cut off by a kill, or damaged
         return None
 

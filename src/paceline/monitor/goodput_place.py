@@ -22,6 +22,7 @@ ACCOUNTS: dict[str, str] = {
     "start_up": "from the command to the first step",
     "recovery": "dropped work, regrouping, successors' start",
     "repeated": "steps that had to be taken again",
+    "undone": "steps left out, or undone by a rollback",
     "vacant": "a lost worker's place, empty",
     "idle": "no step left to take",
     "down": "between attempts",
@@ -55,24 +56,26 @@ class Place:
         losses = [incident for incident in incidents if incident.kind == "loss"]
         self._own_losses = [incident for incident in losses if worker in incident.workers]
         self._end = next((incident for incident in incidents if incident.kind == "end"), None)
+        self._left_out = {incident.at_step: incident for incident in incidents if incident.kind == "spike"}
         self._disturbed = _disturbed(losses, worker)
         saves = [record for record in log.records if isinstance(record.event, CheckpointSaved)]
         self._stalls = {_save(record).step: _save(record).stall_s for record in saves}
         self._own_saves = {_save(record).step: _save(record) for record in saves if record.worker == worker}
 
     def take(self, item: Record | StepTime) -> None:
+        when = min(max(item.time, self._until), self._log.ended)  # the clocks of hosts differ
         if isinstance(item, StepTime):
-            self._step(item)
+            self._step(item, when)
             return
         match item.event:
             case WorkerStarted(startup_s=startup_s):
-                self._started(item.time, startup_s)
+                self._started(when, startup_s)
             case WorkerLost():
                 self._incident = self._own_losses.pop(0) if self._own_losses else self._incident
-                self._book(item.time, {"recovery": item.time - self._until}, self._incident)
+                self._book(when, {"recovery": when - self._until}, self._incident)
                 self._state = "vacant"
             case WorkerFinished():
-                self._last_words(item.time)
+                self._last_words(when)
                 self._state = "finished"
             case Evaluated(duration_s=duration_s):
                 self._evaluation_s += duration_s
@@ -109,8 +112,8 @@ class Place:
             self._until = forked  # the place was added later, or was given up for a time
         self._state = "starting"
 
-    def _step(self, told: StepTime) -> None:
-        length = max(0.0, told.time - self._until)
+    def _step(self, told: StepTime, when: float) -> None:
+        length = when - self._until
         parts = {phase: max(0.0, told.seconds.get(phase, 0.0)) for phase in PHASES}
         measured = sum(parts.values())
         if measured > length:  # clocks differ a little, and parts may overlap
@@ -126,12 +129,14 @@ class Place:
             owner = None
             self._share_out(parts, rest)
             self._usual = parts
-        repeated_by = self._rewinds.of(told.step, told.time)
-        if repeated_by is not None:
-            parts, owner = {"repeated": length}, repeated_by
+        rewound_by = self._rewinds.of(told.step, told.time)
+        if rewound_by is not None:
+            parts, owner = {"undone" if rewound_by.kind == "spike" else "repeated": length}, rewound_by
+        elif told.skipped:
+            parts, owner = {"undone": length}, self._left_out.get(told.step)
         self._evaluation_s, self._stall_s = 0.0, self._stalls.get(told.step, 0.0)
         self.first_step, self.last_step = self.first_step or told.step, told.step
-        self._book(told.time, parts, owner)
+        self._book(when, parts, owner)
 
     def _as_usual(self, length: float) -> dict[str, float]:
         """A disturbed step counts like the one before; what it took longer was lost."""
@@ -172,7 +177,7 @@ class Place:
             return
         for account, seconds in parts.items():
             self._accounts[account] += seconds
-            if incident is not None and account in ("recovery", "repeated", "vacant"):
+            if incident is not None and account in ("recovery", "repeated", "undone", "vacant"):
                 incident.book(account, seconds)
         self._note(self._until, until, parts)
         self._until = until

@@ -31,7 +31,7 @@ from paceline.events import (
 from paceline.monitor.console import give_up
 from paceline.monitor.files import local_path
 from paceline.monitor.steps import OTHER, PHASES, Step
-from paceline.monitor.wording import SHORT, Goal, Interval, number_text, rate_text
+from paceline.monitor.wording import SHORT, Goal, Interval, idle_texts, number_text, rate_text
 from paceline.units import bytes_text, duration_text
 
 __all__ = ["LiveConsole"]
@@ -71,6 +71,7 @@ class LiveConsole:
         self._speed: float | None = None
         self._step_s: float | None = None
         self._shares: dict[str, float] = {}
+        self._idle: dict[int, float] = {}
         self._curve = _Curve()
         self._marks: dict[int, tuple[str, str]] = {}  # worker -> character, style
         self._num_lost = 0
@@ -124,9 +125,12 @@ class LiveConsole:
     def _note_started(self, worker: int) -> None:
         is_later = worker in self._marks or worker >= self._num_workers
         self._marks[worker] = JOINING if is_later else AT_WORK
-        if worker not in self._local and len(self._local) == self._num_workers:  # it tells of all, also of new ones
-            self._local.append(worker)
-            self._num_workers += 1
+
+    def follow(self, local: Collection[int]) -> None:
+        """Tell of these workers of this host, too, where they came later."""
+        new = sorted(set(local) - set(self._local))
+        self._local += new
+        self._num_workers += len(new)
 
     def show(self, text: str) -> None:
         """Write lines above the block; colours of the program's own are kept."""
@@ -176,6 +180,7 @@ class LiveConsole:
             *self._speeds(width),
             *self._times(width, bar_width),
             *self._workers(width),
+            *self._idle_shares(width),
             *self._saved(width),
         ]
         block = Text("\n").join(rows)
@@ -223,6 +228,7 @@ class LiveConsole:
         interval = self._interval
         if interval.samples_per_s is not None and interval.shares:
             self._speed, self._step_s, self._shares = interval.samples_per_s, interval.step_s, interval.shares
+            self._idle = interval.idle
             interval.restart()
         if self._speed is None:
             return []
@@ -253,6 +259,11 @@ class LiveConsole:
         count += f" here, {self._num_workers} in all" if num_here < self._num_workers else ""
         losses = [Text(f"{self._num_lost} lost so far", "dim")] if self._num_lost else []
         return _rows("workers", [*numbers, Text(count, "dim"), *losses], width, bar=marks)
+
+    def _idle_shares(self, width: int) -> list[Text]:
+        """Which share of the same steps each worker waited for the others."""
+        texts = [Text(text, "dim") for text in idle_texts(self._idle)]
+        return _rows("idle", texts, width) if texts else []
 
     def _saved(self, width: int) -> list[Text]:
         rows: list[Text] = []

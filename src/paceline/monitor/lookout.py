@@ -6,7 +6,6 @@ elsewhere it only answers. A calm look costs some 40 us for each worker, once a 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -14,8 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.comm.ring import FILE_NAME, STACK_SIGNAL, read_ring
-from paceline.events import EventLog, Warned
 from paceline.monitor.doing import Doing, look
 from paceline.monitor.failure import Failure, root
 from paceline.monitor.files import worker_number
@@ -23,7 +20,7 @@ from paceline.monitor.hang import Finding, HangDetector, mismatches, sentence
 from paceline.monitor.stacks import StackFile, place_of, stack_text
 from paceline.monitor.straggler import StragglerDetector
 
-__all__ = ["Lookout", "OwnReach", "Reach"]
+__all__ = ["Lookout", "Reach"]
 
 LOOK_S = 1.0
 SOON_S = 0.2  # while an answer is awaited
@@ -48,23 +45,6 @@ class Reach(Protocol):
         Returns whether the job ends: its end then tells `error`.
         """
         ...
-
-
-class OwnReach:
-    """That of a process beside the workers of this host, which somebody else has started and will end."""
-
-    def __init__(self, directory: Path, log: EventLog) -> None:
-        self._directory, self._log = directory, log
-
-    def ask_stack(self, worker: int) -> None:
-        image = read_ring(self._directory / f"worker_{worker}" / FILE_NAME, with_calls=False)
-        if image is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(image.pid, STACK_SIGNAL)
-
-    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
-        self._log.emit(Warned(text=f"{error['message']}\n{error['stacks']}"))
-        return True
 
 
 class Lookout:

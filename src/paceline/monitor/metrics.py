@@ -1,7 +1,8 @@
 """Writes RUN/metrics.jsonl: one line for each committed step, over all attempts, no step twice.
 
 A continued run takes its steps again from a checkpoint. The lines of the steps after that checkpoint are dropped
-first, so that the file always tells one story from the first step to the last.
+first, and those before it that a killed supervisor did not come to write are taken from the workers' events, so that
+the file always tells one story from the first step to the last.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from typing import Any, TextIO
 
 from paceline.errors import writing
 from paceline.events import Record, WorkerStarted
+from paceline.monitor.retold import steps_between
 from paceline.monitor.steps import Step, real
 
 __all__ = ["MetricsFile", "metrics_line"]
 
 
 class MetricsFile:
-    """Appends steps to `metrics.jsonl`, a line each, readable at once; RunFileError where it cannot."""
+    """Appends the steps of an attempt to `metrics.jsonl`, a line each, readable at once; RunFileError where it cannot.
 
-    def __init__(self, path: Path) -> None:
+    `path` is in the run's directory, where earlier attempts are looked for.
+    """
+
+    def __init__(self, path: Path, *, attempt: int) -> None:
         self.path = path
+        self._attempt = attempt
         self._file: TextIO | None = None
 
     def accept(self, item: Record | Step) -> None:
         with writing(self.path):
             if isinstance(item, Step):
-                self._open(item.step - 1).write(json.dumps(metrics_line(item), allow_nan=False) + "\n")
+                self._open(item.step - 1).write(_text(item))
             elif isinstance(item.event, WorkerStarted):
                 self._open(item.event.resumed_from_step)
 
@@ -40,8 +46,10 @@ class MetricsFile:
 
     def _open(self, last_step: int) -> TextIO:
         if self._file is None:
-            drop_later_steps(self.path, last_step)
+            written = drop_later_steps(self.path, last_step)
+            missing = steps_between(self.path.parent, before_attempt=self._attempt, after=written, until=last_step)
             self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._file.writelines(map(_text, missing))
         return self._file
 
 
@@ -60,29 +68,39 @@ def metrics_line(row: Step) -> dict[str, Any]:
     }
 
 
-def drop_later_steps(path: Path, last_step: int) -> None:
-    """Remove the lines of steps after `last_step`, and unreadable ones; the file is replaced in one instant."""
+def _text(row: Step) -> str:
+    return json.dumps(metrics_line(row), allow_nan=False) + "\n"
+
+
+def drop_later_steps(path: Path, last_step: int) -> int:
+    """Remove the lines of steps after `last_step`, and unreadable ones; the file is replaced in one instant.
+
+    Returns the last step that is left; 0: none is.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
-            num_dropped = 0
+            num_dropped, kept = 0, 0
             for line in old:
-                if line.endswith("\n") and _step(line) <= last_step:
+                step = _step(line) if line.endswith("\n") else None
+                if step is not None and step <= last_step:
                     new.write(line)
+                    kept = step
                 else:
                     num_dropped += 1
             new.flush()
             os.fsync(new.fileno())
         if num_dropped:
             os.replace(temporary, path)
+        return kept
     except FileNotFoundError:  # a new run
-        return
+        return 0
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _step(line: str) -> float:
+def _step(line: str) -> int | None:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):  # cut off by a kill in the middle of a write
-        return float("inf")
+        return None

@@ -27,6 +27,10 @@ class Once:
         self._known: dict[str, None] = {}
         self._waiting: dict[str, tuple[str, float, set[int]]] = {}
 
+    def expect(self, workers: Collection[int]) -> None:
+        """From now on a text that all of these have said waits no longer."""
+        self._workers = frozenset(workers)
+
     def add(self, text: str, worker: int, now: float) -> None:
         """Take a text of a worker; `now` is monotonic, in seconds."""
         key = VARYING.sub("", text, count=1)

@@ -37,12 +37,21 @@ class Output:
     def __init__(
         self, directory: Path, workers: Collection[int], *, everyone: bool, show: Callable[[str], None]
     ) -> None:
-        self._everyone, self._show = everyone, show
-        talkers = [worker for worker in sorted(workers) if everyone or worker == 0]
-        self._stdout = {worker: Growing(directory / f"worker_{worker}" / "stdout.log") for worker in talkers}
-        self._stderr = {worker: Growing(directory / f"worker_{worker}" / "stderr.log") for worker in sorted(workers)}
-        self._texts = {worker: _StderrTexts() for worker in sorted(workers)}
+        self._directory, self._everyone, self._show = directory, everyone, show
+        self._stdout: dict[int, Growing] = {}
+        self._stderr: dict[int, Growing] = {}
+        self._texts: dict[int, _StderrTexts] = {}
         self._once = Once(workers, lambda text, said_by: self._show(f"{tag(said_by)} {text}"))
+        self.follow(workers)
+
+    def follow(self, workers: Collection[int]) -> None:
+        """These take part now: who is new is followed from the beginning of its files, who is gone to their end."""
+        for worker in sorted(set(workers) - self._texts.keys()):
+            place = self._directory / f"worker_{worker}"
+            if self._everyone or worker == 0:
+                self._stdout[worker] = Growing(place / "stdout.log")
+            self._stderr[worker], self._texts[worker] = Growing(place / "stderr.log"), _StderrTexts()
+        self._once.expect(workers)
 
     def poll(self, now: float) -> None:
         """Show what is new; `now` is monotonic, in seconds."""

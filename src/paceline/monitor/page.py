@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from paceline.monitor.goodput import ACCOUNTS, USEFUL, Incident
 from paceline.monitor.page_plots import Mark, areas_plot, bar, line_plot, number_ticks, steps_plot, time_ticks
 from paceline.monitor.page_style import SCRIPT, STYLE
-from paceline.monitor.report import Report, clock_text, cost_text, incident_text
+from paceline.monitor.report import Report, clock_text, cost_text, elsewhere_text, incident_text
 from paceline.monitor.wording import number_text, rate_text
 from paceline.units import duration_text
 
@@ -43,8 +43,8 @@ def _header(report: Report, name: str) -> str:
     job = report.record.job
     state = html.escape(report.state)
     program = " ".join([str(job.get("program", "")), *map(str, job.get("args", ()))]).strip()
-    about = [program, report.plan or "", f"started {_date(report.ledger.began)}"]
-    said = " &nbsp;·&nbsp; ".join(html.escape(text) for text in about if text)
+    about = [html.escape(text) for text in (program, report.plan or "") if text]
+    said = " &nbsp;·&nbsp; ".join([*about, f'<span class="date">started {_date(report.ledger.began)}</span>'])
     return f'<header><h1>{name}<span class="state {state}">{state}</span></h1><p>{said}</p></header>'
 
 
@@ -78,7 +78,8 @@ def _cards(report: Report) -> Iterator[tuple[str, str, str]]:
     attempts = [ledger.elapsed(book.began) for book in ledger.attempts[1:]]
     yield (
         "Where the time went",
-        "Every second of every worker's place is in exactly one account; goodput is the share of the green ones.",
+        "Every second of every worker's place is in exactly one account; goodput is the share of the green ones."
+        + (f" {html.escape(elsewhere_text(ledger)).capitalize()}." if ledger.elsewhere else ""),
         bar(ledger.wall_s, height=30) + _accounts_table(report),
     )
     yield (
@@ -148,7 +149,7 @@ def _accounts_table(report: Report) -> str:
         '<td class="soft"></td></tr>'
     )
     head = '<th>account</th><th class="n">wall time</th><th class="n">share</th><th class="n">all workers</th>'
-    return _table(head + "<th>what it is</th>", rows + total)
+    return _table(head + '<th class="soft">what it is</th>', rows + total)
 
 
 def _incidents_table(report: Report) -> str:
@@ -209,7 +210,7 @@ def _time_marks(report: Report) -> list[Mark]:
 
 def _step_marks(incidents: Sequence[Incident]) -> list[Mark]:
     return [
-        Mark(x=incident.step, label=str(place), text=incident_text(incident))
+        Mark(x=incident.at_step or incident.step, label=str(place), text=incident_text(incident))
         for place, incident in enumerate(incidents, 1)
     ]
 

@@ -16,6 +16,7 @@ COLOURS: dict[str, str] = {
     "start_up": "var(--start)",
     "recovery": "#d6453d",
     "repeated": "#9a2f5f",
+    "undone": "#c2628f",
     "vacant": "#f0937f",
     "idle": "var(--idle)",
     "down": "var(--down)",
@@ -76,6 +77,9 @@ tr.total td { font-weight: 600; } td.soft { color: var(--soft); } .scroll { over
   background: var(--bad); color: #fff; font-size: 11px; font-weight: 600; text-align: center; }
 #tip { position: fixed; pointer-events: none; background: var(--ink); color: var(--card); font-size: 12.5px;
   padding: 4px 9px; border-radius: 6px; max-width: 340px; visibility: hidden; z-index: 9; }
+.date { white-space: nowrap; }
+@media screen and (max-width: 700px) { main { padding: 16px 10px 32px; } .card { padding: 14px 12px; overflow-x: auto; }
+  svg.plot { min-width: 760px; } td.soft, th.soft { display: none; } td.wide { min-width: 150px; } }
 footer { color: var(--soft); font-size: 12.5px; margin-top: 20px; }
 """
     + "".join(f".{account} {{ --fill: {colour}; }}\n" for account, colour in COLOURS.items())

@@ -6,8 +6,10 @@ loopback unless told otherwise, and knows nothing but these numbers.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections.abc import Collection
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -20,6 +22,7 @@ from paceline.monitor.steps import Step, parts_of
 __all__ = ["PrometheusEndpoint"]
 
 SCRAPE_TIMEOUT_S = 5.0
+IDLE_STEPS = 20  # over about so many an idle share is smoothed
 
 
 class PrometheusEndpoint:
@@ -51,7 +54,8 @@ class PrometheusEndpoint:
         self._commit_time = Gauge("paceline_last_commit_timestamp_seconds", about, registry=registry)
         about = "Seconds from the command until the slowest worker of this host was ready."
         self._startup = Gauge("paceline_startup_seconds", about, registry=registry)
-        Gauge("paceline_workers", "Workers of the job, on all hosts.", registry=registry).set(workers)
+        self._workers = _Workers(registry)
+        self._workers.follow(range(workers))
         self._server = _listen(host, port, registry)
         self.url = _url(host, self._server.server_port)
         self._thread = threading.Thread(
@@ -73,10 +77,16 @@ class PrometheusEndpoint:
                 self._checkpoint.labels("write").observe(write_s)
             case CheckpointFailed():
                 self._failures.inc()
-            case WorkerStarted(startup_s=startup_s):
-                self._startup.set(max(startup_s, self._registry.get_sample_value("paceline_startup_seconds") or 0.0))
+            case WorkerStarted(rank=worker, startup_s=startup_s):
+                if self._workers.started(worker, startup_s):
+                    so_far = self._registry.get_sample_value("paceline_startup_seconds") or 0.0
+                    self._startup.set(max(startup_s, so_far))
             case _:
                 pass
+
+    def follow(self, workers: Collection[int]) -> None:
+        """These take part now, on all hosts."""
+        self._workers.follow(workers)
 
     def close(self) -> None:
         """Stop listening; scrapes under way are cut."""
@@ -98,6 +108,57 @@ class PrometheusEndpoint:
             self._seconds.labels(phase).observe(seconds)
         for name, value in row.metrics.items():
             self._metric.labels(name).set(value)
+        self._workers.step(row)
+
+
+class _Workers:
+    """What is told of each worker that takes part; of one that is gone nothing is told any more."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._num = Gauge("paceline_workers", "Workers that take part now, on all hosts.", registry=registry)
+        about = "Seconds in which a worker waited for the others; over its step seconds: its idle share."
+        self._waited = Counter("paceline_worker_waiting_seconds", about, ["worker"], registry=registry)
+        about = "Seconds between the commits of a worker."
+        self._took = Counter("paceline_worker_step_seconds", about, ["worker"], registry=registry)
+        about = f"Share of its time in which a worker waited for the others, over about the last {IDLE_STEPS} steps."
+        self._idle = Gauge("paceline_worker_idle_ratio", about, ["worker"], registry=registry)
+        about = "Seconds until a worker was ready: from the command, or from its own start where it came later."
+        self._startup = Gauge("paceline_worker_startup_seconds", about, ["worker"], registry=registry)
+        self._members: frozenset[int] = frozenset()
+        self._shares: dict[int, float] = {}
+        self._startup_s: dict[int, float] = {}  # of whoever holds the place, or is about to
+
+    def follow(self, workers: Collection[int]) -> None:
+        gone = self._members - frozenset(workers)
+        self._members = frozenset(workers)
+        self._num.set(len(self._members))
+        for worker in gone:
+            self._shares.pop(worker, None)
+            for metric in (self._waited, self._took, self._idle, self._startup):
+                with contextlib.suppress(KeyError):  # nothing was told of it, says an older prometheus_client
+                    metric.remove(str(worker))
+        for worker in self._members & self._startup_s.keys():
+            self._startup.labels(str(worker)).set(self._startup_s[worker])
+
+    def started(self, worker: int, startup_s: float) -> bool:
+        """Note how long a worker took; returns whether it is its place's first, and so part of the run's start."""
+        is_first = worker in self._members and worker not in self._startup_s
+        self._startup_s[worker] = startup_s
+        if worker in self._members:
+            self._startup.labels(str(worker)).set(startup_s)
+        return is_first
+
+    def step(self, row: Step) -> None:
+        for worker, seconds in row.took_s.items():
+            if worker not in self._members or seconds <= 0:
+                continue
+            waited_s = row.waited_s.get(worker, 0.0)
+            self._waited.labels(str(worker)).inc(waited_s)
+            self._took.labels(str(worker)).inc(seconds)
+            share = min(1.0, waited_s / seconds)
+            before = self._shares.get(worker, share)
+            self._shares[worker] = share = before + (share - before) / IDLE_STEPS
+            self._idle.labels(str(worker)).set(share)
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -14,11 +14,21 @@ from paceline.events import WorkerStarted
 from paceline.monitor.files import local_path, replace_text
 from paceline.monitor.goodput import ACCOUNTS, USEFUL, Incident, Ledger, keep_ledger
 from paceline.monitor.goodput_log import read_attempts
+from paceline.monitor.once import workers_text
 from paceline.monitor.report_curves import Curves, read_curves
 from paceline.monitor.run_record import RunRecord
 from paceline.units import duration_text
 
-__all__ = ["Report", "clock_text", "cost_text", "incident_text", "main_report", "read_report", "report_text"]
+__all__ = [
+    "Report",
+    "clock_text",
+    "cost_text",
+    "elsewhere_text",
+    "incident_text",
+    "main_report",
+    "read_report",
+    "report_text",
+]
 
 WIDTH = 100
 MOST_LISTED = 20  # incidents, and workers, that the table shows; the page and the JSON have all
@@ -107,6 +117,7 @@ def report_facts(report: Report) -> dict[str, Any]:
             for book in ledger.attempts
         ],
         "incidents": [dataclasses.asdict(incident) for incident in ledger.incidents],
+        "elsewhere": list(ledger.elsewhere),
         "members": [[round(when, 3), count] for when, count in ledger.members],
     }
 
@@ -123,12 +134,19 @@ def report_text(report: Report) -> str:
         [
             title,
             f"goodput {ledger.goodput:.1%}: the share of that time in useful steps",
+            *([elsewhere_text(ledger)] if ledger.elsewhere else []),
             "",
             *_accounts_lines(ledger),
             *_workers_lines(ledger),
             *_incidents_lines(ledger),
         ]
     )
+
+
+def elsewhere_text(ledger: Ledger) -> str:
+    """Say whose files are not here."""
+    who = workers_text(ledger.elsewhere)
+    return f"{who} ran on other hosts, whose files are not here: their time is not in these books"
 
 
 def incident_text(incident: Incident) -> str:
@@ -140,6 +158,11 @@ def incident_text(incident: Incident) -> str:
             return after
         went_on = f"attempt {incident.attempt + 1} went on from step {incident.step}"
         return f"{after}; {went_on}, steps lost {incident.steps_lost}"
+    if incident.kind == "spike":
+        undone = f"rolled back to step {incident.step}, steps undone {incident.steps_undone}"
+        return f"step {incident.at_step}: {causes}; left out" + (f", {undone}" if incident.steps_undone else "")
+    if incident.kind == "weights":
+        return f"step {incident.at_step}: {causes}; healed"
     parts = [f"{causes} after step {incident.step}"]
     if incident.went_on is not None:
         parts.append(

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.events import (
     Record,
     Regrouped,
+    StepDone,
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
@@ -34,6 +35,7 @@ EXPLAINED = {
 }
 NUM_FIRST_LINES = 200  # in which a worker says that it started
 NUM_LAST_LINES = 2000  # in which it names its last step
+NUM_IDLE_STEPS = 50  # of which its idle share is told
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,7 @@ class WorkerStatus:
     device: str
     state: str  # starting | running | lost | finished | failed | stopped (after another one failed) | gone
     step: int
+    idle: float | None  # share of its last steps in which it waited for the others; None: not known
     age_s: float | None  # since its last event; None: it has not said anything
 
 
@@ -146,11 +149,12 @@ def _text(run: RunStatus) -> str:
 
 
 def _table(workers: tuple[WorkerStatus, ...]) -> list[str]:
-    head = ("worker", "host", "pid", "device", "state", "step", "last event")
+    head = ("worker", "host", "pid", "device", "state", "step", "idle", "last event")
     rows = [
         (
             str(worker.rank), worker.host or "-", str(worker.pid or "-"), worker.device or "-", worker.state,
-            str(worker.step), "-" if worker.age_s is None else f"{duration_text(max(worker.age_s, 0.0))} ago",
+            str(worker.step), "-" if worker.idle is None else f"{worker.idle:.0%}",
+            "-" if worker.age_s is None else f"{duration_text(max(worker.age_s, 0.0))} ago",
         )
         for worker in workers
     ]  # fmt: skip
@@ -220,14 +224,19 @@ def _worker(
     started = told.event if told is not None and isinstance(told.event, WorkerStarted) else None
     directory = attempt_dir(record.run_dir, record.attempt) / f"worker_{worker}"
     step, age_s, state = 0, None, "starting" if started is None else "running"
+    done: list[StepDone] = []
+    is_own = True
     for number, line in enumerate(last_lines(directory / "events.jsonl")):
         event = decoded(line)
         if event is None:
             continue
         age_s = time.time() - event.time if age_s is None else age_s
-        state = "finished" if isinstance(event.event, WorkerFinished) else state
-        step = getattr(event.event, "step", 0)
-        if step or number > NUM_LAST_LINES:
+        step = step or getattr(event.event, "step", 0)
+        if is_own:
+            state = "finished" if isinstance(event.event, WorkerFinished) else state
+            done += [event.event] if isinstance(event.event, StepDone) else []
+            is_own = not isinstance(event.event, WorkerStarted)  # before that: who held the place before
+        if (step and (not is_own or len(done) == NUM_IDLE_STEPS)) or number > NUM_LAST_LINES:
             break
     if lost_at is not None and state in ("starting", "running"):  # else its successor is starting
         state = "lost" if told is None or told.time < lost_at else "starting"
@@ -244,8 +253,17 @@ def _worker(
         device=started.device if started else "",
         state=state,
         step=step or (started.resumed_from_step if started else 0),
+        idle=_idle(done),
         age_s=age_s,
     )
+
+
+def _idle(done: Iterable[StepDone]) -> float | None:
+    took_s = waited_s = 0.0
+    for event in done:
+        took_s += event.seconds.get("total", 0.0)
+        waited_s += event.seconds.get("communication", 0.0)
+    return min(1.0, waited_s / took_s) if took_s > 0 else None
 
 
 def is_echo(path: Path) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 from paceline.events import Record, StepDone
 
-__all__ = ["OTHER", "PHASES", "Step", "StepMerger", "parts_of", "real"]
+__all__ = ["OTHER", "PHASES", "Idle", "Step", "StepMerger", "parts_of", "real"]
 
 PHASES = ("data", "compute", "communication", "optimizer")
 OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, bookkeeping
@@ -37,6 +37,30 @@ class Step:
     skipped: bool
     num_bytes_sent: int  # of all workers together
     workers: tuple[int, ...]  # who spoke
+    waited_s: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])  # for the others, by worker
+    took_s: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])  # the whole step, by worker
+
+
+class Idle:
+    """Adds up which share of its time each worker waited for the others: the slow one is the one that waits least."""
+
+    def __init__(self) -> None:
+        self._waited_s: dict[int, float] = {}
+        self._took_s: dict[int, float] = {}
+
+    def add(self, row: Step) -> None:
+        for worker, seconds in row.took_s.items():
+            self._took_s[worker] = self._took_s.get(worker, 0.0) + seconds
+            self._waited_s[worker] = self._waited_s.get(worker, 0.0) + row.waited_s.get(worker, 0.0)
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """From 0 to 1, by worker; of those whose time was measured."""
+        return {
+            worker: min(1.0, self._waited_s[worker] / seconds)
+            for worker, seconds in sorted(self._took_s.items())
+            if seconds > 0
+        }
 
 
 class StepMerger:
@@ -108,6 +132,8 @@ class StepMerger:
             skipped=first.skipped,
             num_bytes_sent=sum(event.num_bytes_sent for event in events.values()),
             workers=tuple(events),
+            waited_s={worker: event.seconds.get("communication", 0.0) for worker, event in events.items()},
+            took_s={worker: event.seconds.get("total", 0.0) for worker, event in events.items()},
         )
 
 

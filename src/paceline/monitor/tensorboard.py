@@ -1,6 +1,7 @@
-"""Writes TensorBoard scalars by step: loss, reported metrics, eval/*, progress/epoch, samples_per_second, seconds/*.
+"""Writes TensorBoard scalars by step: loss, reported metrics, eval/*, progress/*, samples_per_second, seconds/*, idle.
 
-`seconds/*` is where the time between two commits went; its parts add up to `seconds/total`. Epochs count from 0.
+`seconds/*` is where the time between two commits went; its parts add up to `seconds/total`. `idle/worker_k` is the
+share of it in which worker k waited for the others; of many workers only the least and the most. Epochs count from 0.
 
 TensorBoard's own protocol buffers and record writer are used, without the writer that sits above them in that
 package: that one would start a thread, and import TensorFlow where it is installed. The package takes 0.3 s to
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import writing
 from paceline.events import Evaluated, Record, Reported, WorkerStarted
-from paceline.monitor.steps import Step, parts_of
+from paceline.monitor.steps import Idle, Step, parts_of
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
 __all__ = ["TensorBoardFile"]
 
+MOST_IDLE = 32  # workers that have a curve of their own
 EVERY_S = 2.0  # rows are written this long after the first that waits
 
 
@@ -106,9 +108,22 @@ class TensorBoardFile:
 
 def _scalars(row: Step) -> dict[str, float]:
     scalars = {"loss": row.loss, **row.metrics, "samples_per_second": row.samples_per_s, "progress/epoch": row.epoch}
+    scalars["progress/workers"] = len(row.workers)
     scalars.update(_below("seconds", {**row.seconds, **parts_of(row.seconds)}))
+    scalars.update(_below("idle", _idle(row)))
     return {name: value for name, value in scalars.items() if value is not None and not math.isinf(value)}
 
 
 def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _idle(row: Step) -> dict[str, float]:
+    idle = Idle()
+    idle.add(row)
+    shares = idle.shares
+    if len(shares) < 2:
+        return {}
+    if len(shares) > MOST_IDLE:
+        return {"least": min(shares.values()), "most": max(shares.values())}
+    return {f"worker_{worker}": share for worker, share in shares.items()}

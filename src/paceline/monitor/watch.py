@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from paceline.errors import RunFileError, writing
 from paceline.events import (
@@ -45,6 +45,9 @@ from paceline.monitor.tensorboard import TensorBoardFile
 from paceline.monitor.wording import closing_table, ending_text, event_line, ready_line
 from paceline.plan.job import Job
 
+if TYPE_CHECKING:
+    from paceline.monitor.prometheus import PrometheusEndpoint
+
 __all__ = ["Sink", "Watch"]
 
 
@@ -67,12 +70,15 @@ class Screen(Sink, Protocol):
 
     def poll(self, now: float) -> None: ...
 
+    def follow(self, local: Collection[int]) -> None: ...
+
 
 class Watch:
     """Everything that watches an attempt. Call `poll` often, and `finish` in all cases: it gives the terminal back.
 
-    `local`: the workers whose files this host has; None: all `workers` of the job. `record=False` (hosts that follow a
-    head) writes no file of the run: the head does. `explains=False`: somebody else tells the user why the run failed.
+    `local`: the workers whose files this host has; None: all `workers` of the job. Those that are added later are this
+    host's where they say that they are on `host`. `record=False` (hosts that follow a head) writes no file of the run:
+    the head does. `explains=False`: somebody else tells the user why the run failed.
     Raises LaunchError where the job's metrics endpoint cannot listen.
     """
 
@@ -86,13 +92,17 @@ class Watch:
         console: Literal["auto", "plain", "none"] = "auto",
         stream: TextIO | None = None,
         local: Collection[int] | None = None,
+        host: str = "",
         record: bool = True,
         explains: bool = True,
     ) -> None:
         self.run_dir, self.attempt = Path(run_dir), attempt
         self._local = frozenset(range(workers) if local is None else local)
+        self._here = self._local if local is None else local  # grows when this host is given workers later
         self._tells_of_all = len(self._local) == workers  # also of workers that are added later
+        self._host = host
         self._members = set(range(workers))  # of the whole job
+        self._newcomers: set[int] = set()  # that have started, and are members when they have taken a step
         self._finished: dict[int, int] = {}  # workers that have left, after these steps
         self._record, self._explains = record, explains
         self._screen = _screen(
@@ -104,7 +114,7 @@ class Watch:
         self._tensorboard = TensorBoardFile(self.run_dir / "tensorboard")
         self._sinks: list[Sink] = [self._summary, self._screen]
         if record:
-            self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl"))
+            self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl", attempt=attempt))
         if job.tensorboard and record:
             self._sinks.append(self._tensorboard)
         self._output = Output(
@@ -119,6 +129,7 @@ class Watch:
         self.unwritten: dict[str, str] = {}  # files of the run that are not whole, and why
         self._told = ""  # what the user has read of that
         self._is_ending = False
+        self._endpoint: PrometheusEndpoint | None = None
         self.metrics_url: str | None = None
         if job.metrics_port is not None and record:
             self._serve_metrics(job.metrics_host, job.metrics_port, workers)
@@ -199,6 +210,7 @@ class Watch:
                 case SpikeSeen() | WeightsDiffer() if record.worker not in (None, self._speaker):
                     continue
                 case WorkerLost(rank=worker) if worker in self._members:
+                    self._newcomers.discard(worker)
                     self._pass_on(record)
                     continue  # what became of it is told when the others have formed again
                 case Note(text=text) if record.worker is not None:
@@ -223,7 +235,7 @@ class Watch:
     @property
     def _speaker(self) -> int:
         """Of what all workers say alike, this one's word is taken: the first member of this host."""
-        return min(self._members & self._local, default=min(self._local))
+        return min(self._members & self._local, default=min(self._local, default=0))
 
     def _note_members(self, change: Regrouped | WorkerJoined | WorkerFinished) -> None:
         match change:
@@ -231,22 +243,38 @@ class Watch:
                 self._members = set(members)
                 self._merger.regroup(self._members & self._local)
             case WorkerJoined(rank=worker):
-                self._members.add(worker)
-                if worker in self._local:
-                    self._merger.join(worker)
+                self._count_in(worker)
             case WorkerFinished(rank=worker, step=step):
                 self._finished[worker] = step
                 self._merger.leave(worker)
+        self._follow()
 
     def _note_at_work(self, worker: int | None, step: int) -> None:
         """Count a worker in that was added while the run goes on, and out whoever left before the others."""
-        if worker is not None and worker not in self._local and self._tells_of_all:
-            self._local |= {worker}
-            self._members.add(worker)
+        if worker in self._newcomers:
+            self._count_in(worker)
+            self._follow()
+        gone = {rank for rank, last_step in self._finished.items() if last_step < step}
+        if gone:
+            self._finished = {rank: last for rank, last in self._finished.items() if rank not in gone}
+            self._members -= gone
+            self._follow()
+
+    def _count_in(self, worker: int) -> None:
+        self._newcomers.discard(worker)
+        self._members.add(worker)
+        if worker in self._local:
             self._merger.join(worker)
-        for gone in [gone for gone, last_step in self._finished.items() if last_step < step]:
-            del self._finished[gone]
-            self._members.discard(gone)
+
+    def _follow(self) -> None:
+        """Have everybody who tells of workers tell of those that take part, and of those that are about to."""
+        here = self._members & self._local
+        self._warnings.expect(here)
+        self._notes.expect(here)
+        self._output.follow((self._members | self._newcomers) & self._local)
+        self._screen.follow(self._local)
+        if self._endpoint is not None:
+            self._endpoint.follow(self._members)
 
     def _give(self, rows: list[Step]) -> None:
         for row in rows:
@@ -272,10 +300,16 @@ class Watch:
         return failure if failure.error or failure.step else dataclasses.replace(failure, step=step)
 
     def _worker_started(self, started: WorkerStarted) -> None:
-        # Hosts that share a disk see each other's workers; successors of lost ones start when all were ready.
-        if self._started is not None and started.rank in self._local:
-            self._started[started.rank] = started
-            if len(self._started) == len(self._local):
+        worker = started.rank
+        if self._tells_of_all or started.host == self._host:  # hosts that share a disk see each other's workers
+            self._local |= {worker}
+        if worker not in self._members:
+            self._newcomers.add(worker)
+            self._follow()
+        # Successors of lost ones start when all were ready.
+        if self._started is not None and worker in self._local:
+            self._started[worker] = started
+            if self._started.keys() >= self._local.union(self._here):
                 self._screen.show(ready_line(self._started.values()))
                 self._started = None
 
@@ -283,6 +317,7 @@ class Watch:
         from paceline.monitor.prometheus import PrometheusEndpoint  # 60 ms that most runs need not pay
 
         endpoint = PrometheusEndpoint(host, port, workers=workers)
+        self._endpoint = endpoint
         self._sinks.append(endpoint)
         self._note_url(endpoint.url)
         self._screen.show(f"metrics are served at {endpoint.url}")

@@ -25,7 +25,7 @@ from paceline.events import (
     WorkerStarted,
 )
 from paceline.monitor.files import local_path
-from paceline.monitor.steps import OTHER, PHASES, Step
+from paceline.monitor.steps import OTHER, PHASES, Idle, Step
 from paceline.monitor.summary import shares
 from paceline.units import bytes_text, duration_text
 
@@ -38,6 +38,7 @@ __all__ = [
     "differ_text",
     "ending_text",
     "event_line",
+    "idle_texts",
     "number_text",
     "rate_text",
     "ready_line",
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 SHORT: dict[str, str] = dict(zip((*PHASES, OTHER), ("data", "compute", "comm", "optim", "other"), strict=True))
+MOST_IDLE = 8  # workers whose idle shares are told one by one
 CAUSES = {  # by exit code
     75: "preempted",
     76: "too few workers were left",
@@ -81,6 +83,7 @@ class Interval:
         self._began: float | None = None  # commit before the first step of the interval
         self._num_steps = self._num_samples = 0
         self._seconds: dict[str, float] = {}
+        self._idle = Idle()
 
     def add(self, row: Step) -> None:
         if self._began is None:
@@ -90,11 +93,13 @@ class Interval:
         self._num_samples += row.num_samples
         for phase, seconds in row.seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+        self._idle.add(row)
 
     def restart(self) -> None:
         """Begin the next interval where this one ends."""
         if self.last is not None:
             self._began, self._num_steps, self._num_samples, self._seconds = self.last.time, 0, 0, {}
+            self._idle = Idle()
 
     @property
     def samples_per_s(self) -> float | None:
@@ -113,8 +118,13 @@ class Interval:
     def shares(self) -> dict[str, float]:
         return shares(self._seconds)
 
+    @property
+    def idle(self) -> dict[int, float]:
+        """Which share of its time each worker waited for the others."""
+        return self._idle.shares
+
     def line(self, goal: Goal, *, with_speed: bool = True) -> str:
-        """Return "step 120 of 400  epoch 1 of 3  loss 2.314  lr 0.1  512 samples/s  data 1% compute 88% ...".
+        """Return "step 120 of 400  epoch 1 of 3  loss 2.314  512 samples/s  data 1% compute 88% ...  idle 0:3% 1:9%".
 
         `with_speed=False` leaves out speed and shares: those of the first step say nothing about the others.
         """
@@ -129,6 +139,8 @@ class Interval:
             parts.append(f"{rate_text(self.samples_per_s)} samples/s")
         if with_speed and self.shares:
             parts.append(shares_text(self.shares))
+        if with_speed and (idle := idle_texts(self.idle)):
+            parts.append(f"idle {' '.join(idle)}")
         return "  ".join(part for part in parts if part)
 
 
@@ -155,7 +167,7 @@ def event_line(event: Event) -> str | None:
         case WeightsDiffer() as differ:
             return differ_text(differ)
         case WorkerJoined(rank=worker, step=step, after_s=after_s):
-            return f"worker {worker} joined at step {step}, {after_s:.2f} s after the loss"
+            return f"worker {worker} joined at step {step}" + (f", {after_s:.2f} s after the loss" if after_s else "")
         case _:
             return None
 
@@ -269,6 +281,16 @@ def _was_finished_already(facts: Mapping[str, Any]) -> bool:
 def shares_text(parts: Mapping[str, float]) -> str:
     """Return "data 1% compute 88% comm 8% optim 2% other 1%"."""
     return " ".join(f"{SHORT[phase]} {share:.0%}" for phase, share in parts.items())
+
+
+def idle_texts(idle: Mapping[int, float]) -> list[str]:
+    """Return ["0:12%", "1:3%"], by worker; of many only who waited least and most. Nothing for one worker alone."""
+    if len(idle) < 2:
+        return []
+    if len(idle) <= MOST_IDLE:
+        return [f"{worker}:{share:.0%}" for worker, share in idle.items()]
+    least, most = min(idle, key=lambda worker: idle[worker]), max(idle, key=lambda worker: idle[worker])
+    return [f"{idle[least]:.0%} (worker {least})", "to", f"{idle[most]:.0%} (worker {most})"]
 
 
 def number_text(value: float | None) -> str:

@@ -80,13 +80,13 @@ class Plan(Part):
             parts["layout"] = _read_layout(layout)
         return cls(**parts)
 
-    def check(self, *, workers: int | None = None, model: Any = None) -> tuple[Broken, ...]:
-        """Return all rules that this plan breaks with these workers and model; rules about what is not given hold."""
-        return broken_rules(Facts(plan=self, workers=workers, model=model))
+    def check(self, *, workers: int | None = None) -> tuple[Broken, ...]:
+        """Return all rules that this plan breaks with so many workers; rules about what is not given hold."""
+        return broken_rules(Facts(plan=self, workers=workers))
 
-    def require(self, *, workers: int | None = None, model: Any = None) -> None:
+    def require(self, *, workers: int | None = None) -> None:
         """Raise one PlanError that lists all broken rules, each with its remedy."""
-        broken = self.check(workers=workers, model=model)
+        broken = self.check(workers=workers)
         if len(broken) == 1:
             raise PlanError(str(broken[0]))
         if broken:

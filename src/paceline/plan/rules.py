@@ -1,4 +1,4 @@
-"""The rules that hold between parts of a plan, its workers and its model: one table, all of it checked at once.
+"""The rules that hold between parts of a plan and its workers: one table, all of it checked at once.
 
 A part checks its own fields when it is made; whatever needs two parts, or the number of workers, is a row here.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.plan.wire import Cast
 
@@ -19,11 +19,10 @@ __all__ = ["RULES", "Broken", "Facts", "Rule", "broken_rules"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a rule may look at; `workers` and `model` are None when not known yet: rules that need them hold."""
+    """What a rule may look at; `workers` is None when not known yet: rules that need it hold."""
 
     plan: Plan
     workers: int | None = None
-    model: Any = None  # a torch.nn.Module, which this floor does not import
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ It comes once, at the first such place that the worker reaches, in that step or 
     kill:worker=0,step=40,where=commit           ... when it has the sums of the step, and others may not
     stop:worker=1,step=10                        SIGSTOP; with seconds=1, it goes on after a second
     slow:worker=1,step=10,times=3,steps=20       computing takes three times as long, for 20 steps
+    flip:worker=1,step=10                        a bit of its weights changes, after the step
     kill:worker=2,step=9; term:worker=1,step=20  a programme
 """
 
@@ -29,6 +30,9 @@ KINDS = {  # and what each is, for people
     "cut": "the worker is cut off from all others",
     "full_disk": "the disk of the checkpoints is full during one save",
     "torn_checkpoint": "everything is killed in the middle of a save, and the newest whole checkpoint is torn",
+    "flip": "one bit of the worker's weights changes between two steps",
+    "nan": "what the model makes of one of the worker's micro-batches is not a number",
+    "spike": "what the model makes of one of the worker's micro-batches is far off, and the loss leaps",
 }
 PLACES = {  # in the order in which a step comes by them
     "forward": "in the forward pass",
@@ -41,6 +45,10 @@ ANY = "any"
 BY_CHANCE = ("forward", "sum", "commit")  # what "any" may turn out to be
 OF_THE_WRITER = ("full_disk", "torn_checkpoint")  # worker 0 writes the checkpoints
 LOSES_A_WORKER = ("kill", "term", "stop", "cut")
+POISONS = ("nan", "spike")  # the step is left out, so what comes after it differs from an undisturbed run
+OF_THE_NUMBERS = ("flip", *POISONS)  # have no place in a step to choose
+SPIKE_FROM = 6  # step: before that a guard with the smallest window does not know what to expect
+MAJORITY = 3  # workers, of which one may be wrong
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +80,13 @@ class Fault:
         if self.kind in OF_THE_WRITER and (self.worker != 0 or self.where not in (ANY, "save")):
             raise PlanError(f"{self.kind} is a fault of worker 0's, which writes the checkpoints: {self.kind}:step=...")
 
+        if self.kind in OF_THE_NUMBERS and self.where != ANY:
+            raise PlanError(f"{self.kind}: where={self.where} has no meaning for it; leave that out.")
+        if self.kind == "spike" and self.step < SPIKE_FROM:
+            raise PlanError(
+                f"spike: step={self.step}; it must be at least {SPIKE_FROM}, so that losses are known to leap from."
+            )
+
     @property
     def place(self) -> str:
         """Where it comes: `where`, with "any" decided."""
@@ -85,6 +100,11 @@ class Fault:
     def loses_a_worker(self) -> bool:
         """Whether the run goes on without the worker, if it can."""
         return self.kind in LOSES_A_WORKER and self.seconds is None
+
+    @property
+    def poisons(self) -> bool:
+        """Whether its step is to be left out."""
+        return self.kind in POISONS
 
     @property
     def ends_the_run(self) -> bool:
@@ -152,7 +172,9 @@ class Programme:
         draw = random.Random(f"{seed} {steps} {workers} {num}")
         survivor = draw.randrange(workers)
         others = [worker for worker in range(workers) if worker != survivor]
-        possible = [kind for kind in kinds if others or kind not in LOSES_A_WORKER]
+        possible = [kind for kind in kinds if _can_come(kind, steps=steps, workers=workers)]
+        if num > 1 and workers == MAJORITY:  # another fault may just have taken one
+            possible = [kind for kind in possible if kind != "flip"]
         if not possible or steps < 4 or num < 1:
             raise PlanError(
                 f"There is no programme of {num} faults of {', '.join(kinds)} for {workers} worker(s) and {steps} "
@@ -167,7 +189,7 @@ class Programme:
     @classmethod
     def each(cls, seed: int, *, steps: int, workers: int) -> Programme:
         """Draw one fault of each kind that can be survived by so many workers; for runs of their own."""
-        kinds = [kind for kind in KINDS if workers > 1 or kind not in LOSES_A_WORKER]
+        kinds = [kind for kind in KINDS if _can_come(kind, steps=steps, workers=workers)]
         return cls(
             tuple(
                 fault
@@ -184,6 +206,8 @@ class Programme:
                     f"{fault} cannot come: the run has steps 1 to {steps} and workers 0 to {workers - 1}. "
                     "Name others, or use more of them (--steps, --workers)."
                 )
+            if not _can_come(fault.kind, steps=steps, workers=workers):
+                raise PlanError(f"{fault} needs {MAJORITY} workers, so that a majority says whose weights are right.")
 
     def __iter__(self) -> Iterator[Fault]:
         return iter(self.faults)
@@ -195,10 +219,19 @@ class Programme:
         return "; ".join(map(str, self.faults))
 
 
+def _can_come(kind: str, *, steps: int, workers: int) -> bool:
+    """Whether a run of so many steps and workers could keep what is promised for a kind of fault."""
+    if kind == "spike":
+        return steps >= SPIKE_FROM
+    return workers >= (MAJORITY if kind == "flip" else 2 if kind in LOSES_A_WORKER else 1)
+
+
 def _drawn(draw: random.Random, kind: str, workers: Sequence[int], between: tuple[int, int]) -> Fault:
     worker, step, where = draw.choice(workers), draw.randint(*between), draw.choice(BY_CHANCE)
     if kind in OF_THE_WRITER:
         return Fault(kind=kind, worker=0, step=step)
+    if kind in OF_THE_NUMBERS:
+        return Fault(kind=kind, worker=worker, step=max(step, SPIKE_FROM) if kind == "spike" else step)
     return Fault(kind=kind, worker=worker, step=step, where=where)
 
 

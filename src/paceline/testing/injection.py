@@ -24,14 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.comm.ring import Ring
-from paceline.testing.faults import PLACES, Fault
+from paceline.testing.faults import OF_THE_NUMBERS, PLACES, Fault
 from paceline.testing.notes import Notes
+from paceline.testing.numbers import Calls, flip_a_bit, poisoned
 
 __all__ = ["arm"]
 
-WALK, SAVING = "forward and backward", "saving"  # phases, as workers call them
+WALK, SAVING, BETWEEN = "forward and backward", "saving", "between two steps"  # phases, as workers call them
 ORDER = {name: number for number, name in enumerate(PLACES)}
 END_OF_STEP = ORDER["commit"]
 WRITER = "paceline.checkpoint.writer"
@@ -66,12 +68,17 @@ class _Doom:
         self._slow: Fault | None = None
         self._hook: Any = None
         self._refuses = False  # the disk is said to be full
+        self._numbers = {number: fault for number, fault in faults.items() if fault.kind in OF_THE_NUMBERS}
+        self._model: nn.Module | None = None  # that was called last in a step
+        self._calls_of_models: Calls | None = None
 
     # What the worker says of itself.
 
     def begins(self, _: None, phase: str, step: int) -> None:
         came_from, self._phase, self._step = self._phase, phase, step
         self._calls.clear()
+        if self._numbers:
+            self._begins_with_numbers(came_from)
         if phase == WALK:
             self._since = time.perf_counter()
             self._slow = self._slow_now()
@@ -81,6 +88,27 @@ class _Doom:
             self._come_to("commit")
         elif phase == SAVING:
             self._come_to("save", but=self._is_the_writers)
+
+    def _begins_with_numbers(self, came_from: str) -> None:
+        """Listen to the models in a step; between two steps a bit may flip, before weights are compared."""
+        if self._phase == WALK and self._calls_of_models is None:
+            self._calls_of_models = Calls(self._model_called)
+        elif came_from == WALK and self._calls_of_models is not None:
+            self._calls_of_models.close()
+            self._calls_of_models = None
+        if self._phase == BETWEEN and self._model is not None:
+            for number, fault in self._numbers.items():
+                is_due = fault.kind == "flip" and self._step >= fault.step
+                if is_due and self._notes.came(number, step=self._step, place="between steps"):
+                    flip_a_bit(self._model, seed=str(fault))
+
+    def _model_called(self, model: nn.Module, output: Any) -> Any:
+        self._model = model
+        for number, fault in self._numbers.items():
+            is_due = fault.poisons and self._step >= fault.step
+            if is_due and self._notes.came(number, step=self._step, place="forward"):
+                return poisoned(output, fault.kind)
+        return None
 
     def enters(self, serial: int, kind: str, what: str, **_: Any) -> None:
         if self._phase == WALK:
@@ -152,8 +180,8 @@ class _Doom:
         return any(fault.place == place and self._has(fault, self._step) for fault in self._faults.values())
 
     def _has(self, fault: Fault, step: int) -> bool:
-        """Whether a fault's hour has come. One that slows begins with a step."""
-        return step >= fault.step and fault.kind != "slow"
+        """Whether a fault's hour has come, of those that come at a place."""
+        return step >= fault.step and fault.kind not in ("slow", *OF_THE_NUMBERS)
 
     @staticmethod
     def _is_the_writers(fault: Fault) -> bool:

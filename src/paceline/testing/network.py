@@ -12,7 +12,7 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 __all__ = ["Host", "cut", "mend", "refusal", "two_hosts"]
@@ -50,22 +50,26 @@ def refusal() -> str | None:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path, *, subnet: str = "10.79.0") -> Iterator[tuple[Host, Host]]:
-    """Make two hosts that know each other by name, and remove them; RuntimeError where the system does not let us."""
-    addresses = [f"{subnet}.{number}" for number in (1, 2)]
-    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in zip(addresses, NAMES, strict=True))]
-    hosts_file = folder / "hosts"
-    hosts_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def two_hosts(
+    folder: Path, *, names: tuple[str, str] = NAMES, subnet: str = "10.79.0", own_name_is_loopback: bool = False
+) -> Iterator[tuple[Host, Host]]:
+    """Make two hosts that know each other by name, and remove them; RuntimeError where the system does not let us.
+
+    `own_name_is_loopback`: each takes its own name for 127.0.1.1, as Debian's installer leaves it.
+    """
+    addresses = {name: f"{subnet}.{number}" for number, name in enumerate(names, start=1)}
     number = next(_numbers)
     near, far = (
         Host(
             name=name,
-            address=address,
+            address=addresses[name],
             namespace=f"paceline-{os.getpid()}-{number}-{name}",
-            device=f"pd{os.getpid()}{number % 10}{name[0]}",
-            hosts_file=hosts_file,
+            device=f"pd{os.getpid()}{number % 10}{end}",
+            hosts_file=_hosts_file(
+                folder / f"hosts.{name}", addresses | ({name: "127.0.1.1"} if own_name_is_loopback else {})
+            ),
         )
-        for name, address in zip(NAMES, addresses, strict=True)
+        for name, end in zip(names, "ab", strict=True)
     )
     try:
         for host in (near, far):
@@ -90,6 +94,12 @@ def cut(host: Host) -> None:
 def mend(host: Host) -> None:
     """Put the cable back."""
     _ip("-n", host.namespace, "link", "set", host.device, "up")
+
+
+def _hosts_file(path: Path, addresses: Mapping[str, str]) -> Path:
+    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 def _ip(*words: str, check: bool = True) -> None:

@@ -8,7 +8,15 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.events import CheckpointFailed, CheckpointSkipped, Record, Regrouped, StepDone, WorkerStarted
+from paceline.events import (
+    CheckpointFailed,
+    CheckpointSkipped,
+    Record,
+    Regrouped,
+    StepDone,
+    WeightsDiffer,
+    WorkerStarted,
+)
 from paceline.monitor.audit import AuditResult, audit
 from paceline.monitor.stream import Tail
 from paceline.plan import Plan
@@ -18,6 +26,8 @@ from paceline.testing.notes import Came, Notes
 __all__ = ["TOLERANCE", "Report", "Start", "read_report", "recovery_s"]
 
 TOLERANCE = 1e-5  # of losses, relative
+NO_CHECK = "The plan has to say so: Guard(check_every=1)."
+NO_GUARD = "The plan has to say so: Guard(on_spike='skip'), with a window that is half full by then."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +54,8 @@ class Report:
     plan: Plan  # as it ran
     workers: int  # at the beginning
     losses: dict[int, float]  # by step
+    left_out: frozenset[int]  # steps that nobody took
+    differing: tuple[WeightsDiffer, ...]  # weights that were not equal
     regrouped: tuple[Regrouped, ...]
     failed_saves: tuple[int, ...]  # steps
     passed_over: tuple[str, ...]  # checkpoints that a start did not take, and said so
@@ -71,10 +83,24 @@ class Report:
         return sum(epoch.num_repeated for epoch in self.audit.epochs)
 
     def loss_difference(self, like: Report) -> float:
-        """The largest relative difference of a step's loss; infinite where the steps are not the same ones."""
+        """The largest relative difference of a step's loss; infinite where the steps are not the same ones.
+
+        Where a batch was poisoned, of the steps before that: its step is left out, and so the later ones differ.
+        """
         if self.losses.keys() != like.losses.keys():
             return math.inf
-        return max((_difference(loss, like.losses[step]) for step, loss in self.losses.items()), default=math.inf)
+        return max(self._differences(like).values(), default=0.0 if self.losses else math.inf)
+
+    def _differences(self, like: Report) -> dict[int, float]:
+        """By step."""
+        until = min(self._poisoned, default=math.inf)
+        return {step: _difference(loss, like.losses[step]) for step, loss in self.losses.items() if step < until}
+
+    @property
+    def _poisoned(self) -> list[int]:
+        """Steps."""
+        came = zip(self.programme, self.came, strict=True)
+        return [when.step for fault, when in came if fault.poisons and when is not None]
 
     def broken(self, like: Report, *, tolerance: float = TOLERANCE) -> list[str]:
         """The promises that were not kept, a sentence each; `like`: an undisturbed run."""
@@ -96,6 +122,14 @@ class Report:
                 yield f"{fault} did not come: nothing is proved by this run"
             elif fault.kind == "full_disk" and not self.failed_saves:
                 yield f"{fault}: the save at step {came.step} did not fail, though the disk was full"
+            elif fault.kind == "flip" and not any(self._is_healed(fault, differ) for differ in self.differing):
+                yield f"{fault}: nobody named worker {fault.worker} and healed it. {NO_CHECK}"
+            elif fault.poisons and came.step not in self.left_out:
+                yield f"{fault}: step {came.step} was taken all the same. {NO_GUARD}"
+
+    @staticmethod
+    def _is_healed(fault: Fault, differ: WeightsDiffer) -> bool:
+        return fault.worker in differ.workers and differ.source is not None
 
     def _ends(self) -> Iterator[str]:
         last = self.starts[-1]
@@ -111,10 +145,16 @@ class Report:
         if missing or extra:
             yield f"steps are missing: {_shown(missing)}" if missing else f"steps are too many: {_shown(extra)}"
         else:
-            difference = self.loss_difference(like)
+            differences = self._differences(like)
+            difference = max(differences.values(), default=0.0)
             if not difference <= tolerance:
-                step = max(self.losses, key=lambda step: _difference(self.losses[step], like.losses[step]))
+                step = max(differences, key=lambda step: differences[step])
                 yield f"the loss differs by {difference:.1e} (tolerance {tolerance:.0e}), first of all at step {step}"
+            broken = [
+                step for step, loss in self.losses.items() if not math.isfinite(loss) and step not in self.left_out
+            ]
+            if self._poisoned and broken:
+                yield f"the loss is not finite any more: {_shown(broken)}"
         if not self.audit.is_clean:
             says = [*self.audit.problems, *(text for epoch in self.audit.epochs for text in epoch.says)]
             yield f"the audit is not clean: {'; '.join(says)}"
@@ -149,6 +189,10 @@ def read_report(
         plan=Plan.parse(began[0].plan if began else like),
         workers=began[0].workers if began else 0,
         losses=_losses(attempts),
+        left_out=frozenset(
+            record.event.step for record in records if isinstance(record.event, StepDone) and record.event.skipped
+        ),
+        differing=tuple(record.event for record in records if isinstance(record.event, WeightsDiffer)),
         regrouped=tuple(record.event for record in records if isinstance(record.event, Regrouped)),
         failed_saves=tuple(record.event.step for record in records if isinstance(record.event, CheckpointFailed)),
         passed_over=tuple(record.event.path for record in records if isinstance(record.event, CheckpointSkipped)),

@@ -213,7 +213,7 @@ class _Run:
             case "tear":
                 self._is_torn = True
                 for process in processes:
-                    process.kill()  # the kernel kills the workers with it
+                    _kill_family(process.pid)
             case _:
                 raise ValueError(f"fault {number} asks for {deed!r}, which nobody can see to")
         if self._notes is not None:
@@ -243,6 +243,17 @@ class _Run:
             fault for fault, when in zip(self._programme, so_far.came, strict=True) if when and fault.loses_a_worker
         ]
         return not so_far.is_elastic and len(self._starts) <= len(losses)
+
+
+def _kill_family(pid: int) -> None:
+    """Kill a supervisor and everything below it: workers whose supervisor alone is lost would save, and leave."""
+    import psutil  # only where everything is to be killed
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        for process in reversed(family):  # first of all the workers, of which one is waiting for this
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,10 @@ of them hold the result, everybody takes it; otherwise nobody does, and the oper
 never more than one operation apart, and never disagree about whether a step was committed.
 
 Who joins gets its state from a member, between two steps.
+
+All may also leave between two steps: because the head has said so to everybody, because one of them was asked to where
+there is no head (`Notice`), or because the supervisor has gone. In the last case nobody writes before all members of
+the present generation have said that they leave after this same step: a part of a run never saves for the whole.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ import torch
 
 from paceline.comm.generation import Members
 from paceline.comm.group import Disrupted, WorkerGroup
-from paceline.elastic.notices import Finish, Form
+from paceline.elastic.notices import PREEMPTED, Finish, Form
 from paceline.errors import SyncError
+from paceline.worker.notice import Notice
 from paceline.worker.orders import Orders
 
 __all__ = ["Agreement", "Elastic", "Holder", "Leaving", "Together"]
@@ -76,7 +81,10 @@ class Elastic:
 
 
 class Agreement:
-    """Does operations for one worker; without `elastic` they are simply done, and a lost member is an error."""
+    """Does operations for one worker; without `elastic` they are simply done, and a lost member is an error.
+
+    `orders` are those of a head; where there is none, `notice` hears what this worker alone is asked.
+    """
 
     def __init__(
         self,
@@ -84,6 +92,7 @@ class Agreement:
         *,
         rank: int,
         orders: Orders | None,
+        notice: Notice | None = None,
         timeout_s: float,
         elastic: Elastic | None = None,
     ) -> None:
@@ -91,6 +100,7 @@ class Agreement:
         self.holds = False  # too few members to take steps
         self._holder: Holder | None = None
         self._members, self._rank, self._orders, self._timeout_s = members, rank, orders, timeout_s
+        self._notice = notice
         self._position: int | None = None  # operations that were completed; None: a newcomer
         self._is_change_due = False
         self._tells_commit = False
@@ -107,6 +117,11 @@ class Agreement:
         """Whether this worker came later, and has not been taken in."""
         return self._members.is_newcomer
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the present members, by their index in the group."""
+        return self._members.ranks
+
     def begin(self, members: tuple[int, ...]) -> None:
         """Join the run's first generation, or the one that has replaced it meanwhile."""
         self._position = 0
@@ -115,7 +130,7 @@ class Agreement:
         if elastic is None or orders is None:
             return
         try:
-            self._members.take(elastic.build(form, False), 0)
+            self._members.take(elastic.build(form, False), 0, ranks=members)
             orders.tell("formed", generation=0, noticed=time.time())
         except Disrupted:
             self._members.generation = 0
@@ -169,7 +184,7 @@ class Agreement:
             if self._rank not in form.members:
                 raise Leaving(0)
             try:
-                members.take(elastic.build(form, not is_newcomer), form.generation)
+                members.take(elastic.build(form, not is_newcomer), form.generation, ranks=form.members)
                 stands: list[Standing] = members.gather_objects(Standing(self._position, holds_result, self._step))
                 is_done = _is_done(stands, self._position, holds_result)
                 self._hand_over(stands)
@@ -195,6 +210,8 @@ class Agreement:
 
     def begin_steps(self) -> None:
         """The first loop over batches begins: a newcomer waits until it is taken in, and has a member's state then."""
+        if self._notice is not None:
+            self._notice.begin_steps()
         if self._orders is None:
             return
         self._orders.tell("begun")
@@ -208,6 +225,7 @@ class Agreement:
         while self.holds and self._orders is not None:
             finish = self._orders.wait_for_change(self._members.generation)
             if finish is not None:
+                self.run(lambda: self._members.gather_objects(None))  # all are there, or nobody saves
                 self._leave(finish)
             self.regroup(holds_result=False, is_between_steps=True)
 
@@ -220,6 +238,8 @@ class Agreement:
     @property
     def wants_change(self) -> bool:
         """Whether this worker knows of something to be done between two steps."""
+        if self._notice is not None and self._notice.came:
+            return True
         orders = self._orders
         if orders is None:
             return False
@@ -231,9 +251,12 @@ class Agreement:
 
     def between_steps(self) -> None:
         """Make the changes that are due, at a place that is the same on all members."""
-        if self._is_change_due and self._orders is not None:
+        if self._is_change_due:
             self._is_change_due = False
-            self._change(self._orders)
+            if self._orders is not None:
+                self._change(self._orders)
+            else:  # the tally, the same on all, has said that somebody was asked: that is agreement enough
+                self._leave(Finish(exit_code=PREEMPTED, reason="a worker was asked to leave"))
         self.hold()
 
     def _change(self, orders: Orders) -> None:

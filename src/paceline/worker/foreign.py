@@ -4,6 +4,10 @@ The functions of COLLECTIVES are wrapped where users find them: as attributes of
 the program's own modules have imported from there. Calls by Paceline and torch themselves pass through. Not followed
 are functional collectives (`torch.distributed._functional_collectives`, DTensor), point-to-point transfers, and
 functions that were taken from `torch.distributed.distributed_c10d`.
+
+An elastic run has no default process group that they could use: a member may be lost in the middle of a call, when some
+have its result and others have not, and torch knows no vote by which all would do it again. There they say what to call
+instead.
 """
 
 from __future__ import annotations
@@ -43,17 +47,32 @@ COLLECTIVES: dict[str, tuple[int | None, int]] = {
     "barrier": (None, 0),
     "monitored_barrier": (None, 0),
 }
+# What else asks for the default group, and is refused where there is none.
+MORE = ("new_group", "get_rank", "get_world_size", "send", "recv", "isend", "irecv", "batch_isend_irecv")
+INSTEAD = {
+    "get_rank": "worker.rank",
+    "get_world_size": "worker.workers",
+    "barrier": "worker.wait()",
+    "monitored_barrier": "worker.wait()",
+    "all_reduce": "worker.average(x)",
+    "broadcast": "worker.broadcast(x)",
+    "broadcast_object_list": "worker.broadcast(x)",
+}  # everything else: worker.gather(x)
 KEYWORDS = {"all_gather_into_tensor": "input_tensor", "reduce_scatter": "output", "reduce_scatter_tensor": "output"}
 
 
 @contextlib.contextmanager
-def followed(ring: Ring, function: Callable[..., Any]) -> Iterator[None]:
-    """Note the user's own collectives in `ring` while entered; `function` is the program's training function."""
+def followed(ring: Ring, function: Callable[..., Any], *, is_elastic: bool = False) -> Iterator[None]:
+    """Note the user's own collectives in `ring` while entered; `function` is the program's training function.
+
+    In an elastic run they raise RuntimeError with the remedy instead, unless the program has made a group of its own.
+    """
     wrappers: dict[str, tuple[Any, Any]] = {}
-    for name in COLLECTIVES:
+    for name in (*COLLECTIVES, *(MORE if is_elastic else ())):
         original = getattr(dist, name, None)
         if original is not None:
-            wrappers[name] = (original, _wrapped(original, name, ring))
+            wrapper = _refused(original, name) if is_elastic else _wrapped(original, name, ring)
+            wrappers[name] = (original, wrapper)
     places: list[dict[str, Any]] = [dist.__dict__, *_programs_names(function)]
     put: list[tuple[dict[str, Any], str, Any, Any]] = []
     for names in places:
@@ -70,6 +89,23 @@ def followed(ring: Ring, function: Callable[..., Any]) -> Iterator[None]:
                 names[key] = original
 
 
+def _refused(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # See `_wrapped` for the frame.
+        is_own = is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
+        if not is_own or dist.is_initialized():
+            return original(*args, **kwargs)
+        raise RuntimeError(
+            f"torch.distributed.{name}() has no process group here: in a run whose workers may come and go "
+            f"(Layout(replicas=(least, most))) a call that a worker is lost in would be half done. Use "
+            f"{INSTEAD.get(name, 'worker.gather(x)')}, which is done again with those who are left, or a fixed number, "
+            "Layout(replicas=n)"
+        )
+
+    return call
+
+
 def _wrapped(original: Callable[..., Any], name: str, ring: Ring) -> Callable[..., Any]:
     kind = f"torch.distributed.{name}"
     at, group_at = COLLECTIVES[name]
@@ -77,6 +113,7 @@ def _wrapped(original: Callable[..., Any], name: str, ring: Ring) -> Callable[..
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # The only way to the caller's file at the cost of an attribute; `inspect` reads source, for milliseconds.
         if not is_users(sys._getframe(1).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
             return original(*args, **kwargs)
         joined = _join(ring, args[group_at] if len(args) > group_at else kwargs.get("group"))

@@ -22,11 +22,15 @@ import torch.distributed as dist
 from paceline import environment
 from paceline.comm.meet import meet, meeting_port, own_address
 from paceline.comm.store import BoardStore
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, PacelineError
 from paceline.plan.job import Assignment, Job
 from paceline.worlds import World
 
-__all__ = ["Place", "joined", "started_at"]
+__all__ = ["Place", "await_books", "joined", "started_at"]
+
+LATE_S = 20.0  # until who has not come is told: imports take their time
+MEET_S = 0.02  # between two looks
+BOOKS, BOOKS_S = "books_closed", 5.0  # what worker 0 says in the store, and how long the others wait for it
 
 _calls = itertools.count()  # of `joined` in this process: what is left of the last meeting is not taken for the next
 
@@ -37,7 +41,7 @@ class Place:
 
     assignment: Assignment
     store: dist.Store
-    local: tuple[int, ...]  # all workers of this host
+    hosts: tuple[tuple[int, ...], ...]  # the ranks on each host, in the order of their first ones
 
 
 @contextlib.contextmanager
@@ -61,14 +65,43 @@ def joined(
         store.set(names[world.worker_rank], socket.gethostname())
         if world.worker_rank == 0:
             directory, attempt = run_dir()
-            store.wait(names, limit)
+            _await_all(store, names, timeout_s=job.timeout_s, log=log)
             hosts = [store.get(name).decode() for name in names]
             store.set("run", json.dumps({"run_dir": str(directory.resolve()), "attempt": attempt, "hosts": hosts}))
         store.wait(["run"], limit)
         run = json.loads(store.get("run"))
         own = _assignment(world, job, command_started, **run)
-        local = tuple(number for number, host in enumerate(run["hosts"]) if host == own.host)
-        yield Place(assignment=own, store=store, local=local)
+        by_host: dict[str, list[int]] = {}
+        for number, host in enumerate(run["hosts"]):
+            by_host.setdefault(host, []).append(number)
+        yield Place(assignment=own, store=store, hosts=tuple(map(tuple, by_host.values())))
+
+
+def _await_all(store: dist.Store, names: Sequence[str], *, timeout_s: float, log: Callable[[str], None]) -> None:
+    """Return when all workers have come; tell of those who do not. Raises LaunchError after `timeout_s`."""
+    began, is_told = time.monotonic(), False
+    while missing := [number for number, name in enumerate(names) if not store.check([name])]:
+        waited_s = time.monotonic() - began
+        who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        have = "have" if len(missing) > 1 else "has"
+        if waited_s > timeout_s:
+            raise LaunchError(
+                f"{who} {have} not come to paceline.run() within {timeout_s:.0f} s (timeout_s): look at what the "
+                "script does before it on that worker, and whether it was started at all"
+            )
+        if not is_told and waited_s > LATE_S:
+            is_told = True
+            log(f"{who} {have} not come to paceline.run() yet; the others have waited {waited_s:.0f} s")
+        time.sleep(MEET_S)
+
+
+def await_books(store: dist.Store, own: Assignment) -> None:
+    """Return when worker 0, which closes the books of all, has come here; it may have gone already."""
+    with contextlib.suppress(RuntimeError, PacelineError, ConnectionError):  # RuntimeError: of torch's own stores
+        if own.rank == 0:
+            store.set(BOOKS, "")
+        else:
+            store.wait([BOOKS], timedelta(seconds=BOOKS_S))
 
 
 def _assignment(

@@ -2,7 +2,8 @@
 
 The thread also says that this process is alive, outside of the training thread, and notices SIGTERM: a request to
 leave, or, after the head has said "end", the end itself. Python's own signal handlers would wait until the training
-thread comes out of whatever it is in.
+thread comes out of whatever it is in. Where the supervisor has gone, this worker is an *orphan*: what it can still do
+with the others is to save and leave.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from paceline import environment
 from paceline.comm.channel import Channel, ChannelClosed
 from paceline.comm.group import Disrupted
-from paceline.elastic.notices import Finish, Form
+from paceline.elastic.notices import PREEMPTED, Finish, Form
 from paceline.errors import SyncError
 
 __all__ = ["Orders"]
 
 ALIVE_S = 1.0
+ORPHANED = Finish(exit_code=PREEMPTED, reason="the supervisor of these workers has gone")
 
 
 class Orders:
@@ -33,13 +36,14 @@ class Orders:
 
     def __init__(self, channel: Channel, worker: int) -> None:
         self.worker = worker
-        self.finish: Finish | None = None
+        self._finish: Finish | None = None
         self._channel = channel
         self._form: Form | None = None
         self._changed = threading.Condition()
         self.step: Callable[[], int] = lambda: 0  # committed; told with every word
         self._ends = False  # the head has said so: SIGTERM is no request any more
         self._signals: socket.socket | None = None
+        self._requests = {int(signal.SIGTERM)}  # signals that ask to leave
         self._closed: ChannelClosed | None = None
         self._told_at = 0.0
 
@@ -50,10 +54,24 @@ class Orders:
             self._signals, theirs = socket.socketpair()
             theirs.setblocking(False)
             self._wakeup = theirs
-            signal.signal(signal.SIGTERM, _heard_elsewhere)
+            for signum in (signal.SIGTERM, *environment.notice_signals()):
+                if signal.getsignal(signum) == signal.SIG_DFL:
+                    signal.signal(signum, _heard_elsewhere)
+                    self._requests.add(int(signum))
             signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=_forget_signals)  # whom the user forks is ended by SIGTERM as usual
+            # Whom the user forks is ended by them as usual.
+            os.register_at_fork(after_in_child=lambda: _forget_signals(self._requests))
         threading.Thread(target=self._listen, args=(fd,), name="paceline-orders", daemon=True).start()
+
+    @property
+    def finish(self) -> Finish | None:
+        """How the run is to end: as the head has said; where the supervisor has gone, saved and to be run again."""
+        return self._finish or (ORPHANED if self._closed is not None else None)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the supervisor has gone."""
+        return self._closed is not None
 
     def tell(self, op: str, **fields: Any) -> None:
         """Say something to the head; nothing happens where it has gone, which is noticed elsewhere."""
@@ -108,8 +126,6 @@ class Orders:
             while self._form is None or self._form.generation <= generation:
                 if self.finish is not None:
                     return self.finish
-                if self._closed is not None:
-                    raise SyncError("the supervisor of this host has gone while too few workers were left")
                 self._changed.wait()
             return None
 
@@ -132,8 +148,8 @@ class Orders:
                         self._changed.notify_all()
                     return
                 came = self._signals is not None and self._signals.fileno() in ready
-                if came and self._signals is not None and signal.SIGTERM in self._signals.recv(4096):
-                    self._sigterm()
+                if came and self._signals is not None and self._requests & set(self._signals.recv(4096)):
+                    self._asked_to_leave()
 
     def _take(self, message: Mapping[str, Any]) -> None:
         match message.get("op"):
@@ -143,14 +159,14 @@ class Orders:
                     self._changed.notify_all()
             case "finish":
                 with self._changed:
-                    self.finish = Finish.from_json(message)
+                    self._finish = Finish.from_json(message)
                     self._changed.notify_all()
             case "end":
                 self._ends = True
             case _:
                 pass  # of a later version
 
-    def _sigterm(self) -> None:
+    def _asked_to_leave(self) -> None:
         if not self._ends:
             self.tell("leaving")
             return
@@ -158,9 +174,10 @@ class Orders:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _forget_signals() -> None:
+def _forget_signals(signums: Iterable[int]) -> None:
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in signums:
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def _heard_elsewhere(signum: int, frame: object) -> None:

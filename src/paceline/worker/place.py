@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,16 @@ from paceline.elastic.notices import Form
 from paceline.errors import LaunchError, PlanError
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
-from paceline.worker.agreement import Agreement, Elastic
+from paceline.worker.agreement import Agreement, Elastic, Holder
 from paceline.worker.device import backend_for
+from paceline.worker.notice import Notice
 from paceline.worker.orders import Orders
 from paceline.worker.prelude import Prelude
 
-if TYPE_CHECKING:
-    from paceline.worker.worker import Worker
-
-__all__ = ["Place", "placed"]
+__all__ = ["Arrival", "Place", "placed"]
 
 MEETING_S = 20.0  # for those who were told to form at once
-BACKSTOP_S = 15.0  # a supervisor ends a hang after Job.timeout_s, and can say more about it than who waits
+BACKSTOP_S = 15.0  # beyond Job.timeout_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,60 +49,59 @@ class Place:
     agreement: Agreement
     prelude: Prelude
     shared: dist.Store  # of the whole run
-    attach: Callable[[Worker], None]  # to be called with the worker, once it is made
+    attach: Callable[[Holder], None]  # to be called with who has the run's state, once there is one
     ring: Ring  # where this worker says what it does
 
 
-@contextlib.contextmanager
-def placed(
-    assignment: Assignment,
-    job: Job,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store | None,
-    note: Callable[[str], None],
-    ring: Ring,
-) -> Iterator[Place]:
-    """Reach the others; `store`, where given, is that of a world that somebody else started.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """What a worker comes with, on its way to its place."""
 
-    Raises PlanError where the plan is elastic and nobody is there who could replace a worker.
-    """
+    assignment: Assignment
+    job: Job
+    plan: Plan  # resolved
+    device: torch.device
+    ring: Ring
+    store: dist.Store | None = None  # of a world that somebody else started
+    notice: Notice | None = None  # in such a world: hears whether this worker is asked to leave
+    note: Callable[[str], None]  # tells the user a sentence
+
+
+@contextlib.contextmanager
+def placed(arrival: Arrival) -> Iterator[Place]:
+    """Reach the others. Raises PlanError where the plan is elastic and nobody is there who could replace a worker."""
+    assignment, plan, store = arrival.assignment, arrival.plan, arrival.store
+    is_elastic = plan.layout.is_elastic
     channel = Channel.inherited(assignment.channel_fd) if store is None and assignment.channel_fd >= 0 else None
     if store is None and channel is None and assignment.workers > 1:
         raise LaunchError(f"worker {assignment.rank} of {assignment.workers} was given no way to reach the others")
-    if plan.layout.is_elastic:
-        _refuse_where_fixed(plan, job, device, has_supervisor=channel is not None)
-    if assignment.workers > 1 or plan.layout.is_elastic:
+    if is_elastic:
+        _refuse_where_fixed(plan, arrival.job, arrival.device, has_supervisor=channel is not None)
+    if assignment.workers > 1 or is_elastic:
         environment.set_gloo_interface(_interface_of(assignment.address))
-    orders = None
-    if channel is not None:
-        job = dataclasses.replace(job, timeout_s=job.timeout_s + BACKSTOP_S)
-        orders = Orders(channel, assignment.rank)
-        own_process = job.launcher != "inline" and threading.current_thread() is threading.main_thread()
-        orders.begin(hears_sigterm=own_process)
-    make = _elastic if plan.layout.is_elastic and channel is not None else _fixed
-    with contextlib.ExitStack() as stack:
-        if channel is not None:
-            stack.callback(channel.close)
-        yield stack.enter_context(make(assignment, job, plan, device, store, channel, orders, note, ring))
+    if channel is None:
+        with _fixed(arrival, store or dist.HashStore(), None) as place:
+            yield place
+        return
+    # The supervisor ends a hang after timeout_s, and can say more about it than who waits.
+    job = dataclasses.replace(arrival.job, timeout_s=arrival.job.timeout_s + BACKSTOP_S)
+    arrival = dataclasses.replace(arrival, job=job)
+    orders = Orders(channel, assignment.rank)
+    own_process = job.launcher != "inline" and threading.current_thread() is threading.main_thread()
+    orders.begin(hears_sigterm=own_process)
+    with contextlib.closing(channel):
+        if is_elastic:
+            with _elastic(arrival, channel, orders) as place:
+                yield place
+        else:
+            with _fixed(arrival, BoardStore(channel, timeout_s=job.timeout_s), orders) as place:
+                yield place
 
 
 @contextlib.contextmanager
-def _fixed(
-    assignment: Assignment,
-    job: Job,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store | None,
-    channel: Channel | None,
-    orders: Orders | None,
-    note: Callable[[str], None],
-    ring: Ring,
-) -> Iterator[Place]:
+def _fixed(arrival: Arrival, shared: dist.Store, orders: Orders | None) -> Iterator[Place]:
     """Join torch's default process group, so that code which calls torch.distributed itself works too."""
-    if store is None and channel is not None:
-        store = BoardStore(channel, timeout_s=job.timeout_s)
-    shared = store or dist.HashStore()
+    assignment, device, ring, timeout_s = arrival.assignment, arrival.device, arrival.ring, arrival.job.timeout_s
     ring.join(name_of(0), range(assignment.workers), is_main=True)
     meeting = ring.enter("meeting", "the workers find each other")
     ring.wait(meeting)
@@ -113,19 +110,19 @@ def _fixed(
         store=shared,
         rank=assignment.rank,
         world_size=assignment.workers,
-        timeout=timedelta(seconds=job.timeout_s),
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     group: WorkerGroup = Alone()
     if assignment.workers > 1:
         group = over_torch = Group(_world(), device=device)
         if assignment.hosts == 1 and device.type == "cpu":
-            group, reason = share(over_torch, timeout_s=job.timeout_s)
+            group, reason = share(over_torch, timeout_s=timeout_s)
             if reason is not None and assignment.rank == 0:
-                note(f"workers sum gradients over the loopback network, which is slower: {reason}")
+                arrival.note(f"workers sum gradients over the loopback network, which is slower: {reason}")
     ring.leave()
-    members = Members(group, generation=0, ring=ring)
-    agreement = Agreement(members, rank=assignment.rank, orders=orders, timeout_s=job.timeout_s)
+    members = Members(group, generation=0, ranks=tuple(range(assignment.workers)), ring=ring)
+    agreement = Agreement(members, rank=assignment.rank, orders=orders, notice=arrival.notice, timeout_s=timeout_s)
     try:
         yield Place(
             group=members,
@@ -144,63 +141,21 @@ def _fixed(
 
 
 @contextlib.contextmanager
-def _elastic(
-    assignment: Assignment,
-    job: Job,
-    plan: Plan,
-    device: torch.device,
-    store: dist.Store | None,
-    channel: Channel | None,
-    orders: Orders | None,
-    note: Callable[[str], None],
-    ring: Ring,
-) -> Iterator[Place]:
+def _elastic(arrival: Arrival, channel: Channel, orders: Orders) -> Iterator[Place]:
     """Join the first generation, or, where this worker comes later, none yet."""
-    if channel is None or orders is None:
-        raise LaunchError("an elastic run needs a supervisor")
-    replicas = plan.layout.replicas
+    assignment, layout, ring, timeout_s = arrival.assignment, arrival.plan.layout, arrival.ring, arrival.job.timeout_s
+    replicas = layout.replicas
     least, most = replicas if isinstance(replicas, tuple) else (assignment.workers, assignment.workers)
-
-    def build(form: Form, is_hurry: bool) -> WorkerGroup:
-        ring.join(name_of(form.generation), form.members, is_main=True)
-        if len(form.members) == 1:
-            return Alone()
-
-        deadline = time.monotonic() + (MEETING_S if is_hurry else job.timeout_s)
-
-        def check_meeting() -> None:
-            orders.check_newest(form.generation)
-            if time.monotonic() > deadline:
-                raise Disrupted("the workers could not all meet in time")
-
-        store = BoardStore(
-            channel,
-            timeout_s=job.timeout_s,
-            prefix=f"paceline/generation_{form.generation}/",
-            check_wait=check_meeting,
-        )
-        backend = assemble(
-            store,
-            index=form.members.index(assignment.rank),
-            size=len(form.members),
-            timeout_s=job.timeout_s,
-            check=check_meeting,
-        )
-
-        def check() -> None:
-            orders.check(form.generation)
-
-        group = GenerationGroup(backend, device=device, check=check, timeout_s=job.timeout_s)
-        if assignment.hosts > 1:
-            return group
-        return share(group, timeout_s=job.timeout_s, is_lost=check)[0]
-
-    shared = BoardStore(channel, timeout_s=job.timeout_s)
+    shared = BoardStore(channel, timeout_s=timeout_s)
     members = Members(None, generation=-1, ring=ring)
     agreement = Agreement(
-        members, rank=assignment.rank, orders=orders, timeout_s=job.timeout_s, elastic=Elastic(build=build)
+        members,
+        rank=assignment.rank,
+        orders=orders,
+        timeout_s=timeout_s,
+        elastic=Elastic(build=functools.partial(_generation, arrival, channel, orders)),
     )
-    orders.tell("elastic", least=least, most=most, workers_each=plan.layout.workers_each)
+    orders.tell("elastic", least=least, most=most, workers_each=layout.workers_each)
     if not assignment.joins:
         agreement.begin(tuple(range(assignment.workers)))
     yield Place(
@@ -212,6 +167,38 @@ def _elastic(
         ring=ring,
     )
     members.close()
+
+
+def _generation(arrival: Arrival, channel: Channel, orders: Orders, form: Form, is_hurry: bool) -> WorkerGroup:
+    """The group of a generation: its members meet through the board. Disrupted where it is over already."""
+    assignment, timeout_s = arrival.assignment, arrival.job.timeout_s
+    arrival.ring.join(name_of(form.generation), form.members, is_main=True)
+    if len(form.members) == 1:
+        return Alone()
+
+    deadline = time.monotonic() + (MEETING_S if is_hurry else timeout_s)
+
+    def check_meeting() -> None:
+        orders.check_newest(form.generation)
+        if time.monotonic() > deadline:
+            raise Disrupted("the workers could not all meet in time")
+
+    def check() -> None:
+        orders.check(form.generation)
+
+    prefix = f"paceline/generation_{form.generation}/"
+    store = BoardStore(channel, timeout_s=timeout_s, prefix=prefix, check_wait=check_meeting)
+    backend = assemble(
+        store,
+        index=form.members.index(assignment.rank),
+        size=len(form.members),
+        timeout_s=timeout_s,
+        check=check_meeting,
+    )
+    group = GenerationGroup(backend, device=arrival.device, check=check, timeout_s=timeout_s)
+    if form.is_spread if form.generation > 0 else assignment.hosts > 1:
+        return group
+    return share(group, timeout_s=timeout_s, is_lost=check)[0]
 
 
 def _refuse_where_fixed(plan: Plan, job: Job, device: torch.device, *, has_supervisor: bool) -> None:

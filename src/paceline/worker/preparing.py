@@ -214,7 +214,7 @@ class Preparation:
                 self._writer.close(ABANDON_S)
 
     def _newest(self) -> Path | None:
-        found = find(self._files.checkpoint_dir)
+        found = find(self._files.checkpoint_dir, verified=True)
         for path, reason in found.skipped:
             self._files.emit(CheckpointSkipped(path=str(path), reason=reason))
         # What was being written when a run was killed is no loss; a checkpoint that was complete once is one.

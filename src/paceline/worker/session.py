@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from paceline import config, environment
+from paceline.comm.channel import ChannelClosed
 from paceline.comm.ring import Ring
 from paceline.errors import SyncError
 from paceline.events import Note, Warned, WorkerStarted
@@ -22,7 +25,8 @@ from paceline.worker import randomness
 from paceline.worker.agreement import Leaving
 from paceline.worker.device import choose_device, why_no_gpu
 from paceline.worker.failure import is_echo, write_error
-from paceline.worker.place import placed
+from paceline.worker.notice import Notice, Terminated
+from paceline.worker.place import Arrival, placed
 from paceline.worker.record import RunFiles
 from paceline.worker.watched import watched
 from paceline.worker.worker import Worker
@@ -50,11 +54,13 @@ def live(
     plan: Plan | None = None,
     fields: Mapping[str, Any] | None = None,
     store: dist.Store | None = None,
+    notice: Notice | None = None,
 ) -> T:
     """Be the worker that the assignment says: run `function(worker)` and return its value.
 
-    `plan` and `fields` (of Job) are what the script itself said; the command's word wins. An error is written to
-    error.json, with the step, before it is raised.
+    `plan` and `fields` (of Job) are what the script itself said; the command's word wins. `store` and `notice` are
+    those of a world that somebody else started. An error is written to error.json, with the step, before it is raised.
+    Raises Leaving, with the exit status, where all have saved and this worker is to end.
     """
     job = merge_job(assignment, fields or {})
     chosen = merge_plan(assignment, plan)
@@ -68,12 +74,19 @@ def live(
         resolved.require(workers=assignment.workers)
         device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
-        with (
-            watched(assignment, job, function) as ring,
-            placed(
-                assignment, job, resolved, device, store, note=lambda text: files.emit(Note(text=text)), ring=ring
-            ) as place,
-        ):
+        with contextlib.ExitStack() as stack:
+            ring = stack.enter_context(watched(assignment, job, function, is_elastic=resolved.layout.is_elastic))
+            arrival = Arrival(
+                assignment=assignment,
+                job=job,
+                plan=resolved,
+                device=device,
+                ring=ring,
+                store=store,
+                notice=notice,
+                note=lambda text: files.emit(Note(text=text)),
+            )
+            place = stack.enter_context(placed(arrival))
             _arm(assignment, ring)
             randomness.seed_all(resolved.batch.seed, 3)
             worker = Worker(
@@ -99,12 +112,14 @@ def live(
                 if stop.code:
                     raise
                 leaving = stop  # sys.exit() or sys.exit(0): an end like any other
-            place.shared.set(LEFT.format(worker.rank), str(worker.step))
+            with contextlib.suppress(ChannelClosed):  # the supervisor has gone: what is left is to save
+                place.shared.set(LEFT.format(worker.rank), str(worker.step))
             worker.end()
     except Leaving:
         raise  # in good order: its books are closed
     except BaseException as error:
-        write_error(error, assignment, step=worker.step if worker else 0)
+        if not isinstance(error, Terminated):  # that one has a cause outside, and whoever sent it knows
+            write_error(error, assignment, step=worker.step if worker else 0)
         files.give_up()
         if worker is not None:
             worker.abandon()
@@ -156,12 +171,12 @@ def _say_what_is_not_used(
     idle = [
         f"{name}={fields[name]!r}"
         for name in ("workers", "run_dir")
-        if fields.get(name) not in (None, getattr(assignment.job, name))
+        if fields.get(name) is not None and not _is_same(name, fields[name], getattr(assignment.job, name))
     ]
     idle += [
         f"{name}={value!r}"
         for name, value in fields.items()
-        if name in assignment.given and getattr(assignment.job, name) != value
+        if name in assignment.given and not _is_same(name, value, getattr(assignment.job, name))
     ]
     if plan is not None and assignment.plan is not None and Plan.parse(assignment.plan) != plan:
         idle.append("plan")
@@ -172,6 +187,13 @@ def _say_what_is_not_used(
                 "says otherwise, and that counts"
             )
         )
+
+
+def _is_same(name: str, said: Any, counts: Any) -> bool:
+    """Whether two values of a Job's field mean the same; directories may be written in several ways."""
+    if name == "run_dir" and said is not None and counts is not None:
+        return Path(said).resolve() == Path(counts).resolve()
+    return said == counts
 
 
 def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarted:

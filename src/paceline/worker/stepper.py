@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.sync.allreduce import GradientSum
 from paceline.worker.batch import StepBatch
-
-if TYPE_CHECKING:
-    from paceline.worker.worker import Worker
+from paceline.worker.loop import Loop
 
 __all__ = ["Stepper"]
 
@@ -28,15 +26,16 @@ class Stepper:
 
     def __init__(
         self,
-        worker: Worker,
+        loop: Loop,
         *,
+        device: torch.device,
         optimizers: Sequence[Optimizer],
         gradients: GradientSum,
         loss_of: Callable[[Any], Any],
         clip_norm: float | None,
     ) -> None:
         self.grad_norm: Tensor | None = None
-        self._worker = worker
+        self._loop, self._device = loop, device
         self._optimizers = tuple(optimizers)
         self._gradients = gradients
         self._loss_of = loss_of
@@ -46,14 +45,14 @@ class Stepper:
         if not isinstance(batch, StepBatch):
             raise TypeError(f"step() takes an item of worker.batches(...), not a {type(batch).__name__}")
         is_finite = self._measure_norm if self._clip_norm is not None else None
-        outcome = self._worker.walk(batch, self._gradients, self._loss_of, is_finite=is_finite)
+        outcome = self._loop.walk(batch, self._gradients, self._loss_of, is_finite=is_finite)
         if outcome.is_taken:
             if self._clip_norm is not None and self.grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._gradients.parameters, self._clip_norm, self.grad_norm)
             for optimizer in self._optimizers:
                 optimizer.step()
-        self._worker.commit(batch)
-        return torch.tensor(outcome.loss, dtype=torch.float64, device=self._worker.device)
+        self._loop.commit(batch)
+        return torch.tensor(outcome.loss, dtype=torch.float64, device=self._device)
 
     def _measure_norm(self) -> bool:
         """Clipping needs the global norm, which is finite where all gradients are: no second look at them, unless the

@@ -33,12 +33,14 @@ def answer_stacks(assignment: Assignment) -> None:
 
 
 @contextlib.contextmanager
-def watched(assignment: Assignment, job: Job, function: Callable[..., Any]) -> Iterator[Ring]:
+def watched(
+    assignment: Assignment, job: Job, function: Callable[..., Any], *, is_elastic: bool = False
+) -> Iterator[Ring]:
     """Keep this worker's ring, and follow what `function` and its program do with torch.distributed themselves."""
     path = Path(assignment.worker_dir) / FILE_NAME
     answer_stacks(assignment)
     with writing(path):
         ring = Ring.create(path, worker=assignment.rank, limit_s=job.timeout_s)
     ring.begin("starting", 0)
-    with followed(ring, function):
+    with followed(ring, function, is_elastic=is_elastic):
         yield ring

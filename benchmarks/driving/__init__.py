@@ -1,0 +1,1 @@
+"""What the benchmarks that disturb whole runs have in common."""

@@ -1,0 +1,84 @@
+"""What is summed in shared memory: of which types, which part by whom, in which order; and the mark of a sum.
+
+Sums are taken in the order of the members, so that all get the same bits. A *mark* is one number, by which members see
+whether all of them sum the same: how many numbers, of which type, and in which segment they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["BARRIER", "SUMMED", "is_barrier", "mark_of", "share_of", "sum_in_place", "told", "total", "write"]
+
+SUMMED = (  # the place in this row is the type's number in a mark
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+ROUNDED = (torch.float16, torch.bfloat16)  # summed in float32, and rounded once
+CACHED_BYTES = 256 * 1024  # summed at a time: two of them stay in a core's own cache
+
+TYPE_SHIFT, PLACE_SHIFT = 36, 40  # of a mark: how many numbers, then their type, then the segment
+BARRIER = 2**24 - 1  # in place of the segment
+
+
+def share_of(numel: int, index: int, size: int) -> tuple[int, int]:
+    """The bounds of a member's part, at multiples of 64 numbers, so that no cache line belongs to two."""
+    first, last = (numel * place // size // 64 * 64 for place in (index, index + 1))
+    return first, numel if index == size - 1 else last
+
+
+def sum_in_place(parts: Sequence[Tensor], start: int, stop: int) -> None:
+    """Write the sum of the parts, from `start` to `stop`, into all of them."""
+    step = CACHED_BYTES // parts[0].itemsize
+    for first in range(start, stop, step):
+        pieces = [part[first : min(first + step, stop)] for part in parts]
+        summed = total(pieces, out=pieces[0])
+        for piece in pieces if summed is not pieces[0] else pieces[1:]:
+            piece.copy_(summed)
+
+
+def total(parts: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+    """The sum in the order of the parts: in `out` where given and exact enough, else in a tensor of its own."""
+    if parts[0].dtype in ROUNDED:
+        summed = parts[0].float()
+    elif out is not None:
+        summed = out
+    else:
+        summed = parts[0].clone()
+    for part in parts[1:]:
+        summed.add_(part)
+    return summed
+
+
+@torch.inference_mode()  # the only mode in which tensors that were made in it, as in evaluation, can be written to
+def write(target: Tensor, numbers: Tensor) -> None:
+    """Fill `target`."""
+    target.copy_(numbers)
+
+
+def mark_of(part: Tensor, *, place: int) -> int:
+    """The mark of a sum. `place`: the segment that the numbers lie in, 0 where they were copied, or BARRIER."""
+    return min(place, BARRIER) << PLACE_SHIFT | SUMMED.index(part.dtype) << TYPE_SHIFT | part.numel()
+
+
+def is_barrier(mark: int) -> bool:
+    return mark >> PLACE_SHIFT == BARRIER
+
+
+def told(mark: int) -> str:
+    """What a member joined for, in words."""
+    if is_barrier(mark):
+        return "waits in a barrier"
+    place = mark >> PLACE_SHIFT
+    numel, kind = mark & 2**TYPE_SHIFT - 1, SUMMED[mark >> TYPE_SHIFT & 2 ** (PLACE_SHIFT - TYPE_SHIFT) - 1]
+    where = f" (bucket at page {place})" if place else ""
+    return f"sums {numel:,} numbers of {str(kind).removeprefix('torch.')}{where}"

@@ -1,0 +1,278 @@
+"""The other hosts of a job, as the head sees them, and which worker is where: whoever wants a worker asks here.
+
+    member -> head    said (a worker's request or notice), started, exited (with what is in error.json), leaving, ping,
+                      barren (it can start no more workers)
+    head -> member    tell (a worker), stop (in how many seconds SIGKILL follows), kill, ping, start and kill_worker
+                      (elastic runs), end (the outcome: of the run, or of this host alone)
+    for whoever looks out for hangs: member -> head  doing (its workers)      head -> member  stack (ask a worker)
+
+A guest that closes its connection, is silent for long, or says what makes no sense is lost, and its workers with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from paceline.launch.crew import Crew
+from paceline.launch.link import Link
+from paceline.launch.outcome import WorkerExit, lost
+from paceline.launch.slots import Slots
+
+__all__ = ["FAREWELL_S", "PING_S", "SILENCE_S", "Guest", "Guests", "Host"]
+
+PING_S = 1.0
+SILENCE_S = 15.0  # a host that has said nothing for so long is lost
+FAREWELL_S = 2.0  # to hand the outcome to the members
+HEAD = 0  # the head's own index
+
+
+@dataclasses.dataclass(kw_only=True)
+class Guest:
+    """Another host, as the head sees it."""
+
+    link: Link
+    host: str  # its name
+    address: str  # as its peers see it
+    index: int
+    slots: int  # workers that it has room for
+    workers: set[int] = dataclasses.field(default_factory=set[int])  # ranks that are, or were, on it
+    pids: dict[int, int] = dataclasses.field(default_factory=dict)
+    has_spoken: bool = False  # since it was welcomed
+    leave_by: float | None = None  # it was asked to leave, and its workers have left by then
+
+    @property
+    def name(self) -> str:
+        """Name and address."""
+        return f"host {self.host} ({self.address})"
+
+
+class Host(Protocol):
+    """The head: what guests and their workers say ends up with it."""
+
+    def request(self, worker: int, request: Mapping[str, Any]) -> None: ...
+
+    def exited(self, ended: WorkerExit) -> None: ...
+
+    def guest_leaves(self, guest: Guest, signum: int) -> None:
+        """Somebody stopped its supervisor."""
+        ...
+
+    def guest_lost(self, exits: Sequence[WorkerExit], message: str) -> None:
+        """It is there no longer; `exits` are its workers."""
+        ...
+
+
+class Guests:
+    """Finds each worker's host, its own crew's or a guest's, and says there what is to be said."""
+
+    def __init__(self, guests: Sequence[Guest], *, own: Collection[int], host: Host, name: str) -> None:
+        """`own` are the ranks of the head itself, whose `name` is that of its host."""
+        self.here = set(own)  # ranks that have their files on the head
+        self.heard_doing: Callable[[Sequence[Mapping[str, Any]], float], None] = _unheard  # of other hosts' workers
+        self._host, self._name = host, name
+        self._crew: Crew | None = None
+        self._guests: dict[int, Guest] = {}
+        self._slots = Slots()
+        self._slots.open(HEAD, len(own), own)
+        self._num_hosts = 1  # that were ever there
+        self._next_ping = 0.0
+        self._released: list[Link] = []  # of guests that have left; they close them
+        for guest in guests:
+            self.add(guest)
+
+    def __iter__(self) -> Iterator[Guest]:
+        return iter(tuple(self._guests.values()))
+
+    def lead(self, crew: Crew) -> None:
+        """Take over the head's own workers."""
+        self._crew = crew
+
+    @property
+    def next_index(self) -> int:
+        """The index of the next host that comes; none is given twice."""
+        return self._num_hosts
+
+    def add(self, guest: Guest) -> None:
+        """One more host is there."""
+        self._num_hosts = max(self._num_hosts, guest.index + 1)
+        self._guests[guest.index] = guest
+        self._slots.open(guest.index, guest.slots, guest.workers)
+
+    # Workers, wherever they are.
+
+    def host_of(self, worker: int) -> str:
+        """The name of a worker's host."""
+        guest = self._guest_of(worker)
+        return self._name if guest is None else guest.host
+
+    def workers_of(self, guest: Guest) -> frozenset[int]:
+        """The workers that are on a guest now."""
+        return self._slots.workers_on(guest.index)
+
+    def is_spread(self, workers: Collection[int]) -> bool:
+        """Whether these workers are on more than one host."""
+        return self._slots.is_spread(workers)
+
+    def has_place(self, worker: int) -> bool:
+        """Whether a worker is somewhere, or its successor knows where to go."""
+        return self._slots.host_of(worker) is not None
+
+    def barren(self) -> None:
+        """The head itself can start no more workers."""
+        self._slots.shut(HEAD)
+
+    def room(self, workers_each: int) -> int:
+        """For how many more replicas of so many workers there are free slots."""
+        return self._slots.room(workers_each)
+
+    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+        """Say something to a worker."""
+        guest = self._guest_of(worker)
+        if guest is not None:
+            guest.link.send({"op": "tell", "worker": worker, "message": message})
+        elif self._crew is not None:
+            self._crew.tell(worker, message)
+
+    def start(self, replica: Sequence[int], *, workers: int) -> None:
+        """Have the workers of a replica started, where there is most room; the run has so many `workers` then."""
+        self._slots.place(replica)
+        for worker in replica:
+            guest = self._guest_of(worker)
+            if guest is not None:
+                self.here.discard(worker)
+                guest.workers.add(worker)
+                guest.link.send({"op": "start", "worker": worker, "workers": workers})
+            elif self._crew is not None:
+                self.here.add(worker)
+                self._crew.add(worker, workers=workers)
+
+    def kill(self, worker: int) -> None:
+        """Send SIGKILL to one worker."""
+        guest = self._guest_of(worker)
+        if guest is not None:
+            guest.link.send({"op": "kill_worker", "worker": worker})
+        elif self._crew is not None:
+            self._crew.kill_worker(worker)
+
+    def ask_stack(self, worker: int) -> None:
+        """Have a worker write its stacks."""
+        guest = self._guest_of(worker)
+        if guest is not None:
+            guest.link.send({"op": "stack", "worker": worker})
+        elif self._crew is not None:
+            self._crew.ask_stack(worker)
+
+    def forget(self, worker: int, *, for_good: bool) -> None:
+        """A worker is there no longer. Where it was lost, and not `for_good`, its successor goes where it was."""
+        if for_good:
+            self._slots.leave(worker)
+        else:
+            self._slots.lose(worker)
+
+    # Guests.
+
+    def shut(self, guest: Guest) -> None:
+        """No more workers are started on a guest; those that are there stay."""
+        self._slots.shut(guest.index)
+
+    def release(self, guest: Guest, message: Mapping[str, Any]) -> None:
+        """Let a guest go that has no workers any more, with a last word."""
+        del self._guests[guest.index]
+        self._slots.close(guest.index)
+        self._released.append(guest.link)  # closed here, it could lose the message
+        guest.link.send(message)
+
+    def tell_all(self, message: Mapping[str, Any]) -> None:
+        for guest in self:
+            guest.link.send(message)
+
+    def farewell(self, message: Mapping[str, Any]) -> None:
+        """Say the last word, and see that it is on its way."""
+        self.tell_all(message)
+        for guest in self:
+            guest.link.flush(FAREWELL_S)
+
+    def close(self) -> None:
+        for link in [*self._released, *(guest.link for guest in self)]:
+            link.close()
+
+    def tick(self, now: float, *, silence_s: float) -> None:
+        """Say that the head is there, and lose who has been silent for longer than `silence_s`."""
+        if now >= self._next_ping:
+            self._next_ping = now + PING_S
+            self.tell_all({"op": "ping"})
+        for guest in self:
+            limit_s = silence_s if guest.has_spoken else max(silence_s, SILENCE_S)  # it prepares its directory first
+            if now - guest.link.heard > limit_s:
+                self.lose(guest, f"it said nothing for {limit_s:.0f} s")
+
+    def said(self, guest: Guest, message: Mapping[str, Any]) -> None:
+        """Serve one message of a member; what makes no sense ends the membership."""
+        if guest.index not in self._guests:
+            return
+        guest.has_spoken = True
+        try:
+            self._serve(guest, message)
+        except (KeyError, TypeError, ValueError) as error:
+            self.lose(guest, f"it said something that makes no sense ({type(error).__name__}: {error})")
+
+    def lose(self, guest: Guest, reason: str, *, kind: str = "HostLost") -> None:
+        """A member is there no longer, and neither are its workers."""
+        if self._guests.pop(guest.index, None) is None:
+            return
+        guest.link.close()
+        workers = sorted(self._slots.workers_on(guest.index))
+        self._slots.close(guest.index)
+        message = f"{guest.name} was lost: {reason}" if kind == "HostLost" else reason
+        exits = [
+            lost(worker, host=guest.host, pid=guest.pids.get(worker, 0), kind=kind, message=message, echo=number > 0)
+            for number, worker in enumerate(workers)
+        ]
+        self._host.guest_lost(exits, message)
+
+    def _guest_of(self, worker: int) -> Guest | None:
+        return self._guests.get(self._slots.host_of(worker) or HEAD)
+
+    def _is_on(self, guest: Guest, worker: int) -> bool:
+        """Whether a worker that a guest speaks of is there now; ValueError where it never was.
+
+        The last words of one that has left may come when the next one with its number is on another host.
+        """
+        if worker not in guest.workers:
+            raise ValueError(f"worker {worker} is not on host {guest.host}")
+        return self._slots.host_of(worker) == guest.index
+
+    def _serve(self, guest: Guest, message: Mapping[str, Any]) -> None:
+        match message["op"]:
+            case "ping":
+                pass
+            case "said":
+                request = message["request"]
+                if not isinstance(request, dict):
+                    raise TypeError(f"request is {request!r}")
+                if self._is_on(guest, int(message["worker"])):
+                    self._host.request(int(message["worker"]), request)
+            case "started":
+                guest.pids[int(message["worker"])] = int(message["pid"])
+            case "exited":
+                ended = WorkerExit.from_json(message["exit"])
+                if self._is_on(guest, ended.worker):
+                    self._host.exited(ended)
+            case "barren":
+                self._slots.shut(guest.index)
+            case "doing":
+                own = [told for told in message["workers"] if self._is_on(guest, int(told["doing"]["worker"]))]
+                self.heard_doing(own, time.monotonic())
+            case "leaving" if message["signal"] is not None:
+                self._host.guest_leaves(guest, int(message["signal"]))
+            case "leaving":
+                self.lose(guest, str(message["reason"]), kind="LaunchError")
+            case op:
+                raise ValueError(f"unknown message {op!r}")
+
+
+def _unheard(doings: Sequence[Mapping[str, Any]], now: float) -> None:
+    """Where nobody looks out for hangs."""

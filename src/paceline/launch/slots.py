@@ -1,0 +1,95 @@
+"""Which worker is on which host, and where there is room for more: counting, nothing else.
+
+A host has as many *slots* as its share of the workers that the job began with. A resize may ask for more workers than
+there are slots: then the hosts carry more than their share, as evenly as can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+__all__ = ["Slots"]
+
+
+class Slots:
+    """Hosts by their index, workers by their rank."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}
+        self._place: dict[int, int] = {}  # of workers that are there, and the last one of those that were lost
+        self._there: set[int] = set()
+
+    def open(self, host_index: int, slots: int, workers: Collection[int] = ()) -> None:
+        """A host is there, with these workers."""
+        self._slots[host_index] = slots
+        self._place.update(dict.fromkeys(workers, host_index))
+        self._there.update(workers)
+
+    def close(self, host_index: int) -> None:
+        """A host is gone, and nobody has a place on it any more."""
+        self._slots.pop(host_index, None)
+        self._there -= self.workers_on(host_index)
+        self._place = {worker: place for worker, place in self._place.items() if place != host_index}
+
+    def shut(self, host_index: int) -> None:
+        """A host can start no more workers; those that are there stay."""
+        self._slots.pop(host_index, None)
+
+    def place(self, workers: Sequence[int]) -> None:
+        """Find places for the workers of a replica: where their predecessors were, else where most slots are free.
+
+        They stay together where a host has room for all of them. Where no host can start workers, they get no place.
+        """
+        if not self._slots:
+            return
+        new = [worker for worker in workers if not self._return(worker)]
+        together = self._emptiest()
+        is_roomy = self._free(together) >= len(new)
+        for worker in new:
+            self._take(worker, together if is_roomy else self._emptiest())
+
+    def lose(self, worker: int) -> None:
+        """A worker is there no longer; a successor goes where it was, where that host can start any."""
+        self._there.discard(worker)
+        if self._place.get(worker) not in self._slots:
+            self._place.pop(worker, None)
+
+    def leave(self, worker: int) -> None:
+        """A worker has left for good: whoever has its number next is placed anew."""
+        self._there.discard(worker)
+        self._place.pop(worker, None)
+
+    def host_of(self, worker: int) -> int | None:
+        """The host on which a worker is, or was; None where it has no place."""
+        return self._place.get(worker)
+
+    def workers_on(self, host_index: int) -> frozenset[int]:
+        """The workers that are there."""
+        return frozenset(worker for worker in self._there if self._place[worker] == host_index)
+
+    def room(self, workers_each: int) -> int:
+        """For how many more replicas there are free slots, each on one host."""
+        return sum(max(0, self._free(host_index)) // workers_each for host_index in self._slots)
+
+    def is_spread(self, workers: Collection[int]) -> bool:
+        """Whether these workers are on more than one host."""
+        return len({self._place.get(worker) for worker in workers}) > 1
+
+    def _return(self, worker: int) -> bool:
+        """Put a worker where its predecessor was, unless its slot was given to another one and there are free ones."""
+        before = self._place.get(worker)
+        if before is None or self._free(before) < min(1, self._free(self._emptiest())):
+            return False
+        self._take(worker, before)
+        return True
+
+    def _take(self, worker: int, host_index: int) -> None:
+        self._place[worker] = host_index
+        self._there.add(worker)
+
+    def _free(self, host_index: int) -> int:
+        return self._slots[host_index] - len(self.workers_on(host_index))
+
+    def _emptiest(self) -> int:
+        """Where most slots are free; of equals the first host."""
+        return max(self._slots, key=lambda host_index: (self._free(host_index), -host_index))

@@ -1,0 +1,51 @@
+"""Finds in the workers' events the steps that `metrics.jsonl` lacks, because its writer was killed.
+
+A supervisor that is killed dies some steps behind its workers, and their newest checkpoint may be of one of those. The
+next attempt goes on from there, and writes the rows that are missing first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.events import Record, StepDone
+from paceline.monitor.files import last_lines, worker_number
+from paceline.monitor.steps import Step, StepMerger
+from paceline.monitor.stream import attempt_dir, decoded
+
+__all__ = ["steps_between"]
+
+DONE = '{"event": "StepDone"'  # how the line of a step begins
+
+
+def steps_between(run_dir: Path, *, before_attempt: int, after: int, until: int) -> list[Step]:
+    """Return steps after + 1 to `until` as the newest earlier attempt that took them told of them; costs O(those)."""
+    rows: dict[int, Step] = {}
+    for attempt in range(before_attempt - 1, 0, -1):
+        if len(rows) >= until - after:
+            break
+        for row in _rows(attempt_dir(run_dir, attempt), after, until):
+            rows.setdefault(row.step, row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _rows(directory: Path, after: int, until: int) -> list[Step]:
+    merger = StepMerger(())
+    for path in sorted(directory.glob("worker_*/events.jsonl")):
+        if worker_number(path.parent.name) is not None:
+            for record in reversed(list(_told(path, after, until))):  # of a step that was told twice the first counts
+                merger.add(record)
+    return merger.rest()
+
+
+def _told(path: Path, after: int, until: int) -> Iterator[Record]:
+    """A worker's word on these steps, from the last to the first."""
+    for line in last_lines(path):
+        record = decoded(line) if line.startswith(DONE) else None
+        if record is None or not isinstance(record.event, StepDone):
+            continue
+        if record.event.step <= after:
+            return
+        if record.event.step <= until:
+            yield record

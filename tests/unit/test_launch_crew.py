@@ -1,0 +1,141 @@
+"""The workers of one host, with a pretended warm parent: who is forked, as what, and what is told of it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import LaunchError
+from paceline.launch.crew import Crew
+from paceline.launch.loop import Loop
+from paceline.launch.outcome import WorkerExit
+from paceline.launch.place import assign, template
+from paceline.plan.job import Assignment, Job
+
+
+class PretendedParent:
+    """Notes whom it is to fork; `says` is its word."""
+
+    def __init__(self) -> None:
+        self.forked: list[Assignment] = []
+        self.signalled: list[tuple[int, int]] = []
+        self.says: Callable[[dict[str, Any]], None]
+        self.ends: Callable[[str], None]
+
+    def attach(self, loop: Loop, *, on_message: Callable[..., None], on_lost: Callable[[str], None]) -> None:
+        self.says, self.ends = on_message, on_lost
+
+    def fork(self, assignment: Assignment, channel: socket.socket) -> None:
+        channel.close()
+        self.forked.append(assignment)
+
+    def signal(self, worker: int, signum: int, *, alone: bool = False) -> None:
+        self.signalled.append((worker, signum))
+
+    def output(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+class Notes:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def request(self, worker: int, request: Mapping[str, Any]) -> None: ...
+
+    def started(self, worker: int, pid: int) -> None: ...
+
+    def exited(self, ended: WorkerExit) -> None:
+        self.heard.append((ended.worker, (ended.error or {}).get("kind")))
+
+    def barren(self) -> None:
+        self.heard.append("barren")
+
+
+class Scene:
+    """A crew that begins with the workers `ranks` of a job of 4 on 2 hosts."""
+
+    def __init__(self, run_dir: Path, *ranks: int) -> None:
+        self.loop, self.parent, self.notes = Loop(), PretendedParent(), Notes()
+        about: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "attempt": 1, "command_started": 0.0}
+        job = Job(workers=4, hosts=2, head="a:29500")
+        alike = template(job, host_index=1, slots=2, run_dir=run_dir, **about)
+        fields: dict[str, Any] = {"parent": self.parent, "listener": self.notes, "say": self.notes.heard.append}
+        self.crew = Crew(assign(alike, ranks), template=alike, loop=self.loop, **fields)
+        self.crew.start()
+
+    def ready(self) -> None:
+        self.parent.says({"op": "ready", "threads": [], "devices_touched": False})
+
+    @property
+    def forked(self) -> list[tuple[int, int, int, bool]]:
+        return [(one.rank, one.local_rank, one.local_workers, one.joins) for one in self.parent.forked]
+
+    def close(self) -> None:
+        self.crew.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def began(tmp_path: Path) -> Iterator[Scene]:
+    with closing(Scene(tmp_path, 2, 3)) as scene:
+        scene.ready()
+        yield scene
+
+
+@pytest.fixture
+def late(tmp_path: Path) -> Iterator[Scene]:
+    """On a host that came later: nobody has to be started yet."""
+    with closing(Scene(tmp_path)) as scene:
+        yield scene
+
+
+def test_who_comes_later_is_told_the_lowest_free_number_of_its_host(began: Scene) -> None:
+    began.parent.says({"op": "exited", "worker": 2, "pid": 7, "exit_code": 0, "signal": None, "peak_memory_bytes": 1})
+    began.crew.add(9, workers=5)
+    began.crew.add(5, workers=6)
+    assert began.forked == [(2, 0, 2, False), (3, 1, 2, False), (9, 0, 2, True), (5, 2, 3, True)]
+    assert began.parent.forked[2].workers == 5
+    assert began.parent.forked[2].worker_dir.endswith("attempt_1/worker_9")
+
+
+def test_who_is_started_before_the_warm_parent_is_ready_is_forked_when_it_is(late: Scene) -> None:
+    late.crew.add(4, workers=6)
+    late.crew.add(5, workers=6)
+    assert late.forked == []
+    late.ready()
+    assert late.forked == [(4, 0, 2, True), (5, 1, 2, True)]
+
+
+def test_who_is_killed_before_it_was_forked_never_is(late: Scene) -> None:
+    late.crew.add(4, workers=6)
+    late.crew.add(5, workers=6)
+    late.crew.kill_worker(4)
+    late.ready()
+    assert [rank for rank, *_ in late.forked] == [5]
+    late.crew.kill_worker(5)
+    assert late.parent.signalled == [(5, signal.SIGKILL)]
+
+
+def test_a_host_whose_warm_parent_is_lost_says_that_it_can_start_nobody_before_it_tells_who_was_lost(
+    began: Scene,
+) -> None:
+    began.parent.ends("was killed by signal 9")
+    assert began.notes.heard == ["barren", (2, "WarmParentLost"), (3, "WarmParentLost")]
+    began.crew.add(2, workers=4)
+    assert began.notes.heard[-1] == (2, "WarmParentLost")
+    assert len(began.forked) == 2
+
+
+def test_a_warm_parent_that_is_lost_before_it_is_ready_ends_the_host(late: Scene) -> None:
+    with pytest.raises(LaunchError, match="The process that imports what workers need was killed"):
+        late.parent.ends("was killed by signal 9")

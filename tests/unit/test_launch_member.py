@@ -1,0 +1,71 @@
+"""What the other hosts do, without a process: a pretended crew, a pretended head."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from paceline.events import Event
+from paceline.launch.guests import SILENCE_S
+from paceline.launch.head import STOP_S, TERMINATE_S
+from pretended_hosts import MemberAndHead, ended, told
+
+
+@pytest.fixture
+def pair() -> Iterator[MemberAndHead]:
+    with closing(MemberAndHead()) as made:
+        yield made
+
+
+def test_what_the_head_says_before_there_are_workers_is_done_later(pair: MemberAndHead) -> None:
+    pair.head.send({"op": "ping"})
+    pair.head.send({"op": "stop", "grace_s": 3.0})
+    pair.loop.turn(1.0)
+    assert pair.crew.told == []
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    assert pair.crew.told == [("terminate", 3.0)]
+
+
+def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) -> None:
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    now = time.monotonic()
+    pair.member.tick(now + SILENCE_S - 1)
+    assert pair.crew.told == []
+    pair.member.tick(now + SILENCE_S + 1)
+    assert pair.crew.told == [("terminate", TERMINATE_S)]
+    assert pair.said == ["the head a (10.0.0.1) was lost: it said nothing for 15 s"]
+    pair.crew.alive.clear()
+    pair.member.exited(ended(2, None, sent_by_us=True))
+    pair.member.tick(now + SILENCE_S + 2)
+    assert pair.member.outcome is not None
+    assert (pair.member.outcome.state, pair.member.outcome.reason) == ("failed", pair.said[0])
+
+
+def test_a_signal_to_a_member_is_told_to_the_head(pair: MemberAndHead) -> None:
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.member.interrupted(signal.SIGHUP)
+    assert told(pair.head) == {"op": "leaving", "signal": int(signal.SIGHUP), "reason": ""}
+    pair.member.interrupted(signal.SIGHUP)
+    assert pair.crew.told == [("terminate", STOP_S), "kill"]
+
+
+def test_a_host_that_came_later_and_has_no_workers_ends_when_the_head_is_lost(pair: MemberAndHead) -> None:
+    pair.crew.alive.clear()
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.head.close()
+    pair.loop.turn(1.0)
+    pair.member.tick(time.monotonic())
+    assert pair.member.outcome is not None
+    assert (pair.member.outcome.state, pair.member.outcome.exit_code) == ("failed", 1)
+
+
+def test_a_host_looks_out_for_workers_that_it_is_given_later(pair: MemberAndHead) -> None:
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.head.send({"op": "start", "worker": 7, "workers": 8})
+    pair.loop.turn(1.0)
+    assert pair.member.here == {2, 7}
+    assert pair.crew.told == [("add", 7, 8)]

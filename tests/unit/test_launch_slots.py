@@ -1,0 +1,88 @@
+"""Which host a worker is started on."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.launch.slots import Slots
+
+
+def made(*hosts: tuple[int, list[int]]) -> Slots:
+    """Hosts with so many slots, and these workers on them."""
+    slots = Slots()
+    for host_index, (number, workers) in enumerate(hosts):
+        slots.open(host_index, number, workers)
+    return slots
+
+
+def placed(slots: Slots, *workers: int) -> list[int | None]:
+    slots.place(workers)
+    return [slots.host_of(worker) for worker in workers]
+
+
+def test_a_new_worker_goes_where_most_slots_are_free_and_first_to_the_first() -> None:
+    slots = made((2, [0, 1]), (2, [2]), (3, [3]))
+    assert placed(slots, 4) == [2]
+    assert placed(slots, 5) == [1]
+    assert placed(slots, 6) == [2]
+    assert placed(slots, 7) == [0]  # beyond their slots, all carry as many
+
+
+def test_a_successor_goes_where_its_predecessor_was() -> None:
+    slots = made((2, [0, 1]), (2, []))
+    slots.lose(1)
+    assert placed(slots, 1) == [0]
+
+
+@pytest.mark.parametrize(("spare", "host"), [(1, 1), (0, 0)])
+def test_a_successor_whose_slot_was_given_away_goes_where_one_is_free(spare: int, host: int) -> None:
+    slots = made((1, [0]), (spare, []))
+    slots.lose(0)
+    slots.open(0, 1, [5])
+    assert placed(slots, 0) == [host]
+
+
+def test_who_has_left_for_good_leaves_no_place_behind() -> None:
+    slots = made((1, [0]), (3, [1, 2]))
+    slots.leave(0)
+    slots.leave(2)
+    assert slots.host_of(0) is None
+    assert placed(slots, 0) == [1]
+
+
+def test_the_workers_of_a_replica_stay_together_where_there_is_room() -> None:
+    slots = made((3, [0, 1]), (2, []))
+    assert placed(slots, 2, 3) == [1, 1]
+    assert placed(slots, 4, 5) == [0, 0]  # no host has room for both
+
+
+def test_room_is_counted_in_replicas_that_fit_on_one_host() -> None:
+    slots = made((3, [0]), (1, []), (1, [1, 2]))  # the third host carries more than its share
+    assert [slots.room(each) for each in (1, 2, 3)] == [3, 1, 0]
+
+
+def test_nobody_has_a_place_on_a_host_that_is_gone() -> None:
+    slots = made((1, [0]), (2, [1, 2]))
+    slots.lose(2)
+    slots.close(1)
+    assert [slots.host_of(worker) for worker in range(3)] == [0, None, None]
+    assert slots.room(1) == 0
+    assert placed(slots, 2) == [0]
+
+
+def test_workers_are_spread_when_they_are_on_several_hosts() -> None:
+    slots = made((2, [0, 1]), (2, [2]))
+    assert not slots.is_spread([0, 1])
+    assert slots.is_spread([1, 2])
+
+
+def test_a_host_that_can_start_no_more_keeps_whom_it_has_and_gets_nobody() -> None:
+    slots = made((2, [0, 1]), (3, [2]))
+    slots.shut(0)
+    assert [slots.host_of(worker) for worker in range(3)] == [0, 0, 1]
+    assert slots.room(1) == 2
+    slots.lose(1)
+    assert slots.host_of(1) is None
+    assert placed(slots, 1) == [1]
+    slots.shut(1)
+    assert placed(slots, 5) == [None]
