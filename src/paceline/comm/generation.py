@@ -129,10 +129,13 @@ class Members:
     each generation (`name_of`) has been joined before.
     """
 
-    def __init__(self, group: WorkerGroup | None, *, generation: int, ring: Ring | None = None) -> None:
+    def __init__(
+        self, group: WorkerGroup | None, *, generation: int, ring: Ring | None = None, name: str | None = None
+    ) -> None:
         self.generation = generation
         self._group: WorkerGroup | None = group
         self._ring = Ring.unread() if ring is None else ring
+        self._name = name  # under which the ring knows the group; None: it is the run's own
 
     @property
     def index(self) -> int:
@@ -156,7 +159,7 @@ class Members:
         group = self._now()
         if group.size == 1:
             return group.all_reduce(tensor, what=what)
-        call = self._ring.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel())
+        call = self._ring.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
         return _Noted(group.all_reduce(tensor, what=what), self._ring, call)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -214,7 +217,7 @@ class Members:
             yield
             return
         numel, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
-        self._ring.wait(self._ring.enter(kind, what, dtype=dtype, numel=numel))
+        self._ring.wait(self._ring.enter(kind, what, dtype=dtype, numel=numel, group=self._name))
         yield
         self._ring.leave()
 

@@ -5,7 +5,8 @@ The model stays the user's own object; everything is done to it in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +20,28 @@ from paceline.plan import Plan
 
 __all__ = ["place", "send_from_first"]
 
+T = TypeVar("T")
+
 CHUNK_BYTES = 32 << 20
 
 
-def place(model: nn.Module, plan: Plan, *, device: torch.device) -> None:
-    """Convert, move, wrap and compile `model`. Weights are made equal afterwards, by `send_from_first`."""
+def place(
+    model: nn.Module, plan: Plan, *, device: torch.device, split: Callable[[nn.Module], T] = lambda _: None
+) -> T:
+    """Convert, move, wrap, split and compile `model`; returns what `split(model)` does.
+
+    Weights are made equal by `send_from_first`: afterwards, or by `split`, which is called with whole parameters.
+    """
     _refuse_lazy(model)
     _refuse_sparse(model)
     convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
     model.to(device)  # 2. before anything keeps a reference to a parameter's storage
     if plan.compute.recompute == "blocks":
         recompute_blocks(model)  # 3. inside the compiled region, so that the compiler sees it
+    done = split(model)  # 4. outside of recomputation, which calls a block's forward alone and finds it gathered
     if plan.compute.compile:
-        model.compile()  # 4. last: in place, lazily compiled at the first forward
+        model.compile()  # 5. last: in place, lazily compiled at the first forward
+    return done
 
 
 def send_from_first(tensors: Iterable[Tensor], group: WorkerGroup) -> None:

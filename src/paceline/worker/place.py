@@ -30,6 +30,7 @@ from paceline.errors import LaunchError, PlanError
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker.agreement import Agreement, Elastic
+from paceline.worker.axes import Axes, axes_of, unsplit
 from paceline.worker.device import backend_for
 from paceline.worker.orders import Orders
 from paceline.worker.prelude import Prelude
@@ -53,6 +54,7 @@ class Place:
     shared: dist.Store  # of the whole run
     attach: Callable[[Worker], None]  # to be called with the worker, once it is made
     ring: Ring  # where this worker says what it does
+    axes: Axes  # its groups inside its replica, and across the replicas
 
 
 @contextlib.contextmanager
@@ -126,6 +128,15 @@ def _fixed(
     ring.leave()
     members = Members(group, generation=0, ring=ring)
     agreement = Agreement(members, rank=assignment.rank, orders=orders, timeout_s=job.timeout_s)
+    axes = axes_of(
+        plan.layout,
+        members,
+        worker_rank=assignment.rank,
+        device=device,
+        ring=ring,
+        timeout_s=job.timeout_s,
+        is_one_host=assignment.hosts == 1,
+    )
     try:
         yield Place(
             group=members,
@@ -134,7 +145,9 @@ def _fixed(
             shared=shared,
             attach=agreement.attach,
             ring=ring,
+            axes=axes,
         )
+        axes.close()
         # Where something went wrong a transfer may be pending, and to destroy its group would wait for it.
         members.close()
     finally:
@@ -210,6 +223,7 @@ def _elastic(
         shared=shared,
         attach=agreement.attach,
         ring=ring,
+        axes=unsplit(members),
     )
     members.close()
 

@@ -18,7 +18,8 @@ from torch.utils.data import default_collate
 
 from paceline.comm.group import Disrupted
 from paceline.events import Evaluated, Note, StreamOpened
-from paceline.parallel.apply import place
+from paceline.parallel.apply import place, send_from_first
+from paceline.parallel.shard import ShardedModel
 from paceline.plan import Plan
 from paceline.sync.allreduce import GradientSum
 from paceline.sync.buckets import Named
@@ -60,6 +61,7 @@ class Worker:
         self.device = device
         self.host = host
         group, agreement = self._group, self._agreement = place.group, place.agreement
+        self._axes = place.axes
         self._prelude = place.prelude
         self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
         self._walks = Walks(plan, group=group, agreement=agreement, device=device)
@@ -71,6 +73,9 @@ class Worker:
             buffers=self._walks.buffers,
             losses=self._walks.losses,
             files=files,
+            axes=place.axes,
+            store=place.shared,
+            timeout_s=timeout_s,
         )
         registry = self._prepared.registry
         self._guarding = Guarding(
@@ -79,7 +84,7 @@ class Worker:
             registry=registry,
             files=files,
             comparison=Comparison(
-                worker_rank=rank, host=host, group=group, together=agreement.run, registry=registry, files=files
+                worker_rank=rank, host=host, group=place.axes.across, together=agreement.run, registry=registry, files=files
             ),
         )
         self._parameters: dict[nn.Module, list[Named]] = {}  # of each prepared model, as they were then
@@ -92,7 +97,9 @@ class Worker:
             add_work=place.ring.add_work,
         )
         self._streams: dict[str, Stream] = {}
-        self._balance = Balance(is_on=files.balances)
+        self._balance = Balance(is_on=files.balances and not place.axes.is_split)
+        if files.balances and place.axes.is_split and rank == 0:
+            files.emit(Note(text="balance is not used: the workers of a sharded replica run in step with each other"))
         self._saved_at_step = self._balanced_at = -1
         self._is_stopped = False  # by max_steps
         place.attach(self)
@@ -227,6 +234,7 @@ class Worker:
             together=self._agreement.run,
             balance=self._balance,
             timeout_s=self._timeout_s,
+            each=self._axes.each,
         )
         self._streams[name] = stream
         self._prepared.begin_training()
@@ -385,6 +393,7 @@ class Worker:
             )
         if self._files.capture is not None:
             names = self._prepared.registry.parameter_names()
+            # Of split parameters all workers have to give their rows.
             parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
             self._files.capture.gradients(step.batch.step, parameters)
 
@@ -412,7 +421,15 @@ class Worker:
         key = tuple(id(model) for model in models)
         if key not in self._sums:
             named = [pair for model in models for pair in self._parameters[model]]
-            self._sums[key] = GradientSum(named, group=self._group, sync=self.plan.sync, wire=self.plan.wire)
+            self._sums[key] = GradientSum(
+                named,
+                group=self._axes.across,
+                sync=self.plan.sync,
+                wire=self.plan.wire,
+                everybody=self._group,
+                inside=self._axes.inside,
+                is_used=self._walks.shards.is_used,
+            )
         return self._sums[key]
 
     def _require_between_steps(self, what: str) -> None:
@@ -452,6 +469,8 @@ class Worker:
                 seeds=(self.plan.batch.seed, 4, self.step),
                 collate=collate,
                 forward=forward,
+                each=self._axes.each,
+                shards=self._walks.shards,
             )
         )
         took_s = time.perf_counter() - began
@@ -520,6 +539,7 @@ class Worker:
     def save(self) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
         self._require_between_steps("worker.save()")
+        self._walks.shards.close()
         self._ring.begin("saving", self.step)
         self._guarding.put_back(self.step, self._cursors)
         self._saved_at_step = self.step
@@ -647,9 +667,28 @@ class Worker:
         self._prepared.abandon()
 
     def _prepare_model(self, model: nn.Module, name: str | None) -> None:
-        place(model, self.plan, device=self.device)
+        fresh = self._prepared.is_fresh(model, name)
+        place(model, self.plan, device=self.device, split=lambda whole: self._split(whole, is_fresh=fresh))
         full_name = self._prepared.model(model, name)
         self._parameters[model] = [(f"{full_name}.{key}", parameter) for key, parameter in model.named_parameters()]
+
+    def _split(self, model: nn.Module, *, is_fresh: bool) -> None:
+        """Split a whole model's state over the workers of this replica, as the layout says."""
+        axes = self._axes
+        if axes.mesh is None:
+            return
+        if is_fresh:
+            send_from_first([*model.parameters(), *model.buffers()], self._group)
+        self._walks.shards.add(
+            ShardedModel(
+                model,
+                mesh=axes.mesh,
+                zero=self.plan.layout.zero,
+                precision=self.plan.compute.precision,
+                ring=self._ring,
+                group=axes.shard_name,
+            )
+        )
 
 
 def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:
