@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from forked import World
+from paceline.checkpoint.reader import open_checkpoint
 from paceline.comm.split import whole
 from paceline.plan import Batch, Compute, Layout, Plan
 
@@ -126,3 +127,74 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_layout_trains_like_one_process(world: World, oracle: dict[str, Any], layout: Layout, loop: Any) -> None:
     plan = Plan(layout=layout, batch=PLAN.batch, compute=EXACT)
     assert_same(world(loop, workers_of(layout), plan), oracle)
+
+
+RESUME = Batch(size=16, micro=4)  # four micro-batches: work for up to four workers
+
+
+def plan_of(layout: Layout) -> Plan:
+    return Plan(layout=layout, batch=RESUME, compute=EXACT)
+
+
+def train(worker: Any) -> dict[int, float]:
+    """Steps, and their losses, of this attempt."""
+    model = worker.prepare(Net())
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
+    schedule = worker.prepare(torch.optim.lr_scheduler.StepLR(optim, 3, 0.5))
+    step = worker.stepper(model, optim, F.cross_entropy)
+    losses: dict[int, float] = {}
+    for batch in worker.batches(dataset(), epochs=6):  # 24 steps
+        loss = float(step(batch))
+        losses[worker.step] = loss
+        schedule.step()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return World(tmp_path_factory.mktemp("whole")).one_process(train, plan_of(Layout()))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(Layout(replicas=4), Layout(shard=2, zero=2), id="dp4-to-shard2"),
+        pytest.param(Layout(shard=4), Layout(), id="shard4-to-one"),
+        pytest.param(Layout(replicas=2, shard=2), Layout(replicas=3), id="2x2-to-dp3"),
+        pytest.param(Layout(shard=3, zero=1), Layout(replicas=2, shard=2), id="shard3-to-2x2"),
+    ],
+)
+def test_a_checkpoint_of_any_layout_goes_on_under_any_other(
+    world: World, whole_run: dict[int, float], before: Layout, after: Layout
+) -> None:
+    first = world(train, workers_of(before), plan_of(before), max_steps=4)
+    second = world(train, workers_of(after), plan_of(after))
+    for result in first:
+        assert result == pytest.approx({step: whole_run[step] for step in range(1, 5)}, rel=1e-9)
+    for result in second:
+        assert result == pytest.approx({step: whole_run[step] for step in range(5, 25)}, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is how a single process reads
+def test_torchs_own_loader_reads_a_sharded_checkpoint(world: World) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    def run(worker: Any) -> dict[str, Tensor]:
+        model = worker.prepare(Net())
+        optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        for batch in worker.batches(dataset()):
+            step(batch)
+        return state_of(model)
+
+    expected = world(run, 3, plan_of(Layout(shard=3)))[0]
+    (path,) = (world.run_dir / "checkpoints").iterdir()
+    checkpoint = open_checkpoint(path)
+    loaded = {f"model.{name}": torch.zeros_like(value) for name, value in expected.items()}
+    load(loaded, storage_reader=FileSystemReader(path), no_dist=True)
+    own = checkpoint.load(loaded)  # each tensor against its checksum, which is put together from those of its rows
+    for name, value in expected.items():
+        assert torch.equal(loaded[f"model.{name}"], value), name
+        assert torch.equal(own[f"model.{name}"], value), name
+    assert {file.name for file in path.glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp"}
