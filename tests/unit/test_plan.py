@@ -19,7 +19,8 @@ from paceline.plan import AllReduce, Batch, Cast, Compute, Guard, Layout, Plan, 
 counts = st.integers(min_value=1, max_value=10**9)
 plans = st.builds(
     Plan,
-    layout=st.builds(Layout, replicas=st.none() | counts | st.tuples(counts, counts).map(sorted).map(tuple)),
+    layout=st.builds(Layout, replicas=st.none() | counts | st.tuples(counts, counts).map(sorted).map(tuple))
+    | st.builds(Layout, replicas=st.none() | counts, shard=st.integers(2, 64), zero=st.sampled_from([1, 2, 3])),
     sync=st.builds(AllReduce, bucket_bytes=counts),
     wire=st.just(Raw()) | st.builds(Cast, dtype=st.sampled_from(["bf16", "fp16"])),
     batch=st.builds(
