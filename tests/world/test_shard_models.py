@@ -295,3 +295,17 @@ def test_what_cannot_be_split_is_refused_at_once_by_name(world: World) -> None:
         "blocks.1 mixes float32 and float64",
     ):
         assert part in message
+
+
+class Skipping(Choosy):
+    """Which of its blocks runs follows from the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.blocks[0] if float(x.sum()) > 0 else self.blocks[1]
+        return self.head(chosen(self.first(x)))
+
+
+def test_blocks_that_only_some_micro_batches_run_are_an_error_and_not_a_wrong_sum(world: World) -> None:
+    plan = Plan(layout=Layout(shard=2), batch=BATCH, compute=EXACT)
+    with pytest.raises(WorkersFailed, match="ran other blocks of the model than each other in batch"):
+        world(lambda w: steps(w, Skipping()), 2, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,16 @@ class Noted:
 
 
 class Gather(Noted):
-    """Collects a unit's parameters: each worker gets the rows of all."""
+    """Collects a unit's parameters: each worker gets the rows of all. `begins` is called before."""
+
+    def __init__(self, ring: Ring, *, group: str, what: str, begins: Callable[[], None]) -> None:
+        super().__init__(ring, group=group, what=what)
+        self._begins = begins
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        self._begins()
         blocks = not async_op and not input_tensor.is_cuda
         self._enter("all_gather", input_tensor, blocks=blocks)
         work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,12 +44,14 @@ class Shards:
 
     def __init__(self) -> None:
         self._models: list[ShardedModel] = []
+        self.trail = 0  # a hash of the units that were gathered in this walk, in their order
 
     def add(self, model: ShardedModel) -> None:
         self._models.append(model)
 
     def begin(self) -> None:
         """A walk begins: nothing is gathered that the optimizer may have changed since, and nobody used anything."""
+        self.trail = 0
         for model in self._models:
             model.close()
             model.used.clear()
@@ -67,6 +70,10 @@ class Shards:
         """A walk was left early: forget gradients that are not summed yet, and whatever was under way."""
         for model in self._models:
             model.give_up()
+
+    def gathered(self, unit: str) -> None:
+        """A unit is being gathered."""
+        self.trail = zlib.crc32(unit.encode(), self.trail)
 
     def is_used(self, parameter: Parameter) -> bool | None:
         """Whether a run of this walk gave a parameter a gradient; None of one that is in no sharded model."""
@@ -90,8 +97,20 @@ class Shards:
 class ShardedModel:
     """A model whose parameters have been split, in place; make it on all workers of the replica alike."""
 
-    def __init__(self, model: nn.Module, *, mesh: DeviceMesh, zero: int, precision: str, ring: Ring, group: str) -> None:
-        """`mesh`: of one dim, the replica's workers. `group`: what the ring calls them. Raises PlanError."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        zero: int,
+        precision: str,
+        ring: Ring,
+        group: str,
+        gathered: Callable[[str], None],
+    ) -> None:
+        """`mesh`: of one dim, the replica's workers. `group`: what the ring calls them. `gathered(unit)` is called with
+        each unit's name when it is gathered. Raises PlanError.
+        """
         refuse_unsplittable(model)
         self.zero = zero
         self.used: set[int] = set()  # ids of parameters
@@ -101,8 +120,9 @@ class ShardedModel:
         units = units_of(model)
         for name, unit in [*units, ("", model)]:
             self._split(unit, mesh=mesh, is_root=unit is model, is_half=precision == "bf16")
-            unit.set_custom_all_gather(Gather(ring, group=group, what=name or type(model).__name__))
-            unit.set_custom_reduce_scatter(Scatter(ring, group=group, what=name or type(model).__name__))
+            what = name or type(model).__name__
+            unit.set_custom_all_gather(Gather(ring, group=group, what=what, begins=functools.partial(gathered, what)))
+            unit.set_custom_reduce_scatter(Scatter(ring, group=group, what=what))
         self._slots = {unit: _slots_of(unit, inner=(one for _, one in units)) for unit in self._units}
         self.parameters = {id(parameter): parameter for parameter in model.parameters()}
         self._gathered: dict[int, Parameter] = {}  # id of a split parameter -> the whole one that autograd sees

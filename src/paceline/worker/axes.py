@@ -37,6 +37,11 @@ class Axes:
     each: int = 1
 
     @property
+    def sign(self) -> int:
+        """Factors whose sum over the workers inside is 0: so weighted, numbers that are equal there cancel out."""
+        return 1 - self.each if self.inside.index == self.each - 1 else 1
+
+    @property
     def is_split(self) -> bool:
         return self.mesh is not None
 

@@ -34,6 +34,7 @@ from paceline.schedule.share import Micro
 from paceline.sync.allreduce import GradientSum
 from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
+from paceline.worker.axes import Axes
 from paceline.worker.batch import StepBatch, to_device
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.guard import LossGuard, Spike
@@ -42,6 +43,7 @@ __all__ = ["Again", "Outcome", "Walks"]
 
 SERIALS = 16  # batches are told apart by their number modulo this: sums of squares stay exact in single precision
 WEIGHT_UNIT = 4096
+TRAILS = 1 << 24  # hashes of what was gathered: their sums over workers are exact
 
 LossLike = Tensor | tuple[Tensor, Any] | list[Any]
 
@@ -70,11 +72,14 @@ class Again(Disrupted):
 class Walks:
     """Runs walks, one at a time, for one worker."""
 
-    def __init__(self, plan: Plan, *, group: WorkerGroup, agreement: Agreement, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, *, group: WorkerGroup, agreement: Agreement, device: torch.device, axes: Axes
+    ) -> None:
         self.buffers = BufferCombiner()
         self.shards = Shards()
         self.outcome: Outcome | None = None  # of the last walk; None while one is under way, or when it was left early
         self._plan, self._group, self._agreement, self._device = plan, group, agreement, device
+        self._axes = axes
         self.losses = LossGuard(plan.guard)
         self._precision = plan.compute.precision
         self._aside = randomness.Aside()
@@ -182,13 +187,20 @@ class Walks:
         serial = batch.serial % SERIALS
         loss, loss_rest, weight, weight_rest = _halves(*_loss_and_weight(self._losses))
         wish = float(self._agreement.wants_change)
-        gradients.flush([serial, serial**2, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
-        serials, squares, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
+        trail = self.shards.trail % TRAILS * self._axes.sign
+        gradients.flush([serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
+        serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
         if self._group.size * squares != serials**2:
             raise SyncError(
                 f"worker {self._group.index} walks over batch {batch.serial} of the run, others over another one: some "
                 "worker left out a step (continue, break) that others made. All workers must make the same steps: "
                 "decide by values that are equal on all, such as the loss"
+            )
+        if trails:
+            raise SyncError(
+                f"the workers of a replica ran other blocks of the model than each other in batch {batch.serial}, but "
+                "each block is gathered from all of them: under Layout(shard=...) every micro-batch must run the same "
+                "blocks, in the same order. Run them all and multiply what is not wanted by 0, or use Layout(replicas=n)"
             )
         loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
         gradients.land(scale=batch.num_samples / weight_sum if weight_sum > 0 else 1.0)

@@ -64,7 +64,7 @@ class Worker:
         self._axes = place.axes
         self._prelude = place.prelude
         self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
-        self._walks = Walks(plan, group=group, agreement=agreement, device=device)
+        self._walks = Walks(plan, group=group, agreement=agreement, device=device, axes=place.axes)
         self._prepared = Preparation(
             plan,
             group=group,
@@ -687,6 +687,7 @@ class Worker:
                 precision=self.plan.compute.precision,
                 ring=self._ring,
                 group=axes.shard_name,
+                gathered=self._walks.shards.gathered,
             )
         )
 
