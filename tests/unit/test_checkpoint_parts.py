@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.checkpoint.dcp_parts import Rows, combined_crc32
-from paceline.checkpoint.parts import PartWriter, Parts
+from paceline.checkpoint.parts import Parts, PartWriter
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointError
@@ -81,7 +81,7 @@ def test_a_damaged_row_is_found_by_the_checksum_of_the_whole(tmp_path: Path) -> 
     data = file.read_bytes()
     at = data.index(WHOLE["w"][3:].numpy().tobytes())
     file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    with pytest.raises(CheckpointError, match="w cannot be read.*damaged"):
+    with pytest.raises(CheckpointError, match=r"w cannot be read.*damaged"):
         open_checkpoint(path).load(["w"])
 
 
@@ -119,7 +119,7 @@ def test_a_save_that_fails_on_one_writer_fails_at_once_and_the_next_one_succeeds
 def test_a_part_that_never_comes_is_named(tmp_path: Path) -> None:
     first, _, _ = writers(tmp_path, [], timeout_s=0.1)
     first.save(1, {"w": WHOLE["w"][:3]}, {}, {}, rows=ROWS[0])
-    with pytest.raises(CheckpointError, match="waited 0.1 s in vain for the part of worker 1"):
+    with pytest.raises(CheckpointError, match=r"waited 0\.1 s in vain for the part of worker 1"):
         first.close()
 
 
@@ -131,5 +131,5 @@ def test_a_directory_that_the_other_host_does_not_have_is_explained(tmp_path: Pa
     writer.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
     with pytest.raises(CheckpointError, match="run_dir on a disk that all hosts share"):
         writer.close()
-    with pytest.raises(CheckpointError, match="worker 1 could not write its part: .* disk that all hosts share"):
+    with pytest.raises(CheckpointError, match=r"worker 1 could not write its part: .* disk that all hosts share"):
         first.collect(1, tmp_path)

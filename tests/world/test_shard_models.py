@@ -1,4 +1,4 @@
-"""Models of many kinds under sharded layouts: the same training as in one process, or a refusal that names the cause."""
+"""Models of many kinds under sharded layouts train as in one process, or are refused with the cause."""
 
 from __future__ import annotations
 
@@ -103,10 +103,12 @@ class TiedBlocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.blocks, self.head = nn.Linear(6, 8), nn.ModuleList([block() for _ in range(4)]), None
-        self.blocks[1][0].weight = self.blocks[0][0].weight
+        self.first = nn.Linear(6, 8)
+        made = [nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(4)]
+        made[1].get_submodule("0").weight = made[0].get_parameter("0.weight")
         self.out = nn.Linear(12, 8)
-        self.out.weight = self.blocks[2][2].weight
+        self.out.weight = made[2].get_parameter("2.weight")
+        self.blocks = nn.ModuleList(made)
         self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,7 +176,7 @@ def test_two_models_in_turn(world: World, zero: Any) -> None:
 
 def thawing(worker: Any) -> Any:
     model = net()
-    for parameter in model[1].parameters():  # type: ignore[index]
+    for parameter in model.get_submodule("1").parameters():
         parameter.requires_grad_(False)
     model = worker.prepare(model)
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))

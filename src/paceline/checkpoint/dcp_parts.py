@@ -164,10 +164,12 @@ def pieces_to_json(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
 
 def pieces_from_json(values: Iterable[Mapping[str, Any]]) -> list[Piece]:
     """Read what `pieces_to_json` gave."""
-    return [
-        Piece(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
-        for one in values
-    ]
+    lists = ("shape", "offsets", "sizes")
+    found: list[Piece] = []
+    for one in values:
+        fields: dict[str, Any] = {**one, **{key: tuple(one[key]) for key in lists}}
+        found.append(Piece(**fields))
+    return found
 
 
 def _by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:

@@ -75,7 +75,7 @@ class Parts:
         self.mail.put(f"{number}/part_{self.index}", json.dumps({"failed": reason}))
 
     def collect(self, number: int, directory: Path) -> list[Piece]:
-        """The first: wait for all other parts; raises CheckpointError naming who has none, and what may be the cause."""
+        """The first: wait for all other parts; raises CheckpointError naming who has none, and why."""
         found: list[Piece] = []
         for index in range(1, self.count):
             told = self._wait(f"{number}/part_{index}", f"the part of worker {index}")
@@ -170,4 +170,3 @@ class PartWriter:
             told = str(error).partition("\n")[0]
         self._failure = f"this worker's part of a checkpoint was not written: {told}"
         parts.tell_failed(number, told)
-

@@ -267,4 +267,3 @@ def _json_copy(about: Mapping[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(noted, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"cannot store about: {error}; it holds JSON values only.") from error
-

@@ -25,9 +25,7 @@ T = TypeVar("T")
 CHUNK_BYTES = 32 << 20
 
 
-def place(
-    model: nn.Module, plan: Plan, *, device: torch.device, split: Callable[[nn.Module], T] = lambda _: None
-) -> T:
+def place(model: nn.Module, plan: Plan, *, device: torch.device, split: Callable[[nn.Module], T] = lambda _: None) -> T:
     """Convert, move, wrap, split and compile `model`; returns what `split(model)` does.
 
     Weights are made equal by `send_from_first`: afterwards, or by `split`, which is called with whole parameters.

@@ -31,7 +31,7 @@ class Mesh:
             raise ValueError(f"worker {worker_rank} is not in a mesh of {self.workers} workers")
         found: dict[str, int] = {}
         rest = worker_rank
-        for axis in reversed(self.sizes):
+        for axis in reversed(list(self.sizes)):
             rest, found[axis] = divmod(rest, self.sizes[axis])
         return {axis: found[axis] for axis in self.sizes}
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.nn import Parameter
 from paceline.comm.ring import Ring
 from paceline.comm.split import local_part
 from paceline.errors import PlanError
-from paceline.parallel.exchange import Gather, Scatter
+from paceline.parallel.exchange import Gather, Scatter, Traffic
 from paceline.parallel.recompute import repeated_blocks
 
 if TYPE_CHECKING:
@@ -44,14 +43,14 @@ class Shards:
 
     def __init__(self) -> None:
         self._models: list[ShardedModel] = []
-        self.trail = 0  # a hash of the units that were gathered in this walk, in their order
+        self.traffic = Traffic()
 
     def add(self, model: ShardedModel) -> None:
         self._models.append(model)
 
     def begin(self) -> None:
         """A walk begins: nothing is gathered that the optimizer may have changed since, and nobody used anything."""
-        self.trail = 0
+        self.traffic.trail = 0
         for model in self._models:
             model.close()
             model.used.clear()
@@ -70,10 +69,6 @@ class Shards:
         """A walk was left early: forget gradients that are not summed yet, and whatever was under way."""
         for model in self._models:
             model.give_up()
-
-    def gathered(self, unit: str) -> None:
-        """A unit is being gathered."""
-        self.trail = zlib.crc32(unit.encode(), self.trail)
 
     def is_used(self, parameter: Parameter) -> bool | None:
         """Whether a run of this walk gave a parameter a gradient; None of one that is in no sharded model."""
@@ -106,29 +101,31 @@ class ShardedModel:
         precision: str,
         ring: Ring,
         group: str,
-        gathered: Callable[[str], None],
+        traffic: Traffic,
     ) -> None:
-        """`mesh`: of one dim, the replica's workers. `group`: what the ring calls them. `gathered(unit)` is called with
-        each unit's name when it is gathered. Raises PlanError.
+        """`mesh`: of one dim, the replica's workers. `group`: what the ring calls them. `traffic` is added to. Raises
+        PlanError.
         """
         refuse_unsplittable(model)
         self.zero = zero
         self.used: set[int] = set()  # ids of parameters
-        self._model = model
+        self._root: Any = model  # torch makes it an FSDPModule
         self._is_void = False
         self._units: list[Any] = []  # torch's FSDPModule
         units = units_of(model)
         for name, unit in [*units, ("", model)]:
-            self._split(unit, mesh=mesh, is_root=unit is model, is_half=precision == "bf16")
-            what = name or type(model).__name__
-            unit.set_custom_all_gather(Gather(ring, group=group, what=what, begins=functools.partial(gathered, what)))
-            unit.set_custom_reduce_scatter(Scatter(ring, group=group, what=what))
+            sharded = self._split(unit, mesh=mesh, is_root=unit is model, is_half=precision == "bf16")
+            told = name or type(model).__name__
+            sharded.set_custom_all_gather(Gather(ring, group=group, unit=told, traffic=traffic))
+            sharded.set_custom_reduce_scatter(Scatter(ring, group=group, unit=told, traffic=traffic))
+            self._units.append(sharded)
         self._slots = {unit: _slots_of(unit, inner=(one for _, one in units)) for unit in self._units}
         self.parameters = {id(parameter): parameter for parameter in model.parameters()}
         self._gathered: dict[int, Parameter] = {}  # id of a split parameter -> the whole one that autograd sees
         for unit in self._units:
             # Registered after torch's own hook, so it runs when the unit's parameters are gathered.
-            unit.register_forward_pre_hook(functools.partial(self._follow, self._slots[unit]))
+            follow = functools.partial(self._follow, self._slots[unit])
+            unit.register_forward_pre_hook(torch.compiler.disable(follow))
 
     @property
     def num_bytes(self) -> int:
@@ -136,8 +133,8 @@ class ShardedModel:
 
     def before_run(self, *, is_last: bool, is_void: bool) -> None:
         self._is_void = is_void
-        self._model.set_requires_gradient_sync(is_last or self.zero > 1)  # type: ignore[operator]
-        self._model.set_reshard_after_backward(is_last or self.zero == 3)  # type: ignore[operator]
+        self._root.set_requires_gradient_sync(is_last or self.zero > 1)
+        self._root.set_reshard_after_backward(is_last or self.zero == 3)
 
     def close(self) -> None:
         for unit in self._units:
@@ -146,12 +143,13 @@ class ShardedModel:
     def give_up(self) -> None:
         for parameter in self._gathered.values():
             parameter.grad = None
-        reset = getattr(self._model, "reset_iter_state", None)  # torch 2.13; before it, nothing forgets a broken forward
+        reset = getattr(self._root, "reset_iter_state", None)  # torch 2.13; before it, nothing forgets a broken forward
         if reset is not None:
             reset()
         self.close()
 
-    def _split(self, unit: nn.Module, *, mesh: DeviceMesh, is_root: bool, is_half: bool) -> None:
+    def _split(self, unit: nn.Module, *, mesh: DeviceMesh, is_root: bool, is_half: bool) -> Any:
+        """Make a module one of torch's FSDPModules."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         # Under autocast alone a unit's 16-bit copies would live from its forward to its backward, gathered or not:
@@ -167,9 +165,8 @@ class ShardedModel:
         if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.13
             # Micro-batches may use other parameters on other workers: all send the same, zeros for the unused.
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
-        self._units.append(sharded)
+        return sharded
 
-    @torch.compiler.disable
     def _follow(self, slots: Sequence[Slot], *_: Any) -> None:
         """Note which whole parameters get a gradient: the split ones get zeros where they are not used."""
         for module, name, split in slots:
@@ -205,7 +202,7 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_unsplittable(model: nn.Module) -> None:
-    """Raise one PlanError that names every parameter, and the module, that `fully_shard` cannot split, with what to do."""
+    """Raise one PlanError that names every parameter and module that `fully_shard` cannot split, and what to do."""
     found: list[str] = []
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
         found.append(f"the model is a {type(model).__name__}, which has no forward: put it into a module that has one")

@@ -198,7 +198,9 @@ class GradientSum:
         if self._inside.size == 1:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
             return
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch has it, which takes no rows with a plain norm
+        factor = torch.clamp(
+            max_norm / (norm + 1e-6), max=1.0
+        )  # as torch has it, which takes no rows with a plain norm
         for gradient in self._gradients_here():
             gradient.mul_(factor)
 

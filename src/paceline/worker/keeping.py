@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.dcp_parts import Rows
-from paceline.checkpoint.parts import PartWriter, Parts
+from paceline.checkpoint.parts import Parts, PartWriter
 from paceline.checkpoint.writer import Writer
 from paceline.comm.split import box_of, local_part
 from paceline.errors import CheckpointError
@@ -51,7 +51,9 @@ class Keeper:
         """Get memory for saves in the background."""
         self._opened().warm(self._mine(tensors)[0])
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> None:
         """Copy what this worker writes, and return; `state` and `about` are the first one's word."""
         writer = self._opened()
         mine, rows = self._mine(tensors)

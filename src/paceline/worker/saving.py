@@ -108,10 +108,7 @@ def _sent(
     key: str, checkpoint: TensorSource | None, group: WorkerGroup, *, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
     """A whole tensor on the CPU: what worker 0 reads, on all workers."""
-    if checkpoint is not None:
-        complete = checkpoint.load([key])[key].contiguous()
-    else:
-        complete = torch.empty(shape, dtype=dtype)
+    complete = torch.empty(shape, dtype=dtype) if checkpoint is None else checkpoint.load([key])[key].contiguous()
     group.broadcast(complete, what=f"{key} from worker 0")
     return complete
 

@@ -88,6 +88,7 @@ class Walks:
         self._micro: Micro | None = None
         self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
         self._is_backward_done = False
+        self._waited_before_s = 0.0  # inside the replica, before this walk
 
     @property
     def under_way(self) -> bool:
@@ -107,6 +108,7 @@ class Walks:
                 "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
             )
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
+        self._waited_before_s = self.shards.traffic.waited_s
         self.buffers.begin()
         gradients.begin(batch.num_walks)
         self.shards.begin()
@@ -187,7 +189,7 @@ class Walks:
         serial = batch.serial % SERIALS
         loss, loss_rest, weight, weight_rest = _halves(*_loss_and_weight(self._losses))
         wish = float(self._agreement.wants_change)
-        trail = self.shards.trail % TRAILS * self._axes.sign
+        trail = self.shards.traffic.trail % TRAILS * self._axes.sign
         gradients.flush([serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
         serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
         if self._group.size * squares != serials**2:
@@ -200,7 +202,7 @@ class Walks:
             raise SyncError(
                 f"the workers of a replica ran other blocks of the model than each other in batch {batch.serial}, but "
                 "each block is gathered from all of them: under Layout(shard=...) every micro-batch must run the same "
-                "blocks, in the same order. Run them all and multiply what is not wanted by 0, or use Layout(replicas=n)"
+                "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
             )
         loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
         gradients.land(scale=batch.num_samples / weight_sum if weight_sum > 0 else 1.0)
@@ -227,7 +229,7 @@ class Walks:
             finite=finite,
             unused=unused,
             is_empty=not weight_sum and len(unused) == len(gradients.names),
-            communication_s=gradients.waited_s,
+            communication_s=gradients.waited_s + self.shards.traffic.waited_s - self._waited_before_s,
             spike=spike,
         )
 

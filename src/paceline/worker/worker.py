@@ -84,7 +84,12 @@ class Worker:
             registry=registry,
             files=files,
             comparison=Comparison(
-                worker_rank=rank, host=host, group=place.axes.across, together=agreement.run, registry=registry, files=files
+                worker_rank=rank,
+                host=host,
+                group=place.axes.across,
+                together=agreement.run,
+                registry=registry,
+                files=files,
             ),
         )
         self._parameters: dict[nn.Module, list[Named]] = {}  # of each prepared model, as they were then
@@ -92,7 +97,10 @@ class Worker:
         self._num_checked: dict[Optimizer, int] = {}  # parameters of each prepared optimizer
         self._books = Books(
             files,
-            lambda: sum(gradients.num_bytes_sent for gradients in self._sums.values()),
+            lambda: sum(
+                (gradients.num_bytes_sent for gradients in self._sums.values()),
+                self._walks.shards.traffic.num_bytes_sent,
+            ),
             is_elastic=plan.layout.is_elastic,
             add_work=place.ring.add_work,
         )
@@ -687,7 +695,7 @@ class Worker:
                 precision=self.plan.compute.precision,
                 ring=self._ring,
                 group=axes.shard_name,
-                gathered=self._walks.shards.gathered,
+                traffic=self._walks.shards.traffic,
             )
         )
 
