@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.group import WorkerGroup
-from paceline.comm.split import fill_local, is_split, split_like
+from paceline.comm.split import fill_local, is_split, local_part, split_like
 from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
 from paceline.worker.received import TensorSource
@@ -73,6 +73,12 @@ class Registry:
                     if isinstance(value, Tensor):
                         found[f"{prefix}.state.{_name_of(parameter, parameters, prefix)}.{key}"] = value
         return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the state that are on this worker; tied ones count once."""
+        here = {local.data_ptr(): local.nbytes for local in map(local_part, self.tensors().values())}
+        return sum(here.values())
 
     def plain(self) -> dict[str, Any]:
         """Everything else: parameter groups, plain optimizer state, the other objects' state."""

@@ -647,6 +647,7 @@ class Worker:
     def end(self) -> None:
         """Close the run's books after the user's function has returned: last checkpoint, events, files."""
         self._ring.begin("ending", self.step)
+        self._walks.shards.close()
         self._books.leave()
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
 
@@ -660,7 +661,7 @@ class Worker:
         self._prepared.close()
         if self._files.capture is not None:
             self._files.capture.weights(self._prepared.registry.models)
-        self._files.finish(self.step)
+        self._files.finish(self.step, state_bytes=self._prepared.registry.num_bytes)
 
     def leave(self) -> None:
         """Close the books of a worker that leaves the run in good order, while it may go on without it."""
