@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
@@ -311,3 +312,37 @@ def test_blocks_that_only_some_micro_batches_run_are_an_error_and_not_a_wrong_su
     plan = Plan(layout=Layout(shard=2), batch=BATCH, compute=EXACT)
     with pytest.raises(WorkersFailed, match="ran other blocks of the model than each other in batch"):
         world(lambda w: steps(w, Skipping()), 2, plan)
+
+
+def leaves_early(worker: Any) -> Any:
+    """One walk is left in its middle, on all workers alike, and begun again."""
+    model = worker.prepare(net())
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
+    losses = []
+    for batch in worker.batches(dataset(), epochs=2):
+        if worker.step == 2:
+            for x, y in batch:
+                worker.backward(F.cross_entropy(model(x), y))
+                break
+        for x, y in batch:
+            worker.backward(F.cross_entropy(model(x), y))
+        optim.step()
+        losses.append(worker.evaluate(model, dataset(10), F.cross_entropy)["loss"])
+    return losses, state_of(model)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 made it possible")
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_walk_that_is_left_early_changes_nothing(world: World, zero: Any) -> None:
+    plan = Plan(layout=Layout(shard=2, zero=zero), batch=BATCH, compute=EXACT)
+    same(world(leaves_early, 2, plan), world.one_process(leaves_early, plan_of(plan)))
+
+
+def test_a_model_without_data_is_refused_by_name(world: World) -> None:
+    def run(worker: Any) -> None:
+        with torch.device("meta"):
+            model = net()
+        worker.prepare(model)
+
+    with pytest.raises(WorkersFailed, match=r"0\.weight and 15 more of Sequential have no data"):
+        world(run, 2, Plan(layout=Layout(shard=2), batch=BATCH))

@@ -32,6 +32,7 @@ def place(model: nn.Module, plan: Plan, *, device: torch.device, split: Callable
     """
     _refuse_lazy(model)
     _refuse_sparse(model)
+    _refuse_meta(model)
     convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
     model.to(device)  # 2. before anything keeps a reference to a parameter's storage
     if plan.compute.recompute == "blocks":
@@ -77,6 +78,16 @@ def _refuse_lazy(model: nn.Module) -> None:
                 f"{name} of {type(model).__name__} has no shape yet (a lazy module): run one forward before prepare, "
                 "on inputs of the right shape, as in model(torch.zeros(1, ...)); or give the module its sizes"
             )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if empty:
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise PlanError(
+            f"{empty[0]}{more} of {type(model).__name__} have no data (made on the meta device), and to fill a model "
+            "piece by piece is not built yet. Make it on the CPU: each worker holds it whole until it is prepared."
+        )
 
 
 def _refuse_sparse(model: nn.Module) -> None:
