@@ -101,8 +101,8 @@ def train(worker: paceline.Worker) -> None:
         schedule.step()
         worker.report(loss=loss, lr=schedule.get_last_lr()[0])
     measured = worker.evaluate(model, windows(held_out, 512), {"loss": next_byte_loss})
+    sample = continued(model, "class Worker:\n    def ", length=400)  # on all workers: they may hold it together
     if worker.is_first:
-        sample = continued(model, "class Worker:\n    def ", length=400)
         print(f"held-out loss {measured['loss']:.3f} nats per byte, on unseen files. It writes:\n\n{sample}")
 
 

@@ -232,6 +232,7 @@ class WorkerFinished(Event):
     rank: int
     step: int
     peak_memory_bytes: int
+    state_bytes: int = 0  # parameters, buffers and optimizer state that it held in the end; 0: not known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from paceline.plan import AllReduce, Batch, Cast, Compute, Guard, Layout, Plan, 
 counts = st.integers(min_value=1, max_value=10**9)
 plans = st.builds(
     Plan,
-    layout=st.builds(Layout, replicas=st.none() | counts | st.tuples(counts, counts).map(sorted).map(tuple)),
+    layout=st.builds(Layout, replicas=st.none() | counts | st.tuples(counts, counts).map(sorted).map(tuple))
+    | st.builds(Layout, replicas=st.none() | counts, shard=st.integers(2, 64), zero=st.sampled_from([1, 2, 3])),
     sync=st.builds(AllReduce, bucket_bytes=counts),
     wire=st.just(Raw()) | st.builds(Cast, dtype=st.sampled_from(["bf16", "fp16"])),
     batch=st.builds(
@@ -86,6 +87,8 @@ def test_text_and_repr_leave_defaults_out() -> None:
         ("raw + replicas = 2", Plan(layout=Layout(replicas=2))),
         ("Layout(replicas=2)", Plan(layout=Layout(replicas=2))),
         ("replicas=2-8", Plan(layout=Layout(replicas=(2, 8)))),
+        ("shard=4", Plan(layout=Layout(shard=4))),
+        ("replicas=2+shard=4+zero=1", Plan(layout=Layout(replicas=2, shard=4, zero=1))),
         ("Cast(dtype=fp16)", Plan(wire=Cast(dtype="fp16"))),
         ("wire=cast(dtype=fp16)", Plan(wire=Cast(dtype="fp16"))),
         ("all_reduce(bucket_bytes=1024)+replicas=none", Plan(sync=AllReduce(bucket_bytes=1024))),
@@ -129,8 +132,6 @@ def test_a_mistake_in_the_text_is_named(text: str, says: str) -> None:
 
 
 NOT_BUILT_FIELDS: list[tuple[type[Any], dict[str, Any]]] = [
-    (Layout, {"shard": 4}),
-    (Layout, {"zero": 3}),
     (Layout, {"tensor": 2}),
     (Layout, {"stages": 2}),
     (Layout, {"context": 2}),
@@ -152,7 +153,7 @@ def test_fields_and_values_that_are_not_built_are_refused_by_name(cls: type[Any]
 
 @pytest.mark.parametrize(
     "text",
-    ["shard=4", "zero=3", "layout(stages=2)", "compute(offload=true)", "allreduce(algorithm=tree)"],
+    ["tensor=4", "context=2", "layout(stages=2)", "compute(offload=true)", "allreduce(algorithm=tree)"],
 )
 def test_text_refuses_by_name_what_the_constructors_refuse(text: str) -> None:
     with pytest.raises(PlanError, match=r"^\w+\(\w+=.*is not built yet\. Use "):
@@ -227,3 +228,24 @@ def test_resolving_leaves_nothing_open_and_the_micro_batch_ignores_the_workers(p
     assert resolved.batch == plan.resolve(many).batch
     assert resolved.batch.micro == plan.batch.resolved_micro
     assert resolved.resolve(many) == resolved
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"shard": 0}, "Layout.shard is 0; it must be at least 1"),
+        ({"zero": 1}, "Layout.zero is 1, but shard=1 splits nothing: use Layout\\(shard=n, zero=1\\)"),
+        ({"shard": 2, "zero": 4}, "Layout.zero is 4; it must be 1, 2 or 3"),
+    ],
+)
+def test_a_wrong_shard_is_named(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Layout(**fields)  # type: ignore[arg-type]
+
+
+def test_a_sharded_layout_counts_its_workers_and_reads_back_from_one_line() -> None:
+    layout = Layout(replicas=2, shard=4, zero=2)
+    assert (layout.workers, layout.workers_each, layout.takes(8), layout.takes(4)) == (8, 4, True, False)
+    assert str(Plan(layout=layout)) == "replicas=2+shard=4+zero=2"
+    assert Plan.parse(str(Plan(layout=layout))) == Plan(layout=layout)
+    assert Plan(layout=Layout(shard=2)).resolve(6).layout == Layout(replicas=3, shard=2)

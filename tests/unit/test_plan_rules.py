@@ -15,6 +15,7 @@ from paceline.plan.rules import RULES
 
 BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "layout-fits-workers": (Plan(layout=Layout(replicas=4)), {"workers": 6}),
+    "shards-stay": (Plan(layout=Layout(replicas=(1, 2), shard=2)), {"workers": 4}),
     "micro-fits-size": (Plan(batch=Batch(size=4, micro=8)), {}),
     "work-for-every-worker": (Plan(batch=Batch(size=8, micro=4)), {"workers": 3}),
     "reference-travels-whole": (Plan(compute=Compute(precision="fp64"), wire=Cast(dtype="bf16")), {}),
@@ -43,6 +44,23 @@ def test_the_layout_rule_says_both_numbers_and_both_remedies() -> None:
     assert str(caught.value) == (
         "Layout needs 4 workers (4 replicas) but the job has 6. Use workers=4, or Layout(replicas=6)."
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers", "says", "fix"),
+    [
+        (Layout(replicas=2, shard=4), 6, "needs 8 workers (2 replicas x shard 4)", "Layout(replicas=2, shard=3)"),
+        (Layout(shard=4), 7, "needs 4 workers (1 replica x shard 4)", "Use workers=4, or Layout(replicas=7)"),
+        (Layout(shard=2), 5, "needs 4 workers (2 replicas x shard 2)", "Use workers=4, or Layout(replicas=5)"),
+        (Layout(shard=4), 2, "needs 4 workers (1 replica x shard 4)", "Use workers=4, or Layout(replicas=1, shard=2)"),
+    ],
+)
+def test_a_sharded_layout_says_what_would_fit(layout: Layout, workers: int, says: str, fix: str) -> None:
+    plan = Plan(layout=layout).resolve(workers)
+    with pytest.raises(PlanError) as caught:
+        plan.require(workers=workers)
+    assert says in str(caught.value) and fix in str(caught.value)
+    assert Plan(layout=layout).resolve(8).check(workers=8) == ()
 
 
 def test_all_broken_rules_are_told_at_once() -> None:

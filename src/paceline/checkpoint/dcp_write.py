@@ -16,12 +16,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-__all__ = ["write_tensors"]
+__all__ = ["Storage", "write_tensors"]
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
     """Write contiguous CPU tensors into a directory, to the disk itself; tied names point to the same bytes."""
-    storage = _Storage(directory, ties)
+    storage = Storage(directory, ties)
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), storage.storage_meta(), True)
     storage.set_up_storage_writer(True)
@@ -31,7 +31,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ties: Mapping[
     storage.finish(metadata, [storage.write_data(plan, planner).wait()])
 
 
-class _Storage(FileSystemWriter):
+class Storage(FileSystemWriter):
     """Torch's files, with tied tensors stored once."""
 
     def __init__(self, path: Path, ties: Mapping[str, str]) -> None:

@@ -88,14 +88,18 @@ class Checkpoint:
         and all are in one CheckpointError; with `prefix`, so are the names of the checkpoint that begin with it and
         have no target.
         """
+        self.require(targets, prefix=prefix)
+        for name, target in targets.items():
+            target.detach().copy_(self._read(name, self._entries[name]))
+
+    def require(self, targets: Mapping[str, Tensor], *, prefix: str | None = None) -> None:
+        """Raise CheckpointError where `load_into` would, and read no tensor."""
         problems = [problem for name, target in targets.items() if (problem := self._mismatch(name, target))]
         if prefix is not None:
             extra = [name for name in self.names if name.startswith(prefix) and name not in targets]
             problems += [f"{name}: in the checkpoint, but not in the model" for name in extra]
         if problems:
             raise CheckpointError(_listing(self.path, problems))
-        for name, target in targets.items():
-            target.detach().copy_(self._read(name, self._entries[name]))
 
     def _read(self, name: str, entry: Entry) -> Tensor:
         try:

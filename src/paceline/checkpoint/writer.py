@@ -15,8 +15,6 @@ import errno
 import json
 import os
 import shutil
-import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -26,7 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.dcp_parts import Rows
 from paceline.checkpoint.folder import MARK, Mark, checksum, partial_path, prune, publish, tidy, verify, write_mark
+from paceline.checkpoint.parts import Parts
+from paceline.checkpoint.priority import lower_priority
 from paceline.checkpoint.reader import STATE
 from paceline.checkpoint.staging import Staged, Staging, bytes_of
 from paceline.checkpoint.state_tree import encode_state, freeze
@@ -35,8 +36,6 @@ from paceline.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from paceline.units import bytes_text
 
 __all__ = ["Writer"]
-
-_NICENESS = 10  # of the writing thread, added to the process's: it takes what training leaves
 
 
 _Print = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of each file
@@ -51,23 +50,28 @@ class _Save:
     state: Any  # frozen
     about: dict[str, Any]
     stall_s: float
+    number: int  # from 1, of this writer's
+    rows: Mapping[str, Rows]  # of tensors that this is not all of
 
 
 class Writer:
     """Writes the checkpoints of one run, one after the other; used by one thread of one process."""
 
-    def __init__(self, directory: Path, *, keep: int, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, directory: Path, *, keep: int, on_event: Callable[[Event], None], parts: Parts | None = None
+    ) -> None:
         """Nothing is touched before the first save.
 
         directory: of all checkpoints of the run. keep: complete ones that stay. on_event: is called from the writing
-        thread.
+        thread. parts: the others that write with this one, which is the first of them.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1: the newest checkpoint always stays.")
         self._directory, self._keep, self._on_event = directory, keep, on_event
+        self._parts, self._number = parts, 0
         self._staging = Staging()
         self._thread = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint", initializer=_lower_priority
+            1, thread_name_prefix="checkpoint", initializer=lower_priority
         )
         self._pending: concurrent.futures.Future[None] | None = None
         self._is_tidy = False
@@ -85,22 +89,42 @@ class Writer:
         self._pending = self._thread.submit(self._staging.warm, dict(tensors))
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], about: Mapping[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
+        *,
+        rows: Mapping[str, Rows] | None = None,
     ) -> float:
         """Copy everything and return; it is written in the background. Returns the seconds that this call took.
 
         tensors: dense, of any device; tied ones are stored once. state: plain values (see state_tree). about: JSON
-        values. Blocks until the save before is written. Raises CheckpointError, before anything is written, for a
-        value that cannot be stored.
+        values. rows: which ones this has of tensors that several writers have together. Blocks until the save before is
+        written. Raises CheckpointError, before anything is written, for a value that cannot be stored.
         """
         began = time.perf_counter()
         if step < 0:
             raise ValueError(f"step is {step}; it must be 0 or more.")
-        frozen, noted = freeze(dict(state)), _json_copy(about)
-        self._settle(None)
-        staged = self._staging.stage(tensors)
+        self._number += 1
+        try:
+            frozen, noted = freeze(dict(state)), _json_copy(about)
+            self._settle(None)
+            staged = self._staging.stage(tensors)
+        except CheckpointError as error:
+            if self._parts is not None:
+                self._parts.refuse(self._number, str(error))
+            raise
         stall_s = time.perf_counter() - began
-        save = _Save(step=step, staged=staged, state=frozen, about=noted, stall_s=stall_s)
+        save = _Save(
+            step=step,
+            staged=staged,
+            state=frozen,
+            about=noted,
+            stall_s=stall_s,
+            number=self._number,
+            rows=dict(rows or {}),
+        )
         self._pending = self._thread.submit(self._write, save)
         return stall_s
 
@@ -137,12 +161,17 @@ class Writer:
 
     def _write(self, save: _Save) -> None:
         """Runs in the thread."""
-        began = time.perf_counter()
+        began, has_begun = time.perf_counter(), False
         partial = partial_path(self._directory, save.step)
         try:
             self._prepare(partial, save.staged.num_bytes)
-            num_bytes = _fill(partial, save)
-        except (OSError, RuntimeError) as error:  # RuntimeError: see _below
+            if self._parts is not None:
+                self._parts.begin(save.number, partial)
+                has_begun = True
+            num_bytes = _fill(partial, save, self._parts)
+        except (OSError, RuntimeError, CheckpointError) as error:  # RuntimeError: see _below
+            if self._parts is not None and not has_begun:
+                self._parts.refuse(save.number, str(error))
             self._failure = _reason(_below(error), self._directory, save, _removed(partial))
             self._on_event(CheckpointFailed(step=save.step, path=str(partial.with_suffix("")), reason=self._failure))
             return
@@ -184,12 +213,9 @@ class Writer:
         partial.mkdir()
 
 
-def _fill(partial: Path, save: _Save) -> int:
+def _fill(partial: Path, save: _Save, parts: Parts | None) -> int:
     """Write all files, the mark last; returns their bytes."""
-    # Here, because it imports torch.distributed.checkpoint: never on the training thread.
-    from paceline.checkpoint.dcp_write import write_tensors
-
-    write_tensors(partial, save.staged.tensors, save.staged.ties)
+    tensor_crc32 = _write_tensors(partial, save, parts)
     state = encode_state(save.state)
     with open(partial / STATE, "wb") as file:
         file.write(state)
@@ -202,7 +228,7 @@ def _fill(partial: Path, save: _Save) -> int:
         about=save.about,
         files=files,
         file_crc32={path.name: checksum(path) for path in written},  # of what the system has: mostly in memory still
-        tensor_crc32={name: zlib.crc32(bytes_of(tensor)) for name, tensor in save.staged.tensors.items()},
+        tensor_crc32=tensor_crc32,
     )
     write_mark(partial, mark)
     return sum(files.values()) + (partial / MARK).stat().st_size
@@ -212,6 +238,21 @@ def _print_of(path: Path) -> _Print:
     """What would be different if anybody wrote to a checkpoint's files."""
     found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
     return tuple((name, about.st_size, about.st_mtime_ns) for name, about in found)
+
+
+def _write_tensors(partial: Path, save: _Save, parts: Parts | None) -> dict[str, int]:
+    """Write the tensors and their index, with the other writers where there are any; returns the checksums."""
+    # Here, because it imports torch.distributed.checkpoint: never on the training thread.
+    from paceline.checkpoint.dcp_parts import crc32_of_tensors, write_index, write_part
+    from paceline.checkpoint.dcp_write import write_tensors
+
+    staged = save.staged
+    if parts is None:
+        write_tensors(partial, staged.tensors, staged.ties)
+        return {name: zlib.crc32(bytes_of(tensor)) for name, tensor in staged.tensors.items()}
+    pieces = write_part(partial, 0, staged.tensors, save.rows) + parts.collect(save.number, partial)
+    write_index(partial, pieces, staged.ties)
+    return crc32_of_tensors(pieces)
 
 
 def _removed(partial: Path) -> str:
@@ -231,7 +272,9 @@ def _reason(error: BaseException, directory: Path, save: _Save, remains: str) ->
         free, needed = shutil.disk_usage(directory).free, save.staged.num_bytes
         text += f" ({bytes_text(free)} free in {directory}, {bytes_text(needed)} needed)"
     remedy = "Free space there, keep fewer (keep=), or use another run_dir."
-    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, CheckpointError):  # of another writer, which says it all
+        remedy = ""
+    elif isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         remedy = f"Look at {directory} and the disk below it, or use another run_dir."
     return f"{text}. Older checkpoints are untouched. {remedy}{remains}"
 
@@ -250,11 +293,3 @@ def _json_copy(about: Mapping[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(noted, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"cannot store about: {error}; it holds JSON values only.") from error
-
-
-def _lower_priority() -> None:
-    """On Linux a thread has a priority of its own; elsewhere the call would slow the whole process."""
-    if sys.platform == "linux":
-        with contextlib.suppress(PermissionError):  # a sandbox may forbid even this; saving works at any priority
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

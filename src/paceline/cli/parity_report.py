@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.cli.parity_compare import Difference, Differences
-from paceline.plan import Layout, Plan, Raw
+from paceline.plan import Plan, Raw
 
 __all__ = ["DEFAULTS", "Judged", "Tolerance", "print_report", "report"]
 
@@ -179,7 +179,7 @@ def _table(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _without_replicas(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, layout=Layout())
+    return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, replicas=None))
 
 
 def _wire(row: Judged) -> str:

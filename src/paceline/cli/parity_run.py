@@ -1,8 +1,8 @@
 """Runs a script under every plan and number of workers that `paceline parity` was asked for, and has them compared.
 
 Each run is an ordinary one: the same launcher, the script as it is, a run directory of its own. What differs between a
-configuration and its reference is the number of replicas alone (and the wire: the reference's gradients travel whole),
-so both run the same micro-batches of the same global batches. Every run gets the same number of threads: how a matrix
+configuration and its reference is the layout alone (and the wire: the reference's gradients travel whole), so both run
+the same micro-batches of the same global batches. Every run gets the same number of threads: how a matrix
 product is cut over threads changes its rounding.
 """
 
@@ -44,9 +44,10 @@ class Trial:
 
     def overrides(self, *, float64: bool) -> tuple[str, ...]:
         """What is changed in the plan, whoever gives it."""
-        changed = [f"plan.layout.replicas={self.workers}"]
+        # As many replicas as the workers make, of as many workers as the plan says.
+        changed = ["plan.layout.replicas=none"]
         if self.is_reference:
-            changed.append("plan.wire=raw")
+            changed = ["plan.layout=layout(replicas=1)", "plan.wire=raw"]
         if float64:
             changed.append("plan.compute.precision=fp64")
         return tuple(changed)
@@ -102,7 +103,7 @@ def trials(request: Request) -> list[Trial]:
         for trial in rows:
             if plan is not None:
                 changed = config.apply(plan, *trial.overrides(float64=request.float64))
-                changed.require(workers=trial.workers)
+                changed.resolve(trial.workers).require(workers=trial.workers)
         found += rows
     return found
 
@@ -110,7 +111,7 @@ def trials(request: Request) -> list[Trial]:
 def _require(plan: Plan, request: Request) -> None:
     """Raise PlanError where a plan that only the script knew cannot work on all the numbers of workers."""
     for workers in request.workers:
-        config.apply(plan, f"plan.layout.replicas={workers}").require(workers=workers)
+        config.apply(plan, "plan.layout=layout()").resolve(workers).require(workers=workers)
 
 
 def _run(trial: Trial, request: Request, directory: Path, warm: WarmParent) -> Ended:

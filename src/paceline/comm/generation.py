@@ -130,12 +130,19 @@ class Members:
     """
 
     def __init__(
-        self, group: WorkerGroup | None, *, generation: int, ranks: Sequence[int] = (), ring: Ring | None = None
+        self,
+        group: WorkerGroup | None,
+        *,
+        generation: int,
+        ranks: Sequence[int] = (),
+        ring: Ring | None = None,
+        name: str | None = None,
     ) -> None:
         self.generation = generation
         self.ranks = tuple(ranks)  # of the workers, by their index in the current group; a newcomer knows of none
         self._group: WorkerGroup | None = group
         self._ring = Ring.unread() if ring is None else ring
+        self._name = name  # under which the ring knows the group; None: it is the run's own
 
     @property
     def index(self) -> int:
@@ -159,7 +166,7 @@ class Members:
         group = self._now()
         if group.size == 1:
             return group.all_reduce(tensor, what=what)
-        call = self._ring.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel())
+        call = self._ring.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
         return _Noted(group.all_reduce(tensor, what=what), self._ring, call)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -217,7 +224,7 @@ class Members:
             yield
             return
         numel, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
-        self._ring.wait(self._ring.enter(kind, what, dtype=dtype, numel=numel))
+        self._ring.wait(self._ring.enter(kind, what, dtype=dtype, numel=numel, group=self._name))
         yield
         self._ring.leave()
 

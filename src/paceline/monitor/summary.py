@@ -52,6 +52,7 @@ class Summary:
         self._resumed_from_step = 0
         self._num_checkpoints = self._num_failed_checkpoints = 0
         self._peaks: dict[int, int] = {}
+        self._state_bytes = 0
         self._epochs: set[int] = set()
         self._speeds = array("d")  # samples per second, by step
         self._losses: list[float | None] = [None, None]
@@ -70,8 +71,9 @@ class Summary:
                 self._num_checkpoints += 1
             case CheckpointFailed():
                 self._num_failed_checkpoints += 1
-            case WorkerFinished(rank=worker, peak_memory_bytes=peak):
+            case WorkerFinished(rank=worker, peak_memory_bytes=peak, state_bytes=state):
                 self.peak_memory(worker, peak)
+                self._state_bytes = max(self._state_bytes, state)
             case RunStarted() as started:
                 self._started = started
             case WorkerLost():
@@ -144,6 +146,7 @@ class Summary:
             "started": round(begun, 3),
             "duration_s": _rounded(now - begun),
             "peak_memory_bytes": max(self._peaks.values(), default=None),
+            "state_bytes": self._state_bytes or None,  # of the model and its optimizer, in one worker
             "checkpoint": self.checkpoint.path if self.checkpoint else None,
             "checkpoint_step": self.checkpoint.step if self.checkpoint else None,
             "checkpoints_saved": self._num_checkpoints,

@@ -253,7 +253,9 @@ def closing_table(facts: Mapping[str, Any]) -> str:
         values = "  ".join(f"{name} {number_text(value)}" for name, value in facts["evaluation"].items())
         rows.append(("held out", f"{values} (step {facts['evaluation_step']})"))
     if facts["peak_memory_bytes"]:
-        rows.append(("peak memory", f"{bytes_text(facts['peak_memory_bytes'])} in one worker"))
+        state = facts.get("state_bytes")
+        of_it = f", {bytes_text(state)} of it parameters and optimizer state" if state else ""
+        rows.append(("peak memory", f"{bytes_text(facts['peak_memory_bytes'])} in one worker{of_it}"))
     if facts["checkpoints_saved"]:
         rows.append(("checkpoint", local_path(facts["checkpoint"])))
     elif facts["steps"] and facts["state"] != "finished":

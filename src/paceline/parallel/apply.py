@@ -5,7 +5,8 @@ The model stays the user's own object; everything is done to it in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +20,27 @@ from paceline.plan import Plan
 
 __all__ = ["place", "send_from_first"]
 
+T = TypeVar("T")
+
 CHUNK_BYTES = 32 << 20
 
 
-def place(model: nn.Module, plan: Plan, *, device: torch.device) -> None:
-    """Convert, move, wrap and compile `model`. Weights are made equal afterwards, by `send_from_first`."""
+def place(model: nn.Module, plan: Plan, *, device: torch.device, split: Callable[[nn.Module], T] = lambda _: None) -> T:
+    """Convert, move, wrap, split and compile `model`; returns what `split(model)` does.
+
+    Weights are made equal by `send_from_first`: afterwards, or by `split`, which is called with whole parameters.
+    """
     _refuse_lazy(model)
     _refuse_sparse(model)
+    _refuse_meta(model)
     convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
     model.to(device)  # 2. before anything keeps a reference to a parameter's storage
     if plan.compute.recompute == "blocks":
         recompute_blocks(model)  # 3. inside the compiled region, so that the compiler sees it
+    done = split(model)  # 4. outside of recomputation, which calls a block's forward alone and finds it gathered
     if plan.compute.compile:
-        model.compile()  # 4. last: in place, lazily compiled at the first forward
+        model.compile()  # 5. last: in place, lazily compiled at the first forward
+    return done
 
 
 def send_from_first(tensors: Iterable[Tensor], group: WorkerGroup) -> None:
@@ -69,6 +78,16 @@ def _refuse_lazy(model: nn.Module) -> None:
                 f"{name} of {type(model).__name__} has no shape yet (a lazy module): run one forward before prepare, "
                 "on inputs of the right shape, as in model(torch.zeros(1, ...)); or give the module its sizes"
             )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if empty:
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise PlanError(
+            f"{empty[0]}{more} of {type(model).__name__} have no data (made on the meta device), and to fill a model "
+            "piece by piece is not built yet. Make it on the CPU: each worker holds it whole until it is prepared."
+        )
 
 
 def _refuse_sparse(model: nn.Module) -> None:

@@ -11,21 +11,13 @@ __all__ = ["KINDS", "field", "kind"]
 
 # Fields of a part, and single values of a field ("Field=value"): what it is, what to use now.
 FIELDS = {
-    "Layout.shard": (
-        "sharding one replica's state over workers (ZeRO)",
-        "Layout(replicas=n), where every worker holds the whole model",
-    ),
-    "Layout.zero": (
-        "sharding one replica's state over workers (ZeRO)",
-        "Layout(replicas=n), where every worker holds the whole model",
-    ),
     "Layout.tensor": (
         "splitting layers over workers (tensor parallelism)",
-        "Layout(replicas=n), where every worker holds the whole model",
+        "Layout(shard=n), which splits the state over workers",
     ),
     "Layout.stages": (
         "splitting the model into stages (pipeline parallelism)",
-        "Layout(replicas=n), where every worker holds the whole model",
+        "Layout(shard=n), which splits the state over workers",
     ),
     "Layout.context": (
         "splitting sequences over workers (context parallelism)",
@@ -33,11 +25,11 @@ FIELDS = {
     ),
     "Layout.experts": (
         "spreading experts over workers (expert parallelism)",
-        "Layout(replicas=n), where every worker holds all experts",
+        "Layout(shard=n), which splits the state over workers",
     ),
     "Compute.offload": (
         "keeping state in the host's memory (offload)",
-        "Compute(recompute='blocks') or a smaller Batch(micro=...)",
+        "Layout(shard=n), Compute(recompute='blocks') or a smaller Batch(micro=...)",
     ),
     "Compute.recompute=selective": ("recomputing selected operations", "recompute='blocks' or recompute='none'"),
     "Compute.precision=fp16": (

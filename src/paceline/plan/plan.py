@@ -51,7 +51,10 @@ class Plan(Part):
         terms: list[str] = []
         for part in config.non_defaults(self).values():
             short = config.to_short(part)
-            terms.append(short.removeprefix("layout(").removesuffix(")") if isinstance(part, Layout) else short)
+            if isinstance(part, Layout):
+                terms += short.removeprefix("layout(").removesuffix(")").split(",")
+            else:
+                terms.append(short)
         return "+".join(terms) or DEFAULT
 
     @classmethod
@@ -94,7 +97,9 @@ class Plan(Part):
 
     def resolve(self, workers: int) -> Plan:
         """Return this plan with nothing left open: the number of replicas and the micro-batch filled in."""
-        layout = self.layout if self.layout.replicas is not None else dataclasses.replace(self.layout, replicas=workers)
+        layout = self.layout
+        if layout.replicas is None:
+            layout = dataclasses.replace(layout, replicas=max(1, workers // layout.workers_each))
         batch = dataclasses.replace(self.batch, micro=self.batch.resolved_micro)
         return dataclasses.replace(self, layout=layout, batch=batch)
 

@@ -59,18 +59,32 @@ def _layout_does_not_fit(facts: Facts) -> bool:
 
 
 def _layout_says(facts: Facts) -> str:
-    needed, replicas = facts.plan.layout.workers, facts.plan.layout.replicas
+    layout = facts.plan.layout
+    replicas, each = layout.replicas, f" x shard {layout.shard}" if layout.shard > 1 else ""
     if isinstance(replicas, tuple):
         count = _count(facts.workers, "worker")
-        return f"Layout needs {replicas[0]} to {replicas[1]} replicas but the job has {count}."
-    return f"Layout needs {_count(needed, 'worker')} ({_count(needed, 'replica')}) but the job has {facts.workers}."
+        return f"Layout needs {replicas[0]} to {replicas[1]} replicas{each} but the job has {count}."
+    if replicas is None:
+        return f"Layout needs a multiple of {layout.shard} workers (shard) but the job has {facts.workers}."
+    needed = _count(layout.workers, "worker")
+    return f"Layout needs {needed} ({_count(replicas, 'replica')}{each}) but the job has {facts.workers}."
 
 
 def _layout_fix(facts: Facts) -> str:
-    replicas = facts.plan.layout.replicas
+    layout, workers = facts.plan.layout, facts.workers or 0
+    replicas, each = layout.replicas, layout.workers_each
     if isinstance(replicas, tuple):
-        return f"Use workers={replicas[0]} to {replicas[1]}, or another range of replicas."
-    return f"Use workers={facts.plan.layout.workers}, or Layout(replicas={facts.workers})."
+        return f"Use workers={replicas[0] * each} to {replicas[1] * each}, or another range of replicas."
+    needed = layout.workers or max(1, workers // each) * each
+    if each == 1:
+        return f"Use workers={needed}, or Layout(replicas={workers})."
+    shard = max(one for one in range(1, each + 1) if workers % one == 0)
+    other = f"replicas={workers // shard}, shard={shard}" if shard > 1 else f"replicas={workers}"
+    return f"Use workers={needed}, or Layout({other})."
+
+
+def _shard_is_elastic(facts: Facts) -> bool:
+    return facts.plan.layout.is_elastic and facts.plan.layout.shard > 1
 
 
 def _micro_exceeds_size(facts: Facts) -> bool:
@@ -121,6 +135,15 @@ def _count(number: int | None, noun: str) -> str:
 
 RULES = (
     Rule(name="layout-fits-workers", broken_when=_layout_does_not_fit, says=_layout_says, fix=_layout_fix),
+    Rule(
+        name="shards-stay",
+        broken_when=_shard_is_elastic,
+        says=lambda facts: (
+            f"{facts.plan.layout!r} lets sharded replicas come and go, which is not built yet: replicas of one worker "
+            "can, and sharded ones stay."
+        ),
+        fix=lambda facts: f"Use Layout(replicas=n, shard={facts.plan.layout.shard}), or leave shard out.",
+    ),
     Rule(name="micro-fits-size", broken_when=_micro_exceeds_size, says=_micro_says, fix=_micro_fix),
     Rule(name="work-for-every-worker", broken_when=_workers_would_idle, says=_idle_says, fix=_idle_fix),
     Rule(

@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Micro", "deal", "deal_by_speed", "micro_batches", "step_ranges"]
+__all__ = ["Micro", "Share", "deal", "deal_by_speed", "deal_to_replicas", "micro_batches", "step_ranges"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,24 @@ class Micro:
     @property
     def num_samples(self) -> int:
         return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker runs of a step: its own micro-batches, and void runs up to `num_runs`.
+
+    The workers of a replica exchange tensors in each forward and backward, so all of them make as many runs. In a void
+    one a micro-batch is run again and counts for nothing: the last of the worker's own or, where it has none, `spare`.
+    """
+
+    own: range  # places in the step's list
+    num_runs: int
+    spare: int | None = None  # a place in the step's list
+
+    @property
+    def reads(self) -> range:
+        """The micro-batches whose data are needed."""
+        return self.own if self.spare is None else range(self.spare, self.spare + 1)
 
 
 def step_ranges(*, num_samples: int, size: int, drop_last: bool, position: int = 0) -> Iterator[tuple[int, int]]:
@@ -69,3 +87,18 @@ def deal(num_micro: int, num_shares: int) -> tuple[range, ...]:
     for share in range(num_shares):
         bounds.append(bounds[-1] + least + (share < extra))
     return tuple(range(a, b) for a, b in itertools.pairwise(bounds))
+
+
+def deal_to_replicas(num_micro: int, *, replicas: int, each: int) -> tuple[Share, ...]:
+    """Deal 0..num_micro-1 to replicas of `each` workers, so that nobody makes more runs, and fewest are void.
+
+    Rows of `each` micro-batches, one for each worker of a replica, are dealt to the replicas; only the last row may be
+    short, so fewer than `each` runs are void. A replica without a row makes no run at all.
+    """
+    shares: list[Share] = []
+    for rows in deal(-(-num_micro // each), replicas):
+        first, stop = rows.start * each, min(rows.stop * each, num_micro)
+        for part in deal(stop - first, each):
+            own = range(first + part.start, first + part.stop)
+            shares.append(Share(own, len(rows), spare=first if rows and not own else None))
+    return tuple(shares)

@@ -6,6 +6,9 @@ collectives are then issued in the same order on every worker, also on one that 
 sends zeros. One object therefore holds all parameters that a walk is about. Weights are the business of the caller, who
 has scaled each loss.
 
+Where a replica is split over several workers, each sums the rows that it holds with those who hold the same ones, when
+the walk is over; the tally goes to all workers by itself.
+
 Buckets that nobody used in the walk of the same number of the step before (the other model of a GAN, an average of the
 weights) are *cold*: they wait until all workers know whether anybody used them, and normally need not be sent.
 """
@@ -14,14 +17,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.codec.build import build_codec
-from paceline.comm.group import WorkerGroup
+from paceline.comm.group import Alone, WorkerGroup, total
+from paceline.comm.split import local_part
 from paceline.plan import AllReduce, Cast, Raw
 from paceline.sync.buckets import Bucket, Named, StayingBucket, assign
 
@@ -33,11 +37,27 @@ SPARE_RIDERS = 256  # places for a walk's own numbers beside one for each parame
 class GradientSum:
     """Sums the gradients of a set of named parameters over a group; a parameter with several names counts once."""
 
-    def __init__(self, parameters: Iterable[Named], *, group: WorkerGroup, sync: AllReduce, wire: Raw | Cast) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Named],
+        *,
+        group: WorkerGroup,
+        sync: AllReduce,
+        wire: Raw | Cast,
+        everybody: WorkerGroup | None = None,
+        inside: WorkerGroup | None = None,
+        is_used: Callable[[Parameter], bool | None] | None = None,
+    ) -> None:
+        """`group`: those who hold the same rows. `everybody` in the run, by default the same; the workers `inside` a
+        replica, who hold the other rows of the same gradients. `is_used(parameter)`: whether this worker's runs gave it
+        a gradient; None: whether it has one tells.
+        """
         unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(parameters))}
         self._all = list(reversed(unique.values()))
         self._ids = frozenset(unique)
         self._group, self._sync, self._wire = group, sync, wire
+        self._everybody, self._inside = group if everybody is None else everybody, inside or Alone()
+        self._is_used = is_used
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: list[Bucket] | list[StayingBucket] = []
         self._is_stale = False
@@ -90,7 +110,9 @@ class GradientSum:
 
     def arm(self) -> None:
         """The coming backward is the walk's last: let buckets leave as they fill."""
-        self._armed = True
+        # A unit that a model runs several times in a forward has its gradients summed inside the replica as often, and
+        # nobody knows which time is the last: rows are complete when backward is.
+        self._armed = self._inside.size == 1
 
     def flush(self, numbers: Sequence[float]) -> None:
         """Send what has not left, and the tally: `numbers` to be summed, and which parameters got a gradient here.
@@ -98,18 +120,19 @@ class GradientSum:
         The tally rides on the last bucket where it can; its numbers should then bear single precision.
         """
         self.check()
-        used = [parameter.grad is not None for parameter in self.parameters]
+        used = [self._got_one(parameter) for parameter in self.parameters]
         tally = [*map(float, numbers), *map(float, used)]
         self._armed = False
         self._num_numbers = len(numbers)
         last = self._buckets[self._queue[-1]] if self._queue else None
-        self._carrier = last if last is not None and last.can_carry and len(tally) <= self._num_riders else None
+        may_ride = self._everybody is self._group and len(tally) <= self._num_riders
+        self._carrier = last if last is not None and last.can_carry and may_ride else None
         while self._num_departed < len(self._queue):
             is_last = self._num_departed == len(self._queue) - 1
             self._depart_next(tally if is_last and self._carrier is not None else ())
         if self._carrier is None:
             self._tally = torch.tensor(tally, dtype=torch.float64, device=self._device)
-            self._tally_transfer = self._group.all_reduce(self._tally, what="the tally of a step")
+            self._tally_transfer = self._everybody.all_reduce(self._tally, what="the tally of a step")
 
     def collect(self) -> list[float]:
         """Wait for the sums of `numbers` over all workers, and learn which parameters anybody used."""
@@ -154,15 +177,32 @@ class GradientSum:
         return tuple(name for name, is_used in zip(self.names, self._used, strict=True) if not is_used)
 
     def norm(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The global norm of all gradients, 0-d; equal on every worker, since all hold the same sums."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients if dtype is None else [g.to(dtype) for g in gradients])
+        """The global norm of all gradients, 0-d; equal on every worker, since together they hold the same sums."""
+        gradients = self._gradients_here()
+        norm = torch.nn.utils.get_total_norm(gradients if dtype is None else [g.to(dtype) for g in gradients])
+        if self._inside.size == 1:
+            return norm
+        squared = norm.to(device=self._device, dtype=torch.float64).square().reshape(1)
+        self._inside.all_reduce(squared, what="the norm of the gradients").wait()
+        return squared.sqrt().reshape(()).to(norm.dtype)
 
     def is_finite(self) -> bool:
         """Whether all gradients are finite. A norm that overflows is looked into."""
         if bool(torch.isfinite(self.norm())):
             return True
-        return all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in self.parameters)
+        broken = sum(not bool(torch.isfinite(gradient).all()) for gradient in self._gradients_here())
+        return total(self._inside, [broken], what="gradients that are not finite", device=self._device) == [0.0]
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients down so that their norm, which is `norm`, is at most `max_norm`."""
+        if self._inside.size == 1:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+            return
+        factor = torch.clamp(
+            max_norm / (norm + 1e-6), max=1.0
+        )  # as torch has it, which takes no rows with a plain norm
+        for gradient in self._gradients_here():
+            gradient.mul_(factor)
 
     def drop(self) -> None:
         """Remove all gradients: an optimizer's step then changes nothing."""
@@ -176,6 +216,14 @@ class GradientSum:
     def has(self, parameter: Tensor) -> bool:
         """Whether `parameter` is one of those that were registered."""
         return id(parameter) in self._ids
+
+    def _got_one(self, parameter: Parameter) -> bool:
+        """Whether this worker's runs gave a parameter a gradient."""
+        told = None if self._is_used is None else self._is_used(parameter)
+        return parameter.grad is not None if told is None else told
+
+    def _gradients_here(self) -> list[Tensor]:
+        return [local_part(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     @property
     def num_bytes_sent(self) -> int:

@@ -1,7 +1,8 @@
 """Buckets: gradients that travel together in one flat buffer.
 
 Backward reaches the last layers first, so buckets are filled from the last parameter to the first; each bucket can
-leave while backward still works on earlier layers.
+leave while backward still works on earlier layers. Of parameters that are split over the workers of a replica a bucket
+holds the rows that are here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 
 from paceline.codec.base import Codec, Rounds
 from paceline.comm.group import Transfer, WorkerGroup
+from paceline.comm.split import as_local_of, local_part
 
 __all__ = ["Bucket", "Named", "StayingBucket", "assign"]
 
@@ -26,7 +28,7 @@ def assign(parameters: Sequence[Named], *, bucket_bytes: int) -> list[list[Named
     is_open: dict[tuple[torch.dtype, torch.device], tuple[list[Named], int]] = {}  # run, bytes in it
     for name, parameter in reversed(parameters):
         kind = (parameter.dtype, parameter.device)
-        size = parameter.numel() * parameter.element_size()
+        size = local_part(parameter).numel() * parameter.element_size()
         run, filled = is_open.get(kind, ([], bucket_bytes))
         if not run or filled + size > bucket_bytes:
             run, filled = [], 0
@@ -49,13 +51,15 @@ class Bucket:
         self.num_bytes_sent = 0
         self._group, self._codec = group, codec
         self._what = f"all_reduce of {_span(self.names)}"
-        first = self.parameters[0]
+        locals_here = [local_part(parameter) for parameter in self.parameters]
+        first = locals_here[0]
         self.can_carry = codec.exact and first.dtype in (torch.float32, torch.float64)
-        self._num_elements = sum(p.numel() for p in self.parameters)
+        self._num_elements = sum(local.numel() for local in locals_here)
         self._num_sent = self._num_elements
         num_riders = num_riders if self.can_carry else 0
         self._flat = group.allocate(self._num_elements + num_riders, dtype=first.dtype, device=first.device)
-        self._views = _views(self._flat, self.parameters)
+        self._views = _views(self._flat, locals_here)
+        self._gradients = [as_local_of(v, like=p) for v, p in zip(self._views, self.parameters, strict=True)]
         self._rounds: Rounds | None = None
         self._payload: Tensor | None = None
         self._transfer: Transfer | None = None
@@ -67,12 +71,12 @@ class Bucket:
         self._num_sent = self._num_elements + len(riders)
         if riders:
             self._flat[self._num_elements : self._num_sent] = torch.tensor(riders, dtype=self._flat.dtype)
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view, gradient in zip(self.parameters, self._views, self._gradients, strict=True):
             if parameter.grad is None:
                 view.zero_()
             else:
-                view.copy_(parameter.grad)
-            parameter.grad = view  # frees the gradient that autograd made
+                view.copy_(local_part(parameter.grad))
+            parameter.grad = gradient  # frees the gradient that autograd made
         self._rounds = self._codec.exchange(self._flat[: self._num_sent])
         self._send(next(self._rounds))
 
@@ -124,10 +128,10 @@ class StayingBucket:
     def scale(self, factor: float) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+                local_part(parameter.grad).mul_(factor)
 
 
-def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
+def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """One view per parameter with the parameter's own strides, as optimizers prefer."""
     views: list[Tensor] = []
     offset = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ class StepBatch:
     `step` is the number that the step gets when it is committed, `num_samples` counts the real samples of the whole
     global batch, and `len()` the micro-batches of this worker, which may be none. It can be walked over again (for a
     second optimizer); the data is kept.
+
+    Where a replica is split over several workers, all of them run as many micro-batches: a walk may have void ones at
+    its end, which are run for the others' sake and count for nothing. `is_void` tells while one is under way.
     """
 
     def __init__(
@@ -39,11 +42,16 @@ class StepBatch:
         ends_epoch: bool | None,
         fetch: Callable[[], Any],
         walk: Callable[[StepBatch], Iterator[Any]],
+        num_runs: int | None = None,
+        spare: Micro | None = None,
     ) -> None:
         self.stream, self.step, self.epoch = stream, step, epoch
         self.start, self.stop, self.ends_epoch = start, stop, ends_epoch
         self.micros = tuple(micros)
         self.num_samples = stop - start
+        self.num_runs = len(self.micros) if num_runs is None else num_runs  # in a walk; beyond the micro-batches: void
+        self.spare = spare  # what the void ones run where this worker has none of its own
+        self.is_void = False  # the one under way
         self.num_walks = 0
         self.serial = 0  # which one of all batches that this worker was given; set by the worker
         self.data_s = 0.0  # waited for data
@@ -59,6 +67,14 @@ class StepBatch:
     def __repr__(self) -> str:
         return f"<step {self.step}, epoch {self.epoch}: {len(self)} micro-batches here of {self.num_samples} samples>"
 
+    def runs(self) -> Iterator[tuple[int, Micro, bool]]:
+        """What a walk runs: the number to `read`, the micro-batch, and whether it is void."""
+        for number, micro in enumerate(self.micros):
+            yield number, micro, False
+        last = self.micros[-1] if self.micros else self.spare
+        for _ in range(len(self.micros), self.num_runs if last is not None else 0):
+            yield max(0, len(self.micros) - 1), cast("Micro", last), True
+
     def read(self, place: int) -> Any:
         """Return the data of this worker's micro-batch number `place`, on the CPU; at first waits for the loader."""
         while len(self._kept) <= place:
@@ -70,13 +86,15 @@ class StepBatch:
     def redeal(self, micros: Sequence[Micro], fetch: Callable[[], Any]) -> None:
         """Begin again with another share; `fetch` gives its data."""
         self.micros, self._fetch = tuple(micros), fetch
+        self.num_runs, self.spare = len(self.micros), None
         self._kept.clear()
 
     def drain(self) -> None:
         """Take what was not read from the loader, so that the next step gets its own."""
-        if len(self._kept) < len(self.micros):
+        num_reads = len(self.micros) or (self.spare is not None)
+        if len(self._kept) < num_reads:
             with randomness.Aside():
-                self.read(len(self.micros) - 1)
+                self.read(num_reads - 1)
 
 
 def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -69,6 +69,12 @@ class BufferCombiner:
             for slot in self._slots:
                 slot.rewind()
 
+    def undo(self) -> None:
+        """Put back what a run made of the buffers that counts for nothing."""
+        self._look()
+        for slot in self._slots:
+            slot.rewind()
+
     def capture(self, num_samples: int) -> None:
         """Add what this micro-batch made of the buffers, weighted by its real samples."""
         self._num_captured += num_samples

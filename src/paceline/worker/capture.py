@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.split import whole
+
 __all__ = ["Capture"]
 
 
@@ -40,21 +42,24 @@ class Capture:
     def gradients(self, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Note averaged gradients as an optimizer is about to see them; several optimizers add up to one file a "
         "step."""
-        if not self._is_writer:
-            return
         if step != self._step:
             self._step, self._seen = step, {}
-        self._seen.update({name: _portable(p.grad) for name, p in parameters if p.grad is not None})
-        self._write(f"gradients_{step}", self._seen)
+        for name, parameter in parameters:
+            gradient = None if parameter.grad is None else whole(parameter.grad)
+            if self._is_writer and gradient is not None:
+                self._seen[name] = _portable(gradient)
+        if self._is_writer:
+            self._write(f"gradients_{step}", self._seen)
 
     def weights(self, models: Mapping[str, nn.Module]) -> None:
         """Note the parameters and buffers of all models; a tied parameter has its first name."""
+        found: dict[str, Tensor] = {}
+        for prefix, model in models.items():
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                complete = whole(tensor)
+                if self._is_writer:
+                    found[f"{prefix}.{name}"] = _portable(complete)
         if self._is_writer:
-            found = {
-                f"{prefix}.{name}": _portable(tensor)
-                for prefix, model in models.items()
-                for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-            }
             self._write("weights", found)
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,8 @@ from torch.utils.data import default_collate
 
 from paceline.comm.group import WorkerGroup, total
 from paceline.parallel.precision import computing, input_dtype
-from paceline.schedule.share import deal, micro_batches
+from paceline.parallel.shard import Shards
+from paceline.schedule.share import deal_to_replicas, micro_batches
 from paceline.worker import randomness
 from paceline.worker.batch import to_device
 from paceline.worker.buffers import BufferCombiner
@@ -39,13 +40,16 @@ def evaluate(
     seeds: tuple[int, ...],
     collate: Collate = default_collate,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    each: int = 1,
+    shards: Shards | None = None,
 ) -> dict[str, float]:
     """Return each measure's exact mean over the dataset, equal on all workers; all must call it.
 
     A measure gets (output, target) of a micro-batch and returns its mean (weighted by the number of samples) or (sum,
     count). `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is
     in eval mode meanwhile, without gradients. Random state is seeded for each micro-batch from `seeds`, and as before
-    afterwards; buffers that change in eval mode (observers, say) are put back after each micro-batch.
+    afterwards; buffers that change in eval mode (observers, say) are put back after each micro-batch. Where replicas
+    have `each` more than one worker, all of them make as many forwards, some of them void; `shards` are their models.
     """
     _check(dataset)
     buffers = BufferCombiner()
@@ -53,20 +57,24 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     sums = {name: [0.0, 0.0] for name in measures}
+    if shards is not None:
+        shards.close()  # what was gathered before is of weights that have changed since
     try:
         with torch.no_grad(), randomness.Aside():
-            for place, count, data in _micros(dataset, micro, collate, group, seeds):
+            for place, count, data, is_void in _micros(dataset, micro, collate, group, seeds, each):
                 randomness.seed_all(*seeds, place)
                 with computing(precision, device):
                     moved = to_device(data, device, input_dtype(precision))
                     output, target = forward(model, moved) if forward else _run_pair(model, moved)
-                    for name, measure in measures.items():
+                    for name, measure in measures.items() if not is_void else ():
                         value, weight = _sum_and_count(name, measure(output, target), count)
                         sums[name][0] += value
                         sums[name][1] += weight
                 buffers.give_up()
     finally:
         buffers.give_up()
+        if shards is not None:
+            shards.close()
         for module, mode in modes:
             module.training = mode
     flat = total(group, [number for pair in sums.values() for number in pair], what="evaluation", device=device)
@@ -74,15 +82,19 @@ def evaluate(
 
 
 def _micros(
-    dataset: Any, micro: int, collate: Collate, group: WorkerGroup, seeds: tuple[int, ...]
-) -> Iterator[tuple[int, int, Any]]:
-    """(index, number of samples, collated data) of this worker's micro-batches."""
+    dataset: Any, micro: int, collate: Collate, group: WorkerGroup, seeds: tuple[int, ...], each: int
+) -> Iterator[tuple[int, int, Any, bool]]:
+    """(index, number of samples, collated data, is void) of this worker's runs."""
     micros = micro_batches(0, len(dataset), micro)
-    share = deal(len(micros), group.size)[group.index]
-    for item in micros[share.start : share.stop]:
-        indices = list(range(item.start, item.stop))
-        randomness.seed_all(*seeds, item.index)
-        yield item.index, item.num_samples, collate(fetch(dataset, indices))
+    share = deal_to_replicas(len(micros), replicas=group.size // each, each=each)[group.index]
+    data: Any = None
+    for number in range(share.num_runs):
+        item = micros[share.reads[min(number, len(share.reads) - 1)]]
+        if number < len(share.reads):
+            indices = list(range(item.start, item.stop))
+            randomness.seed_all(*seeds, item.index)
+            data = collate(fetch(dataset, indices))
+        yield item.index, item.num_samples, data, number >= len(share.own)
 
 
 def _check(dataset: Any) -> None:

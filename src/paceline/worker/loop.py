@@ -54,7 +54,10 @@ class Loop:
         self._plan, self._files, self._models = plan, files, models
         self._prepared, self._guarding = prepared, guarding
         self._group, self._agreement, self._ring = place.group, place.agreement, place.ring
-        self._balance, self._balanced_at = Balance(is_on=files.balances), -1
+        self._balance, self._balanced_at = Balance(is_on=files.balances and not place.axes.is_split), -1
+        if files.balances and place.axes.is_split and place.group.index == 0:
+            files.emit(Note(text="balance is not used: the workers of a sharded replica run in step with each other"))
+        self._each = place.axes.each
 
     @property
     def step(self) -> int:
@@ -77,6 +80,7 @@ class Loop:
             together=self._agreement.run,
             balance=self._balance,
             timeout_s=timeout_s,
+            each=self._each,
         )
         self.streams[source.name] = stream
         self._prepared.begin_training()
@@ -160,6 +164,7 @@ class Loop:
 
     def save(self) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
+        self.walks.shards.close()
         self._ring.begin("saving", self.step)
         self._guarding.put_back(self.step, self.cursors)
         self.saved_at_step = self.step

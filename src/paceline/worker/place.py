@@ -30,6 +30,7 @@ from paceline.errors import LaunchError, PlanError
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker.agreement import Agreement, Elastic, Holder
+from paceline.worker.axes import Axes, axes_of, unsplit
 from paceline.worker.device import backend_for
 from paceline.worker.notice import Notice
 from paceline.worker.orders import Orders
@@ -51,6 +52,7 @@ class Place:
     shared: dist.Store  # of the whole run
     attach: Callable[[Holder], None]  # to be called with who has the run's state, once there is one
     ring: Ring  # where this worker says what it does
+    axes: Axes  # its groups inside its replica, and across the replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,15 @@ def _fixed(arrival: Arrival, shared: dist.Store, orders: Orders | None) -> Itera
     ring.leave()
     members = Members(group, generation=0, ranks=tuple(range(assignment.workers)), ring=ring)
     agreement = Agreement(members, rank=assignment.rank, orders=orders, notice=arrival.notice, timeout_s=timeout_s)
+    axes = axes_of(
+        arrival.plan.layout,
+        members,
+        worker_rank=assignment.rank,
+        device=device,
+        ring=ring,
+        timeout_s=timeout_s,
+        is_one_host=assignment.hosts == 1,
+    )
     try:
         yield Place(
             group=members,
@@ -131,7 +142,9 @@ def _fixed(arrival: Arrival, shared: dist.Store, orders: Orders | None) -> Itera
             shared=shared,
             attach=agreement.attach,
             ring=ring,
+            axes=axes,
         )
+        axes.close()
         # Where something went wrong a transfer may be pending, and to destroy its group would wait for it.
         members.close()
     finally:
@@ -165,6 +178,7 @@ def _elastic(arrival: Arrival, channel: Channel, orders: Orders) -> Iterator[Pla
         shared=shared,
         attach=agreement.attach,
         ring=ring,
+        axes=unsplit(members),
     )
     members.close()
 

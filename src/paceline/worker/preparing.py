@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.folder import discard
 from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
-from paceline.checkpoint.writer import Writer
 from paceline.comm.group import Alone, WorkerGroup
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Warned
@@ -21,9 +21,11 @@ from paceline.parallel.apply import send_from_first
 from paceline.plan import Plan
 from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
+from paceline.worker.axes import Axes
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.cursor import Cursor
 from paceline.worker.guard import LossGuard
+from paceline.worker.keeping import Keeper
 from paceline.worker.ledger import Origin
 from paceline.worker.received import Received, TensorSource
 from paceline.worker.record import RunFiles
@@ -47,6 +49,9 @@ class Preparation:
         buffers: BufferCombiner,
         losses: LossGuard,
         files: RunFiles,
+        axes: Axes,
+        store: dist.Store,
+        timeout_s: float,
     ) -> None:
         self.registry = Registry()
         self.step = 0  # of the open checkpoint
@@ -55,23 +60,33 @@ class Preparation:
         self._is_own = True  # it belongs to this run directory
         self._plan, self._group, self._device, self._buffers, self._files = plan, group, device, buffers, files
         self._agreement, self._losses = agreement, losses
+        self._axes, self._store, self._timeout_s = axes, store, timeout_s
         self._received: Received | None = None  # a newcomer's state, until it begins
         self._checkpoint: Checkpoint | None = None  # on worker 0
         self._state: dict[str, Any] | None = None  # its plain part, on all workers
         self._used: set[str] = set()
         self._has_begun = False
-        self._writer: Writer | None = None
+        self._keeper: Keeper | None = None
         self._has_saved = False
 
     def model(self, model: nn.Module, name: str | None) -> str:
         """Register a model that has been placed, fill it, and make it equal everywhere; returns its name."""
-        if any(model is known for known in self.registry.models.values()):
-            raise ValueError(f"this {type(model).__name__} is prepared already; prepare each model once")
+        self._refuse_known(model)
         full_name = self.registry.name_for("model", name)
         self.registry.models[full_name] = model
         self._fill_model(full_name)
         self._buffers.add(model)
         return full_name
+
+    def is_fresh(self, model: nn.Module, name: str | None) -> bool:
+        """Whether a model that is going to be prepared begins with its own weights, not with a checkpoint's."""
+        self._refuse_known(model)
+        full_name = self.registry.name_for("model", name)
+        return self._state is None or full_name not in self._state["run"]["extra"]
+
+    def _refuse_known(self, model: nn.Module) -> None:
+        if any(model is known for known in self.registry.models.values()):
+            raise ValueError(f"this {type(model).__name__} is prepared already; prepare each model once")
 
     def optimizer(self, optimizer: Optimizer, name: str | None) -> None:
         """Register an optimizer, and fill it."""
@@ -160,12 +175,13 @@ class Preparation:
             self._fill_other(name)
 
     def save(self, *, step: int, cursors: Mapping[str, Cursor]) -> None:
-        """Stage the state on worker 0 and let its background thread write it; the other workers have nothing to do."""
-        if self._group.index != 0:
+        """Stage the state and let a background thread write it: worker 0's, or, of sharded replicas, those of the first
+        replica's workers; the others have nothing to do."""
+        if not self._writes:
             return
         state = self._plain(cursors)
         about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
-        self._opened_writer().save(step, self.registry.tensors(), state, about)
+        self._opened_keeper().save(step, self.registry.tensors(), state, about)
 
     def _plain(self, cursors: Mapping[str, Cursor]) -> dict[str, Any]:
         streams = dict(self._state["streams"]) if self._state else {}
@@ -180,13 +196,27 @@ class Preparation:
 
     def warm(self) -> None:
         """Once, after a step has made the optimizers' state: get the memory for saves in the background."""
-        if self._writer is None and self._group.index == 0:
-            self._opened_writer().warm(self.registry.tensors())
+        if self._writes and not self._opened_keeper().is_warm:
+            self._opened_keeper().warm(self.registry.tensors())
 
-    def _opened_writer(self) -> Writer:
-        if self._writer is None:
-            self._writer = Writer(self._files.checkpoint_dir, keep=self._files.keep, on_event=self._saved)
-        return self._writer
+    @property
+    def _writes(self) -> bool:
+        """Whether this worker writes files."""
+        return 0 <= self._group.index < self._axes.each
+
+    def _opened_keeper(self) -> Keeper:
+        if self._keeper is None:
+            self._keeper = Keeper(
+                self._files.checkpoint_dir,
+                keep=self._files.keep,
+                on_event=self._saved,
+                axes=self._axes,
+                index=self._group.index,
+                store=self._store,
+                attempt=self._files.attempt,
+                timeout_s=self._timeout_s,
+            )
+        return self._keeper
 
     def _saved(self, event: Event) -> None:
         """Tell it; once this attempt has a checkpoint of its own, delete those of a future that it does not have."""
@@ -199,19 +229,19 @@ class Preparation:
 
     def wait(self) -> None:
         """Wait for the save under way; raises CheckpointError when it could not be committed."""
-        if self._writer is not None:
-            self._writer.wait()
+        if self._keeper is not None:
+            self._keeper.wait()
 
     def close(self) -> None:
         """Wait for the last save; raises CheckpointError when it could not be committed."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     def abandon(self) -> None:
         """After an error: wait a moment for the last save; whether it succeeded is in the events."""
-        if self._writer is not None:
+        if self._keeper is not None:
             with contextlib.suppress(CheckpointError):
-                self._writer.close(ABANDON_S)
+                self._keeper.close(ABANDON_S)
 
     def _newest(self) -> Path | None:
         found = find(self._files.checkpoint_dir, verified=True)
@@ -259,7 +289,8 @@ class Preparation:
         if self._received is not None and self._state is not None:
             self._received.load_into({f"{name}.{key}": buffer for key, buffer in model.named_buffers()})
         elif self._state is None or name not in self._state["run"]["extra"]:
-            self._agreement.run(lambda: send_from_first([*model.parameters(), *model.buffers()], self._group))
+            if not self._axes.is_split:  # there it was done before the model was
+                self._agreement.run(lambda: send_from_first([*model.parameters(), *model.buffers()], self._group))
             if self._state is not None and self._group.index == 0:
                 self._files.emit(Warned(text=f"the checkpoint has no model {name!r}: it starts from its own weights"))
             return

@@ -89,10 +89,12 @@ class RunFiles:
     def is_last_step(self, step: int) -> bool:
         return self._job.max_steps is not None and step >= self._job.max_steps
 
-    def finish(self, step: int) -> None:
-        """Say that this worker is done, and close everything."""
+    def finish(self, step: int, *, state_bytes: int = 0) -> None:
+        """Say that this worker is done, and close all files. `state_bytes`: of the model and its optimizer."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.emit(WorkerFinished(rank=self._assignment.rank, step=step, peak_memory_bytes=peak))
+        self.emit(
+            WorkerFinished(rank=self._assignment.rank, step=step, peak_memory_bytes=peak, state_bytes=state_bytes)
+        )
         self.close()
         remove_spare(self.worker_dir)
 

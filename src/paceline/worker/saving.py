@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.group import WorkerGroup
+from paceline.comm.split import fill_local, is_split, local_part, split_like
 from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
 from paceline.worker.received import TensorSource
@@ -73,6 +74,12 @@ class Registry:
                         found[f"{prefix}.state.{_name_of(parameter, parameters, prefix)}.{key}"] = value
         return found
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the state that are on this worker; tied ones count once."""
+        here = {local.data_ptr(): local.nbytes for local in map(local_part, self.tensors().values())}
+        return sum(here.values())
+
     def plain(self) -> dict[str, Any]:
         """Everything else: parameter groups, plain optimizer state, the other objects' state."""
         parameters = self.parameter_names()
@@ -88,12 +95,28 @@ class Registry:
 def load_model(
     name: str, model: nn.Module, plain: Mapping[str, Any], checkpoint: TensorSource | None, group: WorkerGroup
 ) -> None:
-    """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it."""
+    """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it.
+
+    Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its rows.
+    """
+    wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
+    split = {key: value for key, value in wanted.items() if is_split(value)}
     if checkpoint is not None:
-        wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
-        checkpoint.load_into(wanted, prefix=f"{name}.")
+        checkpoint.require(wanted, prefix=f"{name}.")
+        checkpoint.load_into({key: value for key, value in wanted.items() if key not in split})
         set_extra(model, plain["extra"].get(name, {}))
-    send_from_first([*model.parameters(), *model.buffers()], group)
+    for key, target in split.items():
+        fill_local(target, _sent(key, checkpoint, group, shape=target.shape, dtype=target.dtype))
+    send_from_first([t for t in (*model.parameters(), *model.buffers()) if not is_split(t)], group)
+
+
+def _sent(
+    key: str, checkpoint: TensorSource | None, group: WorkerGroup, *, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    """A whole tensor on the CPU: what worker 0 reads, on all workers."""
+    complete = torch.empty(shape, dtype=dtype) if checkpoint is None else checkpoint.load([key])[key].contiguous()
+    group.broadcast(complete, what=f"{key} from worker 0")
+    return complete
 
 
 def load_optimizer(
@@ -128,8 +151,9 @@ def load_optimizer(
         )
     order = {parameter: number for number, parameter in enumerate(itertools.chain(*present))}
     state: dict[int, dict[str, Any]] = {order[key]: dict(values) for key, values in saved["values"].items()}
-    for key, tensor in _optimizer_tensors(name, checkpoint, group).items():
-        parameter, _, entry = key.removeprefix(f"{name}.state.").rpartition(".")
+    split = {names[id(p)]: p for options in optimizer.param_groups for p in options["params"] if is_split(p)}
+    for key, tensor in _optimizer_tensors(name, checkpoint, group, split).items():
+        parameter, entry = _key_parts(name, key)
         state.setdefault(order[parameter], {})[entry] = tensor
     groups = []
     first = 0
@@ -139,15 +163,34 @@ def load_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _optimizer_tensors(name: str, checkpoint: TensorSource | None, group: WorkerGroup) -> dict[str, Tensor]:
-    """The optimizer's tensors on the CPU, read by worker 0 and sent to the others."""
+def _optimizer_tensors(
+    name: str, checkpoint: TensorSource | None, group: WorkerGroup, split: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The optimizer's tensors on the CPU, read by worker 0 and sent to the others; of `split` parameters, by their full
+    names, only the rows that are here."""
     loaded: dict[str, Tensor] = {}
+    if split and group.size > 1:
+        told: list[tuple[str, torch.Size, torch.dtype]] | None = None
+        if checkpoint is not None:
+            keys = [key for key in checkpoint.names if key.startswith(f"{name}.state.")]
+            told = [(key, checkpoint.shape(key), checkpoint.dtype(key)) for key in keys]
+        for key, shape, dtype in group.broadcast_object(told):
+            complete = _sent(key, checkpoint, group, shape=shape, dtype=dtype)
+            parameter = split.get(_key_parts(name, key)[0])
+            loaded[key] = complete if parameter is None or not complete.dim() else split_like(complete, parameter)
+        return loaded
     if checkpoint is not None:
         loaded = checkpoint.load([key for key in checkpoint.names if key.startswith(f"{name}.state.")])
     described = group.broadcast_object({key: (tuple(value.shape), value.dtype) for key, value in loaded.items()})
     arrived = loaded or {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in described.items()}
     send_from_first([arrived[key] for key in described], group)
     return arrived
+
+
+def _key_parts(name: str, key: str) -> tuple[str, str]:
+    """Full name of the parameter, and the entry of its state, of a tensor of the optimizer `name`."""
+    parameter, _, entry = key.removeprefix(f"{name}.state.").rpartition(".")
+    return parameter, entry
 
 
 def load_object(name: str, thing: Any, plain: Mapping[str, Any]) -> None:

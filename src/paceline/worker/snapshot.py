@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Alone
+from paceline.comm.split import as_local_of, local_part
 from paceline.worker import randomness
 from paceline.worker.received import Received
 from paceline.worker.saving import Registry, load_object, load_optimizer, set_extra
@@ -43,7 +44,7 @@ class Snapshot:
 
 def named_tensors(registry: Registry, *, with_caches: bool) -> dict[str, Tensor]:
     """All tensors of the state, live, not copied; `with_caches`: also buffers that do not persist, which each worker
-    may have for itself."""
+    may have for itself. Of what is split, the rows that are here."""
     found: dict[str, Tensor] = {}
     for prefix, model in registry.models.items():
         found.update((f"{prefix}.{key}", parameter) for key, parameter in model.named_parameters())
@@ -54,7 +55,7 @@ def named_tensors(registry: Registry, *, with_caches: bool) -> dict[str, Tensor]
         )
     states = tuple(f"{prefix}.state." for prefix in registry.optimizers)
     found.update((name, value) for name, value in registry.tensors().items() if name.startswith(states))
-    return found
+    return {name: local_part(value) for name, value in found.items()}
 
 
 @torch.no_grad()
@@ -62,12 +63,17 @@ def put_back(registry: Registry, tensors: Mapping[str, Tensor], plain: Mapping[s
     """Overwrite everything that is prepared; nothing keeps a reference to `tensors`."""
     for name, model in registry.models.items():
         for key, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"{name}.{key}"])
+            local_part(parameter).copy_(tensors[f"{name}.{key}"])
         _put_back_buffers(name, model, tensors)
         set_extra(model, plain["extra"].get(name, {}))
+    live = registry.tensors()
     for name, optimizer in registry.optimizers.items():
         # torch takes over the tensors that it is given where type and device fit.
-        own = {key: value.clone() for key, value in tensors.items() if key.startswith(f"{name}.state.")}
+        own = {
+            key: as_local_of(value.clone(), like=live.get(key, value))
+            for key, value in tensors.items()
+            if key.startswith(f"{name}.state.")
+        }
         load_optimizer(name, optimizer, registry, plain, Received(own), Alone())
     for name, thing in registry.objects.items():
         load_object(name, thing, plain)

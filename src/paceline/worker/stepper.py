@@ -48,7 +48,7 @@ class Stepper:
         outcome = self._loop.walk(batch, self._gradients, self._loss_of, is_finite=is_finite)
         if outcome.is_taken:
             if self._clip_norm is not None and self.grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._gradients.parameters, self._clip_norm, self.grad_norm)
+                self._gradients.clip(self._clip_norm, self.grad_norm)
             for optimizer in self._optimizers:
                 optimizer.step()
         self._loop.commit(batch)

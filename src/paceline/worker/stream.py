@@ -18,7 +18,7 @@ import torch
 from paceline.comm.group import WorkerGroup, total
 from paceline.errors import SyncError
 from paceline.plan import Batch
-from paceline.schedule.share import Micro, micro_batches, step_ranges
+from paceline.schedule.share import Micro, Share, deal_to_replicas, micro_batches, step_ranges
 from paceline.worker.agreement import Together
 from paceline.worker.balance import Balance
 from paceline.worker.batch import StepBatch
@@ -73,8 +73,11 @@ class Stream:
         together: Together,
         balance: Balance,
         timeout_s: float,
+        each: int = 1,
     ) -> None:
+        """`each`: workers of a replica, which all make as many runs."""
         self.source = source
+        self._each = each
         self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
         self._together, self._balance = together, balance
         self._items: Iterator[Any] = iter(())
@@ -110,10 +113,27 @@ class Stream:
         yield from self._map_steps(next_step) if self.num_samples else self._iterable_steps(next_step)
 
     def mine(self, start: int, stop: int) -> tuple[Micro, ...]:
-        """This worker's micro-batches of the step that has positions [start, stop)."""
+        """The micro-batches that this worker reads of the step that has positions [start, stop)."""
+        micros, share = self._share(start, stop)
+        return micros[share.reads.start : share.reads.stop]
+
+    def _share(self, start: int, stop: int) -> tuple[tuple[Micro, ...], Share]:
+        """A step's micro-batches, and which of them are this worker's."""
         micros = micro_batches(start, stop, self._batch.resolved_micro)
-        share = self._balance.shares(len(micros), self._group.size)[self._group.index]
-        return micros[share.start : share.stop]
+        size, index = self._group.size, self._group.index
+        if self._each > 1:
+            return micros, deal_to_replicas(len(micros), replicas=size // self._each, each=self._each)[index]
+        own = self._balance.shares(len(micros), size)[index]
+        return micros, Share(own, len(own))
+
+    def _dealt(self, start: int, stop: int) -> dict[str, Any]:
+        """What a batch is told of this worker's share."""
+        micros, share = self._share(start, stop)
+        return {
+            "micros": micros[share.own.start : share.own.stop],
+            "num_runs": share.num_runs,
+            "spare": None if share.spare is None else micros[share.spare],
+        }
 
     def _is_finished(self) -> bool:
         """Whether no step is left. An iterable tells only when it was read to its end."""
@@ -129,7 +149,7 @@ class Stream:
                 epoch=epoch,
                 start=start,
                 stop=stop,
-                micros=self.mine(start, stop),
+                **self._dealt(start, stop),
                 ends_epoch=stop == self._order.end_of_epoch(start),
                 fetch=lambda: next(self._items),
                 walk=self._walk,
@@ -210,7 +230,7 @@ class Stream:
                 epoch=epoch,
                 start=position,
                 stop=position + counted.num_samples,
-                micros=counted.micros,
+                **self._dealt(position, position + counted.num_samples),
                 ends_epoch=None,
                 fetch=lambda parts=parts: next(parts),
                 walk=self._walk,

@@ -6,6 +6,9 @@ micro-batches and workers is the gradient of the mean over the global batch. Whe
 tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
 counts are in.
 
+The workers of a replica that is split make as many runs, because they exchange tensors in each: who has fewer
+micro-batches runs one again at the end, *void*: its loss is multiplied by nought, and nothing of it is kept.
+
 The agreement is a *tally* that travels with the last bucket: the batch's number (it must be the same everywhere),
 whether anybody wants a change between two steps, sum of losses, sum of weights, which parameters were used by anybody,
 which buffers changed anywhere. In an elastic run a vote comes last: until then nothing outside of the walk has changed.
@@ -25,11 +28,13 @@ from torch import Tensor
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import SyncError
 from paceline.parallel.precision import computing, input_dtype
+from paceline.parallel.shard import Shards
 from paceline.plan import Plan
 from paceline.schedule.share import Micro
 from paceline.sync.allreduce import GradientSum
 from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
+from paceline.worker.axes import Axes
 from paceline.worker.batch import StepBatch, to_device
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.guard import LossGuard, Spike
@@ -38,6 +43,7 @@ __all__ = ["Again", "Outcome", "Walks"]
 
 SERIALS = 16  # batches are told apart by their number modulo this: sums of squares stay exact in single precision
 WEIGHT_UNIT = 4096
+TRAILS = 1 << 24  # hashes of what was gathered: their sums over workers are exact
 
 LossLike = Tensor | tuple[Tensor, Any] | list[Any]
 
@@ -66,10 +72,14 @@ class Again(Disrupted):
 class Walks:
     """Runs walks, one at a time, for one worker."""
 
-    def __init__(self, plan: Plan, *, group: WorkerGroup, agreement: Agreement, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, *, group: WorkerGroup, agreement: Agreement, device: torch.device, axes: Axes
+    ) -> None:
         self.buffers = BufferCombiner()
+        self.shards = Shards()
         self.outcome: Outcome | None = None  # of the last walk; None while one is under way, or when it was left early
         self._plan, self._group, self._agreement, self._device = plan, group, agreement, device
+        self._axes = axes
         self.losses = LossGuard(plan.guard)
         self._precision = plan.compute.precision
         self._aside = randomness.Aside()
@@ -78,6 +88,7 @@ class Walks:
         self._micro: Micro | None = None
         self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
         self._is_backward_done = False
+        self._waited_before_s = 0.0  # inside the replica, before this walk
 
     @property
     def under_way(self) -> bool:
@@ -97,16 +108,21 @@ class Walks:
                 "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
             )
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
+        self._waited_before_s = self.shards.traffic.waited_s
         self.buffers.begin()
         gradients.begin(batch.num_walks)
+        self.shards.begin()
         try:
             with self._aside:
-                for place, micro in enumerate(batch.micros):
+                for number, (place, micro, is_void) in enumerate(batch.runs()):
                     data = to_device(batch.read(place), self._device, input_dtype(self._precision))
-                    self._open_micro(batch, micro, gradients, is_last=place == len(batch) - 1)
+                    batch.is_void = is_void
+                    self._open_micro(batch, micro, gradients, is_last=number == batch.num_runs - 1)
                     with computing(self._precision, self._device):
                         yield data
-                    if not self._is_backward_done:
+                    if is_void:
+                        self.buffers.undo()
+                    elif not self._is_backward_done:
                         self.buffers.capture(micro.num_samples)
             self.outcome = self._agree(batch, gradients, is_finite)
         except Disrupted:
@@ -115,9 +131,13 @@ class Walks:
         finally:
             self._batch = self._micro = self._gradients = None
             batch.num_walks += 1
+            batch.is_void = False
             if self.outcome is None:
                 self.buffers.give_up()
+                self.shards.give_up()
                 gradients.drop()
+            else:
+                self.shards.close()
 
     def backward(self, loss: LossLike) -> None:
         """Add the micro-batch's gradient with its weight."""
@@ -135,6 +155,10 @@ class Walks:
         self._is_backward_done = True
         if self._gradients is not None:
             self._gradients.check()
+        if batch.is_void:
+            with torch.autocast(self._device.type, enabled=False):
+                (_weighed(loss, micro.num_samples, batch.num_samples)[0] * 0.0).backward()
+            return
         self.buffers.capture(micro.num_samples)  # before backward: recomputed blocks change their buffers once more
         value, weight, factor = _weighed(loss, micro.num_samples, batch.num_samples)
         is_mean = weight is None
@@ -146,25 +170,39 @@ class Walks:
         self._micro, self._is_backward_done = micro, False
         self.buffers.rewind()
         randomness.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_walks, micro.index)
+        self.shards.before_run(is_last=is_last, is_void=batch.is_void)
         if is_last:
             gradients.arm()
 
     def _agree(self, batch: StepBatch, gradients: GradientSum, is_finite: Callable[[], bool] | None) -> Outcome:
-        if gradients.has_any() and not self._losses:
+        if len(batch) and gradients.has_any() and not self._losses:
             raise RuntimeError(
                 "gradients were made by loss.backward(): call worker.backward(loss) instead, which gives the "
                 "micro-batch its weight in the global batch"
             )
+        if self.shards.sums_at_last and self._losses and not self._is_backward_done:
+            raise RuntimeError(
+                "the walk's last micro-batch was left without worker.backward(), and with Layout(zero=1) gradients are "
+                "summed in its backward: call worker.backward(loss) for every micro-batch, with loss * 0 where one "
+                "is to count for nothing; or use zero=2 or 3"
+            )
         serial = batch.serial % SERIALS
         loss, loss_rest, weight, weight_rest = _halves(*_loss_and_weight(self._losses))
         wish = float(self._agreement.wants_change)
-        gradients.flush([serial, serial**2, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
-        serials, squares, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
+        trail = self.shards.traffic.trail % TRAILS * self._axes.sign
+        gradients.flush([serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
+        serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
         if self._group.size * squares != serials**2:
             raise SyncError(
                 f"worker {self._group.index} walks over batch {batch.serial} of the run, others over another one: some "
                 "worker left out a step (continue, break) that others made. All workers must make the same steps: "
                 "decide by values that are equal on all, such as the loss"
+            )
+        if trails:
+            raise SyncError(
+                f"the workers of a replica ran other blocks of the model than each other in batch {batch.serial}, but "
+                "each block is gathered from all of them: under Layout(shard=...) every micro-batch must run the same "
+                "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
             )
         loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
         gradients.land(scale=batch.num_samples / weight_sum if weight_sum > 0 else 1.0)
@@ -191,7 +229,7 @@ class Walks:
             finite=finite,
             unused=unused,
             is_empty=not weight_sum and len(unused) == len(gradients.names),
-            communication_s=gradients.waited_s,
+            communication_s=gradients.waited_s + self.shards.traffic.waited_s - self._waited_before_s,
             spike=spike,
         )
 

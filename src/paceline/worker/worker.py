@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from paceline.events import Evaluated, Note
-from paceline.parallel.apply import place
 from paceline.plan import Plan
 from paceline.worker.batch import StepBatch
 from paceline.worker.comparing import Comparison
@@ -58,10 +57,11 @@ class Worker:
         self.device = device
         self.host = host
         group, agreement = self._group, self._agreement = place.group, place.agreement
-        self._prelude = place.prelude
+        self._axes, self._prelude = place.axes, place.prelude
         self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
-        walks = Walks(plan, group=group, agreement=agreement, device=device)
-        self._models = Models(plan, group=group)
+        walks = Walks(plan, group=group, agreement=agreement, device=device, axes=place.axes)
+        self._shards = walks.shards
+        self._models = Models(plan, group=group, axes=place.axes, shards=walks.shards, ring=place.ring)
         self._prepared = Preparation(
             plan,
             group=group,
@@ -70,6 +70,9 @@ class Worker:
             buffers=walks.buffers,
             losses=walks.losses,
             files=files,
+            axes=place.axes,
+            store=place.shared,
+            timeout_s=timeout_s,
         )
         registry = self._prepared.registry
         self._guarding = Guarding(
@@ -78,7 +81,12 @@ class Worker:
             registry=registry,
             files=files,
             comparison=Comparison(
-                worker_rank=rank, host=host, group=group, together=agreement.run, registry=registry, files=files
+                worker_rank=rank,
+                host=host,
+                group=place.axes.across,
+                together=agreement.run,
+                registry=registry,
+                files=files,
             ),
         )
         self._loop = Loop(
@@ -259,6 +267,8 @@ class Worker:
                 seeds=(self.plan.batch.seed, 4, self.step),
                 collate=collate,
                 forward=forward,
+                each=self._axes.each,
+                shards=self._shards,
             )
         )
         took_s = time.perf_counter() - began
@@ -384,6 +394,7 @@ class Worker:
     def end(self) -> None:
         """Close the run's books after the user's function has returned: last checkpoint, events, files."""
         self._ring.begin("ending", self.step)
+        self._shards.close()
         self._loop.books.leave()
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
 
@@ -397,7 +408,7 @@ class Worker:
         self._prepared.close()
         if self._files.capture is not None:
             self._files.capture.weights(self._prepared.registry.models)
-        self._files.finish(self.step)
+        self._files.finish(self.step, state_bytes=self._prepared.registry.num_bytes)
 
     def leave(self) -> None:
         """Close the books of a worker that leaves the run in good order, while it may go on without it."""
@@ -412,7 +423,7 @@ class Worker:
         self._prepared.abandon()
 
     def _prepare_model(self, model: nn.Module, name: str | None) -> None:
-        place(model, self.plan, device=self.device)
+        self._models.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name))
         self._models.add(model, self._prepared.model(model, name))
 
 

@@ -1,0 +1,60 @@
+"""Peak memory of a worker of sharded replicas, against the formula and against torch's `fully_shard` by hand.
+
+    python benchmarks/memory.py [--size 100m] [--workers 2,4] [--zero 1,2,3] [--steps 5]
+
+The formula is that of `Layout`'s docstring, for fp32 and Adam, and beside it the activations: the peak of one process
+less its parameters, gradients and optimizer state, on micro-batches of the same size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sharded import SIZES, Setting, run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+
+def formula_bytes(total: int, unit: int, *, shard: int, zero: int) -> float:
+    """Bytes of model state at the peak of a step, of `total` parameter bytes, `unit` of them in the largest unit."""
+    kept = 3 * total / shard  # parameters and Adam's two moments
+    if zero == 1:
+        return kept + 2 * total
+    return kept + total / shard + (total + 2 * unit if zero == 2 else 3 * unit)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="100m")
+    parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--zero", default="1,2,3")
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    from gpt import GPT
+
+    model = GPT(*SIZES[options.size][:3])
+    total = sum(p.numel() for p in model.parameters()) * 4
+    unit = sum(p.numel() for p in next(iter(model.blocks)).parameters()) * 4
+    one = run(Setting(who="paceline", workers=1), options.size, options.steps).peak_bytes
+    activations = one - 4 * total
+    mib = 1 << 20
+    print(f"{total / 4e6:.1f} M parameters: {total / mib:.0f} MiB, largest block {unit / mib:.0f} MiB")
+    print(f"one process: {one / mib:.0f} MiB, of them activations and buffers {activations / mib:.0f} MiB\n")
+    print("| workers | zero | Paceline, MiB | formula + activations, MiB | ratio | fully_shard by hand, MiB | ratio |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for workers in map(int, options.workers.split(",")):
+        for zero in map(int, options.zero.split(",")):
+            own = run(Setting(who="paceline", workers=workers, zero=zero), options.size, options.steps).peak_bytes
+            hand = run(Setting(who="torch", workers=workers, zero=zero), options.size, options.steps).peak_bytes
+            expected = formula_bytes(total, unit, shard=workers, zero=zero) + activations
+            print(
+                f"| {workers} | {zero} | {own / mib:.0f} | {expected / mib:.0f} | {own / expected:.2f} | "
+                f"{hand / mib:.0f} | {own / hand:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

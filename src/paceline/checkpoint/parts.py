@@ -1,0 +1,172 @@
+"""One checkpoint by several writers: each writes the rows that it holds into a file of its own, the first commits.
+
+The writers tell each other by *mail*, short texts under names, never through the disk: a save that fails on one of them
+is known to the others at once, also where the disk is full. For save number n (all count alike):
+
+    n/begin     the first: the directory to write to, or that there is none, and why
+    n/part_k    writer k: what it has written and where, or why not
+
+The first then has an index made of all parts (see `dcp_parts`) and commits as one writer would.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from paceline.checkpoint.dcp_parts import Piece, Rows, pieces_from_json, pieces_to_json, write_part
+from paceline.checkpoint.priority import lower_priority
+from paceline.checkpoint.staging import Staged, Staging
+from paceline.errors import CheckpointError
+
+__all__ = ["Mail", "PartWriter", "Parts"]
+
+LOOK_S = 0.02  # between two looks into the mail; only writing threads look
+
+
+class Mail(Protocol):
+    """How writers reach each other; safe to use from a thread."""
+
+    def put(self, name: str, text: str) -> None:
+        """Leave a text under a name, which nobody has used before."""
+
+    def look(self, name: str) -> str | None:
+        """Return what was put under a name; None: nothing yet. Does not block."""
+
+    def forget(self, name: str) -> None:
+        """Drop what was put under a name, if anything was."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """One writer's view of all."""
+
+    index: int
+    count: int
+    mail: Mail
+    timeout_s: float  # how long one waits for another
+
+    def begin(self, number: int, directory: Path) -> None:
+        """The first: let the others write to a directory, which is there."""
+        self.mail.put(f"{number}/begin", json.dumps({"directory": str(directory)}))
+
+    def refuse(self, number: int, reason: str) -> None:
+        """The first: tell the others that this save is not to be."""
+        self.mail.put(f"{number}/begin", json.dumps({"failed": reason}))
+
+    def directory(self, number: int) -> Path | None:
+        """Another one: wait for the directory; None: the first has given up, and tells why itself."""
+        told = self._wait(f"{number}/begin", "worker 0 to begin the checkpoint")
+        return Path(told["directory"]) if "directory" in told else None
+
+    def tell(self, number: int, pieces: list[Piece]) -> None:
+        """Another one: its part is on the disk."""
+        self.mail.put(f"{number}/part_{self.index}", json.dumps({"pieces": pieces_to_json(pieces)}))
+
+    def tell_failed(self, number: int, reason: str) -> None:
+        """Another one: its part could not be written."""
+        self.mail.put(f"{number}/part_{self.index}", json.dumps({"failed": reason}))
+
+    def collect(self, number: int, directory: Path) -> list[Piece]:
+        """The first: wait for all other parts; raises CheckpointError naming who has none, and why."""
+        found: list[Piece] = []
+        for index in range(1, self.count):
+            told = self._wait(f"{number}/part_{index}", f"the part of worker {index}")
+            if "failed" in told:
+                raise CheckpointError(f"worker {index} could not write its part: {told['failed']}")
+            pieces = pieces_from_json(told["pieces"])
+            for piece in pieces:
+                if not (directory / piece.file).exists():
+                    raise CheckpointError(
+                        f"worker {index} has written {piece.file}, but it is not in {directory} here: the workers of "
+                        "a sharded replica write to one directory. Use a run_dir on a disk that all hosts share"
+                    )
+            found += pieces
+        for name in ("begin", *(f"part_{index}" for index in range(1, self.count))):  # all have read it
+            self.mail.forget(f"{number}/{name}")
+        return found
+
+    def _wait(self, name: str, what: str) -> dict[str, Any]:
+        deadline = time.monotonic() + self.timeout_s
+        while (text := self.mail.look(name)) is None:
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"waited {self.timeout_s:g} s in vain for {what}")
+            time.sleep(LOOK_S)
+        return json.loads(text)
+
+
+class PartWriter:
+    """Writes this worker's rows for checkpoints that the first writer commits; used by one thread of one process."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._number = 0
+        self._staging = Staging()
+        self._thread = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=lower_priority
+        )
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._failure: str | None = None
+
+    def warm(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get memory for these tensors in the background."""
+        self._settle(None)
+        self._pending = self._thread.submit(self._staging.warm, dict(tensors))
+
+    def save(self, tensors: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> None:
+        """Copy this worker's rows and return; they are written in the background."""
+        self._settle(None)
+        self._number += 1
+        staged = self._staging.stage(tensors)
+        self._pending = self._thread.submit(self._write, self._number, staged, dict(rows))
+
+    def wait(self) -> None:
+        """Block until the last part is written; raises CheckpointError when it could not be."""
+        self._settle(None)
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """`wait`, then end the thread."""
+        try:
+            self._settle(timeout_s)
+        finally:
+            self._thread.shutdown(wait=self._pending is None)
+        self.wait()
+
+    def _settle(self, timeout_s: float | None) -> None:
+        if self._pending is None:
+            return
+        done, _ = concurrent.futures.wait([self._pending], timeout_s)
+        if not done:
+            raise CheckpointError(f"this worker's part of the last checkpoint was not written within {timeout_s} s")
+        pending, self._pending = self._pending, None
+        pending.result()
+
+    def _write(self, number: int, staged: Staged, rows: Mapping[str, Rows]) -> None:
+        """Runs in the thread."""
+        self._failure = None
+        parts, told = self._parts, ""
+        try:
+            directory = parts.directory(number)
+            if directory is None:
+                return
+            if not directory.is_dir():
+                told = (
+                    f"there is no {directory} on its host: the workers of a sharded replica write to one directory. "
+                    "Use a run_dir on a disk that all hosts share"
+                )
+            else:
+                parts.tell(number, write_part(directory, parts.index, staged.tensors, rows))
+                return
+        except (OSError, RuntimeError, CheckpointError) as error:  # torch's zip writer raises RuntimeError
+            told = str(error).partition("\n")[0]
+        self._failure = f"this worker's part of a checkpoint was not written: {told}"
+        parts.tell_failed(number, told)

@@ -1,0 +1,100 @@
+"""Whole runs of sharded replicas, as a user starts them: parity, a worker that hangs, one that is killed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from programs import PACELINE, checkpoints, losses, run
+
+pytestmark = pytest.mark.timeout(150)
+
+TRAIN = """\
+import os
+import signal
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline import Batch, Layout, Plan
+
+HOW = sys.argv[1] if len(sys.argv) > 1 else ""
+here = {"rank": -1, "step": 0}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        if HOW == "hang" and here == {"rank": 1, "step": 6}:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def train(worker):
+    here["rank"] = worker.rank
+    torch.manual_seed(1)
+    x = torch.randn(96, 8)
+    data = TensorDataset(x, x[:, :3].argmax(dim=1))
+    model = worker.prepare(nn.Sequential(nn.Sequential(Block(), Block(), Block()), nn.Linear(8, 3)))
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    step = worker.stepper(model, optim, F.cross_entropy)
+    for batch in worker.batches(data, epochs=2):
+        here["step"] = worker.step
+        worker.report(loss=step(batch))
+        if HOW == "die" and worker.rank == 1 and worker.step == 7 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    plan = Plan(layout=Layout(shard=2), batch=Batch(size=16, micro=4))
+    timeout_s = 4.0 if HOW == "hang" else 60.0
+    paceline.run(train, workers=2, plan=plan, save_every=3, timeout_s=timeout_s)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def test_a_worker_that_stops_between_two_gathers_is_named(program: Path) -> None:
+    code, output = run(*PACELINE, "run", program, "hang", limit_s=90)
+    assert code == 1
+    said = r"worker 1 \(.*\) is stopped .* has not entered all_gather \d+ \(0\.[012], .*; worker 0 has waited"
+    assert re.search(said, output), output
+
+
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(program: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    assert run(*PACELINE, "run", program, "--run-dir", whole)[0] == 0
+    broken = tmp_path / "broken"
+    code, output = run(*PACELINE, "run", program, "--run-dir", broken, "die")
+    assert code == 1 and "worker 1" in output
+    assert checkpoints(broken) == [3, 6]
+    # What goes on may be cut otherwise: one process, here.
+    again = (*PACELINE, "run", program, "--run-dir", broken, "--workers", "1", "--set", "plan.layout=layout()", "die")
+    assert run(*again)[0] == 0
+    after = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["loss"] for row in after}
+    assert list(found.values()) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_parity_compares_sharded_plans_with_one_process(program: Path) -> None:
+    plans = ("shard=2+zero=1+batch(size=16,micro=4)", "shard=2+zero=3+batch(size=16,micro=4)")
+    words = [word for plan in plans for word in ("--plan", plan)]
+    code, output = run(*PACELINE, "parity", program, "--workers", "2,4", "--steps", "4", *words, limit_s=140)
+    assert code == 0, output
+    assert "parity holds" in output and "shard=2+zero=1" in output

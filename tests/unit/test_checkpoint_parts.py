@@ -1,0 +1,135 @@
+"""A checkpoint that several writers make: its checksums, and what becomes of it when one of them fails."""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.checkpoint.dcp_parts import Rows, combined_crc32
+from paceline.checkpoint.parts import Parts, PartWriter
+from paceline.checkpoint.reader import open_checkpoint
+from paceline.checkpoint.writer import Writer
+from paceline.errors import CheckpointError
+from paceline.events import CheckpointFailed, CheckpointSaved, Event
+
+
+class Box:
+    """Mail within a process."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def put(self, name: str, text: str) -> None:
+        self.texts[name] = text
+
+    def look(self, name: str) -> str | None:
+        return self.texts.get(name)
+
+    def forget(self, name: str) -> None:
+        self.texts.pop(name, None)
+
+
+WHOLE = {"w": torch.arange(10.0).view(5, 2), "n": torch.arange(7)}
+ROWS = ({"w": Rows((5, 2), 0)}, {"w": Rows((5, 2), 3)})
+
+
+def writers(directory: Path, told: list[Event], *, timeout_s: float = 30.0) -> tuple[Writer, PartWriter, Box]:
+    mail = Box()
+    first, second = (Parts(index=index, count=2, mail=mail, timeout_s=timeout_s) for index in range(2))
+    return Writer(directory, keep=2, on_event=told.append, parts=first), PartWriter(second), mail
+
+
+def save(first: Writer, second: PartWriter, step: int) -> None:
+    first.save(step, {"w": WHOLE["w"][:3], "n": WHOLE["n"]}, {"plain": 1}, {}, rows=ROWS[0])
+    second.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6))
+def test_a_checksum_follows_from_those_of_the_parts(parts: list[bytes]) -> None:
+    expected = zlib.crc32(b"".join(parts))
+    assert combined_crc32((zlib.crc32(part), len(part)) for part in parts) == expected
+
+
+def test_two_writers_make_one_checkpoint(tmp_path: Path) -> None:
+    told: list[Event] = []
+    first, second, mail = writers(tmp_path, told)
+    for step in (1, 1, 2):  # the same step again: its directory has the same name
+        save(first, second, step)
+    second.close()
+    newest = first.close()
+    assert newest is not None and not mail.texts
+    assert [type(event) for event in told] == [CheckpointSaved] * 3
+    found = open_checkpoint(newest).load()
+    assert all(torch.equal(found[name], value) for name, value in WHOLE.items())
+
+
+def test_a_damaged_row_is_found_by_the_checksum_of_the_whole(tmp_path: Path) -> None:
+    first, second, _ = writers(tmp_path, [])
+    save(first, second, 1)
+    second.close()
+    path = first.close()
+    assert path is not None
+    file = path / "__1_0.distcp"
+    data = file.read_bytes()
+    at = data.index(WHOLE["w"][3:].numpy().tobytes())
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(CheckpointError, match=r"w cannot be read.*damaged"):
+        open_checkpoint(path).load(["w"])
+
+
+def fails_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0}))
+    return "No space left"
+
+
+def fails_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    def broken(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("paceline.checkpoint.parts.write_part", broken)
+    return "worker 1 could not write its part: .*Input/output error"
+
+
+@pytest.mark.parametrize("fails", [fails_first, fails_second])
+def test_a_save_that_fails_on_one_writer_fails_at_once_and_the_next_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path, pytest.MonkeyPatch], str]
+) -> None:
+    told: list[Event] = []
+    first, second, _ = writers(tmp_path, told)
+    with monkeypatch.context() as context:
+        reason = fails(tmp_path, context)
+        save(first, second, 1)
+        with pytest.raises(CheckpointError, match=reason):
+            first.wait()
+        second._settle(None)  # pyright: ignore[reportPrivateUsage]: what it says of its own failure is not the matter
+    assert isinstance(told[0], CheckpointFailed) and not list(tmp_path.iterdir())
+    save(first, second, 2)
+    second.close()
+    assert first.close() == tmp_path / "step_00000002"
+
+
+def test_a_part_that_never_comes_is_named(tmp_path: Path) -> None:
+    first, _, _ = writers(tmp_path, [], timeout_s=0.1)
+    first.save(1, {"w": WHOLE["w"][:3]}, {}, {}, rows=ROWS[0])
+    with pytest.raises(CheckpointError, match=r"waited 0\.1 s in vain for the part of worker 1"):
+        first.close()
+
+
+def test_a_directory_that_the_other_host_does_not_have_is_explained(tmp_path: Path) -> None:
+    mail = Box()
+    first, second = (Parts(index=index, count=2, mail=mail, timeout_s=30.0) for index in range(2))
+    first.begin(1, tmp_path / "only_there")
+    writer = PartWriter(second)
+    writer.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
+    with pytest.raises(CheckpointError, match="run_dir on a disk that all hosts share"):
+        writer.close()
+    with pytest.raises(CheckpointError, match=r"worker 1 could not write its part: .* disk that all hosts share"):
+        first.collect(1, tmp_path)
