@@ -224,7 +224,7 @@ def test_a_batch_is_cut_into_micro_batches(batch: Batch, micro: int, num_micro: 
 @given(plans, st.integers(min_value=1, max_value=64), st.integers(min_value=1, max_value=64))
 def test_resolving_leaves_nothing_open_and_the_micro_batch_ignores_the_workers(plan: Plan, few: int, many: int) -> None:
     resolved = plan.resolve(few)
-    assert resolved.layout.replicas == (plan.layout.replicas or few)
+    assert resolved.layout.replicas == (plan.layout.replicas or max(1, few // plan.layout.workers_each))
     assert resolved.batch == plan.resolve(many).batch
     assert resolved.batch.micro == plan.batch.resolved_micro
     assert resolved.resolve(many) == resolved
