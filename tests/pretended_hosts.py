@@ -46,14 +46,14 @@ class PretendedCrew:
 
 
 class HeadAndMember:
-    """A head with workers 0 and 1, and the other end of its link to a member with worker 2."""
+    """A head with workers 0 and 1, and the other end of its link to a member with worker 2; `more` fields of the Job."""
 
-    def __init__(self) -> None:
+    def __init__(self, **more: Any) -> None:
         self.loop, self.crew, self.said, self.events = Loop(), PretendedCrew(0, 1), list[str](), list[Event]()
         self.others: list[Channel] = []
         self.guest, self.member = self.come("b", workers={2})
         fields: dict[str, Any] = {"host": "a", "address": "10.0.0.1", "attempt": 1, "run_dir": "runs/r"}
-        job = Job(workers=3, hosts=2, head="a:29500")
+        job = Job(workers=3, hosts=2, head="a:29500", **more)
         self.head = Head(job=job, guests=[self.guest], door=None, say=self.said.append, **fields)
         self.head.lead(self.crew, self.events.append)  # type: ignore[arg-type]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.elastic.notices import TOO_FEW
 from paceline.launch.guests import SILENCE_S
 from paceline.launch.head import GATHER_S, REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.outcome import Outcome
@@ -153,3 +154,19 @@ def test_a_member_that_talks_nonsense_is_lost_and_the_head_goes_on(
     assert both.said[0].startswith("host b (10.0.0.2) was lost: it said something that makes no sense")
     both.head.tick(time.monotonic() + GATHER_S + 1)
     assert both.crew.told == [("terminate", TERMINATE_S)]
+
+
+def test_workers_that_left_as_too_few_are_known_as_such_where_none_has_spoken_since_it_was_told_to() -> None:
+    with closing(HeadAndMember(patience_s=0.1)) as both:
+        both.begin(least=3, most=3)
+        both.head.exited(ended(1, None, signal=9))
+        now = time.monotonic()
+        for later_s in (0.0, 0.2, 0.4):
+            both.head.tick(now + later_s)
+        assert (0, "finish") in [(told[0], told[1]["op"]) for told in both.crew.told if isinstance(told[1], dict)]
+        both.head.exited(ended(1, None, signal=9))  # the replacement, which never began
+        both.head.exited(ended(0, TOO_FEW))
+        both.head.exited(ended(2, TOO_FEW))
+        both.head.tick(now + 0.5)
+        assert both.head.outcome is not None
+        assert (both.head.outcome.state, both.head.outcome.exit_code) == ("stopped", TOO_FEW)

@@ -193,6 +193,7 @@ class Head:
             return
         if self._controller is not None and not self._ending:
             self._controller.tick(now)
+            self._note_finish(self._controller.finish)
         if self._leave_by is not None and now >= self._leave_by and not self._ending:
             self._say(f"the workers have not left within {self._job.grace_s:.0f} s: they are ended")
             self._stop(signal.SIGTERM)

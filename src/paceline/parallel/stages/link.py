@@ -1,0 +1,185 @@
+"""Values and gradients between the stages of neighbouring workers, over point-to-point sends.
+
+Both sides know the order of all messages from the schedule and every tensor's shape from the tape, so nothing but the
+tensors travels. Receives are posted ahead, in the order in which the peer sends; sends are looked at when an answer
+proves that they have arrived, so nobody waits for a send in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import SyncError
+from paceline.parallel.stages.structure import Spec
+from paceline.schedule.pipeline import FORWARD, Message, Pipeline, messages, proofs
+
+__all__ = ["Exchange", "Link", "Pending", "TorchLink"]
+
+AHEAD = 2  # receives posted beyond the one that is needed
+
+
+class Pending(Protocol):
+    """A transfer under way; `wait` returns when the tensor may be used, or raises SyncError."""
+
+    def wait(self) -> None: ...
+
+
+class Link(Protocol):
+    """Moves single tensors between workers, those of each ordered pair in the order of the calls."""
+
+    def send(self, tensor: Tensor, *, to: int, what: str) -> Pending:
+        """Begin to send; the tensor may not change before the end."""
+        ...
+
+    def receive(self, tensor: Tensor, *, source: int, what: str) -> Pending:
+        """Begin to receive into `tensor`, in place."""
+        ...
+
+
+class TorchLink:
+    """A link over torch process groups, whose ranks are the workers' indices.
+
+    `rising` carries what goes to higher indices, `falling` the rest. With NCCL they must be two groups: it does one
+    transfer of a pair after the other, so two workers that both send first would wait for each other for ever. gloo
+    needs one. `limit_s` bounds each wait on the CPU; on a GPU waits are put into the stream, and the group's own time
+    limit holds.
+    """
+
+    def __init__(
+        self,
+        rising: dist.ProcessGroup,
+        falling: dist.ProcessGroup | None = None,
+        *,
+        worker_index: int,
+        limit_s: float,
+    ) -> None:
+        self._rising, self._falling = rising, falling or rising
+        self._index, self._limit = worker_index, datetime.timedelta(seconds=limit_s)
+
+    def send(self, tensor: Tensor, *, to: int, what: str) -> Pending:
+        group = self._rising if to > self._index else self._falling
+        return self._begun(lambda: dist.isend(tensor, group=group, group_dst=to), tensor, what)
+
+    def receive(self, tensor: Tensor, *, source: int, what: str) -> Pending:
+        group = self._rising if source < self._index else self._falling
+        return self._begun(lambda: dist.irecv(tensor, group=group, group_src=source), tensor, what)
+
+    def _begun(self, begin: Callable[[], dist.Work | None], tensor: Tensor, what: str) -> Pending:
+        try:
+            work = begin()
+        except RuntimeError as error:  # torch has no narrower type for a lost peer
+            raise _lost(what, error, self._limit) from error
+        if work is None:
+            raise ValueError("a worker that is not in the process group cannot send in it")
+        return _Flight(work, tensor, what, self._limit)
+
+
+class _Flight:
+    """A transfer over a process group; holds the tensor until it has ended."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor, what: str, limit: datetime.timedelta) -> None:
+        self._work, self._tensor, self._what, self._limit = work, tensor, what, limit
+
+    def wait(self) -> None:
+        try:
+            if self._tensor.device.type == "cpu":
+                self._work.wait(self._limit)
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            raise _lost(self._what, error, self._limit) from error
+
+
+def _lost(what: str, error: RuntimeError, limit: datetime.timedelta) -> SyncError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return SyncError(f"{what} failed (limit {limit.total_seconds():g} s): {lines[0]}")
+
+
+class Exchange:
+    """One worker's messages in one step."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        worker_index: int,
+        link: Link,
+        *,
+        contents: Callable[[Message], Mapping[int, tuple[Spec, str]]],
+        device: torch.device,
+    ) -> None:
+        """`contents` says what a message holds: by number of the value, of which kind it is, and what in words."""
+        self._pipeline, self._index, self._link = pipeline, worker_index, link
+        self._contents, self._device = contents, device
+        self._coming = {
+            peer: messages(pipeline, peer, worker_index) for peer in range(pipeline.num_workers) if peer != worker_index
+        }
+        self._num_posted = dict.fromkeys(self._coming, 0)
+        self._posted: dict[Message, tuple[dict[int, Tensor], list[Pending]]] = {}
+        self._local: dict[Message, dict[int, Tensor]] = {}
+        self._sent: dict[Message, list[Pending]] = {}
+        self._proved_by: dict[Message, list[Message]] = {}
+        for message, proof in proofs(pipeline, worker_index).items():
+            self._proved_by.setdefault(proof, []).append(message)
+        for peer in self._coming:
+            self._post(peer, AHEAD)
+
+    def take(self, message: Message) -> dict[int, Tensor]:
+        """Return what a message brings, by number; waits for it."""
+        peer = self._pipeline.worker_of(message.by)
+        if peer == self._index:
+            return self._local.pop(message)
+        self._post(peer, self._coming[peer].index(message) + 1 + AHEAD)
+        tensors, pending = self._posted.pop(message)
+        for transfer in pending:
+            transfer.wait()
+        if tensors:
+            for proved in self._proved_by.get(message, ()):
+                self._settle(proved)
+        return tensors
+
+    def send(self, message: Message, tensors: Mapping[int, Tensor]) -> None:
+        """Begin to send; the tensors may not be changed afterwards."""
+        peer = self._pipeline.worker_of(message.to)
+        if peer == self._index:
+            self._local[message] = dict(tensors)
+            return
+        self._sent[message] = [
+            self._link.send(tensors[number].contiguous(), to=peer, what=self._says("sending", message, says, spec))
+            for number, (spec, says) in self._contents(message).items()
+        ]
+
+    def finish(self) -> None:
+        """Return when everything that was sent has arrived."""
+        for message in list(self._sent):
+            self._settle(message)
+
+    def _settle(self, message: Message) -> None:
+        for transfer in self._sent.pop(message, ()):
+            transfer.wait()
+
+    def _post(self, peer: int, count: int) -> None:
+        """Post receives up to the `count`-th message of a peer."""
+        for message in self._coming[peer][self._num_posted[peer] : count]:
+            tensors: dict[int, Tensor] = {}
+            pending: list[Pending] = []
+            for number, (spec, says) in self._contents(message).items():
+                tensors[number] = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                what = self._says("waiting for", message, says, spec)
+                pending.append(self._link.receive(tensors[number], source=peer, what=what))
+            self._posted[message] = tensors, pending
+            self._num_posted[peer] += 1
+
+    def _says(self, doing: str, message: Message, says: str, spec: Spec) -> str:
+        here, there = (message.by, message.to) if doing == "sending" else (message.to, message.by)
+        kind = "" if message.kind == FORWARD else "the gradient of "
+        way = "to" if doing == "sending" else "from"
+        return (
+            f"stage {here}: {doing} {kind}{says} ({spec}) of micro-batch {message.micro} {way} stage {there} "
+            f"(worker {self._pipeline.worker_of(there)})"
+        )

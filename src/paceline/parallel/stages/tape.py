@@ -1,0 +1,115 @@
+"""The tape: what a model's forward does between and with its units, in order, as data.
+
+A *call* is a call of a unit, or an operation of root-level code on something that a unit made. It belongs to a unit:
+the one called, or the latest of those whose values the operation takes. What it makes are *values*, numbered in order.
+What is computed from the inputs alone (masks, positions) belongs to nobody: every stage computes it.
+
+All stages run the same code, so they come by the same calls in the same order. A stage does its own calls, and answers
+with ghosts: tensors of the recorded kind, without contents. The tape does not know of stages: any cut of the
+row of units into stages can be read off it (see `cut`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from paceline.parallel.stages.structure import Spec
+
+__all__ = ["Call", "Draw", "Given", "Joint", "New", "Tape", "Value"]
+
+
+class New:
+    """Stands in a call's recorded output for the value with this number."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Given:
+    """Stands in a call's recorded output for the tensor at this place among its arguments, handed back as it is."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """A tensor that a unit's part of the forward makes. `has_gradient`: one arrives at it from the result."""
+
+    unit: int
+    spec: Spec
+    has_gradient: bool
+    says: str  # what it is, in words for messages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call:
+    """One call; `unit` is the index of the unit that it belongs to, in the order of first calls.
+
+    `needs` are the values that it uses, `output` is what it returns with `New` and `Given` for tensors, `changed` are
+    arguments changed in place, as (place, number of the new value, number of the old one). `left` are tensors that a
+    unit leaves in attributes of its modules, as (module's name inside the unit, attribute, number). `is_open`: values
+    come in by other ways than arguments, so ghosts have to be exchanged inside, too.
+    """
+
+    name: str
+    unit: int
+    is_unit: bool
+    needs: frozenset[int]
+    output: Any
+    changed: tuple[tuple[int, int, int | None], ...]
+    left: tuple[tuple[str, str, int], ...]
+    is_open: bool
+    effort: float  # by the meter that the recording was given: floating-point operations, say
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Joint:
+    """Units `first` to `last` must be on one stage, because ..."""
+
+    first: int
+    last: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """Root-level code draws random numbers: after so many unit calls, for unit `unit`, or (-1) on every stage."""
+
+    after: int
+    unit: int
+    where: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tape:
+    """A forward of one kind of input; `units` are the names of the called units in the order of their first calls.
+
+    `parameters`: for each parameter's name the units in whose calls it takes part. `unused`: units that are never
+    called, with the index of the unit beside which they are kept. `results`: numbers of what the forward returns.
+    `asks`: functions that only asked for shapes and the like. `unreached`: trainable parameters without a gradient.
+    """
+
+    units: tuple[str, ...]
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+    results: tuple[int, ...]
+    parameters: dict[str, frozenset[int]]
+    unused: dict[str, int]
+    unreached: tuple[str, ...]
+    joints: tuple[Joint, ...]
+    draws: tuple[Draw, ...]
+    asks: frozenset[Callable[..., Any]]
+
+    def costs(self) -> list[float]:
+        """What the meter read in each unit's calls, root-level operations included."""
+        costs = [0.0] * len(self.units)
+        for call in self.calls:
+            costs[call.unit] += call.effort
+        return costs

@@ -1,0 +1,236 @@
+"""What moves between the workers that share a layer, as operations that autograd can run backward.
+
+A tensor is either *plain*, the same on all workers, and so is its gradient; or *cut*, where each worker holds its
+part, and of the gradient, too. Between the two there are five crossings:
+
+    crossing          forward                     backward                   where
+    spread            nothing                     all-reduce                 plain, before cut work (Megatron-LM's f)
+    total             all-reduce                  nothing                    partial sums to plain (its g)
+    scatter           take one's part             all-gather                 plain to cut
+    gather            all-gather                  take one's part            cut to plain
+    gather_spread     all-gather                  reduce-scatter             cut, before other cut work
+    scatter_total     reduce-scatter              all-gather                 partial sums to cut
+
+The last two are for sequence parallelism. Sources: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from paceline.errors import SyncError
+from paceline.parallel.tensor.shapes import Sections, ranges
+
+__all__ = [
+    "Alone",
+    "TensorGroup",
+    "TorchGroup",
+    "Traffic",
+    "gather",
+    "gather_spread",
+    "part_of",
+    "scatter",
+    "scatter_total",
+    "spread",
+    "total",
+    "whole_of",
+]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Traffic:
+    """Counts what was asked of a group: calls, and bytes of the whole tensor that each was about, by kind."""
+
+    calls: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    num_bytes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+    def note(self, kind: str, num_bytes: int) -> None:
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.num_bytes[kind] = self.num_bytes.get(kind, 0) + num_bytes
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.num_bytes.clear()
+
+
+class TensorGroup(Protocol):
+    """The workers that share a model's layers. All must make the same calls in the same order; each call blocks."""
+
+    index: int
+    size: int
+    traffic: Traffic
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of everybody's tensor, in new memory."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return everybody's tensor, by index."""
+        ...
+
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        """Return the sum of what everybody has at this worker's place in `parts`."""
+        ...
+
+
+class Alone:
+    """The group of one worker, where nothing moves."""
+
+    index = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        return parts[0]
+
+
+class TorchGroup:
+    """Two or more workers, over a torch process group; no default group is needed."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.index, self.size = process_group.rank(), process_group.size()
+        self.traffic = Traffic()
+        self._group = process_group
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        self._wait(self._group.allreduce([out]), "all-reduce")
+        self.traffic.note("all_reduce", _num_bytes(out))
+        return out
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._wait(self._group.allgather([parts], [tensor]), "all-gather")
+        self.traffic.note("all_gather", _num_bytes(tensor) * self.size)
+        return parts
+
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        parts = [part.contiguous() for part in parts]
+        out = torch.empty_like(parts[0])
+        self._wait(self._group.reduce_scatter([out], [parts]), "reduce-scatter")
+        self.traffic.note("reduce_scatter", _num_bytes(out) * self.size)
+        return out
+
+    def _wait(self, work: Any, what: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:  # torch has no narrower type for a lost peer
+            raise SyncError(f"lost contact with a peer during the {what} of a layer that is cut: {error}") from error
+
+
+def part_of(tensor: Tensor, *, dim: int, sections: Sections, size: int, index: int) -> Tensor:
+    """Return what worker `index` of `size` holds of a whole tensor: a view where the dim has one section."""
+    parts = [tensor.narrow(dim, a, b - a) for a, b in ranges(sections, size=size, index=index)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def whole_of(parts: list[Tensor], *, dim: int, sections: Sections) -> Tensor:
+    """Put everybody's parts, by index, together again."""
+    if len(parts) == 1:
+        return parts[0]
+    if len(sections) == 1:
+        return torch.cat(parts, dim)
+    pieces = [part.split([length // len(parts) for length in sections], dim) for part in parts]
+    return torch.cat([piece for same in zip(*pieces, strict=True) for piece in same], dim)
+
+
+def spread(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """Return a plain tensor for use in cut work: its gradient is summed over the group."""
+    if group.size == 1 or not _is_followed(tensor):
+        return tensor
+    return _cross(tensor, lambda whole: whole.view_as(whole), group.all_reduce)
+
+
+def total(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """Return the sum of partial results, plain."""
+    return tensor if group.size == 1 else _cross(tensor, group.all_reduce, lambda grad: grad)
+
+
+def scatter(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+    """Return this worker's part of a plain tensor."""
+    if group.size == 1:
+        return tensor
+    take, collect, _ = _moves(group, dim, sections)
+    if not _is_followed(tensor):
+        return take(tensor)
+    return _cross(tensor, lambda whole: take(whole).clone(), collect)  # autograd wants no view of an input from here
+
+
+def gather(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+    """Return the whole of a cut tensor, for plain work."""
+    take, collect, _ = _moves(group, dim, sections)
+    return tensor if group.size == 1 else _cross(tensor, collect, take)
+
+
+def gather_spread(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+    """Return the whole of a cut tensor, for other cut work: its gradient is a sum over the group."""
+    _, collect, sum_part = _moves(group, dim, sections)
+    return tensor if group.size == 1 else _cross(tensor, collect, sum_part)
+
+
+def scatter_total(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+    """Return this worker's part of the sum of partial results."""
+    _, collect, sum_part = _moves(group, dim, sections)
+    return tensor if group.size == 1 else _cross(tensor, sum_part, collect)
+
+
+Move = Callable[[Tensor], Tensor]
+
+
+def _moves(group: TensorGroup, dim: int, sections: Sections) -> tuple[Move, Move, Move]:
+    """Return what takes a part, what collects the whole, and what returns this worker's part of everybody's sum."""
+
+    def take(whole: Tensor, index: int = group.index) -> Tensor:
+        return part_of(whole, dim=dim, sections=sections, size=group.size, index=index)
+
+    def collect(part: Tensor) -> Tensor:
+        return whole_of(group.all_gather(part), dim=dim, sections=sections)
+
+    def sum_part(whole: Tensor) -> Tensor:
+        return group.reduce_scatter([take(whole, index) for index in range(group.size)])
+
+    return take, collect, sum_part
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _cross(tensor: Tensor, ahead: Move, back: Move) -> Tensor:
+    result: Any = _Crossing.apply(tensor, ahead, back)
+    return result
+
+
+class _Crossing(Function):
+    """One move forward, and another for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ahead: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return ahead(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.back(grad_outputs[0]), None, None

@@ -1,0 +1,112 @@
+"""Plans that are given: the user's own, and those that models of the transformers package carry.
+
+A given plan maps names of layers to roles, as in {"layers.*.attn.q": "column", "layers.*.attn.o": "row"}; `*` stands
+for one part of a name, a lone "*" for every layer. The first pattern that fits counts. What it does not name is found
+automatically; {"...": "replicated"} leaves a layer whole, and {"*": "replicated"} as the last pattern all others.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, cast, get_args
+
+from torch import nn
+
+from paceline.parallel.tensor.layers import ROLES, Kind, Role
+from paceline.parallel.tensor.trace import Site
+
+__all__ = ["REPLICATED", "carried_plan", "matched"]
+
+REPLICATED = "replicated"
+LEGAL = (*ROLES, REPLICATED)
+FITS: dict[Role, tuple[Kind, ...]] = {
+    "column": ("linear", "conv1d", "embedding"),
+    "row": ("linear", "conv1d"),
+    "head": ("linear", "conv1d"),
+    "vocabulary": ("embedding",),
+    "attention": ("attention",),
+}
+
+# The words of transformers for layers; what concerns experts is another axis.
+CARRIED: dict[str, str] = {
+    "colwise": "column",
+    "colwise_rep": "head",
+    "colwise_gather_output": "head",
+    "rowwise": "row",
+    "rowwise_rep": "row",
+    "rowwise_split_input": "row",
+    "packed_colwise": "column",
+    "packed_rowwise": "row",
+    "embedding_rowwise": "vocabulary",
+    "replicate": REPLICATED,
+    "replicated_with_grad_allreduce": REPLICATED,
+}
+
+
+def matched(
+    plan: Mapping[str, str], sites: Mapping[str, Site], *, modules: Collection[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Return the role of each layer that the plan names, and what is wrong with it, in words."""
+    roles: dict[str, str] = {}
+    wrong: list[str] = []
+    for pattern, role in plan.items():
+        if role not in LEGAL:
+            near = difflib.get_close_matches(str(role), LEGAL, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            wrong.append(f"plan[{pattern!r}] is {role!r}; it must be one of {', '.join(map(repr, LEGAL))}.{hint}")
+            continue
+        names = [name for name in sites if _fits(pattern, name)]
+        if not names:
+            wrong.append(_unknown(pattern, sites, modules))
+        for name in names:
+            if name in roles:
+                continue
+            kind = sites[name].kind
+            if role != REPLICATED and kind not in FITS[role]:
+                can = [one for one in ROLES if kind in FITS[one]]
+                wrong.append(
+                    f"plan[{pattern!r}] makes {name} a {role!r} layer, but it is {type(sites[name].module).__name__}, "
+                    f"which can be {' or '.join(map(repr, can))}."
+                )
+                continue
+            roles[name] = role
+    return roles, wrong
+
+
+def carried_plan(model: nn.Module, sites: Mapping[str, Site]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the plan that a model of the transformers package carries, in our words, and what of it is not followed.
+
+    Names that are no layers here (experts' parameters, modules of other sizes of the model) are left out.
+    """
+    carried: Any = getattr(model, "_tp_plan", None)
+    if not isinstance(carried, Mapping) or not carried:
+        base: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+        carried = base if isinstance(base, Mapping) else {}
+    followed: dict[str, str] = {}
+    other: dict[str, str] = {}
+    for pattern, style in carried.items():
+        names = [name for name in sites if _fits(pattern, name)]
+        role = CARRIED.get(style)
+        if not names or role is None:
+            other[pattern] = f"the model's own plan says {style!r}, which is not about layers"
+        elif all(
+            sites[name].kind in (FITS[cast(Role, role)] if role != REPLICATED else get_args(Kind)) for name in names
+        ):
+            followed[pattern] = role
+    return followed, other
+
+
+def _fits(pattern: str, name: str) -> bool:
+    if pattern == "*":
+        return True
+    parts, given = name.split("."), pattern.split(".")
+    return len(parts) == len(given) and all(one in ("*", part) for one, part in zip(given, parts, strict=True))
+
+
+def _unknown(pattern: str, sites: Mapping[str, Site], modules: Collection[str]) -> str:
+    if any(_fits(pattern, name) for name in modules):
+        return f"plan[{pattern!r}] names a module that is no layer with weights to cut: name the Linear layers in it."
+    general = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in sites})
+    near = difflib.get_close_matches(pattern, general, n=3, cutoff=0.4) or general[:3]
+    return f"plan[{pattern!r}] fits no layer of the model. Near it: {', '.join(map(repr, near))}."

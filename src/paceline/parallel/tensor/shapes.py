@@ -1,0 +1,120 @@
+"""Which part of a tensor each worker holds when one dim is cut, and what a change of shape does to that: arithmetic.
+
+A dim is cut in *sections*: consecutive runs of it, each of which is divided evenly among the workers. One section is
+the ordinary case (heads, features, tokens). A fused projection of queries, keys and values has three, so that each
+worker holds its heads of all three; a dim merged from (batch, heads) has one section per sample. Worker k holds the
+k-th part of every section, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+__all__ = ["NotCut", "Sections", "divided", "picked", "ranges", "resolve", "viewed"]
+
+Sections = tuple[int, ...]
+
+
+class NotCut(Exception):
+    """An operation cannot be done on the parts alone; `str()` says why, `bounds` where else the dim might be cut."""
+
+    def __init__(self, why: str, *, bounds: frozenset[tuple[int, int]] = frozenset()) -> None:
+        super().__init__(why)
+        self.bounds = bounds  # fractions of the dim, (numerator, denominator)
+
+
+def ranges(sections: Sections, *, size: int, index: int) -> tuple[tuple[int, int], ...]:
+    """Return the half-open ranges of the whole dim that worker `index` of `size` holds, in the order it holds them."""
+    found, start = [], 0
+    for length in sections:
+        part = length // size
+        found.append((start + index * part, start + (index + 1) * part))
+        start += length
+    return tuple(found)
+
+
+def divided(sections: Sections, size: int) -> bool:
+    """Whether each section can be divided evenly among `size` workers."""
+    return all(length % size == 0 for length in sections)
+
+
+def resolve(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """Return `wanted` with its -1 replaced, for a tensor of `shape`; raises NotCut where the sizes do not fit."""
+    numel, known = math.prod(shape), math.prod(length for length in wanted if length != -1)
+    if -1 not in wanted:
+        target = tuple(wanted)
+    elif known and numel % known == 0:
+        target = tuple(numel // known if length == -1 else length for length in wanted)
+    else:
+        raise NotCut(f"a shape {tuple(shape)} cannot be viewed as {tuple(wanted)}")
+    if math.prod(target) != numel:
+        raise NotCut(f"a shape {tuple(shape)} cannot be viewed as {target}")
+    return target
+
+
+@functools.lru_cache(maxsize=4096)
+def viewed(shape: tuple[int, ...], dim: int, sections: Sections, target: tuple[int, ...]) -> tuple[int, Sections]:
+    """Return (dim, sections) of the cut after `shape`, cut at `dim`, is viewed as `target`; raises NotCut.
+
+    Dims are matched in groups of equal products. Inside its group the cut moves to the first dim in which it is again
+    a cut in sections.
+    """
+    first, last, begin, end = _group(shape, dim, target)
+    before = math.prod(shape[first:dim])
+    after = math.prod(shape[dim + 1 : last])
+    flat = tuple(length * after for length in sections) * before
+    for new in range(begin, end):
+        if target[new] == 1 and end - begin > 1:
+            continue
+        repeats = math.prod(target[begin:new])
+        inner = math.prod(target[new + 1 : end])
+        if len(flat) % repeats or any(length % inner for length in flat):
+            continue
+        count = len(flat) // repeats
+        parts = tuple(length // inner for length in flat[:count])
+        is_same = parts * repeats == tuple(length // inner for length in flat)
+        if is_same and sum(parts) == target[new] and not (count > 1 and set(parts) == {1}):
+            return new, parts
+    raise NotCut(f"{shape} viewed as {target} mixes the parts of dim {dim}")
+
+
+def _group(shape: tuple[int, ...], dim: int, target: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Return the smallest runs [first, last) of `shape` around `dim` and [begin, end) of `target` with one product."""
+    i = j = 0
+    while i < len(shape):
+        first, begin = i, j
+        left, right = shape[i], target[j] if j < len(target) else 1
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left *= shape[i]
+                i += 1
+            else:
+                right *= target[j]
+                j += 1
+        if first <= dim < i:
+            while j < len(target) and target[j] == 1 and target[j - 1] == 1:
+                j += 1
+            return first, i, begin, min(j, len(target))
+    raise NotCut(f"{shape} has no dim {dim}")
+
+
+def picked(sections: Sections, start: int, length: int) -> tuple[int, Sections]:
+    """Return (sum of the sections before, sections inside) of a range of a cut dim; raises NotCut with the bounds."""
+    position, whole = 0, sum(sections)
+    for first in range(len(sections) + 1):
+        if position == start:
+            inside, total = [], 0
+            while total < length and first + len(inside) < len(sections):
+                inside.append(sections[first + len(inside)])
+                total += inside[-1]
+            if total == length and inside:
+                return position, tuple(inside)
+            break
+        position += sections[first] if first < len(sections) else 0
+    raise NotCut(
+        f"it takes {length} of the {whole} that are cut, from {start} on",
+        bounds=frozenset({(start, whole), (start + length, whole)}),
+    )

@@ -1,0 +1,196 @@
+"""The workers that share a model's layers, and what they do for each other when plain and cut tensors meet.
+
+One `Team` belongs to one model. Random numbers: outside the layers that are cut all workers draw the same, because
+their generators are in the same state. For dropout on a cut tensor each worker draws a number from the common
+generator, and seeds the part's own randomness by it and by its place in the group; afterwards the common generator is
+as the others'. So parts get different masks, all workers stay in step, and recomputation repeats them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PlanError
+from paceline.parallel.tensor import collectives
+from paceline.parallel.tensor.collectives import TensorGroup
+from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts, wrap
+from paceline.parallel.tensor.shapes import NotCut, Sections, divided
+
+__all__ = ["Rule", "Team", "is_in_place", "name_of", "refused_tokens"]
+
+Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Team:
+    """One worker's view of the group, and the crossings between plain and cut tensors."""
+
+    def __init__(
+        self, group: TensorGroup, *, rules: Callable[[Callable[..., Any]], Rule], sequence: bool = False
+    ) -> None:
+        self.group, self.size, self.index = group, group.size, group.index
+        self.rule = rules
+        self.sequence = sequence  # between pairs of layers, tokens are cut
+        self.summed: set[int] = set()  # id() of parameters whose partial gradients their owner sums over the group
+        self._entered: tuple[weakref.ref[Tensor], int, bool, Tensor] | None = None
+        self._told: set[tuple[str, str]] = set()
+
+    # ------------------------------------------------------------------------------- into layers, and out of them
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return a layer's input for cut work. Layers that read the same tensor one after another share a crossing."""
+        if self._entered is not None:
+            known, version, had_grad, crossed = self._entered
+            if known() is tensor and version == tensor._version and had_grad == torch.is_grad_enabled():
+                return crossed
+        crossed = self.gather_spread(tensor) if isinstance(tensor, Cut) else self.spread(tensor)
+        self._entered = (weakref.ref(tensor), tensor._version, torch.is_grad_enabled(), crossed)
+        return crossed
+
+    def leave(self, partial: Tensor, *, site: str) -> Tensor:
+        """Return the sum of partial results: plain, or cut by tokens where `sequence` is set; raises PlanError."""
+        self.forget()
+        if not self.sequence or partial.ndim < 3:
+            return self.total(partial)
+        if refusal := refused_tokens(partial.shape[-2], size=self.size, site=site):
+            raise PlanError(refusal)
+        return self.scatter_total(partial, dim=partial.ndim - 2, site=site)
+
+    def forget(self) -> None:
+        """Let go of the last layer's input, which would keep the graph of its block alive."""
+        self._entered = None
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a tensor that may be cut, for plain work."""
+        return self.gather(tensor) if isinstance(tensor, Cut) else tensor
+
+    # ------------------------------------------------------------------------------------------------- crossings
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in self.summed else collectives.spread(tensor, self.group)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return collectives.total(tensor, self.group)
+
+    def scatter(self, tensor: Tensor, *, dim: int, sections: Sections) -> Tensor:
+        return collectives.scatter(tensor, self.group, dim=dim, sections=sections)
+
+    def gather(self, cut: Cut) -> Tensor:
+        with on_parts():
+            whole = collectives.gather(cut, self.group, dim=cut.dim_cut, sections=cut.sections)
+            return whole.view_as(whole) if isinstance(whole, Cut) else whole  # the group of one has moved nothing
+
+    def gather_spread(self, cut: Cut) -> Tensor:
+        with on_parts():
+            whole = collectives.gather_spread(cut, self.group, dim=cut.dim_cut, sections=cut.sections)
+            return whole.view_as(whole) if isinstance(whole, Cut) else whole
+
+    def scatter_total(self, partial: Tensor, *, dim: int, site: str) -> Tensor:
+        sections = (partial.shape[dim],)
+        part = collectives.scatter_total(partial, self.group, dim=dim, sections=sections)
+        return wrap(part, team=self, dim=dim, sections=sections, site=site)
+
+    def meet(self, tensor: Tensor, trailing: int, sections: Sections, *, cut: Cut) -> Tensor:
+        """Return what a plain tensor contributes beside a cut one; `trailing` is the cut dim, counted from the end.
+
+        Where it has the dim whole, its part; where it is broadcast, itself, with its gradient summed.
+        """
+        if tensor.ndim < -trailing or tensor.shape[trailing] == 1:
+            return self.spread(tensor)
+        if tensor.shape[trailing] != sum(sections):
+            raise NotCut(f"it meets a tensor of shape {tuple(tensor.shape)}")
+        return self.scatter(tensor, dim=tensor.ndim + trailing, sections=sections)
+
+    # ----------------------------------------------------------------------------- what rules tell, for the finder
+
+    def join(self, cuts: Sequence[Cut]) -> None:
+        """Cut tensors meet in one operation: their layers can only be cut together."""
+
+    def constrain(self, cut: Cut, sections: Sections, noun: str) -> None:
+        """The parts must be whole numbers of what a view has made, heads for example; raises NotCut."""
+        if not divided(sections, self.size):
+            raise NotCut(f"{sections} {noun} do not divide among {self.size} workers")
+
+    # --------------------------------------------------------------------------------------------- no rule applies
+
+    def without_rule(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: NotCut
+    ) -> Any:
+        """Gather what is cut, and do it on the whole; raises PlanError where that would write into a copy."""
+        cuts = list(cuts_in((args, kwargs)))
+        name, site = name_of(func), cuts[0].site
+        if is_in_place(func) and isinstance(args[0], Cut):
+            raise PlanError(self.in_place_refusal(func, args[0], reason))
+        if (name, site) not in self._told:
+            self._told.add((name, site))
+            warnings.warn(
+                f"{name} needs the whole of what is cut behind {site} ({reason}): it is gathered each time, which is "
+                f"right but slow. plan={{{site!r}: 'replicated'}} avoids it.",
+                stacklevel=4,
+            )
+
+        def whole(value: Any) -> Any:
+            return self.gather(value) if isinstance(value, Cut) else value
+
+        return func(*mapped(args, whole), **mapped(kwargs, whole))
+
+    def in_place_refusal(self, func: Callable[..., Any], cut: Cut, reason: NotCut) -> str:
+        return (
+            f"{name_of(func)} changes a tensor in place of which each worker has a part, behind {cut.site}: {reason}. "
+            f"Write it without the change in place, or leave the layer whole, plan={{{cut.site!r}: 'replicated'}}"
+            f"{', or use sequence=False' if self.sequence else ''}."
+        )
+
+    # -------------------------------------------------------------------------------------------------- randomness
+
+    @contextlib.contextmanager
+    def own_randomness(self, device: torch.device) -> Iterator[None]:
+        """Within it, random numbers differ between workers; after it, the generators agree again."""
+        seed = int(torch.randint(1 << 62, (1,), device="cpu")) ^ (self.index * 0x9E3779B97F4A7C15 & ((1 << 62) - 1))
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+            torch.manual_seed(seed)
+            yield
+
+
+def refused_tokens(num_tokens: int, *, size: int, site: str) -> str | None:
+    """Return why so many tokens cannot be cut among `size` workers; None where they can."""
+    if num_tokens % size == 0:
+        return None
+    return (
+        f"sequence=True cuts tokens among {size} workers, but {site} has {num_tokens} of them. Pad sequences to a "
+        f"multiple of {size}, or use sequence=False."
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the plain name of a torch function: "add" for `Tensor.__iadd__`, "get:shape" for an attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{name.strip('_')}:{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+    bare = name.strip("_") if name.startswith("__") else name.removesuffix("_")
+    if name.startswith("__") and bare in REFLECTED:
+        return REFLECTED[bare]
+    return bare
+
+
+@functools.lru_cache(maxsize=4096)
+def is_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a torch function writes into its first argument."""
+    name = getattr(func, "__name__", str(func))
+    if name.startswith("__"):
+        return name in ("__setitem__", "__set__", "__delitem__") or name.strip("_") in IN_PLACE
+    return name.endswith("_")
+
+
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+REFLECTED = {f"{side}{name}": name for name in OPERATORS for side in ("r", "i")}
+IN_PLACE = frozenset(f"i{name}" for name in OPERATORS)

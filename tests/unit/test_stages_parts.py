@@ -1,0 +1,328 @@
+"""The parts of stages: units, backward in two halves, costs, seeds, and values in odd places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stage_models
+from paceline.errors import PlanError
+from paceline.parallel.stages.costs import measured_costs, operation_costs
+from paceline.parallel.stages.cut import closed_places, cut_units, route
+from paceline.parallel.stages.halves import Halves
+from paceline.parallel.stages.record import record
+from paceline.parallel.stages.replay import Part, replay
+from paceline.parallel.stages.tape import Tape
+from paceline.parallel.units import find_units, seeded_units
+
+CPU = torch.device("cpu")
+
+
+def names(model: nn.Module, **more: Any) -> list[str]:
+    return [unit.name for unit in find_units(model, **more)]
+
+
+def test_units_are_blocks_and_what_has_parameters_around_them() -> None:
+    assert names(stage_models.Tied(depth=2)) == ["embed", "blocks.0", "blocks.1", "norm", "head"]
+    assert names(stage_models.ResNet()) == [
+        "stem",
+        "norm",
+        *(f"layer{k}.{j}" for k in (1, 2, 3) for j in (0, 1)),
+        "classifier",
+    ]
+    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))) == ["0", "2.0"]
+
+
+def test_named_units_replace_what_would_be_found() -> None:
+    model = stage_models.Tied(depth=2)
+    assert names(model, named=["blocks.0.mlp"]) == [
+        "embed",
+        *(f"blocks.0.{part}" for part in ("norm", "mlp_norm", "qkv", "out", "mlp")),
+        "blocks.1",
+        "norm",
+        "head",
+    ]
+    assert names(model, named=["blocks"]) == ["embed", "blocks", "norm", "head"]
+    with pytest.raises(PlanError, match=r"'blocks.0.mlp' is inside 'blocks'; 'drop' has no parameters"):
+        find_units(model, named=["blocks", "blocks.0.mlp", "drop"])
+
+
+class Mixed(nn.Module):
+    """A part of a stage with a product, a norm, an embedding in the middle, and a weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.twice = nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 5)
+        self.table, self.scale = nn.Embedding(3, 5), nn.Parameter(torch.ones(5, 5))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(self.first(x) + self.table(torch.tensor([0, 2, 0])))
+        h = self.twice(torch.tanh(self.twice(h))) @ self.scale
+        return h + y, self.table.weight.sum() + h.mean()
+
+
+def two_ways(model: Mixed, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """A vector that takes part as it is, and by what is computed from it; a matrix that does so in two products."""
+    h = x * model.norm.weight.exp() + model.norm.weight
+    return (F.linear(h @ model.scale, model.scale) + y,)
+
+
+@pytest.mark.parametrize("code", [Mixed.__call__, two_ways])
+def test_two_halves_of_a_backward_give_the_gradients_of_a_whole_one(code: Callable[..., tuple[Tensor, ...]]) -> None:
+    torch.manual_seed(0)
+    model = Mixed().double()
+    x, y = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    outputs = code(model, x, y)
+    arriving = [torch.randn_like(output) for output in outputs]
+    torch.autograd.backward(outputs, arriving)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    inputs = {4: x.grad, 9: y.grad}
+    model.zero_grad()
+    x, y = (t.detach().requires_grad_() for t in (x, y))
+    halves = Halves(code(model, x, y), arriving, {4: x, 9: y})
+    found = halves.do_inputs()
+    for number, gradient in inputs.items():
+        torch.testing.assert_close(found[number], gradient)
+    halves.do_weights()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, msg=name)
+
+
+def test_weights_of_products_wait_for_the_second_half_and_hooks_run_there() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
+    arrived: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    halves = Halves([model(x)], [torch.ones(2, 4)], {0: x})
+    halves.do_inputs()
+    assert sorted(arrived) == ["1.bias", "1.weight"]
+    halves.do_weights()
+    assert sorted(arrived) == sorted(dict(model.named_parameters()))
+
+
+def test_operations_and_measured_times_find_the_heavy_unit() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64)) for width in (8, 8, 2048, 8)))
+    micro, units = torch.randn(256, 64), find_units(model, named=["0", "1", "2", "3"])
+    forward = lambda m: model(m).square().mean()  # noqa: E731
+    operations = operation_costs(model, forward, micro, units=units, device=CPU)
+    assert operations == [2 * 2 * 256 * 64 * width for width in (8, 8, 2048, 8)]
+    tape = record(model, forward, micro, units=units, device=CPU)
+    seconds = measured_costs(forward, micro, units=units, tape=tape, device=CPU)
+    assert max(range(4), key=seconds.__getitem__) == 2
+    assert all(parameter.grad is None for parameter in model.parameters())
+    cut = cut_units(model, tape, units=units, num_stages=3, costs=operations)
+    assert cut.stages == (("0", "1"), ("2",), ("3",))
+
+
+def stages_of(
+    model: nn.Module, forward: Callable[[Any], Tensor], micro: Any, num_stages: int, seed: tuple[int, ...] | None = None
+) -> tuple[Tape, list[Part]]:
+    """Run all stages of one model, whole, one after the other; gradients are added up in it."""
+    units = find_units(model)
+    tape = record(model, forward, micro, units=units, device=CPU)
+    way = route(tape, cut_units(model, tape, units=units, num_stages=num_stages, costs=[1.0] * len(tape.units)))
+    parts: list[tuple[dict[int, Tensor], Part]] = []
+    arrived: dict[int, Tensor] = {}
+    for stage in range(num_stages):
+        received = {n: t.detach().requires_grad_(tape.values[n].has_gradient) for n, t in arrived.items()}
+        part = replay(
+            forward, micro, units=units, tape=tape, route=way, stage=stage, received=received, device=CPU, seed=seed
+        )
+        parts.append((received, part))
+        arrived = part.values
+    parts[-1][1].result.backward()
+    for stage in reversed(range(num_stages - 1)):
+        numbers = way.with_gradient[stage]
+        grads = [parts[stage + 1][0][n].grad for n in numbers]
+        torch.autograd.backward([parts[stage][1].values[n] for n in numbers], grads)
+    return tape, [part for _, part in parts]
+
+
+class Leaves(nn.Module):
+    """A block that leaves an auxiliary loss in an attribute, and sorts by contents, which the meta device cannot."""
+
+    def __init__(self, sorts: bool) -> None:
+        super().__init__()
+        self.inner, self.sorts, self.aux = nn.Linear(6, 6), sorts, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.aux = h.square().mean()
+        if self.sorts:
+            chosen = torch.nonzero(h[:, 0] > 0).flatten()
+            h = h.index_add(0, chosen, h[chosen])
+        return h
+
+
+class Cached(nn.Module):
+    """A block that takes the first block's values by a closure, and keeps a mask that it makes once."""
+
+    def __init__(self, early: list[Tensor]) -> None:
+        super().__init__()
+        self.inner, self.early, self.mask = nn.Linear(6, 6), early, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(6, device=x.device).cumsum(0)
+        return self.inner(x) * self.mask + self.early[0]
+
+
+class Shift(nn.Module):
+    """A unit that does not keep its input for backward, so that it may be changed in place afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+def losses_left(sorts: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    blocks = [Leaves(sorts) for _ in range(4)]
+
+    def forward(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x.mean() + torch.stack([block.aux for block in blocks]).sum()
+
+    return nn.ModuleList(blocks), forward
+
+
+def closure() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    early: list[Tensor] = []
+    model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), Cached(early), Cached(early)])
+
+    def forward(x: Tensor) -> Tensor:
+        early[:] = [model[0](x)]
+        return model[3](model[2](model[1](early[0]))).square().mean()
+
+    return model, forward
+
+
+def in_place() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    model = nn.ModuleList([nn.Linear(6, 6), Shift(), Shift(), nn.Linear(6, 6)])
+
+    def forward(x: Tensor) -> Tensor:
+        h = model[0](x)
+        early = model[1](h)
+        h += 1  # of the first stage, after the second one was to have had it
+        out = torch.zeros(len(x), 12, dtype=x.dtype)
+        out[:, :6] = model[2](early)
+        out[:, 6:] = h
+        early.mul_(2)  # what the last stage gets, when the one in between has had what it was
+        early.add_(model[3](out[:, 3:9]))  # by the last stage, of what it has received
+        return early.square().mean()
+
+    return model, forward
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: losses_left(False), lambda: losses_left(True), closure, in_place],
+    ids=["aux", "moe", "closure", "in_place"],
+)
+def test_odd_ways_of_values_give_the_same_loss_and_gradients(build: Callable[[], Any]) -> None:
+    torch.manual_seed(1)
+    model, forward = build()
+    model.double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    loss = forward(x)
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for num_stages in (2, 4):
+        model.zero_grad()
+        _, parts = stages_of(model, forward, x, num_stages)
+        torch.testing.assert_close(parts[-1].result, loss)
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, gradient, msg=name)
+
+
+def test_a_recording_leaves_caches_weights_and_generators_as_they_were() -> None:
+    model, forward = closure()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    tape = record(model, forward, torch.randn(5, 6), units=find_units(model), device=CPU)
+    moe, forward = losses_left(True)
+    generator = torch.get_rng_state()
+    record(moe, forward, torch.ones(5, 6), units=find_units(moe), device=CPU)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(module.mask is None for module in model.modules() if isinstance(module, Cached))
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert [call.is_open for call in tape.calls if call.is_unit] == [False, False, True, True]
+
+
+class Stops(nn.Module):
+    """A unit through which no gradient goes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.detach())
+
+
+def test_unused_parts_have_a_home_and_no_gradient() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.spare, self.b = nn.Linear(6, 6), nn.Linear(6, 6), Stops()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)).mean()
+
+    model = Partly()
+    tape, _ = stages_of(model, model, torch.randn(5, 6), 2)
+    cut = cut_units(model, tape, units=find_units(model), num_stages=2)
+    assert route(tape, cut).crossing == ((0,),) and route(tape, cut).with_gradient == ((),)
+    assert tape.unused == {"spare": 0} and cut.stages == (("a", "spare"), ("b",))
+    assert set(tape.unreached) == {"a.weight", "a.bias", "spare.weight", "spare.bias"}
+    assert model.a.weight.grad is None and model.b.inner.weight.grad is not None
+
+
+def test_autocast_is_recorded_in_the_types_that_it_really_has() -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (model(x) @ x.T).float().mean()
+
+    x = torch.randn(5, 6)
+    tape, parts = stages_of(model, forward, x, 3)
+    assert [value.spec.dtype for value in tape.values[:4]] == [torch.bfloat16] * 4
+    torch.testing.assert_close(parts[-1].result, forward(x))
+
+
+def test_seeds_make_draws_depend_on_the_call_alone() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Dropout()), nn.Sequential(nn.Linear(6, 6), nn.Dropout()))
+    units, x = find_units(model, named=["0", "1"]), torch.randn(5, 6)
+    with seeded_units(units, 1, 2):
+        first = model(x)
+    torch.rand(7)
+    with seeded_units(units, 1, 2):
+        assert torch.equal(model(x), first)
+    with seeded_units(units, 1, 3):
+        assert not torch.equal(model(x), first)
+    assert not closed_places(record(model, lambda m: model(m).sum(), x, units=units, device=CPU))
+
+
+def test_draws_between_units_are_those_of_one_process_also_after_another_stages_unit() -> None:
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(x: Tensor) -> Tensor:
+        first = model[0](x)
+        second = model[1](first)
+        return (model[2](second) + F.dropout(first)).mean()  # the first stage draws, after the second one's unit
+
+    x = torch.randn(5, 6)
+    with seeded_units(find_units(model), 4):
+        loss = forward(x)
+    for num_stages in (2, 3):
+        assert torch.equal(stages_of(model, forward, x, num_stages, (4,))[1][-1].result, loss)
