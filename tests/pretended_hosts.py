@@ -38,6 +38,9 @@ class PretendedCrew:
     def kill(self) -> None:
         self.told.append("kill")
 
+    def kill_worker(self, worker: int) -> None:
+        self.told.append(("kill_worker", worker))
+
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
         self.told.append((worker, message))
 
@@ -46,7 +49,7 @@ class PretendedCrew:
 
 
 class HeadAndMember:
-    """A head with workers 0 and 1, and the other end of its link to a member with worker 2; `more` fields of the Job."""
+    """A head with workers 0 and 1, and the other end of its link to a member with worker 2. `more`: of the Job."""
 
     def __init__(self, **more: Any) -> None:
         self.loop, self.crew, self.said, self.events = Loop(), PretendedCrew(0, 1), list[str](), list[Event]()

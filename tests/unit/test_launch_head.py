@@ -164,7 +164,6 @@ def test_workers_that_left_as_too_few_are_known_as_such_where_none_has_spoken_si
         for later_s in (0.0, 0.2, 0.4):
             both.head.tick(now + later_s)
         assert (0, "finish") in [(told[0], told[1]["op"]) for told in both.crew.told if isinstance(told[1], dict)]
-        both.head.exited(ended(1, None, signal=9))  # the replacement, which never began
         both.head.exited(ended(0, TOO_FEW))
         both.head.exited(ended(2, TOO_FEW))
         both.head.tick(now + 0.5)

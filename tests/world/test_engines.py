@@ -109,7 +109,7 @@ def test_a_program_may_run_twice_in_one_world(words: list[str], tmp_path: Path) 
         "if __name__ == '__main__':\n"
         "    for name in 'one', 'two':\n"
         "        value = paceline.run(lambda worker: worker.gather((name, worker.rank)), run_dir=name)\n"
-        "        print(name, value, flush=True)\n"
+        "        print(f'{name} {value}\\n', end='', flush=True)  # in one piece: there are two writers\n"
     )
     code, output = run(*words, program, environment=AS_ROOT)
     assert code == 0, output
