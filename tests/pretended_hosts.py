@@ -31,6 +31,7 @@ class PretendedCrew:
     def __init__(self, *workers: int) -> None:
         self.alive: dict[int, Any] = dict.fromkeys(workers)
         self.told: list[Any] = []
+        self.grace_s = 30.0
 
     def terminate(self, grace_s: float) -> None:
         self.told.append(("terminate", grace_s))

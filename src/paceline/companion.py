@@ -34,6 +34,7 @@ __all__ = ["note_end", "note_failure", "note_left", "told_by_thread", "watched_b
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks into the store
+TELL_S = 1.0  # from telling why to killing: an engine passes on what its workers print, and ends all when one dies
 LEAD_S = 10.0  # workers end by themselves when they have waited too long: what is known is told before that
 
 Hosts = Sequence[Sequence[int]]  # the ranks on each host, the first one's first
@@ -86,10 +87,13 @@ def watched_by_thread(
         reach.listen(lookout, now)
         lookout.poll(now)
         watch.poll()
-        if assignment.rank in reach.doomed:  # this very process does not come to its end by itself
-            close("failed", 1)
-            os._exit(1)
-        reach.end_doomed()
+        if reach.is_due(now):
+            is_doomed = assignment.rank in reach.doomed  # this very process does not come to its end by itself
+            reach.doomed.discard(assignment.rank)
+            reach.end_doomed()
+            if is_doomed:
+                close("failed", 1)
+                os._exit(1)
 
     state, exit_code = "failed", 1
     with _polling(poll) as stop:
@@ -181,6 +185,7 @@ class _Reach:
         self._heard: dict[int, bytes] = {}
         self._count = 0
         self._next_at = 0.0
+        self._end_at: float | None = None
 
     def ask_stack(self, worker: int) -> None:
         if worker in self._local:
@@ -189,18 +194,24 @@ class _Reach:
             self._say("ask", [worker])
 
     def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
-        self._log.emit(Warned(text=f"{error['message']}\n{error['stacks']}"))
-        self.doomed.update(workers)
+        if not self.doomed:
+            self._log.emit(Warned(text=f"{error['message']}\n{error['stacks']}"))
+            self.doomed.update(workers)
+            self._end_at = time.monotonic() + TELL_S
         return True
 
+    def is_due(self, now: float) -> bool:
+        """Whether somebody is to be ended, and has been told why."""
+        return self._end_at is not None and now >= self._end_at
+
     def end_doomed(self) -> None:
-        """Kill whom `stuck` has named, when it has been told why: the others, and the engine, then come to an end."""
+        """Kill whom `stuck` has named: the others, and the engine, then come to an end."""
+        self._end_at = None
         for worker in self.doomed & set(self._local):
             _signal(self._directory, worker, signal.SIGKILL)
         others = sorted(self.doomed - set(self._local))
         if others:
             self._say("end", others)
-        self.doomed.clear()
 
     def listen(self, lookout: Lookout, now: float) -> None:
         """Pass on what the other hosts have said."""

@@ -257,3 +257,17 @@ def test_the_last_words_of_a_worker_that_has_moved_do_not_count(both: HeadAndMem
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=int(signal.SIGKILL))))
     assert not any(isinstance(event, WorkerLost) for event in both.events)
     assert both.head.guests.host_of(2) == "c"
+
+
+def test_the_last_words_of_a_worker_do_not_count_for_its_successor_on_the_same_host(both: HeadAndMember) -> None:
+    both.begin(least=1, most=3)
+    both.say(op="started", worker=2, pid=11)
+    killed = dataclasses.asdict(ended(2, None, host="b", pid=11, signal=int(signal.SIGKILL)))
+    both.say(op="exited", exit=killed)
+    assert [message["op"] for message in heard(both.member)].count("start") == 1
+    both.say(op="exited", exit=killed)
+    both.say(op="started", worker=2, pid=12)
+    assert [message["op"] for message in heard(both.member)].count("start") == 0
+    assert sum(isinstance(event, WorkerLost) for event in both.events) == 1
+    both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", pid=12, signal=int(signal.SIGKILL))))
+    assert [message["op"] for message in heard(both.member)].count("start") == 1

@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 
+from paceline.elastic.notices import PREEMPTED
 from paceline.events import Event
 from paceline.launch.guests import SILENCE_S
 from paceline.launch.head import STOP_S, TERMINATE_S
@@ -58,6 +59,33 @@ def test_a_host_that_came_later_and_has_no_workers_ends_when_the_head_is_lost(pa
     pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
     pair.head.close()
     pair.loop.turn(1.0)
+    pair.member.tick(time.monotonic())
+    assert pair.member.outcome is not None
+    assert (pair.member.outcome.state, pair.member.outcome.exit_code) == ("failed", 1)
+
+
+def test_workers_that_were_lost_and_replaced_before_the_head_was_lost_do_not_spoil_a_good_end(
+    pair: MemberAndHead,
+) -> None:
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.member.request(2, {"op": "begun"})
+    pair.member.exited(ended(2, None, signal=9))
+    pair.head.close()
+    pair.loop.turn(1.0)
+    pair.member.exited(ended(2, PREEMPTED))
+    pair.crew.alive.clear()
+    pair.member.tick(time.monotonic())
+    assert pair.member.outcome is not None
+    assert (pair.member.outcome.state, pair.member.outcome.exit_code) == ("stopped", PREEMPTED)
+
+
+def test_an_error_of_the_program_counts_also_when_the_head_is_lost_after_it(pair: MemberAndHead) -> None:
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.member.request(2, {"op": "begun"})
+    pair.member.exited(ended(2, 1))
+    pair.head.close()
+    pair.loop.turn(1.0)
+    pair.crew.alive.clear()
     pair.member.tick(time.monotonic())
     assert pair.member.outcome is not None
     assert (pair.member.outcome.state, pair.member.outcome.exit_code) == ("failed", 1)

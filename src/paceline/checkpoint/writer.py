@@ -58,12 +58,19 @@ class Writer:
     """Writes the checkpoints of one run, one after the other; used by one thread of one process."""
 
     def __init__(
-        self, directory: Path, *, keep: int, on_event: Callable[[Event], None], parts: Parts | None = None
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        on_event: Callable[[Event], None],
+        parts: Parts | None = None,
+        tidies: bool = True,
     ) -> None:
         """Nothing is touched before the first save.
 
         directory: of all checkpoints of the run. keep: complete ones that stay. on_event: is called from the writing
-        thread. parts: the others that write with this one, which is the first of them.
+        thread. parts: the others that write with this one, which is the first of them. tidies: whether what earlier
+        writers left unfinished is deleted before the first save; not where one of them may still be writing.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1: the newest checkpoint always stays.")
@@ -74,7 +81,7 @@ class Writer:
             1, thread_name_prefix="checkpoint", initializer=lower_priority
         )
         self._pending: concurrent.futures.Future[None] | None = None
-        self._is_tidy = False
+        self._is_tidy = not tidies
         self._newest: Path | None = None
         self._failure: str | None = None  # of the last save
         self._known_good: dict[Path, _Print] = {}  # checkpoints as they were when they were written, or verified

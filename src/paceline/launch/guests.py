@@ -40,6 +40,7 @@ class Guest:
     slots: int  # workers that it has room for
     workers: set[int] = dataclasses.field(default_factory=set[int])  # ranks that are, or were, on it
     pids: dict[int, int] = dataclasses.field(default_factory=dict)
+    former: dict[int, int] = dataclasses.field(default_factory=dict)  # predecessors' pids, of workers started anew
     has_spoken: bool = False  # since it was welcomed
     leave_by: float | None = None  # it was asked to leave, and its workers have left by then
 
@@ -144,6 +145,7 @@ class Guests:
             if guest is not None:
                 self.here.discard(worker)
                 guest.workers.add(worker)
+                guest.former[worker] = guest.pids.pop(worker, 0)
                 guest.link.send({"op": "start", "worker": worker, "workers": workers})
             elif self._crew is not None:
                 self.here.add(worker)
@@ -259,7 +261,8 @@ class Guests:
                 guest.pids[int(message["worker"])] = int(message["pid"])
             case "exited":
                 ended = WorkerExit.from_json(message["exit"])
-                if self._is_on(guest, ended.worker):
+                is_former = ended.pid != 0 and ended.pid == guest.former.get(ended.worker)  # was on its way meanwhile
+                if self._is_on(guest, ended.worker) and not is_former:
                     self._host.exited(ended)
             case "barren":
                 self._slots.shut(guest.index)

@@ -153,6 +153,7 @@ class Member:
             return
         self._head_lost = f"the head {self._head} was lost: {reason}"
         self._link.close()
+        self._exits = [ended for ended in self._exits if not _is_old_news(ended)]
         self._say(self._head_lost)
         if self._crew is None:
             return
@@ -198,13 +199,13 @@ class Member:
 
     def _finish_alone(self) -> None:
         exits = sorted(self._exits, key=lambda ended: ended.worker)
-        if self._signum is not None:
-            self.outcome = interrupted(self._signum, exits)
-            return
         if exits and all(ended.has_left for ended in exits):
             finish = Finish(exit_code=PREEMPTED, reason=f"{self._head_lost}; everything is saved")
             self._say(f"{finish.reason}: run the same command again to go on")
             self.outcome = left(finish, exits)
+            return
+        if self._signum is not None:
+            self.outcome = interrupted(self._signum, exits)
             return
         # Worker 0 is the head's, on whatever host the head is.
         head = lost(0, host=self._head, pid=0, kind="HostLost", message=self._head_lost)
@@ -216,3 +217,9 @@ class Member:
 
 def _unheard(worker: int) -> None:
     """Where nobody looks out for hangs."""
+
+
+def _is_old_news(ended: WorkerExit) -> bool:
+    """Whether a run has gone on after a worker's end: it was lost and replaced, or has come to its end."""
+    is_error = ended.failed and ended.exit_code is not None and not (ended.error or {}).get("echo")
+    return not ended.has_left and not is_error

@@ -50,7 +50,7 @@ class Holding:
         """Save, and wait until the checkpoint is complete; on all workers."""
 
         def settle() -> None:
-            if self._loop.saved_at_step != self.step or self._group.index != 0:
+            if self._prepared.saved_at != self.step:  # who wrote it may have been lost before it was complete
                 self._loop.save()
             self._prepared.wait()
             self._group.barrier()

@@ -34,8 +34,10 @@ class Keeper:
         store: dist.Store,
         attempt: int,
         timeout_s: float,
+        tidies: bool,
     ) -> None:
         self._directory, self._keep, self._on_event, self._index = directory, keep, on_event, index
+        self._tidies = tidies
         self._parts: Parts | None = None
         if axes.is_split:
             mail = StoreMail(store, f"paceline/save_{attempt}")
@@ -77,7 +79,13 @@ class Keeper:
             if self._parts is not None and self._index > 0:
                 self._writer = PartWriter(self._parts)
             else:
-                self._writer = Writer(self._directory, keep=self._keep, on_event=self._on_event, parts=self._parts)
+                self._writer = Writer(
+                    self._directory,
+                    keep=self._keep,
+                    on_event=self._on_event,
+                    parts=self._parts,
+                    tidies=self._tidies,
+                )
         return self._writer
 
     def _mine(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Rows]]:

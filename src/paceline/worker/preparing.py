@@ -56,7 +56,8 @@ class Preparation:
         self.registry = Registry()
         self.step = 0  # of the open checkpoint
         self.source = ""  # its path
-        self.has_taken_over = False  # another worker has been the first before
+        self.has_taken_over = False  # another worker may have been the first before
+        self.saved_at = -1  # the step after which this worker itself has written last
         self._is_own = True  # it belongs to this run directory
         self._plan, self._group, self._device, self._buffers, self._files = plan, group, device, buffers, files
         self._agreement, self._losses = agreement, losses
@@ -179,6 +180,7 @@ class Preparation:
         replica's workers; the others have nothing to do."""
         if not self._writes:
             return
+        self.saved_at = step
         state = self._plain(cursors)
         about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
         self._opened_keeper().save(step, self.registry.tensors(), state, about)
@@ -215,6 +217,7 @@ class Preparation:
                 store=self._store,
                 attempt=self._files.attempt,
                 timeout_s=self._timeout_s,
+                tidies=not self.has_taken_over,
             )
         return self._keeper
 
@@ -230,12 +233,18 @@ class Preparation:
     def wait(self) -> None:
         """Wait for the save under way; raises CheckpointError when it could not be committed."""
         if self._keeper is not None:
-            self._keeper.wait()
+            with contextlib.suppress(*(() if self._writes else (CheckpointError,))):  # it was told when it happened
+                self._keeper.wait()
 
-    def close(self) -> None:
-        """Wait for the last save; raises CheckpointError when it could not be committed."""
+    def close(self, *, is_left: bool = False) -> None:
+        """Wait for the last save; raises CheckpointError when it could not be committed.
+
+        `is_left`: the others go on, or have waited for their own save; so a failure, which was told when it happened,
+        is no error of this worker's. Neither is one of a worker that no longer writes.
+        """
         if self._keeper is not None:
-            self._keeper.close()
+            with contextlib.suppress(*((CheckpointError,) if is_left or not self._writes else ())):
+                self._keeper.close()
 
     def abandon(self) -> None:
         """After an error: wait a moment for the last save; whether it succeeded is in the events."""
@@ -279,7 +288,7 @@ class Preparation:
     def fill(self, state: Mapping[str, Any]) -> None:
         """Take over a member's state, for what is prepared already and for what will be."""
         self._received, self._state, self.step = Received(state["tensors"]), state["plain"], state["step"]
-        self._has_begun = False
+        self._has_begun, self.has_taken_over = False, True
         self.refill()
 
     def _fill_model(self, name: str) -> None:

@@ -399,8 +399,12 @@ class Worker:
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
 
             def settle() -> None:
-                if self._loop.streams and self._files.saves_at_end and not self._loop.is_stopped:
-                    self.save()  # again, where this step was saved: code after the loop may have changed the state
+                # A loop that was stopped has saved, unless who wrote that has been lost since. Any other is saved again
+                # where its last step was saved already: code after the loop may have changed the state.
+                is_newer = self.step > self._prepared.step
+                lacks = is_newer and self._prepared.saved_at != self.step
+                if self._loop.streams and self._files.saves_at_end and (lacks or not self._loop.is_stopped):
+                    self.save()
                 self._prepared.wait()
                 self._group.barrier()  # who ends last has seen everybody's last words
 
@@ -413,7 +417,7 @@ class Worker:
     def leave(self) -> None:
         """Close the books of a worker that leaves the run in good order, while it may go on without it."""
         self._loop.books.leave()
-        self._prepared.close()
+        self._prepared.close(is_left=True)
         self._files.finish(self.step)
 
     def abandon(self) -> None:
