@@ -55,6 +55,9 @@ def train(worker):
             open("died", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
 
+        if HOW == "leave" and worker.rank == 0 and worker.step == 6:  # which is saved as the next step is asked for
+            os.kill(os.getpid(), signal.SIGTERM)
+
 
 if __name__ == "__main__":
     plan = Plan(layout=Layout(shard=2), batch=Batch(size=16, micro=4))
@@ -98,3 +101,13 @@ def test_parity_compares_sharded_plans_with_one_process(program: Path) -> None:
     code, output = run(*PACELINE, "parity", program, "--workers", "2,4", "--steps", "4", *words, limit_s=140)
     assert code == 0, output
     assert "parity holds" in output and "shard=2+zero=1" in output
+
+
+def test_a_notice_right_after_a_save_has_all_leave_and_the_next_start_goes_on(program: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run(*PACELINE, "run", program, "--run-dir", whole)[0] == 0
+    again = (*PACELINE, "run", program, "--run-dir", broken, "--save-every", "1")
+    code, output = run(*again, "leave", limit_s=60)
+    assert code == 75, output
+    assert run(*again)[0] == 0
+    assert losses(broken) == pytest.approx(losses(whole), rel=1e-6)

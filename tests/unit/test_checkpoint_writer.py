@@ -233,6 +233,18 @@ def test_what_a_dead_process_left_is_published_or_removed_by_the_next_save(tmp_p
     assert find(tmp_path).skipped == ()
 
 
+def test_what_another_writer_of_the_run_may_still_be_writing_is_left_alone(tmp_path: Path) -> None:
+    with writing(tmp_path, []) as writer:
+        writer.save(1, tensors_of(1), {"step": 1}, {})
+    other = tmp_path / "step_00000002.partial-77"
+    other.mkdir()
+    successor = Writer(tmp_path, keep=3, on_event=[].append, tidies=False)
+    successor.save(3, tensors_of(3), {"step": 3}, {})
+    successor.close()
+    assert other.is_dir()
+    assert_loadable(find(tmp_path).newest, 3)
+
+
 def test_a_run_that_starts_over_can_discard_what_lies_ahead(tmp_path: Path) -> None:
     with writing(tmp_path, []) as writer:
         for step in (1, 2, 3):
