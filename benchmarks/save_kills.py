@@ -24,7 +24,6 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from driving.runs import Difference, Run, compared, losses_of, state_of, struck
@@ -167,7 +166,10 @@ def survivals(folder: Path, options: argparse.Namespace) -> tuple[Run, Tally]:
     words = ["--save-every", str(SAVE_EVERY), "--max-steps", str(10**9)]
     run = Run(folder, replicas="1-4", workers=4, options=words)
     checkpoints = run.run_dir / "checkpoints"
-    is_complete: Callable[[], bool] = lambda: sum(stand.holds_state for stand in run.stands()) == 4  # noqa: E731
+
+    def is_complete() -> bool:
+        return sum(stand.holds_state for stand in run.stands()) == 4
+
     with run.ended():
         run.start()
         while tally.kills < options.kills:

@@ -98,7 +98,7 @@ class Parts:
         while (text := self.mail.look(name)) is None:
             if time.monotonic() > deadline:
                 raise CheckpointError(f"waited {self.timeout_s:g} s in vain for {what}")
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # in the writing thread; a store whose wait blocks would keep its other users out
         return json.loads(text)
 
 

@@ -92,7 +92,7 @@ def _await_all(store: dist.Store, names: Sequence[str], *, timeout_s: float, log
         if not is_told and waited_s > LATE_S:
             is_told = True
             log(f"{who} {have} not come to paceline.run() yet; the others have waited {waited_s:.0f} s")
-        time.sleep(MEET_S)
+        time.sleep(MEET_S)  # the store can be asked who is missing, but not waited for with names
 
 
 def await_books(store: dist.Store, own: Assignment) -> None:
