@@ -6,7 +6,9 @@ import dataclasses
 import inspect
 import json
 import os
-import threading
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from paceline.comm.lines import is_users
-from paceline.comm.ring import NUM_CALLS, Call, GroupEntry, Ring, Work, read_ring
+from paceline.comm.ring import NUM_CALLS, STACK_SIGNAL, Call, GroupEntry, Ring, Work, read_ring
 from paceline.monitor.doing import Doing, look
 from paceline.monitor.failure import Failure, explain
 from paceline.monitor.hang import FIRST_S, MARGIN_S, Finding, HangDetector, absences, mismatches, sentence
@@ -66,7 +68,6 @@ def doing(
         worker=worker,
         host="a",
         pid=4700 + worker,
-        thread=1,
         limit_s=600.0,
         state="running",
         step=812,
@@ -110,7 +111,7 @@ def test_a_ring_tells_what_was_written_to_it(tmp_path: Path) -> None:
     ring.wait(serial)
     image = read_ring(tmp_path / "doing")
     assert image is not None
-    assert (image.worker, image.pid, image.thread) == (2, os.getpid(), threading.get_ident())
+    assert (image.worker, image.pid) == (2, os.getpid())
     assert (image.step, image.phase, image.limit_s) == (812, "forward and backward", 600.0)
     (group,) = image.groups
     assert (group.name, group.members, group.entered) == ("generation 3", (0, 2, 5, 6, 7), 2)
@@ -340,10 +341,7 @@ def test_every_collective_that_is_followed_has_the_parameters_that_the_table_say
 
 # --------------------------------------------------------------------------------------------------------------- stacks
 
-DUMP = """Thread 0x00007f01 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 1 in wait
-
-Current thread 0x00007f02 (most recent call first):
+DUMP = """Stack (most recent call first):
   File "/usr/lib/python3.11/site-packages/PIL/Image.py", line 3 in open
   File "/home/u/train.py", line 88 in load_image
   File "/venv/lib/python3.11/site-packages/torch/utils/data.py", line 5 in fetch
@@ -353,7 +351,7 @@ Current thread 0x00007f02 (most recent call first):
 
 
 def test_the_users_innermost_line_is_found_in_a_dump() -> None:
-    frames = newest(DUMP, 0x7F02)
+    frames = newest(DUMP)
     assert place_of(frames) == "train.py:88 in load_image"
     assert stack_text(frames).splitlines() == [
         '  File "/home/u/train.py", line 20, in <module>',
@@ -361,9 +359,8 @@ def test_the_users_innermost_line_is_found_in_a_dump() -> None:
         '  File "/home/u/train.py", line 88, in load_image',
         "  ... 1 frame in libraries, the last: Image.py:3 in open",
     ]
-    assert place_of(newest(DUMP, 0x7F01)) == "threading.py:1 in wait", "the worker's own thread counts"
-    assert newest(DUMP + DUMP.replace("line 88 in load_image", "line 99 in load_image"), 0x7F02)[1].line == 99
-    assert place_of(newest("", 1)) == ""
+    assert newest(DUMP + DUMP.replace("line 88 in load_image", "line 99 in load_image"))[1].line == 99
+    assert place_of(newest("")) == ""
 
 
 def test_a_dump_is_read_when_it_is_whole(tmp_path: Path) -> None:
@@ -371,15 +368,54 @@ def test_a_dump_is_read_when_it_is_whole(tmp_path: Path) -> None:
     path.write_text(DUMP.replace("88", "77"))
     stack = StackFile(tmp_path)
     stack.ask()
-    assert stack.answer(0x7F02) is None
+    assert stack.answer() is None
     with open(path, "a") as file:
         file.write(DUMP[:60])
-    assert stack.answer(0x7F02) is None, "it may still grow"
+    assert stack.answer() is None, "it may still grow"
     with open(path, "a") as file:
         file.write(DUMP[60:])
-    assert stack.answer(0x7F02) is None
-    frames = stack.answer(0x7F02)
+    assert stack.answer() is None
+    frames = stack.answer()
     assert frames is not None and place_of(frames) == "train.py:88 in load_image"
+
+
+BUSY = """
+import sys, threading
+from paceline.worker.watched import answer_stacks
+
+def deep(depth):
+    return depth and deep(depth - 1)
+
+def turn():
+    while True:
+        deep(50)
+
+def aside():
+    turn()
+
+answer_stacks(sys.argv[1])
+threading.Thread(target=aside, daemon=True).start()
+print("ready", flush=True)
+turn()
+"""
+
+
+def test_a_process_of_busy_threads_lives_through_any_number_of_requests(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            stack = StackFile(tmp_path)
+            for _ in range(50):
+                stack.ask()
+                process.send_signal(STACK_SIGNAL)
+                while (frames := stack.answer()) is None:
+                    assert process.poll() is None
+                    time.sleep(0.02)
+                assert frames[-1].function == "<module>"
+        finally:
+            process.kill()
+    stacks = (tmp_path / "stacks").read_text()
+    assert "in aside" not in stacks, "a thread that runs meanwhile is not read"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,6 @@ class Run:
             worker=worker,
             host="a",
             pid=4700 + worker,
-            thread=1,
             limit_s=600.0,
             state=self.state[worker],
             step=self.step,

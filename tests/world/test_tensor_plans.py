@@ -64,13 +64,13 @@ def assert_same_step(model: nn.Module, plan: TensorPlan, loss: Any, tolerance: f
             assert float((found[name] - grad).abs().max()) <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("kind", list(CASES))
+@pytest.mark.parametrize(
+    ("kind", "sequence"),
+    [(kind, sequence) for kind in CASES for sequence in (False, True) if (kind, sequence) != ("vit", True)],
+)  # vit has 17 tokens, which do not divide: that they are refused is another test
 def test_emulated_workers_agree_with_the_whole_model(kind: str, sequence: bool) -> None:
     if kind in HUGGING_FACE:
         pytest.importorskip("transformers")
-    if kind == "vit" and sequence:
-        pytest.skip("17 tokens do not divide; that they are refused is another test")
     model = build(kind, torch.float64)
     plan = find_plan(model, size=2, sequence=sequence)
     assert plan.layers

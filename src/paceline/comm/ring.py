@@ -39,7 +39,7 @@ STACKS_NAME = "stacks"  # beside it: what a worker writes when it gets the signa
 # A real-time signal, where there are any: the usual ones are for the user's program, and for batch systems.
 STACK_SIGNAL: int = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 MAGIC = b"PACERNG1"
-IDENTITY = struct.Struct("<8sIIQd")  # magic, worker, pid, the thread that trains, its patience
+IDENTITY = struct.Struct("<8sIId")  # magic, worker, pid, its patience
 NOW_AT, NOW = 64, struct.Struct("<QQQQQ32s")  # last change, serial waited for or 0, since, phase since, step, phase
 LINE_AT, LINE_BYTES = 160, 96  # the user's line when the phase began
 STEPS_AT, NUM_STEPS = 256, 16  # seconds that the newest steps took, used in turn; 0: not yet
@@ -98,7 +98,6 @@ class Image:
 
     worker: int
     pid: int
-    thread: int
     limit_s: float  # Job.timeout_s, as the worker knows it
     step: int
     steps_s: tuple[float, ...]  # what the newest ones took, in no order
@@ -124,12 +123,12 @@ class Ring:
         self._groups: dict[str, _Group] = {}
         self._main: _Group | None = None
         self._texts: dict[object, bytes] = {}
-        IDENTITY.pack_into(memory, 0, MAGIC, worker, os.getpid(), threading.get_ident(), limit_s)
+        IDENTITY.pack_into(memory, 0, MAGIC, worker, os.getpid(), limit_s)
         self._now(0)
 
     @classmethod
     def create(cls, path: Path, *, worker: int, limit_s: float) -> Ring:
-        """Make the file anew, for this process and thread; `limit_s`: how long a worker waits for the others."""
+        """Make the file anew, for this process; `limit_s`: how long a worker waits for the others."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with open(partial, "w+b") as file:
             file.write(bytes(NUM_BYTES))  # not a hole: a full disk is an error here, and not a SIGBUS later
@@ -258,12 +257,11 @@ def read_ring(path: Path, *, with_calls: bool = True) -> Image | None:
     if len(data) < num_bytes or not data.startswith(MAGIC):
         return None
     now = time.monotonic_ns()
-    _, worker, pid, thread, limit_s = IDENTITY.unpack_from(data)
+    _, worker, pid, limit_s = IDENTITY.unpack_from(data)
     changed, waits_for, since, phase_since, step, phase = NOW.unpack_from(data, NOW_AT)
     return Image(
         worker=worker,
         pid=pid,
-        thread=thread,
         limit_s=limit_s,
         step=step,
         steps_s=tuple(filter(None, struct.unpack_from(f"<{NUM_STEPS}d", data, STEPS_AT))),

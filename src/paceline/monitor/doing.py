@@ -24,7 +24,6 @@ class Doing:
     worker: int
     host: str
     pid: int
-    thread: int  # that trains
     limit_s: float  # how long a worker may wait for the others
     state: str  # "running" | "stopped" (SIGSTOP, a debugger) | "gone"
     step: int
@@ -79,7 +78,6 @@ def look(worker_dir: Path, worker: int, *, host: str, with_calls: bool = True) -
         worker=worker,
         host=host,
         pid=image.pid,
-        thread=image.thread,
         limit_s=image.limit_s,
         state=_state(image.pid),
         step=image.step,

@@ -183,8 +183,8 @@ class Lookout:
 
     def _take_answers(self, now: float) -> None:
         for worker, when in list(self._asked.items()):
-            stack, doing = self._stacks.get(worker), self._doings.get(worker)
-            frames = stack.answer(doing.thread if doing is not None else 0) if stack is not None else None
+            stack = self._stacks.get(worker)
+            frames = stack.answer() if stack is not None else None
             if frames is not None:
                 self._places[worker], self._texts[worker] = place_of(frames), stack_text(frames)
             if frames is not None or now - when > ANSWER_S:

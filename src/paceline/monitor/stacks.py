@@ -1,6 +1,6 @@
 """Python stacks that workers have written when they were asked: found, cut to size, and told.
 
-The format is that of `faulthandler`: threads one after the other, the innermost frame first.
+The format is that of `faulthandler`: one dump after the other, the innermost frame first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.comm.ring import STACKS_NAME
 
 __all__ = ["Frame", "StackFile", "newest", "place_of", "stack_text"]
 
-THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+START = "Stack (most recent call first):"
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 DUMP_BYTES = 1 << 17  # of the end of the file, at most
 
@@ -30,7 +30,7 @@ class Frame:
 
 
 class StackFile:
-    """The file of one worker, to which each request adds a dump of all its threads."""
+    """The file of one worker, to which each request adds a dump."""
 
     def __init__(self, worker_dir: Path) -> None:
         self.path = worker_dir / STACKS_NAME
@@ -41,8 +41,8 @@ class StackFile:
         """A dump is asked for now."""
         self._from, self._size = self._num_bytes(), -1
 
-    def answer(self, thread: int) -> tuple[Frame, ...] | None:
-        """Return the frames of a thread, innermost first; None until they are there. Call it until they are.
+    def answer(self) -> tuple[Frame, ...] | None:
+        """Return the frames, innermost first; None until they are there. Call it until they are.
 
         A dump is whole when the file has not grown between two calls.
         """
@@ -53,7 +53,7 @@ class StackFile:
             return None
         with open(self.path, "rb") as file:
             file.seek(max(self._from, size - DUMP_BYTES))
-            return newest(file.read().decode("utf-8", errors="replace"), thread)
+            return newest(file.read().decode("utf-8", errors="replace"))
 
     def _num_bytes(self) -> int:
         try:
@@ -62,17 +62,10 @@ class StackFile:
             return 0
 
 
-def newest(text: str, thread: int) -> tuple[Frame, ...]:
-    """The frames of a thread in the last dump; those of the last thread, which is the first one that was, where that
-    thread is not in it."""
-    found: dict[int, list[Frame]] = {}
-    current: list[Frame] = []
-    for line in text.splitlines():
-        if match := THREAD.match(line):
-            current = found[int(match.group(1), 16)] = []
-        elif match := FRAME.match(line):
-            current.append(Frame(match.group(1), int(match.group(2)), match.group(3)))
-    return tuple(found.get(thread, current))
+def newest(text: str) -> tuple[Frame, ...]:
+    """The frames of the last dump."""
+    matches = map(FRAME.match, text.rpartition(START)[2].splitlines())
+    return tuple(Frame(match.group(1), int(match.group(2)), match.group(3)) for match in matches if match)
 
 
 def place_of(frames: Sequence[Frame]) -> str:

@@ -24,7 +24,7 @@ __all__ = ["work"]
 def work(assignment: Assignment) -> int:
     """Run the job's program as this worker; returns the exit status: 0, 1 (an error), 2 (a wrong plan or job)."""
     faulthandler.enable()
-    answer_stacks(assignment)
+    answer_stacks(assignment.worker_dir)
     _settle_breakpoints(assignment)
     environment.enter(assignment)
     try:
