@@ -20,8 +20,8 @@ class Workers:
 
     def __init__(self, run: Path, count: int = 2) -> None:
         self.run, self.count = run, count
-        RunRecord.begin_attempt(run, job={}, workers=count)
-        self.directories = [run / "attempt_1" / f"worker_{worker}" for worker in range(count)]
+        self.attempt = run / f"attempt_{RunRecord.begin_attempt(run, job={}, workers=count).attempt}"
+        self.directories = [self.attempt / f"worker_{worker}" for worker in range(count)]
         for directory in self.directories:
             directory.mkdir(parents=True)
         self.logs = [EventLog(path / "events.jsonl", worker=worker) for worker, path in enumerate(self.directories)]
@@ -45,7 +45,7 @@ class Workers:
 
     def add(self) -> int:
         """One more worker's directory and events; returns its rank."""
-        directory = self.run / "attempt_1" / f"worker_{self.count}"
+        directory = self.attempt / f"worker_{self.count}"
         directory.mkdir()
         self.directories.append(directory)
         self.logs.append(EventLog(directory / "events.jsonl", worker=self.count))

@@ -5,6 +5,7 @@ A supervisor has an `Attempt`; in a world that somebody else started there is no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -18,6 +19,7 @@ from paceline.events import Event, EventLog, RunStarted, Warned
 from paceline.launch.head import Head
 from paceline.launch.local import launch
 from paceline.launch.member import Member
+from paceline.launch.occupied import wait_until_free
 from paceline.launch.outcome import Outcome, WorkerExit
 from paceline.launch.parent import WarmParent
 from paceline.monitor.books import Books
@@ -25,11 +27,14 @@ from paceline.monitor.failure import Failure, explain, root
 from paceline.monitor.lookout import Lookout
 from paceline.monitor.memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.monitor.process import this_host
-from paceline.monitor.run_record import RunRecord
+from paceline.monitor.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan import Job, Plan
 
-__all__ = ["Attempt", "begin_record", "error_of", "name_of", "run_started"]
+__all__ = ["Attempt", "begin_record", "error_of", "name_of", "run_started", "wait_for_orphans"]
+
+ORPHANS_END_S = 10.0  # beyond their grace time: until whoever did not leave in time is killed
+WHILE_MET_S = 10.0  # less than the head waits for a host's first word
 
 
 class Attempt:
@@ -115,13 +120,27 @@ class Attempt:
         if self._log is not None:
             self._log.emit(event)
 
-    def value(self) -> Any:
-        """What worker 0's function returned; None on the other hosts, which do not have it."""
+    def value(self, outcome: Outcome) -> Any:
+        """What the function returned on worker 0, or, in an elastic run, on the first of those who were there at its
+        end; None on the other hosts, which do not have it.
+
+        Raises LaunchError where none of them was on this host.
+        """
         if not self.is_head:
             return None
         import cloudpickle  # only here: the command never needs it
 
-        return cloudpickle.loads((self.directory / "worker_0" / "result.pkl").read_bytes())
+        there = [ended for ended in outcome.exits if ended.exit_code == 0]
+        for ended in there:
+            result = self.directory / f"worker_{ended.worker}" / "result.pkl"
+            if result.exists():
+                return cloudpickle.loads(result.read_bytes())
+        hosts = ", ".join(dict.fromkeys(ended.host for ended in there))
+        raise LaunchError(
+            f"The run has finished, but no worker was left on this host at its end, so what the function returned is "
+            f"in the run's directory on {hosts}: {self.directory}/worker_*/result.pkl. Give the hosts a run_dir on a "
+            "disk that they share, or write files of your own."
+        )
 
     def _begin(self, side: Head | Member) -> Path:
         """All hosts are there: open the books. Returns the run's directory on this host; RunFileError where it cannot
@@ -129,6 +148,7 @@ class Attempt:
         self.number, self.is_head = side.attempt, side.host_index == 0
         if self._follow and not self.is_head:
             self.run_dir = Path(side.run_dir)
+            self._let_orphans_end()
         workers = self.job.workers or 1
         if self.is_head:
             self._record = begin_record(self.run_dir, self.job, workers=workers, plan=self._plan)
@@ -156,6 +176,17 @@ class Attempt:
             self._lookout = self._looking_out(side)
         return self.run_dir
 
+    def _let_orphans_end(self) -> None:
+        """This host may have been in the run before: only now does it know where. Without a commit it is soon over."""
+        try:
+            wait_for_orphans(
+                dataclasses.replace(self.job, run_dir=str(self.run_dir)), say=self.say, limit_s=WHILE_MET_S
+            )
+        except LaunchError:
+            self.say(
+                f"workers of the start before are still there after {WHILE_MET_S:.0f} s: the run goes on beside them"
+            )
+
     def _looking_out(self, side: Head | Member) -> Lookout:
         """Whoever looks out for hangs: on the head; elsewhere it only tells the head what it sees."""
 
@@ -163,7 +194,7 @@ class Attempt:
             self.emit(Warned(text=text))
 
         if isinstance(side, Head):
-            lookout = Lookout(self.directory, host=side.host, local=side.here, reach=side, say=say)
+            lookout = Lookout(self.directory, host=side.host, local=side.here, reach=side, say=say, may_balance=self._may_balance)
             side.guests.heard_doing = lookout.heard
         else:
             lookout = Lookout(
@@ -171,6 +202,11 @@ class Attempt:
             )
             side.before_stack = lookout.note_asked
         return lookout
+
+    @property
+    def _may_balance(self) -> bool:
+        """Whether slower workers could be given less, as far as is known here: the plan may be in the script."""
+        return not self.job.balance and (self._plan is None or self._plan.layout.workers_each == 1)
 
     def _end(self, outcome: Outcome, failures: tuple[Failure, ...]) -> int:
         """Close the books, as far as they were opened; returns the exit status."""
@@ -207,6 +243,21 @@ def next_attempt(run_dir: Path) -> int:
         raise PlanError(str(error)) from error
     except OSError as error:
         raise _unusable(run_dir, error) from error
+
+
+def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | None = None) -> None:
+    """Return when workers of an earlier start have ended: they may be saving the very state that this one is to go on
+    from. Raises LaunchError after `limit_s` seconds (None: what they have to save, and to be ended)."""
+    run_dir = Path(str(job.run_dir))
+    grace_s, is_elsewhere = job.grace_s, True
+    with contextlib.suppress(ValueError):  # the record is another host's, or damaged: that is told where it is used
+        record = RunRecord.load(run_dir)
+        if record.is_alive():
+            return  # the directory is in use, and that is told as well
+        grace_s = float(record.job.get("grace_s", job.grace_s))
+        is_elsewhere = record.state_now() == RUNNING  # this host may come back to it
+    limit_s = grace_s + ORPHANS_END_S if limit_s is None else limit_s
+    wait_until_free(run_dir, limit_s=limit_s, say=say, on_this_host=is_elsewhere)
 
 
 def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) -> RunRecord:

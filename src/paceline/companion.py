@@ -74,6 +74,7 @@ def watched_by_thread(
         reach=reach,
         say=lambda text: log.emit(Warned(text=text)),
         lead_s=min(LEAD_S, job.timeout_s / 2),
+        may_balance=not job.balance,
     )
 
     def close(state: str, exit_code: int) -> None:
@@ -193,12 +194,15 @@ class _Reach:
         else:
             self._say("ask", [worker])
 
-    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
+    def can_do_without(self, workers: Sequence[int]) -> bool:
+        """Engines end a job when one of its workers ends."""
+        return False
+
+    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
         if not self.doomed:
             self._log.emit(Warned(text=f"{error['message']}\n{error['stacks']}"))
             self.doomed.update(workers)
             self._end_at = time.monotonic() + TELL_S
-        return True
 
     def is_due(self, now: float) -> bool:
         """Whether somebody is to be ended, and has been told why."""

@@ -20,9 +20,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
+from urllib.parse import quote, unquote
 
 from paceline.errors import PlanError
 
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_Setting = tuple[list[str], str]  # the names along a dotted path, and the text of the value at its end
 
 KIND = "kind"  # the key that names the class where an annotation allows several
 UNION = typing.get_origin(Literal[0] | None)  # what a union with a Literal is; all others are types.UnionType
@@ -80,10 +82,10 @@ def read(cls: type[T], table: Mapping[str, Any], *, path: str = "") -> T:
 def apply(obj: T, *overrides: str) -> T:
     """Return `obj` with overrides such as "plan.batch.size=64" applied, in order; the leading "plan." may be left out.
 
-    Fields of `obj` itself change together, so that the order of overrides that need each other does not matter.
+    Fields of one dataclass change together, so that the order of overrides that need each other does not matter.
     """
     root = type(obj).__name__.lower()
-    changes: dict[str, Any] = {}
+    settings: list[_Setting] = []
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals:
@@ -91,8 +93,8 @@ def apply(obj: T, *overrides: str) -> T:
         names = dotted.strip().split(".")
         if len(names) > 1 and names[0] == root:
             names = names[1:]
-        changes[names[0]] = _changed(obj, names, text.strip(), path=root, pending=changes)
-    return dataclasses.replace(obj, **changes) if changes else obj  # type: ignore[type-var]
+        settings.append((names, text.strip()))
+    return _changed(obj, settings, path=root)
 
 
 def parse_value(text: str, annotation: Any, *, path: str, owner: type | None = None, name: str = "") -> Any:
@@ -147,7 +149,7 @@ def read_short(text: str, annotation: Any, *, path: str) -> Any:
             raise PlanError(f"{path}: {name} is given twice in {text!r}.")
         if name not in annotations:
             raise unknown_name(cls, name, value, path=path)
-        values[name] = parse_value(value, annotations[name], path=_join(path, name), owner=cls, name=name)
+        values[name] = parse_value(unquote(value), annotations[name], path=_join(path, name), owner=cls, name=name)
     require_all(cls, values, path=path)
     return cls(**values)
 
@@ -239,27 +241,40 @@ def describe(annotation: Any) -> str:
     return said[0] if len(said) == 1 else f"{', '.join(said[:-1])} or {said[-1]}"
 
 
-def _changed(obj: Any, names: list[str], text: str, *, path: str, pending: Mapping[str, Any]) -> Any:
-    """Return the new value of field `names[0]` of `obj` when the field at the end of `names` becomes `text`."""
-    name, rest = names[0], names[1:]
-    cls = type(obj)
-    if name not in annotations_of(cls):
-        raise unknown_name(cls, name, text, path=path)
-    annotation, here = annotations_of(cls)[name], _join(path, name)
-    if not rest:
-        return parse_value(text, annotation, path=here, owner=cls, name=name)
-    current: Any = pending.get(name, getattr(obj, name))
-    if not dataclasses.is_dataclass(current) or isinstance(current, type):
-        raise PlanError(f"{here} is {current!r}, which has no fields: write {here}=value.")
-    if rest[0] not in annotations_of(type(current)):
-        others = [other for other in choices(annotation).values() if rest[0] in annotations_of(other)]
-        if others:
-            other = others[0].__name__
-            raise PlanError(
-                f"{here} is {type(current).__name__}, which has no field {rest[0]!r}; {other} has: "
-                f"use {here}={other.lower()}({rest[0]}={text})."
-            )
-    return dataclasses.replace(current, **{rest[0]: _changed(current, rest, text, path=here, pending={})})
+def _changed(obj: T, settings: Sequence[_Setting], *, path: str) -> T:
+    """Return `obj` with all settings made; it is checked once, when all of its fields have their new values."""
+    annotations = annotations_of(type(obj))
+    values: dict[str, Any] = {}
+    inner: dict[str, list[_Setting]] = {}  # of fields' own fields; those to be made yet
+    for (name, *rest), text in settings:
+        if name not in annotations:
+            raise unknown_name(type(obj), name, text, path=path)
+        here = _join(path, name)
+        current = values.get(name, getattr(obj, name))
+        if rest:
+            _require_field(current, rest[0], text, annotations[name], path=here)
+            inner.setdefault(name, []).append((rest, text))
+            continue
+        if name in inner:  # the new value takes its place, but what makes no sense is not dropped silently
+            _changed(current, inner.pop(name), path=here)
+        values[name] = parse_value(text, annotations[name], path=here, owner=type(obj), name=name)
+    for name, own in inner.items():
+        values[name] = _changed(values.get(name, getattr(obj, name)), own, path=_join(path, name))
+    return dataclasses.replace(obj, **values) if values else obj  # type: ignore[type-var]
+
+
+def _require_field(value: Any, name: str, text: str, annotation: Any, *, path: str) -> None:
+    """Raise PlanError where `value`, at `path`, has no fields, or only another kind of it has a field `name`."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise PlanError(f"{path} is {value!r}, which has no fields: write {path}=value.")
+    if name in annotations_of(type(value)):
+        return
+    others = [other.__name__ for other in choices(annotation).values() if name in annotations_of(other)]
+    if others:
+        raise PlanError(
+            f"{path} is {type(value).__name__}, which has no field {name!r}; {others[0]} has: "
+            f"use {path}={others[0].lower()}({name}={text})."
+        )
 
 
 def _converted(value: Any, annotation: Any, *, path: str, owner: type, name: str) -> Any:
@@ -354,12 +369,13 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _word(value: object) -> str:
-    """A field's value in a short form: letters, digits and ".-_" only, so that the whole is safe in a file name."""
+    """A field's value in a short form: letters, digits and ".-_" only, so that the whole is safe in a file name; what
+    else is in a text is written as in a URL, "%2F" for "/"."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, tuple):
         return "-".join(map(str, value))
-    return repr(value).replace("+", "") if isinstance(value, float) else str(value)
+    return repr(value).replace("+", "") if isinstance(value, float) else quote(str(value), safe="")
 
 
 def _folded(name: str) -> str:

@@ -36,6 +36,7 @@ __all__ = [
     "WorkerFailed",
     "WorkerFinished",
     "WorkerJoined",
+    "WorkerLeft",
     "WorkerLost",
     "WorkerStarted",
     "decode",
@@ -87,7 +88,8 @@ class StepDone(Event):
     num_samples: int  # real samples of the global batch
     loss: float | None
     metrics: Mapping[str, float]
-    seconds: Mapping[str, float]  # data, compute (forward and backward), communication (waited for), optimizer, total
+    seconds: Mapping[str, float]  # data, compute (forward and backward), communication (waited for), optimizer, total;
+    # and, where members came or went, recovery: dropped work, regrouping, handing the state over
     skipped: bool = False  # gradients were not finite: no worker took the step
     num_bytes_sent: int = 0  # handed to the wire by this worker, after the codec
 
@@ -190,6 +192,7 @@ class WorkerFailed(Event):
     host: str
     step: int
     reason: str
+    follows: bool = False  # only because of another one's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,6 +203,19 @@ class WorkerLost(Event):
     host: str
     step: int
     reason: str
+    silent_s: float = 0.0  # nothing had come of it for so long before that was told: it hung, or said nothing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerLeft(Event):
+    """A worker of an elastic run has left between two steps, as it was to; the others go on. `step` was its last."""
+
+    rank: int
+    host: str
+    step: int
+    reason: str  # "SIGTERM", "resized to 2 replicas", what has come on its host
+    members: Sequence[int]  # worker ranks of those who go on
+    resized: bool = False  # the run was made smaller on purpose: there is no such place any more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

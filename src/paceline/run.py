@@ -6,7 +6,6 @@ world (torchrun, srun, mpirun) and this process joins it; or this process is the
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import signal
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import paceline
 from paceline import config, environment
-from paceline.attempt import Attempt, begin_record, error_of, name_of
+from paceline.attempt import Attempt, begin_record, error_of, name_of, wait_for_orphans
 from paceline.companion import note_end, note_failure, note_left, told_by_thread, watched_by_thread
 from paceline.errors import PlanError
 from paceline.launch.local import prestart
-from paceline.launch.occupied import wait_until_free
-from paceline.monitor.run_record import RunRecord
 from paceline.plan import Job, Plan
+from paceline.plan.script import workers_of_script
 
 if TYPE_CHECKING:
     from paceline.plan.job import Assignment
@@ -37,11 +35,10 @@ __all__ = ["run", "start"]
 
 T = TypeVar("T")
 
-ORPHANS_END_S = 10.0  # beyond their grace time: until whoever did not leave in time is killed
-
 
 def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **job: Any) -> T:
-    """Run `function(worker)` on every worker of a job and return worker 0's value.
+    """Run `function(worker)` on every worker of a job and return worker 0's value; of an elastic run, the value of the
+    first of those who are there at its end.
 
     `plan` says what is computed; `job` are fields of `Job`: workers, run_dir, save_every, launcher, ... Inside a
     worker, and under torchrun, srun or mpirun, the call becomes that worker: it returns its own value, and exits where
@@ -92,7 +89,7 @@ def start(
     warm = prestart()
     try:
         settled = _settled(job, plan, overrides, script=Path(job.program))
-        _wait_for_orphans(settled)
+        wait_for_orphans(settled, say=_tell)
         attempt = Attempt(
             settled,
             plan=plan,
@@ -112,7 +109,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
     started = time.time()
     with prestart() as warm:
         settled = _settled(job, plan, (), script=_own_script())
-        _wait_for_orphans(settled)
+        wait_for_orphans(settled, say=_tell)
         attempt = Attempt(
             settled, plan=plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
         )
@@ -127,7 +124,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
         raise SystemExit(outcome.exit_code)
     if outcome.state == "failed":
         raise error_of(attempt.failures)
-    return attempt.value()
+    return attempt.value(outcome)
 
 
 def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]) -> T:
@@ -207,18 +204,6 @@ def _noticing(own: Assignment, world: World) -> Notice:
     return Notice(grace_s=own.job.grace_s, more=environment.notice_signals(), on_notice=noticed)
 
 
-def _wait_for_orphans(job: Job) -> None:
-    """Workers of an earlier start may be saving the very state that this one is to go on from."""
-    run_dir = Path(str(job.run_dir))
-    if not run_dir.exists():
-        return
-    with contextlib.suppress(ValueError):  # no run's directory yet, or a damaged one: that is told where it is used
-        record = RunRecord.load(run_dir)
-        if not record.is_alive():  # otherwise the directory is in use, and that is told as well
-            grace_s = float(record.job.get("grace_s", job.grace_s))
-            wait_until_free(run_dir, limit_s=grace_s + ORPHANS_END_S, say=_tell)
-
-
 def _is_for_each_host(world: World, job: Job) -> bool:
     """Whether the world was only started to have this job's command once on each of its hosts."""
     return job.hosts > 1 and (world.workers, world.local_workers) == (job.hosts, 1)
@@ -241,7 +226,7 @@ def _settled(job: Job, plan: Plan | None, overrides: Sequence[str], *, script: P
     if workers is None and plan is not None:
         workers = plan.layout.workers
     if workers is None and script is not None and job.program:
-        workers = _workers_in_script(script)
+        workers = workers_of_script(script, overrides, args=job.args, say=_tell)
     settled = dataclasses.replace(job, workers=workers or job.hosts)
     if plan is not None:
         resolved = config.apply(plan, *overrides) if overrides else plan
@@ -249,25 +234,6 @@ def _settled(job: Job, plan: Plan | None, overrides: Sequence[str], *, script: P
     if settled.run_dir is None:
         settled = dataclasses.replace(settled, run_dir=str(_new_run_dir(script)))
     return settled
-
-
-def _workers_in_script(script: Path) -> int | None:
-    """The number in the script's own `paceline.run(..., workers=N)`, read without running it, or None."""
-    try:
-        tree = ast.parse(script.read_bytes())
-    except (SyntaxError, ValueError):
-        return None  # the worker that runs it tells the user, with the line
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("paceline.run", "run"):
-            for keyword in node.keywords:
-                if keyword.arg == "workers":
-                    if isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, int):
-                        return keyword.value.value
-                    raise PlanError(
-                        f"{script} computes its number of workers ({ast.unparse(keyword)}): "
-                        "say it on the command line, --workers N."
-                    )
-    return None
 
 
 def _new_run_dir(script: Path | None) -> Path:

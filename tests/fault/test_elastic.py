@@ -135,6 +135,11 @@ def test_one_of_an_elastic_run_may_leave_on_sigterm_and_the_others_go_on(tmp_pat
     assert_unharmed(run)
     assert not run.events("WorkerLost")
     assert run.workers() == [0, 1, 2]
+    (leaving,) = run.events("WorkerLeft")
+    last = json.loads((run.run_dir / "attempt_1/worker_3/ledger.jsonl").read_text().splitlines()[-1])["step"]
+    told = {name: leaving[name] for name in ("rank", "step", "reason", "members", "resized")}
+    assert told == {"rank": 3, "step": last, "reason": "SIGTERM", "members": [0, 1, 2], "resized": False}
+    assert f"worker 3 has left (SIGTERM) after step {last}: 3 workers go on\n" in run.output
 
 
 def test_a_run_is_resized_on_purpose_down_and_up_again(tmp_path: Path) -> None:
@@ -150,6 +155,9 @@ def test_a_run_is_resized_on_purpose_down_and_up_again(tmp_path: Path) -> None:
     assert_unharmed(run, undisturbed(json.dumps({"job": {"max_steps": 100}})))
     assert run.workers() == [0, 1, 2, 3]
     assert not run.events("WorkerLost")
+    told = [(one["rank"], one["reason"], one["members"], one["resized"]) for one in run.events("WorkerLeft")]
+    assert sorted(told) == [(rank, "resized to 2 replicas", [0, 1], True) for rank in (2, 3)]
+    assert all(f"worker {rank} has left (resized to 2 replicas) after step" in run.output for rank in (2, 3))
 
 
 def resized(run_dir: Path, replicas: int) -> tuple[int, str]:
@@ -204,6 +212,8 @@ def test_where_all_are_lost_the_run_says_run_me_again_and_goes_on_from_its_check
     first = trained(tmp_path / "a", *faults)
     assert first.code == 76, first.output
     assert "no replica is left" in first.output
+    lost = [event["reason"] for event in first.events("WorkerLost")]
+    assert len(lost) == 4 and all(reason in first.output for reason in lost), first.output
     second = trained(tmp_path / "a", *faults)
     assert second.code == 0, second.output
     assert {row["step"]: row["loss"] for row in second.metrics()} == pytest.approx(

@@ -81,6 +81,24 @@ def test_a_host_that_is_asked_to_leave_leaves_alone_and_comes_back_with_the_same
 
 
 @needs_network
+def test_a_second_sigterm_on_a_host_that_leaves_ends_its_workers_at_once_and_costs_the_others_no_step(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    with spread(tmp_path, hosts[0], gate=GATE) as job:
+        _, west = [job.start(host) for host in hosts]
+        job.reached(GATE - 1)  # there everybody waits, so that nobody comes to the end of a step and leaves
+        west.process.send_signal(signal.SIGTERM)
+        job.head.says("leave between")
+        west.process.send_signal(signal.SIGTERM)
+        assert west.end() == 128 + signal.SIGTERM, west.output
+        job.happened("WorkerLost", times=2)
+        job.open_gate()
+        run = job.end()
+    assert_unharmed(run, like())
+    assert run.workers() == [0, 1]
+
+
+@needs_network
 def test_sigterm_on_one_host_has_everybody_save_and_leave_where_too_few_would_be_left(
     hosts: list[Host], tmp_path: Path
 ) -> None:

@@ -180,7 +180,7 @@ def test_the_users_own_traceback_is_on_the_screen_once_with_worker_host_and_step
     assert done.status == 1
     headline, *trace, echo = done.report.splitlines()
     assert re.fullmatch(
-        r"worker 1 \(host \S+, pid \d+\) failed at step 3: ValueError: worker one has had enough", headline
+        r"worker 1 \(host \S+, pid \d+\) failed after step 3: ValueError: worker one has had enough", headline
     )
     assert trace[0] == "Traceback (most recent call last):"
     assert [line for line in trace if IN_TRAIN in line and "train" in line]
@@ -197,7 +197,7 @@ def test_a_failed_run_leaves_its_logs_and_ends_in_time(train: Callable[..., Done
     assert (error["kind"], error["message"], error["worker"]) == ("ValueError", "after the step", 1)
     assert (error["step"], error["usage"], error["echo"]) == (4, False, False)
     assert done.ended - error["time"] < GONE_S
-    assert "failed at step 4" in done.screen
+    assert "failed after step 4" in done.screen
     assert "Exception ignored" not in done.screen
     for worker in range(3):
         directory = Path(f"run/attempt_1/worker_{worker}")
@@ -212,7 +212,7 @@ def test_the_same_error_of_all_workers_is_one(train: Callable[..., Done]) -> Non
     done = train("all")
     assert done.status == 1
     assert done.report.startswith("workers 0-2 (host ")
-    assert "all failed with the same error at step 3: ValueError: all of them fail" in done.report
+    assert "all failed with the same error after step 3: ValueError: all of them fail" in done.report
     assert done.screen.count("Traceback") == 1
     assert "because of it" not in done.screen
 
@@ -245,7 +245,7 @@ def test_a_script_that_is_wrong_before_it_trains(text: str, says: str, paceline:
     Path("wrong.py").write_text(text)
     done = paceline("run", "wrong.py", "--workers", "2", "--run-dir", "run")
     assert done.status == 1
-    assert "all failed with the same error at step 0" in done.screen
+    assert "all failed with the same error before the end of the first step" in done.screen
     assert says in done.screen
     assert done.screen.count("Traceback") <= 1
     assert "failed before the first step; logs are in run/attempt_1" in done.screen
@@ -312,7 +312,7 @@ def test_an_error_in_a_loader_process_is_the_users_own(train: Callable[..., Done
     done = train("loader")
     assert done.status == 1
     assert re.match(
-        r"worker \d .* failed at step \d: OSError: sample 40 cannot be read \(in loader process 0\)\n", done.report
+        r"worker \d .* failed after step \d: OSError: sample 40 cannot be read \(in loader process 0\)\n", done.report
     )
     assert "DataLoader" not in done.report
     assert re.search(r'train.py", line \d+, in __getitem__', done.report)
@@ -326,7 +326,7 @@ def test_an_exit_status_of_a_worker_is_a_failure_that_names_it(train: Callable[.
     done = train("exit")
     assert done.status == 1
     assert "worker 1 (host " in done.report
-    assert "failed at step 3: SystemExit: 3" in done.report
+    assert "failed after step 3: SystemExit: 3" in done.report
 
 
 def test_a_worker_that_is_killed_is_said_to_be_killed_with_step_and_peak_memory(train: Callable[..., Done]) -> None:
@@ -334,7 +334,7 @@ def test_a_worker_that_is_killed_is_said_to_be_killed_with_step_and_peak_memory(
     assert done.status == 1
     headline, echo = done.report.splitlines()
     assert re.fullmatch(
-        r"worker 1 \(host \S+, pid \d+\) was killed by signal 9 \(SIGKILL\) at step 3; "
+        r"worker 1 \(host \S+, pid \d+\) was killed by signal 9 \(SIGKILL\) after step 3; "
         r"peak memory [\d.]+ MiB( of [\d.]+ [GT]iB)?",
         headline,
     )
@@ -345,7 +345,7 @@ def test_a_worker_that_is_killed_is_said_to_be_killed_with_step_and_peak_memory(
 def test_a_segmentation_fault_is_told_with_the_line_that_made_it(train: Callable[..., Done]) -> None:
     done = train("segfault")
     assert done.status == 1
-    assert "was killed by signal 11 (SIGSEGV) at step 3" in done.report
+    assert "was killed by signal 11 (SIGSEGV) after step 3" in done.report
     assert re.search(r'train.py", line \d+ in go_wrong', done.screen)
 
 
@@ -370,7 +370,7 @@ def test_sys_exit_at_the_end_of_training_is_a_good_end(train: Callable[..., Done
 @pytest.mark.parametrize(
     ("mode", "says"),
     [
-        ("odd", "failed at step 3: Odd: (its __str__ failed: RuntimeError)"),
+        ("odd", "failed after step 3: Odd: (its __str__ failed: RuntimeError)"),
         ("group", "ValueError: first of it\n    +---------------- 2 ----------------\n    | TypeError: second of it"),
         ("cause", "invalid literal for int() with base 10: 'many'\n\nThe above exception was the direct cause"),
         ("deep", "RecursionError: maximum recursion depth exceeded"),
@@ -432,7 +432,7 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_with_one_sentence(train: C
     assert done.status == 1
     headline, *echo = done.report.splitlines()
     assert re.fullmatch(
-        r"worker 1 \(host \S+, pid \d+\) failed at step \d: RunFileError: \S+/worker_1/\w+.jsonl could not be written: "
+        r"worker 1 \(host \S+, pid \d+\) failed after step \d: RunFileError: \S+/worker_1/\w+.jsonl could not be written: "
         r"File too large. Free space there and start again with the same run_dir: it goes on from the newest \w+.",
         headline,
     )

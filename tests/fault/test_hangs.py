@@ -215,9 +215,23 @@ def test_a_worker_that_does_not_come_to_the_run_is_found_in_its_script(program: 
 
 
 def test_an_elastic_run_goes_on_without_a_worker_that_hangs(program: Path) -> None:
-    code, output = launched(program, "data", "6", "elastic")
+    code, output = launched(program, "data", "9", "elastic")
     assert code == 0, output
-    sentence(output, r"worker 1 \(\S+, pid \d+\) has not entered all_reduce")
+    who, loop = r"worker 1 \(\S+, pid (\d+)\)", line_of(program, "number += 1")
+    place = rf"train\.py:({loop - 1}|{loop}) in load_image"
+    told = sentence(
+        output,
+        rf"{who} has not entered all_reduce .* \S+ s\. The run gives it up in [1-4] s \(timeout_s\) and goes on; `kill -9 (\d+)`",
+    )
+    assert told.group(1) == told.group(2)
+    ended = sentence(
+        output,
+        rf"{who} was hanging at {place} and was ended: the others had stood still for (\S+) s \(timeout_s is 9\) after "
+        r"step 6: detected in (\S+) s, regrouped in \S+ s; 2 workers go on, steps lost 0",
+    )
+    assert 9.0 <= float(ended.group(3)) < 14.0
+    assert float(ended.group(3)) <= float(ended.group(4)) < 15.0, "after timeout_s nobody waits for silence_s, too"
+    assert STACK.findall(output) == ["1", "0", "2"]
     assert "finished at step 400" in output
 
 
@@ -226,6 +240,7 @@ def test_an_elastic_run_over_two_hosts_goes_on_without_a_worker_that_hangs(progr
     ends = over_two_hosts(tmp_path, program, "data", "6", "elastic", "last")
     assert [code for code, _ in ends] == [0, 0], ends
     sentence(ends[0][1] + ends[1][1], r"worker 2 \(\S+, pid \d+\) has not entered all_reduce .* in load_image")
+    sentence(ends[0][1] + ends[1][1], r"worker 2 \(\S+, pid \d+\) was hanging at \S+ in load_image and was ended")
     assert "finished at step 400" in ends[0][1] + ends[1][1]
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
+import dataclasses
 import json
+import os
 import signal
 import socket
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
 from fault.elastic_runs import LIMIT_S, Run, assert_unharmed, finish, start, trained, undisturbed
+from paceline.attempt import Attempt, wait_for_orphans
 from paceline.errors import LaunchError
-from paceline.launch.occupied import occupants, wait_until_free
+from paceline.launch.occupied import occupants, occupy, wait_until_free
+from paceline.monitor.run_record import RunRecord
+from paceline.plan import Job
+from pretended_hosts import MemberAndHead
 from programs import checkpoints
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
@@ -85,8 +91,7 @@ def test_the_next_start_waits_for_workers_that_are_still_there(tmp_path: Path) -
     options = job(FIXED, max_steps=4)
     first = trained(tmp_path / "a", **options)
     assert first.code == 0, first.output
-    with closing(log_of(first, 1)) as held:
-        fcntl.flock(held, fcntl.LOCK_SH)  # as worker 1 itself would, if it were still there
+    with occupied(first.run_dir / "attempt_1" / "worker_1"):  # as by worker 1 itself, if it were still there
         assert occupants(first.run_dir) == [1]
         second = start(tmp_path / "a", **job(FIXED))
         if second.stdout is None:
@@ -99,22 +104,98 @@ def test_the_next_start_waits_for_workers_that_are_still_there(tmp_path: Path) -
 
 def test_workers_that_stay_too_long_are_named_in_an_error(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    log = run_dir / "attempt_3" / "worker_0" / "stdout.log"
-    log.parent.mkdir(parents=True)
-    log.touch()
+    worker_dir = made(run_dir / "attempt_3" / "worker_0")
     said: list[str] = []
     wait_until_free(run_dir, limit_s=0.1, say=said.append)
     assert said == []
-    with open(log) as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
-        with pytest.raises(LaunchError, match=r"and worker 0 did not leave .* within 0 s\. End them"):
-            wait_until_free(run_dir, limit_s=0.1, say=said.append)
+    error = r"and worker 0 did not leave .* within 0 s\. End them"
+    with occupied(worker_dir), pytest.raises(LaunchError, match=error):
+        wait_until_free(run_dir, limit_s=0.1, say=said.append)
     assert len(said) == 1
     assert occupants(run_dir) == []
 
 
-def log_of(run: Run, worker: int) -> IO[str]:
-    return open(run.run_dir / "attempt_1" / f"worker_{worker}" / "stdout.log")
+def test_two_starts_that_look_at_once_do_not_take_each_other_for_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "attempt_1" / "worker_0")
+    seen: list[list[int]] = []
+
+    def close(fd: int) -> None:
+        monkeypatch.undo()
+        seen.append(occupants(tmp_path))  # another one looks while the first has the file open
+        os.close(fd)
+
+    monkeypatch.setattr("paceline.launch.occupied.os.close", close)
+    seen.append(occupants(tmp_path))
+    assert seen == [[], []]
+
+
+def test_a_host_that_has_not_got_the_runs_record_waits_for_its_own_workers(tmp_path: Path) -> None:
+    job, said = Job(workers=4, hosts=2, head="a:29500", run_dir=str(tmp_path)), list[str]()
+    worker_dir = made(tmp_path / "attempt_1" / "worker_2")
+    wait_for_orphans(job, say=said.append, limit_s=0.0)
+    assert said == []
+    with occupied(worker_dir), pytest.raises(LaunchError, match="worker 2 did not leave"):
+        wait_for_orphans(job, say=said.append, limit_s=0.1)
+    assert said == ["the supervisor of the start before has gone: waiting for worker 2, to save and leave"]
+
+
+def test_a_host_that_comes_back_to_a_run_at_work_elsewhere_waits_for_its_own_workers_alone(tmp_path: Path) -> None:
+    job, said = Job(workers=2, hosts=2, head="a:29500", run_dir=str(tmp_path)), list[str]()
+    record = RunRecord.begin_attempt(tmp_path, job={}, workers=2)
+    dataclasses.replace(record, host="elsewhere").save()  # whose worker 0 is at work, and its lock seen from here
+    others, own = (made(tmp_path / "attempt_1" / f"worker_{worker}") for worker in range(2))
+    with occupied(others, host="elsewhere"):
+        wait_for_orphans(job, say=said.append, limit_s=0.1)
+        assert said == [] and occupants(tmp_path) == [0]
+        with occupied(own), pytest.raises(LaunchError, match="worker 1 did not leave"):
+            wait_for_orphans(job, say=said.append, limit_s=0.1)
+
+
+def test_a_host_that_follows_a_head_looks_for_its_own_workers_where_the_head_says_that_the_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.attempt.WHILE_MET_S", 0.1)
+    worker_dir = made(tmp_path / "run" / "attempt_1" / "worker_2")
+    job = Job(workers=4, hosts=2, head="a:29500", run_dir=str(tmp_path / "chosen"))
+    attempt = Attempt(job, plan=None, command_started=0.0, follow=True)
+    with occupied(worker_dir), closing(MemberAndHead()) as pair:
+        pair.member.run_dir = str(tmp_path / "run")
+        assert attempt._begin(pair.member) == tmp_path / "run"  # pyright: ignore[reportPrivateUsage]
+    said = capsys.readouterr().out
+    assert "waiting for worker 2, to save and leave" in said
+    assert "workers of the start before are still there after 0 s" in said
+
+
+def made(worker_dir: Path) -> Path:
+    worker_dir.mkdir(parents=True)
+    (worker_dir / "stdout.log").touch()
+    return worker_dir
+
+
+@contextmanager
+def occupied(worker_dir: Path, *, host: str | None = None) -> Iterator[None]:
+    """A process that is this worker, as far as can be seen, on this host or another one."""
+    release, hold = os.pipe()
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(hold)
+        if host is not None:
+            socket.gethostname = lambda: host
+        occupy(worker_dir)
+        os.write(tell, b".")
+        os.read(release, 1)  # to the end of the body
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        yield
+    finally:
+        os.close(hold)
+        os.waitpid(pid, 0)
+        for fd in (release, ready, tell):
+            os.close(fd)
 
 
 @BOTH

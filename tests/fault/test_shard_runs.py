@@ -1,18 +1,21 @@
-"""Whole runs of sharded replicas, as a user starts them: parity, a worker that hangs, one that is killed."""
+"""Whole runs of replicas that are split, as a user starts them: parity, a worker that hangs, one that is killed."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from programs import PACELINE, checkpoints, losses, run
+from programs import PACELINE, checkpoints, child_environment, losses, run
 
 pytestmark = pytest.mark.timeout(150)
 
 TRAIN = """\
+import json
 import os
 import signal
 import sys
@@ -35,7 +38,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
-        if HOW == "hang" and here == {"rank": 1, "step": 6}:
+        if HOW.startswith("hang") and here == {"rank": 1, "step": 6}:
             os.kill(os.getpid(), signal.SIGSTOP)
         return x + self.down(torch.tanh(self.up(x)))
 
@@ -55,13 +58,18 @@ def train(worker):
             open("died", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
 
+        if HOW == "orphan" and worker.rank == 1 and worker.step == 7 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(json.load(open("broken/run.json"))["pid"], signal.SIGKILL)  # the supervisor
+
         if HOW == "leave" and worker.rank == 0 and worker.step == 6:  # which is saved as the next step is asked for
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    plan = Plan(layout=Layout(shard=2), batch=Batch(size=16, micro=4))
-    timeout_s = 4.0 if HOW == "hang" else 60.0
+    layout = Layout(stages=2) if HOW == "hang-in-stages" else Layout(shard=2)
+    plan = Plan(layout=layout, batch=Batch(size=16, micro=4))
+    timeout_s = 4.0 if HOW.startswith("hang") else 60.0
     paceline.run(train, workers=2, plan=plan, save_every=3, timeout_s=timeout_s)
 """
 
@@ -80,6 +88,17 @@ def test_a_worker_that_stops_between_two_gathers_is_named(program: Path) -> None
     assert re.search(said, output), output
 
 
+def test_a_stage_that_stops_is_named_with_the_value_that_is_awaited(program: Path) -> None:
+    code, output = run(*PACELINE, "run", program, "hang-in-stages", limit_s=90)
+    assert code == 1
+    # In the middle of its forward: what stage 0 waits for is the gradient of what it has sent.
+    said = (
+        r"worker 1 \(.*\) is stopped .* has not entered transfer \d+ \(the gradient of an output of 0\.\d .*of "
+        r"micro-batch 0.*worker 0 has waited"
+    )
+    assert re.search(said, output), output
+
+
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(program: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     assert run(*PACELINE, "run", program, "--run-dir", whole)[0] == 0
@@ -95,12 +114,32 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(program: Path, tmp_path
     assert list(found.values()) == pytest.approx(losses(whole), rel=1e-5)
 
 
+def test_a_killed_supervisor_costs_no_step(program: Path, tmp_path: Path) -> None:
+    assert run(*PACELINE, "run", program, "--run-dir", "whole")[0] == 0
+    again = (*PACELINE, "run", program, "--run-dir", "broken", "orphan")
+    killed = subprocess.run(again, env=child_environment(), cwd=tmp_path, capture_output=True, timeout=90)
+    assert killed.returncode == -signal.SIGKILL
+    code, output = run(*again)  # at once: it waits until they have saved
+    assert code == 0, output
+    (saved,) = map(int, re.findall(r"resumed from step (\d+) ", output))
+    assert saved >= 7, "they saved nothing: the newest checkpoint of before is of step 6"
+    assert losses(tmp_path / "broken") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
 def test_parity_compares_sharded_plans_with_one_process(program: Path) -> None:
     plans = ("shard=2+zero=1+batch(size=16,micro=4)", "shard=2+zero=3+batch(size=16,micro=4)")
     words = [word for plan in plans for word in ("--plan", plan)]
     code, output = run(*PACELINE, "parity", program, "--workers", "2,4", "--steps", "4", *words, limit_s=140)
     assert code == 0, output
     assert "parity holds" in output and "shard=2+zero=1" in output
+
+
+def test_parity_compares_plans_with_stages_with_one_process(program: Path) -> None:
+    plans = ("stages=2+batch(size=16,micro=4)", "stages=2+schedule=zero-bubble+batch(size=16,micro=4)")
+    words = [word for plan in plans for word in ("--plan", plan)]
+    code, output = run(*PACELINE, "parity", program, "--workers", "2,4", "--steps", "4", *words, limit_s=140)
+    assert code == 0, output
+    assert "parity holds" in output and "stages=2+schedule=zero-bubble" in output
 
 
 def test_a_notice_right_after_a_save_has_all_leave_and_the_next_start_goes_on(program: Path, tmp_path: Path) -> None:

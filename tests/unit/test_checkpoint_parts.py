@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.dcp_parts import Rows, combined_crc32
+from paceline.checkpoint.dcp_parts import Where, combined_crc32
 from paceline.checkpoint.parts import Parts, PartWriter
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.checkpoint.writer import Writer
@@ -38,7 +38,7 @@ class Box:
 
 
 WHOLE = {"w": torch.arange(10.0).view(5, 2), "n": torch.arange(7)}
-ROWS = ({"w": Rows((5, 2), 0)}, {"w": Rows((5, 2), 3)})
+ROWS = ({"w": Where("w", (5, 2), (0, 0))}, {"w": Where("w", (5, 2), (3, 0))})
 
 
 def writers(directory: Path, told: list[Event], *, timeout_s: float = 30.0) -> tuple[Writer, PartWriter, Box]:
@@ -48,7 +48,7 @@ def writers(directory: Path, told: list[Event], *, timeout_s: float = 30.0) -> t
 
 
 def save(first: Writer, second: PartWriter, step: int) -> None:
-    first.save(step, {"w": WHOLE["w"][:3], "n": WHOLE["n"]}, {"plain": 1}, {}, rows=ROWS[0])
+    first.save(step, {"w": WHOLE["w"][:3], "n": WHOLE["n"]}, {"plain": 1}, {}, where=ROWS[0])
     second.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
 
 
@@ -103,7 +103,7 @@ def test_a_save_that_fails_on_one_writer_fails_at_once_and_the_next_one_succeeds
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path, pytest.MonkeyPatch], str]
 ) -> None:
     told: list[Event] = []
-    first, second, _ = writers(tmp_path, told)
+    first, second, mail = writers(tmp_path, told)
     with monkeypatch.context() as context:
         reason = fails(tmp_path, context)
         save(first, second, 1)
@@ -112,13 +112,17 @@ def test_a_save_that_fails_on_one_writer_fails_at_once_and_the_next_one_succeeds
         second._settle(None)  # pyright: ignore[reportPrivateUsage]: what it says of its own failure is not the matter
     assert isinstance(told[0], CheckpointFailed) and not list(tmp_path.iterdir())
     save(first, second, 2)
+    first.wait()
+    assert {name.partition("/")[0] for name in mail.texts} == {"1"}, "one of them may not have read it yet"
+    save(first, second, 3)
     second.close()
-    assert first.close() == tmp_path / "step_00000002"
+    assert first.close() == tmp_path / "step_00000003"
+    assert not mail.texts
 
 
 def test_a_part_that_never_comes_is_named(tmp_path: Path) -> None:
     first, _, _ = writers(tmp_path, [], timeout_s=0.1)
-    first.save(1, {"w": WHOLE["w"][:3]}, {}, {}, rows=ROWS[0])
+    first.save(1, {"w": WHOLE["w"][:3]}, {}, {}, where=ROWS[0])
     with pytest.raises(CheckpointError, match=r"waited 0\.1 s in vain for the part of worker 1"):
         first.close()
 

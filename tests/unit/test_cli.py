@@ -230,7 +230,7 @@ def test_the_commands_plan_wins_over_the_job_files(tmp_path: Path, script: str, 
         (["--wokers", "2", "train.py"], "unknown option --wokers. Did you mean --workers?"),
         ([], "the following arguments are required: SCRIPT.py|JOB.toml"),
         (["absent.py"], "There is no file absent.py."),
-        (["train.py", "--plan", "tensor=4"], "Layout(tensor=4): splitting layers over workers"),
+        (["train.py", "--plan", "experts=4"], "Layout(experts=4): spreading experts over workers"),
         (["train.py", "--plan", "default", "--set", "plan.batch.siz=4"], "Did you mean 'size'?"),
         (["train.py", "--set", "batch.size=4"], "batch.size belongs to the plan; write --set plan.batch.size=4."),
         (["train.py", "--set", "kep=4"], "job.kep: Job has no field 'kep'. Did you mean 'keep'?"),
@@ -474,6 +474,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         ("plan.batch.sise=4", "plan.batch.sise: Batch has no field 'sise'. Did you mean 'size'?"),
         ("plan.batch.size=four", "plan.batch.size is 'four'; it must be a whole number"),
         ("plan.batch.size=0", "Batch.size is 0; it must be at least 1 sample."),
+        ("plan.guard.window=2", "Guard.window is 2; it must be at least 8 steps."),
         ("plan.wire.dtype=fp17", "plan.wire.dtype is 'fp17'; it must be 'bf16' or 'fp16'"),
         ("plan.wire.type=fp16", "Raw has no field 'type'"),
     ],
@@ -485,8 +486,18 @@ def test_an_override_that_no_plan_takes_is_refused_before_there_is_a_run(
     assert started == []
 
 
-def test_an_override_that_the_script_s_plan_may_take_is_left_to_it(script: str, started: Record) -> None:
-    overrides = ["plan.wire.dtype=fp16", "plan.batch.size=8"]
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["plan.wire.dtype=fp16", "plan.batch.size=8"],
+        ["plan.guard.window=64"],  # of use beside the script's on_spike
+        ["plan.layout.zero=2"],  # beside its shard
+        ["plan.guard.window=64", "plan.guard.on_spike=rollback"],
+    ],
+)
+def test_an_override_that_the_script_s_plan_may_take_is_left_to_it(
+    overrides: list[str], script: str, started: Record
+) -> None:
     assert cli.main(["run", script, *(word for text in overrides for word in ("--set", text))]) == 7
     assert list(started[0][1]["overrides"]) == overrides
 

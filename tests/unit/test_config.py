@@ -51,6 +51,22 @@ class Tray:
             raise PlanError("more than 4 seats need a table")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kettle:
+    heat: Literal["none", "gas"] = "none"
+    minutes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.minutes and self.heat == "none":
+            raise PlanError("a kettle without heat boils nothing")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kitchen:
+    kettle: Kettle = dataclasses.field(default_factory=Kettle)
+    seats: int = 1
+
+
 def test_tables_short_forms_and_arrays_become_dataclasses() -> None:
     read = config.read(
         Tray, {"drink": {"kind": "Coffee", "origin": "Peru"}, "spare": {"grams": 3}, "labels": ["a", "b"]}
@@ -112,6 +128,20 @@ def test_overrides_that_need_each_other_may_come_in_any_order() -> None:
     with pytest.raises(PlanError, match="need a table"):
         config.apply(Tray(), "seats=6")
     assert config.apply(Tray(), "seats=6", "table=long").seats == 6
+
+
+def test_overrides_of_one_part_that_need_each_other_may_come_in_any_order() -> None:
+    with pytest.raises(PlanError, match="without heat"):
+        config.apply(Kitchen(), "kettle.minutes=4")
+    wanted = ["kettle.minutes=4", "seats=3", "kettle.heat=gas"]
+    for overrides in (wanted, wanted[::-1]):
+        assert config.apply(Kitchen(), *overrides) == Kitchen(kettle=Kettle(heat="gas", minutes=4), seats=3)
+
+
+def test_an_override_whose_part_is_replaced_by_a_later_one_is_checked_all_the_same() -> None:
+    assert config.apply(Tray(), "spare.grams=3", "spare=tea(sugar=true)").spare == Tea(sugar=True)
+    with pytest.raises(PlanError, match=r"tray\.spare\.gramms: Tea has no field"):
+        config.apply(Tray(), "spare.gramms=3", "spare=tea(sugar=true)")
 
 
 def test_an_override_leaves_the_original_alone() -> None:

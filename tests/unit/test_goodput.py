@@ -23,12 +23,13 @@ from paceline.events import (
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
 from paceline.monitor.goodput import ACCOUNTS, Ledger, keep_ledger
 from paceline.monitor.goodput_log import AttemptLog, StepTime, read_attempts
-from paceline.monitor.report import incident_text
+from paceline.monitor.report import cost_text, incident_text
 from paceline.monitor.run_record import RunRecord
 
 SECONDS = {"data": 0.1, "compute": 0.6, "communication": 0.2, "optimizer": 0.05}  # of a step of one second
@@ -239,6 +240,34 @@ def test_a_worker_that_left_before_the_others_has_no_place_after_that() -> None:
     assert ledger.workers[1]["idle"] == 0.0
 
 
+def test_the_place_of_a_worker_that_was_asked_to_leave_is_vacant_and_the_others_take_as_much_of_the_wall() -> None:
+    ledger = keep_ledger([one_that_left(resized=False)])
+    assert_whole(ledger, places=24.0)
+    (incident,) = ledger.incidents
+    assert (incident.kind, incident.began, incident.step) == ("left", 4.5, 2)
+    assert incident_text(incident) == "worker 1 has left (SIGTERM) after step 2: 1 worker goes on"
+    assert ledger.workers[1]["vacant"] == incident.cost_s == pytest.approx(8.0)  # from its last word to the end
+    assert ledger.wall_s["vacant"] == pytest.approx(8.0 / 2)
+    assert cost_text(incident) == "8.00 s of workers' time"
+
+
+def test_a_place_that_a_resize_gave_up_is_gone_and_takes_nothing_of_the_wall() -> None:
+    ledger = keep_ledger([one_that_left(resized=True)])
+    assert_whole(ledger, places=12.0 + 4.0)
+    assert ledger.worker_s["vacant"] == 0.0
+    assert ledger.wall_s["start_up"] == pytest.approx(2.05)  # both started for as long: the wall is not theirs twice
+    assert cost_text(ledger.incidents[0]) == "nothing"
+
+
+def one_that_left(*, resized: bool) -> AttemptLog:
+    """Worker 1 is dismissed after step 2, and its process is over half a second later."""
+    leaving = WorkerLeft(rank=1, host="a", step=2, reason="SIGTERM", members=(0,), resized=resized)
+    records = [
+        started(2.0, 0), started(2.0, 1), finished(4.0, 1, 2), record(4.5, leaving), finished(12.0, 0, 10),
+    ]  # fmt: skip
+    return log(records, {0: steps(1, 10, 2.0), 1: steps(1, 2, 2.0)}, ended=12.0)
+
+
 def test_a_worker_that_was_added_later_has_a_place_from_then_on() -> None:
     records = [started(2.0, 0), started(6.0, 1, startup_s=1.0), finished(12.0, 0, 10), finished(12.0, 1, 10)]
     told = {0: steps(1, 10, 2.0), 1: steps(6, 10, 7.0)}
@@ -283,6 +312,35 @@ def test_steps_that_a_rollback_undid_are_not_useful_and_its_incident_has_cost_th
     assert incident_text(incident) == (
         "step 7: loss 50, expected at most 3; left out, rolled back to step 4, steps undone 2"
     )
+
+
+def test_the_start_of_a_run_stays_its_start_when_its_first_step_is_undone_or_taken_again() -> None:
+    told = left_out(steps(1, 10, 2.0), 7)
+    records = [started(2.0, 0), started(2.0, 1), *spike(8.5, 7, "rollback", 0), finished(12.0, 0, 10)]
+    ledger = keep_ledger([log([*records, finished(12.0, 1, 10)], {0: told, 1: told}, ended=12.0)])
+    assert_whole(ledger, places=24.0)
+    assert [ledger.workers[worker]["start_up"] for worker in (0, 1)] == pytest.approx(
+        [2.05, 2.05]
+    )  # 0.05: not measured
+    (incident,) = ledger.incidents
+    assert incident.cost_s == ledger.worker_s["undone"] == pytest.approx(2 * 6.95)
+
+    failed = WorkerFailed(rank=1, host="a", step=6, reason="ValueError in worker 1")
+    told = {worker: steps(1, 6, 2.0) for worker in (0, 1)}
+    first = log([started(2.0, 0), started(2.0, 1), record(9.0, failed)], told, ended=9.0, state="failed", exit_code=1)
+    records = [started(13.0, worker, startup_s=1.0) for worker in (0, 1)]
+    again = {worker: steps(1, 8, 14.0) for worker in (0, 1)}
+    ledger = keep_ledger([first, log(records, again, attempt=2, began=12.0, ended=22.0)])
+    assert ledger.worker_s["repeated"] == pytest.approx(2 * 5.95)
+    assert ledger.worker_s["start_up"] == pytest.approx(2 * (2.05 + 2.05))
+
+
+def test_where_all_are_lost_the_incident_is_after_the_last_step_that_anybody_took() -> None:
+    told = {worker: steps(1, 6, 2.0) for worker in (0, 1)}
+    records = [started(2.0, 0), started(2.0, 1)]
+    records += [record(8.5, WorkerLost(rank=worker, host="a", step=4, reason="killed")) for worker in (0, 1)]
+    ledger = keep_ledger([log(records, told, ended=9.0, state="stopped", exit_code=76)])
+    assert [(incident.kind, incident.step) for incident in ledger.incidents] == [("loss", 6), ("end", 6)]
 
 
 def test_a_step_that_nobody_took_is_not_useful() -> None:
@@ -336,7 +394,9 @@ def test_workers_of_other_hosts_are_named_and_not_booked_and_their_losses_are_to
     assert [step.skipped for step in one.steps(0)] == [True]
     ledger = keep_ledger([one])
     assert list(ledger.workers) == [0, 1] and ledger.elsewhere == (2, 3)
-    assert [(incident.kind, incident.workers) for incident in ledger.incidents] == [("loss", [2, 3])]
+    assert [(incident.kind, incident.workers, incident.causes) for incident in ledger.incidents] == [
+        ("loss", [2, 3], [reason])
+    ]
     assert sum(ledger.wall_s.values()) == pytest.approx(ledger.duration_s)
 
 

@@ -22,7 +22,17 @@ from paceline.comm.lines import is_users
 from paceline.comm.ring import NUM_CALLS, STACK_SIGNAL, Call, GroupEntry, Ring, Work, read_ring
 from paceline.monitor.doing import Doing, look
 from paceline.monitor.failure import Failure, explain
-from paceline.monitor.hang import FIRST_S, MARGIN_S, Finding, HangDetector, absences, mismatches, sentence
+from paceline.monitor.hang import (
+    FIRST_S,
+    MARGIN_S,
+    Finding,
+    HangDetector,
+    absences,
+    cause,
+    mismatches,
+    outlook,
+    sentence,
+)
 from paceline.monitor.stacks import StackFile, newest, place_of, stack_text
 from paceline.worker.foreign import COLLECTIVES, KEYWORDS, followed
 
@@ -232,6 +242,33 @@ def test_who_has_launched_a_collective_and_does_nothing_more_waits_too() -> None
     assert (finding.named, finding.waiting, finding.waited_s) == ((2,), (0, 1, 3), 30.0)
 
 
+def test_the_outlook_says_when_the_wait_ends_and_what_ends_it_now() -> None:
+    doings = one_is_missing(21.0)
+    (finding,) = absences(doings)
+
+    def said(finding: Finding = finding, *, limit_s: float = 600.0, goes_on: bool = True, host: str = "a") -> str:
+        return outlook(finding, doings, limit_s=limit_s, goes_on=goes_on, host=host)
+
+    pid = doings[2].pid
+    assert said() == f". The run gives it up in 579 s (timeout_s) and goes on; `kill -9 {pid}` does it now"
+    assert said(host="other").endswith(f"`kill -9 {pid}` on a does it now")
+    assert said(goes_on=False) == ". The job ends in 579 s (timeout_s) if that does not change"
+    certain = dataclasses.replace(finding, kind="mismatch")
+    assert said(certain).startswith(". The job ends in 579 s")
+    assert said(limit_s=21.5) == said(limit_s=float("inf")) == ""
+    stopped = {**doings, 2: dataclasses.replace(doings[2], state="stopped")}
+    assert outlook(finding, stopped, limit_s=600.0, goes_on=True, host="a") == ""
+
+
+def test_the_cause_names_the_place_and_how_long_everybody_stood_still() -> None:
+    doings = one_is_missing(25.3)
+    (finding,) = absences(doings)
+    assert cause(finding, doings, {2: "train.py:88 in load_image"}, 25.0) == (
+        "worker 2 (a, pid 4702) was hanging at train.py:88 in load_image and was ended: the others had stood still "
+        "for 25.3 s (timeout_s is 25)"
+    )
+
+
 def test_a_stopped_worker_is_called_stopped() -> None:
     doings = one_is_missing(21.0)
     doings[2] = dataclasses.replace(doings[2], state="stopped")
@@ -283,6 +320,18 @@ def test_the_first_mismatch_counts_and_equal_calls_are_none() -> None:
     assert mismatches({0: doing(0, *same), 1: doing(1, *same)}) == []
     different = {0: doing(0, call(1), call(2, numel=1), call(3, numel=1)), 1: doing(1, call(1), call(2), call(3))}
     assert only(mismatches(different)).call.sequence == 2
+
+
+def test_who_has_sent_more_than_was_taken_waits_for_that_only_where_it_says_so() -> None:
+    def of_two(made: Doing) -> Doing:
+        return dataclasses.replace(made, groups=tuple(dataclasses.replace(g, members=(0, 1)) for g in made.groups))
+
+    sent = [call(1, group=USERS, kind="transfer"), call(2, group=USERS, kind="transfer")]
+    behind = of_two(doing(1, call(1), sent[0]))
+    elsewhere = of_two(doing(0, *sent, call(1), waited_s=40.0))  # in the run's own group, where nobody is late
+    assert absences({0: elsewhere, 1: behind}) == []
+    here = of_two(doing(0, call(1), *sent, waited_s=40.0))
+    assert only(absences({0: here, 1: behind})).named == (1,)
 
 
 def test_two_groups_whose_members_wait_for_each_other_are_a_circle_told_without_delay() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from paceline.elastic.notices import PREEMPTED
 from paceline.events import WorkerJoined, WorkerLost
+from paceline.launch.head import STOP_S
 from pretended_hosts import HeadAndMember, ended, heard
 
 
@@ -31,6 +33,35 @@ def test_a_run_with_a_fixed_number_of_replicas_takes_nobody_in(both: HeadAndMemb
     both.notice(0, "begun")
     reason = "its plan has a fixed number of replicas: Layout(replicas=(least, most)) lets hosts come later"
     assert both.head.refusal() == (reason, False)
+
+
+def test_a_second_signal_on_a_host_of_a_run_with_a_fixed_number_of_replicas_ends_the_run_at_once(
+    both: HeadAndMember,
+) -> None:
+    both.notice(0, "begun")
+    both.say(op="leaving", signal=int(signal.SIGTERM), reason="")
+    assert not [told for told in both.crew.told if told[0] == "terminate"], "it saves first"
+    both.say(op="leaving", signal=int(signal.SIGTERM), reason="", at_once=True)
+    assert both.crew.told[-1] == ("terminate", STOP_S)
+    for worker in range(3):
+        both.head.exited(ended(worker, None, signal=9))
+    assert both.state() == "stopped"
+    assert both.head.outcome is not None and both.head.outcome.exit_code == 143
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_on_a_host_of_an_elastic_run_is_the_loss_of_its_workers(
+    both: HeadAndMember, again: signal.Signals
+) -> None:
+    both.begin(least=1, most=3)
+    both.say(op="leaving", signal=int(signal.SIGTERM), reason="")
+    both.say(op="leaving", signal=int(again), reason="", at_once=True)
+    both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9, sent_by_us=True)))
+    assert both.state() == "going on"
+    assert not [told for told in both.crew.told if told[0] == "terminate"]
+    assert [event.rank for event in both.events if isinstance(event, WorkerLost)] == [2]
+    (last,) = [message for message in heard(both.member) if message["op"] == "end"]
+    assert last["outcome"]["exit_code"] == PREEMPTED, "the host itself knows better"
 
 
 def test_who_comes_when_the_run_is_about_to_end_may_try_again(both: HeadAndMember) -> None:

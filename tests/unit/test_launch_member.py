@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from paceline.elastic.notices import PREEMPTED
 from paceline.events import Event
 from paceline.launch.guests import SILENCE_S
 from paceline.launch.head import STOP_S, TERMINATE_S
+from paceline.launch.outcome import Outcome
 from pretended_hosts import MemberAndHead, ended, told
 
 
@@ -52,6 +54,49 @@ def test_a_signal_to_a_member_is_told_to_the_head(pair: MemberAndHead) -> None:
     assert told(pair.head) == {"op": "leaving", "signal": int(signal.SIGHUP), "reason": ""}
     pair.member.interrupted(signal.SIGHUP)
     assert pair.crew.told == [("terminate", STOP_S), "kill"]
+
+
+LEFT: dict[str, Any] = {"op": "end", "outcome": Outcome(state="stopped", exit_code=PREEMPTED).to_json()}
+
+
+@pytest.mark.parametrize(("again", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_kills_the_workers_that_are_leaving_and_the_exit_status_says_so(
+    pair: MemberAndHead, again: signal.Signals, exit_code: int
+) -> None:
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.member.interrupted(signal.SIGTERM)
+    pair.member.interrupted(again)
+    assert pair.crew.told == ["kill"]
+    assert told(pair.head)["op"] == "leaving"
+    assert told(pair.head) == {"op": "leaving", "signal": int(again), "reason": "", "at_once": True}
+    pair.head.send(LEFT)
+    pair.loop.turn(1.0)
+    assert pair.member.outcome is not None
+    assert (pair.member.outcome.state, pair.member.outcome.exit_code) == ("stopped", exit_code)
+
+
+def test_a_second_signal_when_the_workers_have_left_already_changes_nothing(pair: MemberAndHead) -> None:
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.member.interrupted(signal.SIGTERM)
+    pair.crew.alive.clear()
+    pair.member.interrupted(signal.SIGTERM)
+    pair.head.send(LEFT)
+    pair.loop.turn(1.0)
+    assert pair.member.outcome is not None and pair.member.outcome.exit_code == PREEMPTED
+
+
+def test_a_signal_while_workers_save_because_the_head_was_lost_ends_them_at_once(pair: MemberAndHead) -> None:
+    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.member.request(2, {"op": "begun"})
+    pair.head.close()
+    pair.loop.turn(1.0)
+    pair.member.interrupted(signal.SIGTERM)
+    assert pair.crew.told[-1] == "kill"
+    pair.member.exited(ended(2, None, signal=9, sent_by_us=True))
+    pair.crew.alive.clear()
+    pair.member.tick(time.monotonic())
+    assert pair.member.outcome is not None
+    assert (pair.member.outcome.state, pair.member.outcome.exit_code) == ("stopped", 143)
 
 
 def test_a_host_that_came_later_and_has_no_workers_ends_when_the_head_is_lost(pair: MemberAndHead) -> None:

@@ -27,7 +27,11 @@ def test_the_workers_of_a_replica_are_neighbours() -> None:
     mesh = mesh_of(Layout(replicas=2, shard=3), 6)
     assert mesh.groups("shard") == ((0, 1, 2), (3, 4, 5))
     assert mesh.groups("replica") == ((0, 3), (1, 4), (2, 5))
-    assert mesh.place(5) == {"replica": 1, "shard": 2}
+    assert {"replica": 1, "shard": 2}.items() <= mesh.place(5).items()
+    both = mesh_of(Layout(replicas=2, shard=2, tensor=2), 8)
+    assert both.group("tensor", 5) == (4, 5)
+    assert both.group("shard", 5) == (5, 7)
+    assert both.group("replica", 5) == (1, 5)
     with pytest.raises(ValueError, match="worker 6 is not in a mesh of 6 workers"):
         mesh.place(6)
 

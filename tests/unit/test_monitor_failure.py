@@ -52,7 +52,7 @@ def test_the_first_own_error_is_the_root_before_echoes_and_before_those_we_ended
 def test_the_traceback_comes_first_and_once_and_the_others_are_one_line() -> None:
     text = explain([failed(0, echo=True), failed(1, echo=True), failed(2), killed(3, sent_by_us=True)])
     assert text.split("\n") == [
-        "worker 2 (host a, pid 102) failed at step 812: ValueError: bad",
+        "worker 2 (host a, pid 102) failed after step 812: ValueError: bad",
         "Traceback (most recent call last):",
         '  File "train.py", line 2, in f',
         "ValueError: bad",
@@ -63,14 +63,14 @@ def test_the_traceback_comes_first_and_once_and_the_others_are_one_line() -> Non
 def test_equal_errors_of_several_workers_are_one() -> None:
     text = explain([failed(worker, time=worker) for worker in range(4)])
     assert text.startswith(
-        "workers 0-3 (host a) all failed with the same error at step 812: ValueError: bad\nTraceback"
+        "workers 0-3 (host a) all failed with the same error after step 812: ValueError: bad\nTraceback"
     )
     assert text.count("Traceback") == 1 and "stopped because of it" not in text
 
 
 def test_another_error_of_its_own_is_named_in_a_line() -> None:
     text = explain([failed(0, "one", time=1.0), failed(1, "two", time=2.0)])
-    assert text.endswith("worker 1 (host a, pid 101) failed at step 812: ValueError: two (independently)")
+    assert text.endswith("worker 1 (host a, pid 101) failed after step 812: ValueError: two (independently)")
 
 
 def test_frames_of_ours_above_the_user_s_are_left_out() -> None:
@@ -130,7 +130,7 @@ def test_an_error_in_a_loader_process_has_the_user_s_type_message_and_frames() -
         for worker, said in enumerate([message, other])
     ])  # fmt: skip
     assert text.split("\n") == [
-        "workers 0, 1 (host a) all failed with the same error at step 812: KeyError: 'colour: red' "
+        "workers 0, 1 (host a) all failed with the same error after step 812: KeyError: 'colour: red' "
         "(in loader process 1)",
         "Traceback (most recent call last):",
         '  File "/home/me/train.py", line 7, in __getitem__',
@@ -158,7 +158,7 @@ def test_an_error_that_says_all_has_no_traceback_and_is_one_for_workers_that_dif
         for worker in (0, 1)
     ])  # fmt: skip
     assert text.startswith(
-        "workers 0, 1 (host a) all failed with the same error at step 812: ValueError: /r/attempt_1/"
+        "workers 0, 1 (host a) all failed with the same error after step 812: ValueError: /r/attempt_1/"
     )
     assert text.endswith("Why. Why.") and "Traceback" not in text and "..." not in text
 
@@ -179,7 +179,7 @@ def test_a_traceback_of_ours_alone_stays_as_it_is() -> None:
 
 def test_a_killed_worker_is_said_to_be_killed_with_its_peak_memory() -> None:
     failure = killed(1, signal.SIGKILL, step=7, peak_memory_bytes=int(3.1 * GiB), memory_limit_bytes=24 * GiB)
-    line = "worker 1 (host a, pid 101) was killed by signal 9 (SIGKILL) at step 7; peak memory 3.10 GiB of 24.0 GiB"
+    line = "worker 1 (host a, pid 101) was killed by signal 9 (SIGKILL) after step 7; peak memory 3.10 GiB of 24.0 GiB"
     assert explain([failure]) == line
     likely = killed(
         1, signal.SIGKILL, step=7, peak_memory_bytes=int(3.1 * GiB), memory_limit_bytes=24 * GiB, oom_likely=True
@@ -191,12 +191,12 @@ def test_a_killed_worker_is_said_to_be_killed_with_its_peak_memory() -> None:
 
 def test_an_exit_without_an_error_is_said_as_such() -> None:
     failure = Failure(worker=0, host="a", pid=100, exit_code=3, step=5)
-    assert "ended with exit code 3 at step 5, without an error of its own; see its stderr.log" in headline(failure)
+    assert "ended with exit code 3 after step 5, without an error of its own; see its stderr.log" in headline(failure)
 
 
 def test_workers_killed_alike_are_one_line() -> None:
     text = explain([killed(worker, signal.SIGSEGV, step=2) for worker in range(3)])
-    assert text == "workers 0-2 (host a) were all killed by signal 11 (SIGSEGV) at step 2"
+    assert text == "workers 0-2 (host a) were all killed by signal 11 (SIGSEGV) after step 2"
 
 
 def test_a_long_message_of_many_lines_is_short_in_the_headline_and_whole_in_the_traceback() -> None:

@@ -16,7 +16,9 @@ from paceline.events import (
     Evaluated,
     EventLog,
     StreamOpened,
+    WorkerFinished,
     WorkerJoined,
+    WorkerLeft,
 )
 from paceline.monitor.live import LiveConsole
 from paceline.monitor.watch import Watch
@@ -107,7 +109,8 @@ def test_the_marks_of_a_terminal_follow_the_members(workers: Workers, terminal: 
     def marks(after_s: float) -> str:
         watch.poll()
         watch._screen.poll(time.monotonic() + after_s)  # pyright: ignore[reportPrivateUsage]
-        return re.findall(r"workers  ([●○✗✓]+  \d(?:  \d lost so far)?)", plain(terminal.read()))[-1]
+        shown = r"workers  ([●○✗✓·]+  \d(?:, \d has left)?(?:  \d lost so far)?)"
+        return re.findall(shown, plain(terminal.read()))[-1]
 
     workers.start()
     workers.step(1)
@@ -118,6 +121,11 @@ def test_the_marks_of_a_terminal_follow_the_members(workers: Workers, terminal: 
     assert marks(6.0) == "●○  2  1 lost so far"
     supervisor.emit(WorkerJoined(rank=1, step=2, after_s=0.2))
     assert marks(8.0) == "●●  2  1 lost so far"
+    supervisor.emit(WorkerLeft(rank=1, host="a", step=3, reason="SIGTERM", members=[0]))
+    workers.logs[1].emit(WorkerFinished(rank=1, step=3, peak_memory_bytes=1))  # whichever file is read first
+    assert marks(10.0) == "●·  1, 1 has left  1 lost so far"
+    workers.start_one(1)
+    assert marks(12.0) == "●○  2  1 lost so far"
     supervisor.close()
     watch.finish("finished", 0)
 

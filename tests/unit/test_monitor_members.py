@@ -19,8 +19,10 @@ from paceline.events import (
     StepDone,
     WorkerFinished,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
 )
+from paceline.monitor.status import status
 from paceline.monitor.watch import Watch
 from paceline.monitor.wording import event_line, idle_texts
 from paceline.plan.job import Job
@@ -78,6 +80,29 @@ def test_a_loss_is_one_line_and_so_is_its_end_and_ready_is_said_once(workers: Wo
     assert "\nworker 2 (pid 9) killed by signal 9 before it had joined\n" in shown  # nothing else would tell of it
     assert (facts["workers_lost"], facts["workers_joined"], facts["steps_lost"]) == (2, 1, 0)
     assert "\n  incidents      2 workers lost, 1 taken in again, 0 steps lost (more: paceline report" in shown
+
+
+def test_who_leaves_is_named_once_with_the_reason_and_waited_for_no_longer(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    supervisor = EventLog(workers.run / "attempt_1" / "events.jsonl", worker=None)
+    workers.start()
+    workers.step(1)
+    workers.logs[1].emit(WorkerFinished(rank=1, step=1, peak_memory_bytes=1))
+    supervisor.emit(WorkerLeft(rank=1, host="a", step=1, reason="SIGTERM", members=[0]))
+    watch.poll()
+    workers.logs[0].emit(StepDone(step=2, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds=SECONDS))
+    watch.poll()
+    assert len((workers.run / "metrics.jsonl").read_text().splitlines()) == 2
+    now = status(workers.run)
+    assert (now.members, now.workers_lost, now.workers_left) == ((0,), 0, 1)
+    assert [worker.state for worker in now.workers] == ["running", "left"]
+    assert now.last_leaving == "worker 1 has left (SIGTERM) after step 1: 1 worker goes on"
+    facts = watch.finish("finished", 0)
+    supervisor.close()
+    assert stream.getvalue().count("worker 1 has left (SIGTERM) after step 1: 1 worker goes on\n") == 1
+    assert "\n  left           worker 1 after step 1 (SIGTERM)\n" in stream.getvalue()
+    assert facts["left"] == [{"worker": 1, "step": 1, "reason": "SIGTERM"}]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from paceline.events import (
     EventLog,
     Regrouped,
     StepDone,
+    Warned,
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
@@ -141,7 +143,8 @@ def test_status_tells_step_loss_and_every_worker(run: Path, capsys: pytest.Captu
     write_events(run, 1, 2)
     (run / "metrics.jsonl").write_text('{"step": 3, "epoch": 0, "loss": 2.5, "samples_per_s": 512.0}\n{"step": 4, "lo')
     now = status(run)
-    assert (now.state, now.step, now.loss, now.samples_per_s, now.plan) == ("running", 3, 2.5, 512.0, "replicas=2")
+    come = now.progress
+    assert (now.state, come.step, come.loss, come.samples_per_s, now.plan) == ("running", 3, 2.5, 512.0, "replicas=2")
     assert [(worker.rank, worker.host, worker.pid, worker.state, worker.step) for worker in now.workers] == [
         (0, "a", 10, "running", 3),
         (1, "a", 11, "running", 2),
@@ -150,7 +153,7 @@ def test_status_tells_step_loss_and_every_worker(run: Path, capsys: pytest.Captu
     assert now.workers[0].age_s is not None and now.workers[2].age_s is None
     assert main_status(run) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("run: running\n  attempt 1, for ") and "step 3  epoch 0  loss 2.5  512 samples/s" in shown
+    assert shown.startswith("run: running\n  attempt 1, for ") and "step 3  loss 2.5  512 samples/s" in shown
     assert main_status(run, json=True) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["step"] == 3 and told["workers"][1]["pid"] == 11
@@ -348,3 +351,75 @@ def test_a_supervisor_that_does_not_end_is_said_to_go_on(
     os.kill(supervisor.pid, signal.SIGSTOP)
     assert main_stop(run) == 1
     assert "still runs after 0 s" in capsys.readouterr().err
+
+
+def write_summary(run: Path, **fields: Any) -> None:
+    facts = {"attempt": 1, "step": 20, "steps": 20, "steps_unsaved": 0, "checkpoints_saved": 1}
+    (run / "summary.json").write_text(json.dumps({**facts, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, " at step 20, and everything is saved"),
+        ({"steps_unsaved": 3}, " at step 20, and step 17 was saved last: 3 steps are lost"),
+        (
+            {"steps_unsaved": 20, "checkpoints_saved": 0},
+            " at step 20, and nothing was saved of this attempt: its 20 steps are lost",
+        ),
+        ({"step": 0, "steps": 0, "checkpoints_saved": 0}, " at step 0"),
+        ({"attempt": 7}, ""),  # of another attempt
+    ],
+)
+def test_stop_says_what_is_saved(
+    run: Path, supervisor: subprocess.Popen[str], fields: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_summary(run, **fields)
+    collector = threading.Thread(target=supervisor.wait)
+    collector.start()
+    assert main_stop(run) == 0
+    collector.join(timeout=30)
+    assert capsys.readouterr().out.splitlines()[1:] == [f"run is stopped{says}"]
+
+
+def test_stop_says_meanwhile_what_the_run_waits_for_and_in_the_end_who_had_to_be_ended(
+    run: Path, supervisor: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.monitor.stop.SOON_S", 0.2)
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    write_summary(run)
+    (run / "attempt_1").mkdir()
+    log = EventLog(run / "attempt_1" / "events.jsonl", worker=None)
+    log.emit(Warned(text="worker 1 has not entered all_reduce 24"))
+    monkeypatch.setattr(sys, "stdout", told := _Told())
+    stopping = threading.Thread(target=main_stop, args=[run])
+    stopping.start()
+    assert told.explained.wait(timeout=30)
+    log.emit(Warned(text="workers 0, 1 have not left within 10 s: they are ended"))
+    log.close()
+    os.kill(supervisor.pid, signal.SIGCONT)
+    supervisor.wait(timeout=30)
+    stopping.join(timeout=30)
+    assert told.lines() == [
+        f"stopping run (process {supervisor.pid})",
+        "it finishes step 1 and saves; who has not left 0 s after SIGTERM is ended",
+        "  worker 1 has not entered all_reduce 24",
+        "run is stopped at step 20, and everything is saved",
+        "  workers 0, 1 have not left within 10 s: they are ended",
+    ]
+
+
+class _Told(io.StringIO):
+    """Standard output that says when a run's wait has been explained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.explained = threading.Event()
+
+    def write(self, text: str) -> int:
+        if "after SIGTERM is ended" in text:
+            self.explained.set()
+        return super().write(text)
+
+    def lines(self) -> list[str]:
+        return self.getvalue().splitlines()

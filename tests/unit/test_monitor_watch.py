@@ -95,9 +95,9 @@ def test_a_failed_run_says_why_before_anything_else(workers: Workers) -> None:
     facts = watch.finish("failed", 1, failures)
     shown = stream.getvalue()
     assert shown.count("Traceback") == shown.count('File "train.py"') == 1
-    report = shown.index("worker 1 (host a, pid 11) failed at step 1: ValueError: bad\nTraceback")
-    assert report < shown.index("worker 0 stopped because of it") < shown.index("failed at step 1, after")
-    assert watch.exit_note == "worker 1 (host a, pid 11) failed at step 1: ValueError: bad"
+    report = shown.index("worker 1 (host a, pid 11) failed after step 1: ValueError: bad\nTraceback")
+    assert report < shown.index("worker 0 stopped because of it") < shown.index("failed after step 1, ")
+    assert watch.exit_note == "worker 1 (host a, pid 11) failed after step 1: ValueError: bad"
     assert facts["peak_memory_bytes"] == 1 << 20
 
 
@@ -107,7 +107,7 @@ def test_a_killed_worker_is_said_to_have_reached_its_last_step(workers: Workers)
     workers.step(6)
     workers.logs[0].emit(StepDone(step=7, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds={}))
     watch.finish("failed", 1, [Failure(worker=1, host="a", pid=11, signal=9)])
-    assert "worker 1 (host a, pid 11) was killed by signal 9 (SIGKILL) at step 6\n" in stream.getvalue()
+    assert "worker 1 (host a, pid 11) was killed by signal 9 (SIGKILL) after step 6\n" in stream.getvalue()
     assert watch.failures[0].step == 6
 
 
@@ -122,7 +122,7 @@ def test_a_stopped_run_says_what_stopped_it(workers: Workers) -> None:
     watch = Watch(workers.run, 1, 2, job=JOB, console="none")
     workers.step(3)
     watch.finish("stopped", 130)
-    assert watch.exit_note == "stopped at step 3 (Ctrl-C)"
+    assert watch.exit_note == "stopped after step 3 (Ctrl-C)"
 
 
 def test_notes_and_warnings_of_several_workers_are_shown_once(workers: Workers) -> None:
@@ -319,6 +319,24 @@ def test_watching_imports_no_torch_and_no_tensorboard_before_there_is_something_
 )
 def test_numbers_have_four_significant_digits(value: float | None, text: str) -> None:
     assert number_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("is_head", "says"),
+    [
+        (True, "none of this attempt, 1 step is lost: --save-every STEPS"),
+        (False, "none by this host's workers: the head's table tells"),
+    ],
+)
+def test_a_host_that_follows_a_head_does_not_say_that_the_run_has_no_checkpoint(
+    is_head: bool, says: str, workers: Workers
+) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream, record=is_head)
+    workers.step(1)
+    watch.finish("stopped", 75)
+    (row,) = [line for line in stream.getvalue().splitlines() if line.startswith("  checkpoint ")]
+    assert row.split(maxsplit=1)[1].startswith(says)
 
 
 def test_the_table_of_a_run_without_anything_optional_is_short(workers: Workers) -> None:

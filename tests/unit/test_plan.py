@@ -131,14 +131,30 @@ def test_a_mistake_in_the_text_is_named(text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stages": 0}, "Layout.stages is 0; it must be at least 1"),
+        ({"schedule": "gpipe"}, "stages=1 makes no pipeline: use Layout(stages=n"),
+        ({"stages": 2, "stages_per_worker": 2}, "schedule='1f1b' has one stage on each worker: use schedule='interlea"),
+        ({"stages": 2, "schedule": "dualpipe"}, "'gpipe', '1f1b', 'interleaved'"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_with_the_remedy(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Layout(**fields)
+    assert says in str(caught.value)
+
+
+def test_a_pipelines_text_is_read_back() -> None:
+    layout = Layout(replicas=2, stages=4, schedule="interleaved", stages_per_worker=2)
+    assert Plan.parse(str(Plan(layout=layout))).layout == layout
+
+
 NOT_BUILT_FIELDS: list[tuple[type[Any], dict[str, Any]]] = [
-    (Layout, {"tensor": 2}),
-    (Layout, {"stages": 2}),
-    (Layout, {"context": 2}),
     (Layout, {"experts": 2}),
-    (Compute, {"recompute": "selective"}),
+    (Layout, {"experts": 2}),
     (Compute, {"precision": "fp16"}),
-    (Compute, {"offload": True}),
     (AllReduce, {"algorithm": "ring"}),
     (AllReduce, {"algorithm": "hierarchical"}),
 ]
@@ -153,7 +169,7 @@ def test_fields_and_values_that_are_not_built_are_refused_by_name(cls: type[Any]
 
 @pytest.mark.parametrize(
     "text",
-    ["tensor=4", "context=2", "layout(stages=2)", "compute(offload=true)", "allreduce(algorithm=tree)"],
+    ["experts=4", "compute(precision=fp8)", "allreduce(algorithm=tree)"],
 )
 def test_text_refuses_by_name_what_the_constructors_refuse(text: str) -> None:
     with pytest.raises(PlanError, match=r"^\w+\(\w+=.*is not built yet\. Use "):

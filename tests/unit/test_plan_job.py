@@ -139,11 +139,11 @@ def test_changes_win_and_are_merged_before_the_job_is_checked(tmp_path: Path) ->
         ("plan = 3", "plan is 3; it must be a table, or one line of text such as 'replicas=2'."),
         ("[plan]\nwires = 'raw'", "plan.wires: Plan has no field 'wires'. Did you mean 'wire'?"),
         ("[plan]\nbatch = {size = '64'}", "plan.batch.size is '64'; it must be a whole number."),
-        ("[plan]\nlayout = {tensor = 4}", "Layout(tensor=4): splitting layers over workers"),
+        ("[plan]\nlayout = {experts = 4}", "Layout(experts=4): spreading experts over workers"),
         ("[plan]\nlayout = {replicas = [8, 2]}", "a pair is (least, most)"),
         ("[plan]\nwire = {kind = 'Int8'}", "Int8: sending 8-bit integers is not built yet"),
         ("[plan]\nsync = {kind = 'LocalSGD', every = 64}", "LocalSGD: agreeing only every few steps"),
-        ("[plan]\ncompute = {recompute = 'selective'}", "Compute(recompute='selective'): "),
+        ("[plan]\ncompute = {precision = 'fp8'}", "Compute(precision='fp8'): "),
         ("[plan]\nreplicas = 4", "Did you mean 'plan.layout.replicas'?"),
     ],
 )

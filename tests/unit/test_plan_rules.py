@@ -15,10 +15,19 @@ from paceline.plan.rules import RULES
 
 BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "layout-fits-workers": (Plan(layout=Layout(replicas=4)), {"workers": 6}),
-    "shards-stay": (Plan(layout=Layout(replicas=(1, 2), shard=2)), {"workers": 4}),
+    "cut-replicas-stay": (Plan(layout=Layout(replicas=(1, 2), shard=2)), {"workers": 4}),
+    "sequences-are-shared-alone": (Plan(layout=Layout(context=2, tensor=2)), {}),
+    "shared-sequences-are-run-as-written": (Plan(layout=Layout(context=2), compute=Compute(compile=True)), {}),
+    "cut-layers-are-not-compiled": (Plan(layout=Layout(tensor=2), compute=Compute(compile=True)), {}),
     "micro-fits-size": (Plan(batch=Batch(size=4, micro=8)), {}),
     "work-for-every-worker": (Plan(batch=Batch(size=8, micro=4)), {"workers": 3}),
     "reference-travels-whole": (Plan(compute=Compute(precision="fp64"), wire=Cast(dtype="bf16")), {}),
+    "streaming-replicas-stay": (Plan(layout=Layout(replicas=(1, 2)), compute=Compute(offload="all")), {}),
+    "streaming-keeps-nothing-gathered": (Plan(layout=Layout(shard=2, zero=1), compute=Compute(offload="all")), {}),
+    "streaming-layers-are-whole": (Plan(layout=Layout(tensor=2), compute=Compute(offload="all")), {}),
+    "stages-are-cut-alone": (Plan(layout=Layout(stages=2, tensor=2)), {}),
+    "stages-are-not-compiled": (Plan(layout=Layout(stages=2), compute=Compute(compile=True)), {}),
+    "stages-stay-on-the-device": (Plan(layout=Layout(stages=2), compute=Compute(offload="optimizer")), {}),
 }
 
 
@@ -51,6 +60,24 @@ def test_the_layout_rule_says_both_numbers_and_both_remedies() -> None:
     [
         (Layout(replicas=2, shard=4), 6, "needs 8 workers (2 replicas x shard 4)", "Layout(replicas=2, shard=3)"),
         (Layout(shard=4), 7, "needs 4 workers (1 replica x shard 4)", "Use workers=4, or Layout(replicas=7)"),
+        (
+            Layout(tensor=4),
+            6,
+            "needs 4 workers (1 replica x tensor 4)",
+            "Use workers=4, or Layout(replicas=2, tensor=3)",
+        ),
+        (
+            Layout(shard=2, tensor=2),
+            6,
+            "needs 4 workers (1 replica x shard 2 x tensor 2)",
+            "Use workers=4, or other sizes whose product is 6",
+        ),
+        (
+            Layout(stages=4),
+            6,
+            "needs 4 workers (1 replica x stages 4)",
+            "Use workers=4, or Layout(replicas=2, stages=3)",
+        ),
         (Layout(shard=2), 5, "needs 4 workers (2 replicas x shard 2)", "Use workers=4, or Layout(replicas=5)"),
         (Layout(shard=4), 2, "needs 4 workers (1 replica x shard 4)", "Use workers=4, or Layout(replicas=1, shard=2)"),
     ],
@@ -91,3 +118,11 @@ def test_the_fix_for_idle_workers_works(size: int, micro: int | None, workers: i
     assert not Plan(batch=fixed).check(workers=workers)
     if "size" not in fixes:  # the largest micro-batch that serves everyone is proposed
         assert Plan(batch=Batch(size=size, micro=fixes["micro"] + 1)).check(workers=workers)
+
+
+def test_workers_that_run_the_same_micro_batches_count_as_one() -> None:
+    plan = Plan(layout=Layout(tensor=4), batch=Batch(size=8, micro=4))
+    assert plan.check(workers=8) == ()
+    (broken,) = plan.check(workers=16)
+    assert "has 4 groups of 4 workers (tensor): 2 of them" in broken.says
+    assert broken.fix == "Use micro=2, or workers=8 or fewer."

@@ -27,7 +27,7 @@ from programs import (
 )
 from slurm import Cluster, needs_slurm, slurm_cluster
 
-FAILED_S = 15.0  # from the start of a job of which a worker fails to its end; importing torch takes most of it
+FAILED_S = 25.0  # from the start of a job of which a worker fails to its end; importing torch takes most of it
 TOKEN = {"PACELINE_TOKEN": "0123456789abcdef0123456789abcdef"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]

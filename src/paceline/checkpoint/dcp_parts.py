@@ -1,8 +1,9 @@
 """Writes a part of a checkpoint in torch's distributed-checkpoint format, and the index of all parts.
 
-A part is one writer's rows of each tensor, in a file of its own; the index lists every piece as a chunk of its tensor,
-which torch's own loader puts together. A tensor's checksum is that of its elements in order; it follows from those of
-its rows (as in zlib's crc32_combine: CRCs are polynomials over GF(2), and to append n bytes multiplies by x^8n).
+A part is what one writer holds of each tensor, in a file of its own; the index lists every piece as a chunk of its
+tensor, which torch's own loader puts together. A tensor's checksum is that of its elements in order; where its pieces
+are rows, it follows from theirs (as in zlib's crc32_combine: CRCs are polynomials over GF(2), and to append n bytes
+multiplies by x^8n). Of other tensors there is none: each file has a checksum as well.
 """
 
 from __future__ import annotations
@@ -20,24 +21,27 @@ from paceline.checkpoint.staging import bytes_of
 
 __all__ = [
     "Piece",
-    "Rows",
+    "Where",
     "combined_crc32",
     "crc32_of_tensors",
+    "piece_key",
     "pieces_from_json",
     "pieces_to_json",
     "write_index",
     "write_part",
 ]
 
+NEXT = "\n"  # between a tensor's name and the number of its piece, in the keys of what is written
 POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """Which rows of a tensor a writer has: those from `first` on, of a whole of this shape."""
+class Where:
+    """What a writer's tensor is a piece of: the tensor of this name and shape, from these offsets on."""
 
+    name: str
     shape: tuple[int, ...]
-    first: int
+    offsets: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +60,16 @@ class Piece:
     num_element_bytes: int
 
 
-def write_part(directory: Path, part: int, tensors: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> list[Piece]:
-    """Write contiguous CPU tensors into the file of writer number `part`, to the disk itself; without `rows`: whole."""
+def piece_key(name: str, number: int) -> str:
+    """The key of a writer's piece number `number` of a tensor."""
+    return f"{name}{NEXT}{number}" if number else name
+
+
+def write_part(directory: Path, part: int, tensors: Mapping[str, Tensor], where: Mapping[str, Where]) -> list[Piece]:
+    """Write contiguous CPU tensors into the file of writer number `part`, to the disk itself.
+
+    Those that are in `where`, under the same key, are pieces; the others are whole, and the key is their name.
+    """
     # Here, because it imports torch.distributed.checkpoint: never on the training thread.
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -67,37 +79,38 @@ def write_part(directory: Path, part: int, tensors: Mapping[str, Tensor], rows: 
 
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: WriteItem) -> Tensor:
-            return tensors[write_item.index.fqn]
+            return placed[write_item.index.fqn, tuple(write_item.index.offset or ())][0]
 
+    placed: dict[tuple[str, tuple[int, ...]], tuple[Tensor, Where]] = {}
     items: list[WriteItem] = []
-    for name, tensor in tensors.items():
-        if name in rows and not tensor.numel():
+    for key, tensor in tensors.items():
+        place = where.get(key) or Where(key, tuple(tensor.shape), (0,) * tensor.dim())
+        if key in where and not tensor.numel():
             continue  # others have all of it
-        shape, offsets = _box(tensor, rows.get(name))
-        chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=tensor.size())
+        placed[place.name, place.offsets] = tensor, place
+        chunk = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=tensor.size())
         about = TensorWriteData(
-            chunk=chunk, properties=TensorProperties.create_from_tensor(tensor), size=torch.Size(shape)
+            chunk=chunk, properties=TensorProperties.create_from_tensor(tensor), size=torch.Size(place.shape)
         )
-        index = MetadataIndex(name, torch.Size(offsets))
+        index = MetadataIndex(place.name, torch.Size(place.offsets))
         items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
     storage = Storage(directory, {})
     storage.set_up_storage_writer(part == 0)
     plan = storage.prepare_global_plan([SavePlan(items)] * (part + 1))[part]  # files are named after the place
     pieces: list[Piece] = []
     for written in storage.write_data(plan, Planner()).wait():
-        name, where = written.index.fqn, written.storage_data
-        tensor = tensors[name]
-        shape, offsets = _box(tensor, rows.get(name))
+        stored = written.storage_data
+        tensor, place = placed[written.index.fqn, tuple(written.index.offset or ())]
         pieces.append(
             Piece(
-                name=name,
+                name=place.name,
                 dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=shape,
-                offsets=offsets,
+                shape=place.shape,
+                offsets=place.offsets,
                 sizes=tuple(tensor.shape),
-                file=where.relative_path,
-                start=where.offset,
-                num_bytes=where.length,
+                file=stored.relative_path,
+                start=stored.offset,
+                num_bytes=stored.length,
                 crc32=zlib.crc32(bytes_of(tensor)),
                 num_element_bytes=tensor.nbytes,
             )
@@ -106,7 +119,8 @@ def write_part(directory: Path, part: int, tensors: Mapping[str, Tensor], rows: 
 
 
 def write_index(directory: Path, pieces: Sequence[Piece], ties: Mapping[str, str]) -> None:
-    """Write the index of all pieces; tied names point to the same ones."""
+    """Write the index of all pieces; tied names (or keys of pieces) point to the same ones."""
+    ties = {tied: first for tied, first in ties.items() if NEXT not in tied}
     from torch.distributed.checkpoint.filesystem import (
         _StorageInfo,  # pyright: ignore[reportPrivateUsage]: what the format's index is made of
     )
@@ -142,10 +156,11 @@ def write_index(directory: Path, pieces: Sequence[Piece], ties: Mapping[str, str
 
 
 def crc32_of_tensors(pieces: Iterable[Piece]) -> dict[str, int]:
-    """Return each tensor's checksum."""
+    """Return the checksum of each tensor whose pieces follow each other."""
     return {
         name: combined_crc32((piece.crc32, piece.num_element_bytes) for piece in some)
         for name, some in _by_name(pieces).items()
+        if all(piece.sizes[1:] == piece.shape[1:] for piece in some)
     }
 
 
@@ -178,13 +193,6 @@ def _by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     for piece in pieces:
         found.setdefault(piece.name, []).append(piece)
     return {name: sorted(some, key=lambda piece: piece.offsets) for name, some in found.items()}
-
-
-def _box(tensor: Tensor, rows: Rows | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of the whole, and where `tensor` begins in it."""
-    if rows is None:
-        return tuple(tensor.shape), (0,) * tensor.dim()
-    return rows.shape, (rows.first, *(0 for _ in rows.shape[1:]))
 
 
 def _product(a: int, b: int) -> int:

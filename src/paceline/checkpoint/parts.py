@@ -1,7 +1,7 @@
-"""One checkpoint by several writers: each writes the rows that it holds into a file of its own, the first commits.
+"""One checkpoint by several writers: each writes what it holds into a file of its own, the first commits.
 
-The writers tell each other by *mail*, short texts under names, never through the disk: a save that fails on one of them
-is known to the others at once, also where the disk is full. For save number n (all count alike):
+The writers tell each other by *mail*, short texts under names, and not by what is on the disk: a save that fails on one
+of them is known to the others at once, also where the disk is full. For save number n (all count alike):
 
     n/begin     the first: the directory to write to, or that there is none, and why
     n/part_k    writer k: what it has written and where, or why not
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paceline.checkpoint.dcp_parts import Piece, Rows, pieces_from_json, pieces_to_json, write_part
+from paceline.checkpoint.dcp_parts import Piece, Where, pieces_from_json, pieces_to_json, write_part
 from paceline.checkpoint.priority import lower_priority
 from paceline.checkpoint.staging import Staged, Staging
 from paceline.errors import CheckpointError
@@ -52,13 +52,18 @@ class Parts:
     count: int
     mail: Mail
     timeout_s: float  # how long one waits for another
+    _unread: set[int] = dataclasses.field(
+        default_factory=set[int], init=False
+    )  # saves with mail that is left: the first's
 
     def begin(self, number: int, directory: Path) -> None:
         """The first: let the others write to a directory, which is there."""
+        self._clear(number)
         self.mail.put(f"{number}/begin", json.dumps({"directory": str(directory)}))
 
     def refuse(self, number: int, reason: str) -> None:
         """The first: tell the others that this save is not to be."""
+        self._clear(number)
         self.mail.put(f"{number}/begin", json.dumps({"failed": reason}))
 
     def directory(self, number: int) -> Path | None:
@@ -89,9 +94,20 @@ class Parts:
                         "a sharded replica write to one directory. Use a run_dir on a disk that all hosts share"
                     )
             found += pieces
-        for name in ("begin", *(f"part_{index}" for index in range(1, self.count))):  # all have read it
-            self.mail.forget(f"{number}/{name}")
+        self._forget(number)  # all have read it
         return found
+
+    def _clear(self, number: int) -> None:
+        """Forget the mail of saves that failed; of the last one before `number` somebody may not have read it yet."""
+        for old in sorted(self._unread):
+            if old < number - 1:
+                self._forget(old)
+        self._unread.add(number)
+
+    def _forget(self, number: int) -> None:
+        for name in ("begin", *(f"part_{index}" for index in range(1, self.count))):
+            self.mail.forget(f"{number}/{name}")
+        self._unread.discard(number)
 
     def _wait(self, name: str, what: str) -> dict[str, Any]:
         deadline = time.monotonic() + self.timeout_s
@@ -103,12 +119,13 @@ class Parts:
 
 
 class PartWriter:
-    """Writes this worker's rows for checkpoints that the first writer commits; used by one thread of one process."""
+    """Writes this worker's part of checkpoints that the first writer commits; used by one thread of one process."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, staging: Path | None = None) -> None:
+        """`staging`: a directory on a disk for the copies that are written from; None: they are in memory."""
         self._parts = parts
         self._number = 0
-        self._staging = Staging()
+        self._staging = Staging(staging)
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=lower_priority
         )
@@ -120,12 +137,12 @@ class PartWriter:
         self._settle(None)
         self._pending = self._thread.submit(self._staging.warm, dict(tensors))
 
-    def save(self, tensors: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> None:
-        """Copy this worker's rows and return; they are written in the background."""
+    def save(self, tensors: Mapping[str, Tensor], where: Mapping[str, Where]) -> None:
+        """Copy what this worker holds and return; it is written in the background."""
         self._settle(None)
         self._number += 1
         staged = self._staging.stage(tensors)
-        self._pending = self._thread.submit(self._write, self._number, staged, dict(rows))
+        self._pending = self._thread.submit(self._write, self._number, staged, dict(where))
 
     def wait(self) -> None:
         """Block until the last part is written; raises CheckpointError when it could not be."""
@@ -150,7 +167,7 @@ class PartWriter:
         pending, self._pending = self._pending, None
         pending.result()
 
-    def _write(self, number: int, staged: Staged, rows: Mapping[str, Rows]) -> None:
+    def _write(self, number: int, staged: Staged, where: Mapping[str, Where]) -> None:
         """Runs in the thread."""
         self._failure = None
         parts, told = self._parts, ""
@@ -164,7 +181,7 @@ class PartWriter:
                     "Use a run_dir on a disk that all hosts share"
                 )
             else:
-                parts.tell(number, write_part(directory, parts.index, staged.tensors, rows))
+                parts.tell(number, write_part(directory, parts.index, staged.tensors, where))
                 return
         except (OSError, RuntimeError, CheckpointError) as error:  # torch's zip writer raises RuntimeError
             told = str(error).partition("\n")[0]

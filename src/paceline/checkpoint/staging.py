@@ -12,7 +12,10 @@ import contextlib
 import ctypes
 import dataclasses
 import mmap
+import os
+import tempfile
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,24 +39,26 @@ class Staged:
 
 
 class Staging:
-    """One reusable block of memory."""
+    """One reusable block of memory; with a `directory` that of a file there, which has no name."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
         self._block: Tensor | None = None  # uint8
         self._is_pinned = False
+        self._directory = directory
+        self._file: mmap.mmap | None = None  # below the block
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
         """Get memory for these tensors and touch every page of it: the first `stage` is then as fast as later ones."""
-        needed, pinned = _needed_bytes(tensors.values()), any(tensor.is_cuda for tensor in tensors.values())
+        needed, pinned = _needed_bytes(tensors.values()), self._is_to_be_pinned(tensors)
         if not self._fits(needed, pinned):
             self._grow(needed, pinned)
-            if self._block is not None:
+            if self._block is not None and self._file is None:
                 ctypes.memset(self._block.data_ptr(), 0, self._block.numel())  # releases the interpreter lock
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         """Copy the tensors; the originals may change afterwards. Raises CheckpointError for what is not dense."""
         unique, ties = _without_ties(tensors)
-        needed, pinned = _needed_bytes(unique.values()), any(tensor.is_cuda for tensor in unique.values())
+        needed, pinned = _needed_bytes(unique.values()), self._is_to_be_pinned(unique)
         if not self._fits(needed, pinned):
             self._grow(needed, pinned)
         storage = self._block.untyped_storage() if self._block is not None else torch.UntypedStorage(0)
@@ -63,7 +68,12 @@ class Staging:
             copies[name] = torch.empty(0, dtype=tensor.dtype).set_(part).view(tensor.shape)
             offset += _aligned(tensor.nbytes)
         _copy(unique, copies)
+        if self._file is not None:
+            self._file.madvise(mmap.MADV_DONTNEED)  # the system's page cache has it, not this process
         return Staged(tensors=copies, ties=ties, num_bytes=sum(copy.nbytes for copy in copies.values()))
+
+    def _is_to_be_pinned(self, tensors: Mapping[str, Tensor]) -> bool:
+        return self._directory is None and any(tensor.is_cuda for tensor in tensors.values())
 
     def _fits(self, num_bytes: int, pinned: bool) -> bool:
         return num_bytes == 0 or (
@@ -71,9 +81,15 @@ class Staging:
         )
 
     def _grow(self, num_bytes: int, pinned: bool) -> None:
-        self._block = None  # first give the old one back: both may not fit
+        self._block = self._file = None  # first give the old one back: both may not fit
         try:
-            self._block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if pinned else _mapped(num_bytes)
+            if self._directory is not None:
+                self._file = _mapped_file(self._directory, num_bytes)
+                self._block = torch.frombuffer(self._file, dtype=torch.uint8)
+            elif pinned:
+                self._block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._block = _mapped(num_bytes)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError when it cannot pin
             raise CheckpointError(
                 f"no memory for the copy of {bytes_text(num_bytes)} that a checkpoint is written from: {error}. "
@@ -138,6 +154,13 @@ def _mapped(num_bytes: int) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel built without them: small pages do as well, a little slower
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _mapped_file(directory: Path, num_bytes: int) -> mmap.mmap:
+    """A file without a name, all of whose blocks are there: writing to it cannot fail."""
+    with tempfile.TemporaryFile(dir=directory, prefix="paceline_") as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return mmap.mmap(file.fileno(), num_bytes)
 
 
 def _needed_bytes(tensors: Iterable[Tensor]) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.dcp_parts import Rows
+from paceline.checkpoint.dcp_parts import Where
 from paceline.checkpoint.folder import MARK, Mark, checksum, partial_path, prune, publish, tidy, verify, write_mark
 from paceline.checkpoint.parts import Parts
 from paceline.checkpoint.priority import lower_priority
@@ -51,7 +51,7 @@ class _Save:
     about: dict[str, Any]
     stall_s: float
     number: int  # from 1, of this writer's
-    rows: Mapping[str, Rows]  # of tensors that this is not all of
+    where: Mapping[str, Where]  # of tensors that this is not all of
 
 
 class Writer:
@@ -65,18 +65,20 @@ class Writer:
         on_event: Callable[[Event], None],
         parts: Parts | None = None,
         tidies: bool = True,
+        staging: Path | None = None,
     ) -> None:
         """Nothing is touched before the first save.
 
         directory: of all checkpoints of the run. keep: complete ones that stay. on_event: is called from the writing
         thread. parts: the others that write with this one, which is the first of them. tidies: whether what earlier
-        writers left unfinished is deleted before the first save; not where one of them may still be writing.
+        writers left unfinished is deleted before the first save; not where one of them may still be writing. staging:
+        a directory on a disk for the copies that are written from; None: they are in memory.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1: the newest checkpoint always stays.")
         self._directory, self._keep, self._on_event = directory, keep, on_event
         self._parts, self._number = parts, 0
-        self._staging = Staging()
+        self._staging = Staging(staging)
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=lower_priority
         )
@@ -102,13 +104,13 @@ class Writer:
         state: Mapping[str, Any],
         about: Mapping[str, Any],
         *,
-        rows: Mapping[str, Rows] | None = None,
+        where: Mapping[str, Where] | None = None,
     ) -> float:
         """Copy everything and return; it is written in the background. Returns the seconds that this call took.
 
         tensors: dense, of any device; tied ones are stored once. state: plain values (see state_tree). about: JSON
-        values. rows: which ones this has of tensors that several writers have together. Blocks until the save before is
-        written. Raises CheckpointError, before anything is written, for a value that cannot be stored.
+        values. where: what those are that are pieces of a tensor, which several writers have together. Blocks until the
+        save before is written. Raises CheckpointError, before anything is written, for a value that cannot be stored.
         """
         began = time.perf_counter()
         if step < 0:
@@ -130,7 +132,7 @@ class Writer:
             about=noted,
             stall_s=stall_s,
             number=self._number,
-            rows=dict(rows or {}),
+            where=dict(where or {}),
         )
         self._pending = self._thread.submit(self._write, save)
         return stall_s
@@ -257,7 +259,7 @@ def _write_tensors(partial: Path, save: _Save, parts: Parts | None) -> dict[str,
     if parts is None:
         write_tensors(partial, staged.tensors, staged.ties)
         return {name: zlib.crc32(bytes_of(tensor)) for name, tensor in staged.tensors.items()}
-    pieces = write_part(partial, 0, staged.tensors, save.rows) + parts.collect(save.number, partial)
+    pieces = write_part(partial, 0, staged.tensors, save.where) + parts.collect(save.number, partial)
     write_index(partial, pieces, staged.ties)
     return crc32_of_tensors(pieces)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from paceline.errors import PlanError
@@ -44,8 +46,8 @@ def split_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple
     """Split a command's words into those for `parser` and the script's own arguments, which follow the script's name.
 
     After the script, our options are ours wherever they stand; everything else goes to the script in its order, and
-    after "--" really everything. A word that looks like a misspelt option of ours is refused: passing it on would hide
-    the mistake.
+    after "--" really everything. An option that looks like a misspelt one of ours is refused, because passing it on
+    would hide the mistake, unless the script's text has that very word: then it is the script's own.
     """
     takes_value = {option: action.nargs != 0 for action in _options(parser) for option in action.option_strings}
     ours: list[str] = []
@@ -65,7 +67,8 @@ def split_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple
             ours.append(word)
             script = word
         else:
-            _refuse_slip(option, takes_value)
+            if not _has_word(script, option):
+                _refuse_slip(option, takes_value)
             script_args.append(word)
     return ours, tuple(script_args)
 
@@ -86,6 +89,15 @@ def _refuse_slip(option: str, ours: Iterable[str]) -> None:
             f"unknown option {option}: did you mean {near}? "
             f"If it is the script's own, write it after '--', as in `train.py -- {option}`."
         )
+
+
+def _has_word(script: str, option: str) -> bool:
+    """Whether a script's text has an option, in quotation marks or not, as a word by itself."""
+    try:
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # that is told where it is started
+        return False
+    return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text) is not None
 
 
 def _nearest(option: str, ours: Iterable[str]) -> str | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from paceline import config
 from paceline.plan import Job, Plan
+from paceline.plan.script import workers_of_script
 
 __all__ = ["show"]
 
@@ -14,6 +17,8 @@ def show(job: Job, *, plan: Plan | None, overrides: tuple[str, ...]) -> int:
     workers = job.workers
     if plan is None:
         print("plan   the script's own" + (f", with {', '.join(overrides)}" if overrides else ""))
+        if workers is None:
+            workers = workers_of_script(Path(job.program), overrides, args=job.args, say=print)
     else:
         plan = config.apply(plan, *overrides)
         workers = workers or plan.layout.workers or 1
@@ -29,7 +34,7 @@ def show(job: Job, *, plan: Plan | None, overrides: tuple[str, ...]) -> int:
 def _starts(job: Job, workers: int | None) -> list[str]:
     lines = [" ".join([job.program, *job.args])]
     if workers is None:
-        lines.append("as many workers as the script asks for")
+        lines.append("as many workers as the script asks for, or one on each host")
     elif job.hosts == 1:
         first = " (worker 0 in this process)" if job.launcher == "inline" else ""
         plural = "s" if workers > 1 else ""

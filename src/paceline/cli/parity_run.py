@@ -52,6 +52,12 @@ class Trial:
             changed.append("plan.compute.precision=fp64")
         return tuple(changed)
 
+    def reference_key(self, *, float64: bool) -> str:
+        """What a reference runs; of other trials, and of the script's own plan, their name."""
+        if self.plan is None or not self.is_reference:
+            return self.name
+        return str(config.apply(self.plan, *self.overrides(float64=float64)))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
@@ -69,17 +75,22 @@ def main_parity(request: Request) -> int:
     """
     planned = trials(request)
     judged: list[Judged] = []
+    references: dict[str, Ended] = {}  # by what they run: plans that differ in what a reference has not share one
     with _directory(request.keep) as directory, contextlib.ExitStack() as stack:
         warm = stack.enter_context(prestart())
         reference: Ended | None = None
         for number, trial in enumerate(planned):
+            key = trial.reference_key(float64=request.float64)
+            if key in references:
+                reference = references[key]
+                continue
             _say(f"{number + 1}/{len(planned)}  {_label(trial)}, {request.steps} steps")
             current = warm
             if number + 1 < len(planned):  # imports torch while this run computes
                 warm = stack.enter_context(prestart())
             ended = _run(trial, request, directory, current)
             if trial.is_reference or reference is None:
-                reference = ended
+                reference = references[key] = ended
                 _require(ended.plan, request)
             else:
                 judged.append(_judged(trial, ended, reference, request))
@@ -90,7 +101,8 @@ def main_parity(request: Request) -> int:
 
 
 def trials(request: Request) -> list[Trial]:
-    """The runs, a reference before what is compared with it; PlanError where a plan cannot work on so many workers."""
+    """The runs, a reference before what is compared with it. Numbers of workers that a layout does not take are left
+    out where it takes another one; PlanError where a plan cannot work on any, or breaks another rule."""
     plans: Sequence[Plan | None] = request.plans or (None,)
     found: list[Trial] = []
     for number, plan in enumerate(plans, start=1):
@@ -98,7 +110,7 @@ def trials(request: Request) -> list[Trial]:
         rows = [Trial(name=f"{part}reference", plan=plan, workers=1, is_reference=True)]
         rows += [
             Trial(name=f"{part}workers_{workers}", plan=plan, workers=workers, is_reference=False)
-            for workers in request.workers
+            for workers in _fitting(plan, request.workers)
         ]
         for trial in rows:
             if plan is not None:
@@ -106,6 +118,14 @@ def trials(request: Request) -> list[Trial]:
                 changed.resolve(trial.workers).require(workers=trial.workers)
         found += rows
     return found
+
+
+def _fitting(plan: Plan | None, counts: Sequence[int]) -> Sequence[int]:
+    """The numbers of workers that a plan's layout takes; all of them where it takes none, which is refused then."""
+    if plan is None:
+        return counts
+    layout = dataclasses.replace(plan.layout, replicas=None)
+    return [workers for workers in counts if layout.takes(workers)] or counts
 
 
 def _require(plan: Plan, request: Request) -> None:

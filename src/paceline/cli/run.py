@@ -6,8 +6,10 @@ The options are the fields of Job, one each; a value is read by its field's anno
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import typing
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ __all__ = ["OPTIONS", "add", "run"]
 
 # Job field: what stands for the value in the help, and the help. "program" and "args" are the positional arguments.
 OPTIONS = {
-    "workers": ("N", "workers of the whole job, over all hosts (default: the plan's replicas, or 1)"),
+    "workers": (
+        "N",
+        "workers of the whole job, over all hosts (default: what the script asks for, the plan's most, or 1)",
+    ),
     "launcher": (
         "NAME",
         "local: every worker is a process; inline: worker 0 runs in this process, for pdb (default: local)",
@@ -60,6 +65,8 @@ EXAMPLES = """\
   paceline run job.toml --set plan.batch.size=64 --set keep=5
   paceline run train.py --launcher inline --workers 2       then breakpoint() works in worker 0
 
+Options after the script's name that are not ours go to the script. One that resembles an option of ours is refused as a
+slip, unless the script's text has it (parser.add_argument("--slow"), beside our --show), or it stands after "--".
 Output, checkpoints and metrics of all workers are in the run directory. How to write a plan: `paceline plan --help`.
 """
 
@@ -172,6 +179,7 @@ def _is_for_plan(override: str) -> bool:
 def _refuse_impossible(overrides: Iterable[str]) -> None:
     """Raise PlanError for what no plan takes. The plan that they change is the script's, which only workers read."""
     parts = config.annotations_of(Plan)
+    by_part: dict[str, list[str]] = {}
     for override in overrides:
         dotted, _, text = override.partition("=")
         _, part, field, *_ = *map(str.strip, dotted.split(".")), "", ""
@@ -180,7 +188,34 @@ def _refuse_impossible(overrides: Iterable[str]) -> None:
             annotation = config.annotations_of(kinds[0])[field]
             config.parse_value(text, annotation, path=dotted.strip(), owner=kinds[0], name=field)
         else:
-            config.apply(Plan(), override)
+            by_part.setdefault(part, []).append(override)
+    for part, own in by_part.items():
+        try:
+            config.apply(Plan(), *own)
+        except PlanError:
+            if not any(_takes(plan, own) for plan in _plans_beside(part)):
+                raise
+
+
+def _plans_beside(part: str) -> Iterator[Plan]:
+    """The default plan with another value in one field of a part: some overrides are of use only beside such a one."""
+    default = getattr(Plan(), part, None)
+    if not dataclasses.is_dataclass(default) or isinstance(default, type):
+        return
+    for name, annotation in config.annotations_of(type(default)).items():
+        value = getattr(default, name)
+        others = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+        for other in (value + 1,) if type(value) is int else others:
+            with contextlib.suppress(PlanError):
+                yield dataclasses.replace(Plan(), **{part: dataclasses.replace(default, **{name: other})})
+
+
+def _takes(plan: Plan, overrides: Iterable[str]) -> bool:
+    try:
+        config.apply(plan, *overrides)
+    except PlanError:
+        return False
+    return True
 
 
 def _job_override(override: str, fields: dict[str, Any]) -> tuple[str, Any]:

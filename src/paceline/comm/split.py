@@ -1,8 +1,9 @@
-"""Tensors of which each worker holds some rows: what torch calls a DTensor, seen from one worker.
+"""Tensors of which each worker holds a part, seen from one worker: by rows, as torch's DTensors, or along any dim.
 
-The *local part* of a tensor is what is here: of a plain tensor all of it, of one that is split its rows. Sums over
-replicas, norms, digests and copies work on local parts, and need not know. What is stored has to say which rows they
-are: a `Box`. torch's module for DTensors is not imported before there is one: it takes its time.
+The *local part* of a tensor is what is here: of a plain tensor all of it, of a DTensor its rows. Sums over replicas,
+norms, digests and copies work on local parts, and need not know. Where a layer is cut, its parameters are plain tensors
+that are smaller than the whole: what they are of it is said by a `Slice`, beside them. What is stored has to say where
+its numbers belong: `boxes`. torch's module for DTensors is not imported before there is one: it takes its time.
 """
 
 from __future__ import annotations
@@ -16,19 +17,42 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "as_local_of", "box_of", "fill_local", "is_split", "local_part", "rows_of", "split_like", "whole"]
+__all__ = [
+    "Box",
+    "Slice",
+    "as_local_of",
+    "boxes",
+    "fill_local",
+    "is_split",
+    "local_part",
+    "part_like",
+    "rows_of",
+    "whole",
+    "whole_shape",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """What a worker holds of a whole tensor of `shape`: these half-open ranges of one dim, one after the other."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return the part of a whole tensor of this shape; a view where it is one range."""
+        parts = [whole.narrow(self.dim, first, stop - first) for first, stop in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Box:
-    """Where a worker's rows are in the whole tensor."""
+    """Some of the numbers that are here, and where they begin in the whole tensor."""
 
     shape: tuple[int, ...]  # of the whole tensor
-    first: int  # row
-
-    def offsets(self) -> tuple[int, ...]:
-        """Return the place of the rows' first element in each dim."""
-        return (self.first, *(0 for _ in self.shape[1:]))
+    offsets: tuple[int, ...]
+    part: Tensor  # a view of the local part
 
 
 def is_split(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -51,20 +75,47 @@ def rows_of(num_rows: int, *, index: int, size: int) -> tuple[int, int]:
     return min(index * each, num_rows), min((index + 1) * each, num_rows)
 
 
-def box_of(tensor: Tensor) -> Box | None:
-    """Return where the rows of a tensor are that is split by rows; None of one that each worker has whole.
+def boxes(tensor: Tensor, cut: Slice | None = None) -> list[Box] | None:
+    """Return what of a tensor is here, box by box; None of one that each worker has whole.
 
-    ValueError for any other kind.
+    `cut` says what a tensor is that is smaller than the whole. ValueError where it is spread in any other way.
     """
-    if not is_split(tensor):
+    local = local_part(tensor)
+    first = 0
+    if is_split(tensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        if all(placement.is_replicate() for placement in placements):
+            return None if cut is None else _boxes_of(local, cut, 0)
+        if len(placements) != 1 or not placements[0].is_shard(0):
+            raise ValueError(f"it is spread over workers as {placements}, and not by rows")
+        first, _ = rows_of(tensor.shape[0], index=mesh.get_local_rank(), size=mesh.size())
+    elif cut is None:
         return None
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if all(placement.is_replicate() for placement in placements):
-        return None
-    if len(placements) != 1 or not placements[0].is_shard(0):
-        raise ValueError(f"it is spread over workers as {placements}, and not by rows")
-    first, _ = rows_of(tensor.shape[0], index=mesh.get_local_rank(), size=mesh.size())
-    return Box(tuple(tensor.shape), first)
+    return _boxes_of(local, cut or Slice(tuple(tensor.shape), 0, ((0, tensor.shape[0]),)), first)
+
+
+def _boxes_of(local: Tensor, cut: Slice, first_row: int) -> list[Box]:
+    """The boxes of a local part that is the rows from `first_row` on of what `cut` leaves of a tensor."""
+    found: list[Box] = []
+    place = 0  # of the range, in what the cut leaves
+    for first, stop in cut.ranges:
+        offsets = [0] * len(cut.shape)
+        if cut.dim == 0:
+            begin, end = max(place, first_row), min(place + stop - first, first_row + local.shape[0])
+            part = local[begin - first_row : max(begin, end) - first_row]
+            offsets[0] = first + begin - place
+        else:
+            part = local.narrow(cut.dim, place, stop - first)
+            offsets[0], offsets[cut.dim] = first_row, first
+        place += stop - first
+        if part.numel():
+            found.append(Box(cut.shape, tuple(offsets), part))
+    return found
+
+
+def whole_shape(tensor: Tensor, cut: Slice | None = None) -> torch.Size:
+    """The shape of the tensor of which this is a part."""
+    return tensor.shape if cut is None else torch.Size(cut.shape)
 
 
 def as_local_of(local: Tensor, like: Tensor) -> Tensor:
@@ -78,13 +129,20 @@ def as_local_of(local: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def split_like(source: Tensor, like: Tensor) -> Tensor:
-    """Return this worker's part of `source`, which is whole, on the device of `like`, a DTensor split by rows.
+def part_like(source: Tensor, like: Tensor, cut: Slice | None = None) -> Tensor:
+    """Return this worker's part of `source`, which is whole: what `like` is of a tensor, on its device.
 
-    It is split by rows, too, where it has as many, and whole on all workers otherwise.
+    `source` may be anything that goes with that tensor, such as an entry of an optimizer's state: what does not have
+    its dims is whole on all workers.
     """
+    if cut is not None and source.shape == torch.Size(cut.shape):
+        source = cut.take(source)
+    elif cut is not None and source.dim():
+        raise ValueError(
+            f"it has the shape {tuple(source.shape)}, its parameter {cut.shape}, of which each worker holds a part"
+        )
     if not is_split(like):
-        return source
+        return source.clone() if cut is not None else source
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = like.device_mesh
@@ -99,14 +157,16 @@ def split_like(source: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill_local(target: Tensor, source: Tensor) -> None:
-    """Overwrite what of `target` is on this worker by its rows of `source`, which is whole, and on any device."""
-    box = box_of(target)
-    local = local_part(target)
-    if box is None:
-        local.copy_(source)
-    elif local.numel():
-        local.copy_(source[box.first : box.first + local.shape[0]])
+def fill_local(target: Tensor, source: Tensor, cut: Slice | None = None) -> None:
+    """Overwrite what of `target` is on this worker by its part of `source`, which is whole, and on any device."""
+    if cut is not None:
+        source = cut.take(source)
+    local, first = local_part(target), 0
+    if is_split(target) and any(placement.is_shard() for placement in target.placements):
+        mesh = target.device_mesh
+        first, _ = rows_of(target.shape[0], index=mesh.get_local_rank(), size=mesh.size())
+    if local.numel():
+        local.copy_(source[first : first + local.shape[0]] if is_split(target) else source)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -101,6 +101,13 @@ class Membership:
     def is_member(self, worker: int) -> bool:
         return worker in self._generations.members
 
+    def why_left(self, worker: int) -> tuple[str, bool] | None:
+        """Why a worker leaves the run to the others, and whether on purpose: the run was resized. None: it does not."""
+        replica = self._roster.of(worker)
+        if replica is None or replica.state is not State.LEAVING:
+            return None
+        return replica.why, not replica.must_leave
+
     # What workers say.
 
     def heard(self, worker: int, now: float) -> None:
@@ -205,14 +212,16 @@ class Membership:
             return [*ends, *self._refill()]
         return self._done(replica, worker)
 
-    def leaving(self, worker: int, now: float) -> list[Decision]:
+    def leaving(self, worker: int, now: float, *, why: str = "SIGTERM") -> list[Decision]:
         """A worker says that it was asked to go, from outside; nobody replaces it."""
         self.heard(worker, now)
-        return self.leave([worker], now, reason=f"worker {worker} was asked to leave")
+        return self.leave([worker], now, reason=f"worker {worker} was asked to leave", why=why)
 
-    def leave(self, workers: Iterable[int], now: float, *, reason: str, room: int | None = None) -> list[Decision]:
+    def leave(
+        self, workers: Iterable[int], now: float, *, reason: str, why: str = "", room: int | None = None
+    ) -> list[Decision]:
         """Workers are to go: their replicas leave between two steps if enough are left without all of them, else
-        everybody saves and leaves.
+        everybody saves and leaves. `why`, in a few words, is kept for `why_left`.
 
         `room`: for so many replicas there are free slots elsewhere, and as many are replaced there. None: nobody is.
         """
@@ -231,7 +240,7 @@ class Membership:
             max(self.limits.least, self.target - len(fewer)) if room is None else min(self.target, stay + room)
         )
         for replica in having:
-            replica.state, replica.must_leave = State.LEAVING, True
+            replica.state, replica.must_leave, replica.why = State.LEAVING, True, why or reason
         if ends := self._preempted():
             return ends
         newcomers = [one for one in asked if not one.must_leave]
@@ -259,7 +268,7 @@ class Membership:
         gone: set[int] = set()
         for replica in there[: max(0, len(there) - replicas)]:
             if self._roster.has_state(replica):
-                replica.state = State.LEAVING
+                replica.state, replica.why = State.LEAVING, f"resized to {_counted(replicas)}"
             else:
                 gone.update(replica.workers)
                 decisions += self._remove(replica, f"the run was made smaller ({replicas} replicas)")
@@ -438,3 +447,7 @@ class Membership:
             guilty = max(suspects, key=lambda replica: (trouble.blame_on(replica.workers), replica.number))
         workers = [worker for worker in guilty.workers if worker not in guilty.ended]
         return self._fence({worker: f"{reason}: worker {worker} could not be reached by others" for worker in workers})
+
+
+def _counted(replicas: int) -> str:
+    return f"{replicas} replica{'s' * (replicas != 1)}"

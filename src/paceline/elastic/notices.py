@@ -6,7 +6,8 @@ worker -> head    elastic    the plan lets replicas come and go: the least and t
                   formed     it has joined a generation, has the run's state, and stands at this step
                   committed  its first step of a generation
                   stuck      a transfer of a generation failed, though nobody is known to be lost; `peer`: with whom
-                  leaving    it was asked to go (SIGTERM)
+                  leaving    it was asked to go, by this `signal`
+                  left       the others go on without it, and it ends
                   alive      nothing else to say
 head -> worker    form       a generation: who is in it, and whether it begins at once or between two steps
                   finish     save between two steps, and leave with this exit code
@@ -21,7 +22,7 @@ from typing import Any
 
 __all__ = ["FROM_WORKERS", "PREEMPTED", "TOO_FEW", "Finish", "Form"]
 
-FROM_WORKERS = frozenset({"elastic", "begun", "ready", "formed", "committed", "stuck", "leaving", "alive"})
+FROM_WORKERS = frozenset({"elastic", "begun", "ready", "formed", "committed", "stuck", "leaving", "left", "alive"})
 PREEMPTED = 75  # exit code (EX_TEMPFAIL): everything is saved, run the same command again
 TOO_FEW = 76  # exit code: fewer replicas than the plan's minimum were left; the same command goes on from the last save
 AT_ONCE = -1

@@ -28,6 +28,7 @@ class Replica:
     state: State
     is_proven: bool  # it has taken a step, or the run began with it
     must_leave: bool = False  # asked from outside: it will be gone soon
+    why: str = ""  # it leaves, in a few words
     is_presumed: bool = False  # to have the state, since nobody is known to
     ready: set[int] = dataclasses.field(default_factory=set[int])  # workers of a starting one that have said so
     since: int = AT_ONCE  # what they said before they knew of this generation does not count

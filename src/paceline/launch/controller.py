@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
 from paceline.elastic.notices import Finish, Form
-from paceline.events import Event, Regrouped, WorkerJoined, WorkerLost
+from paceline.events import Event, Regrouped, WorkerJoined, WorkerLeft, WorkerLost
 from paceline.launch.outcome import WorkerExit
 
 __all__ = ["Controller", "Crews"]
@@ -65,6 +65,7 @@ class Controller:
         self._step = 0  # the newest that anybody has committed
         self._lost_at: dict[int, float] = {}  # worker -> when its predecessor was lost
         self._coming: set[int] = set()  # workers that were started, and have not taken a step
+        self._left_at: dict[int, int] = {}  # worker -> the last step that it took part in, as it said when it left
         self._spread = (-1, False)  # the newest generation, and whether it is on more than one host
         self._members: set[int] = set(self._membership.form.members)  # when we last told anybody
 
@@ -94,21 +95,25 @@ class Controller:
                 membership.committed(worker, now)
                 self._note_joined(worker, int(notice["step"]))
             case "leaving":
-                self._do(membership.leaving(worker, now))
+                self._do(membership.leaving(worker, now, why=str(notice.get("signal", "SIGTERM"))))
+            case "left":
+                membership.heard(worker, now)
+                self._left_at[worker] = int(notice["step"])
             case _:
                 membership.heard(worker, now)
 
-    def lost(self, exits: Sequence[WorkerExit], *, room: int | None = None) -> None:
-        """Workers have ended that were not told to. `room`: for so many replicas there are free slots (None: for all
-        that were lost)."""
+    def lost(self, exits: Sequence[WorkerExit], *, room: int | None = None, silent_s: float = 0.0) -> None:
+        """Workers have ended that were not told to, or are to end because nothing came of them for `silent_s` seconds.
+        `room`: for so many replicas there are free slots (None: for all that were lost)."""
         reasons = [cause_of(ended) for ended in exits]
         for ended, reason in zip(exits, reasons, strict=True):
-            self._note_lost(ended.worker, reason, ended.host)
+            self._note_lost(ended.worker, reason, ended.host, since_s=silent_s)
         workers, reason = [one.worker for one in exits], reasons[0] if reasons else ""
         self._do(self._membership.lost(workers, time.monotonic(), reason=reason, room=room))
 
-    def ended(self, worker: int, *, has_saved: bool) -> None:
+    def ended(self, worker: int, *, host: str, has_saved: bool) -> None:
         """A worker has ended in good order: it left as it was to, or its program has come to its end."""
+        self._note_left(worker, host, has_saved=has_saved)
         self._do(self._membership.ended(worker, time.monotonic(), has_saved=has_saved))
 
     def leave(self, workers: Collection[int], reason: str, *, room: int) -> bool:
@@ -155,7 +160,9 @@ class Controller:
                     for worker in self._membership.workers:
                         self._crews.tell(worker, decision.to_json())
                 case GiveUp():
-                    self._crews.give_up(decision.reason)
+                    causes = self._incident.causes if self._incident is not None else []
+                    before = ", ".join(cause for cause in causes if cause not in decision.reason)
+                    self._crews.give_up(decision.reason + (f"; before it {before}" if before else ""))
 
     def _form(self, form: Form) -> None:
         self._members = set(form.members)
@@ -170,7 +177,7 @@ class Controller:
     def _note_lost(self, worker: int, reason: str, host: str, *, since_s: float = 0.0) -> None:
         now = time.time() - since_s
         self._lost_at[worker] = now
-        self._emit(WorkerLost(rank=worker, host=host, step=self._step, reason=reason))
+        self._emit(WorkerLost(rank=worker, host=host, step=self._step, reason=reason, silent_s=round(since_s, 3)))
         if worker not in self._members:
             return
         if self._incident is None:
@@ -201,6 +208,23 @@ class Controller:
             )
         )
 
+    def _note_left(self, worker: int, host: str, *, has_saved: bool) -> None:
+        """Say that the others go on without a worker; where everybody saves and leaves, the run's end tells that."""
+        step, why = self._left_at.pop(worker, self._step), self._membership.why_left(worker)
+        if why is None or has_saved or self.is_member(worker):
+            return
+        reason, resized = why
+        self._emit(
+            WorkerLeft(
+                rank=worker,
+                host=host,
+                step=step,
+                reason=reason,
+                members=self._membership.form.members,
+                resized=resized,
+            )
+        )
+
     def _note_joined(self, worker: int, step: int) -> None:
         if worker not in self._coming:
             return
@@ -212,8 +236,8 @@ class Controller:
 
 def cause_of(ended: WorkerExit) -> str:
     """How a worker was lost, in words."""
-    if ended.error and ended.error.get("kind") == "HostLost":
-        return str(ended.error["message"])  # the same for all of its workers, and so told once
+    if ended.error and ended.error.get("kind") in ("HostLost", "Hang"):
+        return str(ended.error["message"])  # the same for all of these workers, and so told once
     if ended.error and ended.signal is None:
         return f"worker {ended.worker}: {ended.error.get('message', '')}".splitlines()[0]
     if ended.signal is not None:

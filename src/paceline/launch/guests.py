@@ -57,8 +57,8 @@ class Host(Protocol):
 
     def exited(self, ended: WorkerExit) -> None: ...
 
-    def guest_leaves(self, guest: Guest, signum: int) -> None:
-        """Somebody stopped its supervisor."""
+    def guest_leaves(self, guest: Guest, signum: int, *, at_once: bool) -> None:
+        """Somebody stopped its supervisor; `at_once`: for the second time, and it kills its workers."""
         ...
 
     def guest_lost(self, exits: Sequence[WorkerExit], message: str) -> None:
@@ -270,7 +270,7 @@ class Guests:
                 own = [told for told in message["workers"] if self._is_on(guest, int(told["doing"]["worker"]))]
                 self.heard_doing(own, time.monotonic())
             case "leaving" if message["signal"] is not None:
-                self._host.guest_leaves(guest, int(message["signal"]))
+                self._host.guest_leaves(guest, int(message["signal"]), at_once=bool(message.get("at_once")))
             case "leaving":
                 self.lose(guest, str(message["reason"]), kind="LaunchError")
             case op:

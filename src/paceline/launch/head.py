@@ -13,12 +13,14 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.checkpoint.folder import find
 from paceline.comm.board import Board
 from paceline.elastic.membership import Limits
 from paceline.elastic.notices import FROM_WORKERS, PREEMPTED, TOO_FEW, Finish
-from paceline.events import Event
+from paceline.events import Event, Warned
 from paceline.launch.controller import Controller
 from paceline.launch.crew import Crew
 from paceline.launch.guests import SILENCE_S, Guest, Guests
@@ -100,20 +102,28 @@ class Head:
         """Have a worker write its stacks."""
         self.guests.ask_stack(worker)
 
-    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
+    def can_do_without(self, workers: Sequence[int]) -> bool:
+        """Whether the job is elastic, and others than these workers are there."""
+        return self._controller is not None and bool(self._expected - self._exits.keys() - set(workers))
+
+    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
         """These workers hold up the others, for longer than the job waits: end the job. Where it `goes_on` without
-        them, and is elastic, only they are killed: that is a loss like any other. Returns whether the job ends."""
+        them, and is elastic, only they are killed: that is a loss like any other, at once, because of `error["cause"]`."""
         if self._ending or self.outcome is not None:
-            return True
-        if goes_on and self._controller is not None and self._expected - self._exits.keys() - set(workers):
+            return
+        if goes_on and self.can_do_without(workers):
+            hosts = {worker: self.guests.host_of(worker) for worker in workers}
             for worker in workers:
                 self.guests.kill(worker)
-            return False
+            self._survived(
+                [lost(one, host=hosts[one], pid=0, kind="Hang", message=error["cause"]) for one in workers],
+                silent_s=float(error["waited_s"]),
+            )
+            return
         culprit = int(error["worker"])
         ended = lost(culprit, host=error["host"], pid=error["pid"], kind=error["kind"], message=error["message"])
         self._exits[culprit] = dataclasses.replace(ended, error=error)
         self._end_all(TERMINATE_S)
-        return True
 
     # What the crew tells (its Listener), and other hosts of their workers.
 
@@ -195,7 +205,8 @@ class Head:
             self._controller.tick(now)
             self._note_finish(self._controller.finish)
         if self._leave_by is not None and now >= self._leave_by and not self._ending:
-            self._say(f"the workers have not left within {self._job.grace_s:.0f} s: they are ended")
+            late = _workers(self._expected - self._exits.keys())
+            self._emit(Warned(text=f"{late} not left within {self._job.grace_s:.0f} s: they are ended"))
             self._stop(signal.SIGTERM)
         if self._door is not None:
             self._door.tick(now)
@@ -236,8 +247,10 @@ class Head:
         gained = 0 if self._controller is None else self._controller.grow(guest.slots)
         self._say(f"{guest.name} has joined: {_more(gained) if gained else 'its slots are spare'}")
 
-    def guest_leaves(self, guest: Guest, signum: int) -> None:
-        if signum != signal.SIGTERM or not self._has_begun:
+    def guest_leaves(self, guest: Guest, signum: int, *, at_once: bool) -> None:
+        if at_once and self._controller is not None:
+            return  # its workers are lost then, and the others go on, or save, without them
+        if at_once or signum != signal.SIGTERM or not self._has_begun:
             self._stop(signum, by=f" on host {guest.host}")
             return
         reason = f"SIGTERM came on host {guest.host}"
@@ -278,7 +291,12 @@ class Head:
 
     def give_up(self, reason: str) -> None:
         """Nobody is left who could go on."""
-        self._say(f"{reason}: run the same command again to go on from the newest checkpoint")
+        step = find(Path(self.run_dir) / "checkpoints").step
+        if step:
+            again = f"run the same command again to go on from the newest checkpoint, of step {step}"
+        else:
+            again = "nothing was saved; run the same command again to begin at step 1"
+        self._say(f"{reason}: {again}")
         self._finish(Outcome(state="stopped", exit_code=TOO_FEW, reason=reason))
 
     def _heard(self, worker: int, notice: Mapping[str, Any]) -> None:
@@ -323,7 +341,7 @@ class Head:
         if has_left:
             self._expected.discard(ended.worker)
             self.guests.forget(ended.worker, for_good=True)
-        controller.ended(ended.worker, has_saved=ended.has_left)
+        controller.ended(ended.worker, host=ended.host, has_saved=ended.has_left)
         return has_left
 
     def _goes_on_without(self, guest: Guest, controller: Controller, reason: str) -> bool:
@@ -355,8 +373,11 @@ class Head:
             self._say(f"the workers on {guest.name} have not left within {self._job.grace_s:.0f} s: they are ended")
             guest.link.send({"op": "kill"})
 
-    def _survived(self, exits: Sequence[WorkerExit]) -> bool:
-        """Whether an elastic run goes on without these workers; an error of the user's program is no such loss."""
+    def _survived(self, exits: Sequence[WorkerExit], *, silent_s: float = 0.0) -> bool:
+        """Whether an elastic run goes on without these workers; an error of the user's program is no such loss.
+
+        `silent_s`: nothing had come of them for so long before.
+        """
         controller = self._controller
         if controller is None:
             return False
@@ -367,7 +388,8 @@ class Head:
             self.guests.forget(ended.worker, for_good=False)
         # Who is lost alone leaves its slot free; who is lost with its host, or with its slots, needs one elsewhere.
         is_alone = bool(exits) and all(self.guests.has_place(ended.worker) for ended in exits)
-        controller.lost(exits, room=None if is_alone else self.guests.room(controller.workers_each))
+        room = None if is_alone else self.guests.room(controller.workers_each)
+        controller.lost(exits, room=room, silent_s=silent_s)
         return True
 
     def _ask_to_leave(self, reason: str) -> None:
@@ -426,6 +448,11 @@ def _leave(workers: Sequence[int]) -> str:
         return ""
     who = f"worker {workers[0]} leaves" if len(workers) == 1 else f"workers {', '.join(map(str, workers))} leave"
     return f"{who} between two steps, "
+
+
+def _workers(ranks: Collection[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)))
+    return f"worker {names} has" if len(ranks) == 1 else f"workers {names} have"
 
 
 def _nowhere(event: Event) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.elastic.notices import PREEMPTED, Finish
+from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event
 from paceline.launch.crew import Crew
 from paceline.launch.guests import FAREWELL_S, PING_S, SILENCE_S
@@ -50,7 +50,8 @@ class Member:
         self._link, self._head, self._say = link, head, say
         self._early: list[Mapping[str, Any]] = []  # said before there was a crew
         self._exits: list[WorkerExit] = []
-        self._signum: int | None = None
+        self._signum: int | None = None  # somebody stopped this host
+        self._cut_short: int | None = None  # and then, while its workers were leaving, had them killed
         self._head_lost = ""
         self._has_begun = False  # some worker here is at work on steps
         self._leave_by: float | None = None  # after the head was lost, workers have saved and left by then
@@ -96,10 +97,15 @@ class Member:
     # What the supervisor tells.
 
     def interrupted(self, signum: int) -> None:
-        """A signal to the supervisor: end the workers, and tell the head; a second one: kill them."""
+        """A signal to the supervisor: end the workers, and tell the head; a second one, or one that comes while they
+        leave because the head was lost: kill them."""
         if self._crew is None:
             return
         if self._signum is not None or self._head_lost:
+            self._signum = self._signum or signum
+            if self._crew.alive:
+                self._cut_short = signum
+                self._link.send({"op": "leaving", "signal": signum, "reason": "", "at_once": True})
             self._crew.kill()
             return
         self._signum = signum
@@ -191,11 +197,17 @@ class Member:
             case "kill":
                 crew.kill()
             case "end":
-                self.outcome = Outcome.from_json(message["outcome"])
+                self.outcome = self._own(Outcome.from_json(message["outcome"]))
                 if self._signum == signal.SIGTERM and self.outcome.exit_code == PREEMPTED:
                     self._say(f"{self.outcome.reason}: run the same command again to go on")
             case op:
                 raise ValueError(f"unknown message {op!r}")
+
+    def _own(self, outcome: Outcome) -> Outcome:
+        """How it ended here: workers that were killed on their way out have saved nothing, whatever the others have."""
+        if self._cut_short is None or outcome.exit_code not in (PREEMPTED, TOO_FEW):
+            return outcome
+        return interrupted(self._cut_short, self._exits)
 
     def _finish_alone(self) -> None:
         exits = sorted(self._exits, key=lambda ended: ended.worker)

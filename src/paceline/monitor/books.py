@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import RunFileError, writing
 from paceline.events import Event, EventLog, RunFinished, WorkerFailed
-from paceline.monitor.failure import Failure, headline
+from paceline.monitor.failure import Failure, follows, headline
 from paceline.monitor.run_record import RunRecord
 from paceline.monitor.watch import Watch
 
@@ -41,7 +41,10 @@ class Books:
     def close(self, state: str, exit_code: int, failures: tuple[Failure, ...] = ()) -> int:
         """Write everybody's last words; returns the exit status: 1 for a good run whose files are not whole."""
         try:
-            self._emit(*map(_worker_failed, failures))
+            if self._watch is not None:
+                self._watch.poll()
+                failures = self._watch.located(failures)
+            self._emit(*(_worker_failed(failure, follows=follows(failure, failures)) for failure in failures))
             if self._watch is not None:
                 exit_code = self._watch.finish(state, exit_code, failures)["exit_code"]
             exit_code = self._tell(exit_code)
@@ -89,5 +92,6 @@ class Books:
             self._untold.append(error)
 
 
-def _worker_failed(failure: Failure) -> WorkerFailed:
-    return WorkerFailed(rank=failure.worker, host=failure.host, step=failure.step, reason=headline(failure))
+def _worker_failed(failure: Failure, *, follows: bool) -> WorkerFailed:
+    reason = headline(failure)
+    return WorkerFailed(rank=failure.worker, host=failure.host, step=failure.step, reason=reason, follows=follows)

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.comm.ring import FILE_NAME, Call, GroupEntry, Work, read_ring
 
-__all__ = ["Call", "Doing", "GroupEntry", "Work", "look", "run_delay_s"]
+__all__ = ["Call", "Doing", "GroupEntry", "Work", "look", "process_state", "run_delay_s"]
 
 STATES = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}
 
@@ -79,7 +79,7 @@ def look(worker_dir: Path, worker: int, *, host: str, with_calls: bool = True) -
         host=host,
         pid=image.pid,
         limit_s=image.limit_s,
-        state=_state(image.pid),
+        state=process_state(image.pid),
         step=image.step,
         steps_s=image.steps_s,
         phase=image.phase,
@@ -103,7 +103,8 @@ def run_delay_s(pid: int) -> float | None:
         return None
 
 
-def _state(pid: int) -> str:
+def process_state(pid: int) -> str:
+    """Whether a process of this host is "running", "stopped" (SIGSTOP, a debugger) or "gone"."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -15,7 +15,7 @@ from paceline.monitor.files import local_path
 from paceline.monitor.once import workers_text
 from paceline.units import bytes_text
 
-__all__ = ["Failure", "explain", "headline", "root"]
+__all__ = ["Failure", "explain", "follows", "headline", "root"]
 
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"  # where our own frames lie
 OURS = re.compile(r"[\\/](site|dist)-packages[\\/]paceline[\\/]")  # the same on a host with another layout
@@ -58,6 +58,11 @@ def root(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (_order(failure), _when(failure), failure.worker))
 
 
+def follows(failure: Failure, failures: Sequence[Failure]) -> bool:
+    """Say whether one of these failures only came of another one."""
+    return _order(failure) != 0 and failure is not root(failures)
+
+
 def explain(failures: Sequence[Failure]) -> str:
     """Return what the user reads when a run has failed; the text ends without a newline."""
     if not failures:
@@ -94,9 +99,9 @@ def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
         if failure.error is None:
             plural = what.replace("was killed", "were all killed", 1).replace("ended with", "all ended with", 1)
             return f"{who} {plural}"
-        return f"{who} all failed with the same error at step {_step(failure)}: {what}"
+        return f"{who} all failed with the same error {_after(failure)}: {what}"
     who = f"worker {failure.worker} (host {failure.host}, pid {failure.pid})"
-    return f"{who} failed at step {_step(failure)}: {what}" if failure.error else f"{who} {what}"
+    return f"{who} failed {_after(failure)}: {what}" if failure.error else f"{who} {what}"
 
 
 def own_frames(traceback: str) -> str:
@@ -159,9 +164,9 @@ def _what(failure: Failure) -> str:
             short = short[: MESSAGE_WIDTH - 3] + "..."
         return f"{kind}: {short}" if short else kind
     if failure.signal is None:
-        text = f"ended with exit code {failure.exit_code} at step {_step(failure)}"
+        text = f"ended with exit code {failure.exit_code} {_after(failure)}"
         return f"{text}, without an error of its own; see its stderr.log"
-    text = f"was killed by signal {failure.signal} ({_signal_name(failure.signal)}) at step {_step(failure)}"
+    text = f"was killed by signal {failure.signal} ({_signal_name(failure.signal)}) {_after(failure)}"
     if failure.peak_memory_bytes:
         text += f"; peak memory {bytes_text(failure.peak_memory_bytes)}"
         if failure.memory_limit_bytes:
@@ -183,6 +188,12 @@ def _when(failure: Failure) -> float:
 
 def _step(failure: Failure) -> int:
     return int((failure.error or {}).get("step", failure.step))
+
+
+def _after(failure: Failure) -> str:
+    """The last step that was committed: the one in hand has the next number."""
+    step = _step(failure)
+    return f"after step {step}" if step else "before the end of the first step"
 
 
 def _is_same(one: Failure, other: Failure) -> bool:

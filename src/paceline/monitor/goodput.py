@@ -18,6 +18,7 @@ Pure: `goodput_log` reads the files, `goodput_incidents` finds the incidents.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import itertools
@@ -31,6 +32,7 @@ from paceline.events import (
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
@@ -81,7 +83,7 @@ class Ledger:
     attempts: tuple[AttemptBook, ...]
     workers: Mapping[int, Mapping[str, float]]  # worker-seconds by worker and account, over all attempts
     worker_s: Mapping[str, float]
-    wall_s: Mapping[str, float]  # an attempt's wall time divided as its workers' time, and what lies between attempts
+    wall_s: Mapping[str, float]  # at each moment divided as the time of its workers, and what lies between attempts
     incidents: tuple[Incident, ...]
     members: tuple[tuple[float, int], ...]  # from this time on so many workers took part
     timeline: Timeline
@@ -115,16 +117,16 @@ def keep_ledger(attempts: Sequence[AttemptLog]) -> Ledger:
     books: list[AttemptBook] = []
     for log, own, later in itertools.zip_longest(attempts, found, attempts[1:]):
         stretches.begin(log.began)
-        book = _attempt_book(log, own, rewinds, stretches)
+        walls = _Walls(log)
+        book = _attempt_book(log, own, rewinds, (stretches, walls))
         stretches.end(log.ended)
         books.append(book)
-        scale = book.wall_s / book.worker_s if book.worker_s else 0.0
-        wall_s["start_up"] += 0.0 if book.worker_s else book.wall_s  # nobody came so far as to have a place
+        for account, seconds in walls.taken().items():
+            wall_s[account] += seconds
         for worker, accounts in book.workers.items():
             total = workers.setdefault(worker, dict.fromkeys(ACCOUNTS, 0.0))
             for account, seconds in accounts.items():
                 total[account] += seconds
-                wall_s[account] += seconds * scale
         down_s = max(0.0, later.began - log.ended) if later is not None else 0.0
         wall_s["down"] += down_s
         for worker in book.workers:
@@ -155,20 +157,24 @@ def _in_turn(attempts: Sequence[AttemptLog]) -> list[AttemptLog]:
 
 
 def _attempt_book(
-    log: AttemptLog, incidents: Sequence[Incident], rewinds: Rewinds, stretches: _Stretches
+    log: AttemptLog, incidents: Sequence[Incident], rewinds: Rewinds, takers: tuple[_Stretches, _Walls]
 ) -> AttemptBook:
+    def note(began: float, ended: float, parts: Mapping[str, float]) -> None:
+        for taker in takers:
+            taker.add(began, ended, parts)
+
     own: dict[int, list[Record]] = {worker: [] for worker in range(log.workers) if worker not in log.elsewhere}
     for record in log.records:
         match record.event:
-            case WorkerLost(rank=worker) if worker in log.elsewhere:
+            case WorkerLost(rank=worker) | WorkerLeft(rank=worker) if worker in log.elsewhere:
                 continue
             case WorkerStarted() | Evaluated() | CheckpointSaved() | WorkerFinished() if record.worker is not None:
                 own.setdefault(record.worker, []).append(record)
-            case WorkerLost(rank=worker):
+            case WorkerLost(rank=worker) | WorkerLeft(rank=worker):
                 own.setdefault(worker, []).append(record)
             case _:
                 pass
-    places = {worker: Place(worker, log, incidents, rewinds, stretches.add) for worker in sorted(own)}
+    places = {worker: Place(worker, log, incidents, rewinds, note) for worker in sorted(own)}
     for worker, place in places.items():
         for item in heapq.merge(log.steps(worker), own[worker], key=operator.attrgetter("time")):
             place.take(item)
@@ -188,7 +194,7 @@ def _members(log: AttemptLog) -> list[tuple[float, int]]:
     present: set[int] = set()
     lost: set[int] = set()  # whose successors take part when they have committed a step
     counts = [(log.began, 0)]
-    for record in log.records:
+    for record in sorted(log.records, key=_effective):
         match record.event:
             case WorkerStarted(rank=worker) if worker not in lost:
                 present.add(worker)
@@ -197,13 +203,57 @@ def _members(log: AttemptLog) -> list[tuple[float, int]]:
             case WorkerLost(rank=worker):
                 lost.add(worker)
                 present.discard(worker)
-            case WorkerFinished(rank=worker) | WorkerFailed(rank=worker):
+            case WorkerFinished(rank=worker) | WorkerFailed(rank=worker) | WorkerLeft(rank=worker):
                 present.discard(worker)
             case _:
                 pass
         if len(present) != counts[-1][1]:
-            counts.append((record.time, len(present)))
+            counts.append((max(_effective(record), log.began), len(present)))
     return [*counts, (log.ended, 0)]
+
+
+def _effective(record: Record) -> float:
+    """When it happened: who hung, or said nothing, took no part any more long before that was told."""
+    return record.time - (record.event.silent_s if isinstance(record.event, WorkerLost) else 0.0)
+
+
+class _Walls:
+    """Divides an attempt's wall time as its workers' time, moment by moment: there may be more places at one moment
+    than at another, and each counts the less then."""
+
+    def __init__(self, log: AttemptLog) -> None:
+        edges = {log.began, log.ended}
+        for record in log.records:
+            match record.event:
+                case WorkerStarted(startup_s=startup_s):
+                    edges.add(record.time - startup_s)
+                case WorkerLeft() | WorkerFinished():
+                    edges.add(record.time)
+                case _:
+                    pass
+        self._edges = sorted(min(max(edge, log.began), log.ended) for edge in edges)
+        self._sums = [dict[str, float]() for _ in self._edges]  # from each edge to the next
+
+    def add(self, began: float, ended: float, parts: Mapping[str, float]) -> None:
+        """Add the seconds of each account, spread evenly between two moments."""
+        place = max(0, bisect.bisect_right(self._edges, began) - 1)
+        while began < ended:
+            stop = min(self._edges[place + 1], ended) if place + 1 < len(self._edges) else ended
+            share = (stop - began) / (ended - began)
+            for account, seconds in parts.items():
+                self._sums[place][account] = self._sums[place].get(account, 0.0) + seconds * share
+            parts = {account: seconds * (1 - share) for account, seconds in parts.items()}
+            began, place = stop, place + 1
+
+    def taken(self) -> dict[str, float]:
+        """The seconds of the attempt, by account; before anybody has a place it starts."""
+        wall_s = dict.fromkeys(ACCOUNTS, 0.0)
+        for began, ended, sums in zip(self._edges, self._edges[1:], self._sums, strict=False):
+            whole = sum(sums.values())
+            wall_s["start_up"] += 0.0 if whole else ended - began
+            for account, seconds in sums.items():
+                wall_s[account] += seconds / whole * (ended - began) if whole else 0.0
+        return wall_s
 
 
 class _Stretches:

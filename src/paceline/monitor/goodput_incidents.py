@@ -17,11 +17,12 @@ from paceline.events import (
     WeightsDiffer,
     WorkerFailed,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
 from paceline.monitor.goodput_log import AttemptLog
-from paceline.monitor.wording import CAUSES, number_text
+from paceline.monitor.wording import CAUSES, spike_cause
 
 __all__ = ["Incident", "Joined", "Rewinds", "incidents_of"]
 
@@ -39,7 +40,7 @@ class Joined:
 @dataclasses.dataclass(kw_only=True)
 class Incident:
     """A loss that the others survived ("loss"), a spike whose step was left out or rolled back ("spike"), weights that
-    were healed ("weights"), or the end of an attempt before its time ("end").
+    were healed ("weights"), a worker that left in good order ("left"), or the end of an attempt before its time ("end").
 
     It grows while events are read. `costs` are worker-seconds by account: recovery, repeated, undone, vacant and down.
     """
@@ -49,7 +50,7 @@ class Incident:
     began: float
     step: int = 0  # committed steps from which the run went on
     causes: list[str] = dataclasses.field(default_factory=list[str])
-    workers: list[int] = dataclasses.field(default_factory=list[int])  # that were lost
+    workers: list[int] = dataclasses.field(default_factory=list[int])  # that were lost, or have left
     went_on: float | None = None  # when the others had formed again, or the next attempt began
     detected_s: float | None = None
     regrouped_s: float | None = None
@@ -81,8 +82,10 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                 if open_loss is None:
                     open_loss = Incident(kind="loss", attempt=log.attempt, began=record.time, step=lost.step)
                     found.append(open_loss)
+                open_loss.began = min(open_loss.began, record.time - lost.silent_s)
                 open_loss.workers.append(lost.rank)
-                open_loss.causes.append(lost.reason)
+                if lost.reason not in open_loss.causes:  # a host's loss is told of each of its workers
+                    open_loss.causes.append(lost.reason)
             case Regrouped() as regrouped:
                 if open_loss is None:
                     open_loss = Incident(kind="loss", attempt=log.attempt, began=record.time)
@@ -92,6 +95,8 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                 open_loss = None
             case WorkerJoined(after_s=after_s) as joined if after_s is not None:  # otherwise it replaces nobody
                 _rejoined(found, record.time, joined, after_s)
+            case WorkerLeft() as leaving:
+                found.append(_left(log.attempt, record.time, leaving))
             case SpikeSeen(step=step, action="skip" | "rollback") as spike if ("spike", step) not in seen:
                 seen.add(("spike", step))
                 found.append(_spike(log.attempt, record.time, spike))
@@ -100,6 +105,8 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                 found.append(_healed(log.attempt, record.time, differ))
             case _:
                 pass
+    if open_loss is not None:  # nobody formed again: the head may have heard of less than was committed
+        open_loss.step = max(open_loss.step, log.last_step)
     resumed_from = None if later is None else resumed_from_step(later)
     # A run that went on from the end of a finished attempt has lost nothing; one that was started over has.
     if log.state not in ("finished", "running") or (resumed_from is not None and resumed_from < log.last_step):
@@ -144,15 +151,25 @@ def _went_on(incident: Incident, when: float, regrouped: Regrouped) -> None:
 
 def _rejoined(found: Sequence[Incident], when: float, event: WorkerJoined, after_s: float) -> None:
     for incident in reversed(found):
-        if event.rank in incident.workers:
+        if incident.kind == "loss" and event.rank in incident.workers:
             incident.joined.append(Joined(worker=event.rank, time=when, step=event.step, after_s=after_s))
             return
 
 
+def _left(attempt: int, when: float, leaving: WorkerLeft) -> Incident:
+    return Incident(
+        kind="left",
+        attempt=attempt,
+        began=when,
+        went_on=when,
+        causes=[leaving.reason],
+        workers=[leaving.rank],
+        members=tuple(leaving.members),
+        step=leaving.step,
+    )
+
+
 def _spike(attempt: int, when: float, spike: SpikeSeen) -> Incident:
-    text = f"loss {number_text(spike.loss)}, or a gradient, is not finite"
-    if spike.expected is not None:
-        text = f"loss {number_text(spike.loss)}, expected at most {number_text(spike.expected)}"
     to_step = spike.to_step if spike.action == "rollback" else None
     undone = 0 if to_step is None else spike.step - 1 - to_step  # and the spike's own, which nobody took
     step = spike.step - 1 if to_step is None else to_step
@@ -161,7 +178,7 @@ def _spike(attempt: int, when: float, spike: SpikeSeen) -> Incident:
         attempt=attempt,
         began=when,
         went_on=when,
-        causes=[text],
+        causes=[spike_cause(spike)],
         step=step,
         at_step=spike.step,
         steps_undone=undone,
@@ -184,7 +201,7 @@ def _healed(attempt: int, when: float, differ: WeightsDiffer) -> Incident:
 
 def _end(log: AttemptLog, later: AttemptLog | None, resumed_from: int | None) -> Incident:
     failed = [record.event for record in log.records if isinstance(record.event, WorkerFailed)]
-    failed = [event for event in failed if event.rank not in log.echoes] or failed
+    failed = [event for event in failed if not event.follows and event.rank not in log.echoes] or failed
     reasons = list(dict.fromkeys(event.reason for event in failed))
     if not reasons:
         cause = "the supervisor is gone without a word" if log.state == "lost" else CAUSES.get(log.exit_code or 0, "")

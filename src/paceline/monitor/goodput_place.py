@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline.events import CheckpointSaved, Evaluated, Record, WorkerFinished, WorkerLost, WorkerStarted
+from paceline.events import CheckpointSaved, Evaluated, Record, WorkerFinished, WorkerLeft, WorkerLost, WorkerStarted
 from paceline.monitor.goodput_incidents import Incident, Rewinds
 from paceline.monitor.goodput_log import AttemptLog, StepTime
 from paceline.monitor.steps import OTHER, PHASES
@@ -23,7 +23,7 @@ ACCOUNTS: dict[str, str] = {
     "recovery": "dropped work, regrouping, successors' start",
     "repeated": "steps that had to be taken again",
     "undone": "steps left out, or undone by a rollback",
-    "vacant": "a lost worker's place, empty",
+    "vacant": "the empty place of a worker that was lost or has left",
     "idle": "no step left to take",
     "down": "between attempts",
 }
@@ -49,12 +49,13 @@ class Place:
         self._worker, self._log, self._rewinds, self._note = worker, log, rewinds, note
         self._accounts = dict.fromkeys(ACCOUNTS, 0.0)
         self._until = log.began  # everything before is booked
-        self._state = "new"  # new | starting | at work | vacant | finished
+        self._state = "new"  # new | starting | at work | vacant | finished | given up
         self._incident: Incident | None = None  # that emptied the place
         self._usual: dict[str, float] = {}  # an undisturbed step's seconds, by account
         self._evaluation_s = self._stall_s = 0.0  # since the last step was told
         losses = [incident for incident in incidents if incident.kind == "loss"]
         self._own_losses = [incident for incident in losses if worker in incident.workers]
+        self._leavings = [one for one in incidents if one.kind == "left" and worker in one.workers]
         self._end = next((incident for incident in incidents if incident.kind == "end"), None)
         self._left_out = {incident.at_step: incident for incident in incidents if incident.kind == "spike"}
         self._disturbed = _disturbed(losses, worker)
@@ -74,6 +75,11 @@ class Place:
                 self._incident = self._own_losses.pop(0) if self._own_losses else self._incident
                 self._book(when, {"recovery": when - self._until}, self._incident)
                 self._state = "vacant"
+            case WorkerLeft(resized=resized):
+                if self._state != "finished":
+                    self._last_words(when)
+                self._incident = self._leavings.pop(0) if self._leavings else None
+                self._state = "given up" if resized else "vacant"
             case WorkerFinished():
                 self._last_words(when)
                 self._state = "finished"
@@ -90,6 +96,8 @@ class Place:
             case "finished":
                 if (self.last_step or 0) >= self._log.last_step:  # else it left before the others: its place is gone
                     self._book(ended, {"idle": rest})
+            case "given up":
+                pass  # the run was made smaller on purpose
             case "vacant":
                 self._book(ended, {"vacant": rest}, self._incident)
             case "new":
@@ -108,8 +116,9 @@ class Place:
         forked = max(self._until, when - startup_s)
         if self._state == "vacant":
             self._book(forked, {"vacant": forked - self._until}, self._incident)
-        elif self._state == "finished" or self._worker >= self._log.workers:
+        elif self._state in ("finished", "given up") or self._worker >= self._log.workers:
             self._until = forked  # the place was added later, or was given up for a time
+            self._incident = None
         self._state = "starting"
 
     def _step(self, told: StepTime, when: float) -> None:
@@ -122,18 +131,20 @@ class Place:
         owner = self._disturbed.get(told.step)
         if self._state == "starting":
             self._state, owner, self._incident = "at work", self._incident, None
-            parts["recovery" if owner else "start_up"] = rest
+            parts["start_up"] = 0.0
+            parts["recovery" if owner else "start_up"] += rest
         elif owner is not None and told.time >= owner.began:
             parts = self._as_usual(length)
         else:
             owner = None
             self._share_out(parts, rest)
-            self._usual = parts
+            self._usual = {**parts, "recovery": 0.0}
         rewound_by = self._rewinds.of(told.step, told.time)
         if rewound_by is not None:
-            parts, owner = {"undone" if rewound_by.kind == "spike" else "repeated": length}, rewound_by
+            owner = rewound_by
+            parts = _for_nothing(parts, "undone" if rewound_by.kind == "spike" else "repeated")
         elif told.skipped:
-            parts, owner = {"undone": length}, self._left_out.get(told.step)
+            parts, owner = _for_nothing(parts, "undone"), self._left_out.get(told.step)
         self._evaluation_s, self._stall_s = 0.0, self._stalls.get(told.step, 0.0)
         self.first_step, self.last_step = self.first_step or told.step, told.step
         self._book(when, parts, owner)
@@ -181,6 +192,12 @@ class Place:
                 incident.book(account, seconds)
         self._note(self._until, until, parts)
         self._until = until
+
+
+def _for_nothing(parts: Mapping[str, float], account: str) -> dict[str, float]:
+    """Book a step that did not count under one account. What came before it, the start, was not the step's."""
+    kept = {name: seconds for name, seconds in parts.items() if name == "start_up"}
+    return {**kept, account: sum(parts.values()) - sum(kept.values())}
 
 
 def _disturbed(losses: Sequence[Incident], worker: int) -> dict[int, Incident]:

@@ -21,7 +21,7 @@ from paceline.monitor.doing import Call, Doing
 from paceline.monitor.once import workers_text
 from paceline.units import duration_text
 
-__all__ = ["Finding", "HangDetector", "mismatches", "sentence"]
+__all__ = ["Finding", "HangDetector", "cause", "mismatches", "outlook", "sentence"]
 
 MARGIN_S = 5.0
 FIRST_S = 20.0  # expected at most before there is a step to measure by: compilers and caches are warmed up
@@ -105,7 +105,9 @@ def absences(doings: Mapping[int, Doing]) -> list[Finding]:
         if not ahead or any(worker in doings and doings[worker].state == "gone" for worker in named):
             continue  # nobody waits; or who is awaited has ended, and that is told otherwise
         longest = max(ahead, key=lambda worker: _idle_s(doings[worker]))
-        call = doings[longest].call(group, least + 1) or doings[longest].waiting
+        call, waiting = doings[longest].call(group, least + 1) or doings[longest].waiting, doings[longest].waiting
+        if call is not None and call.kind == "transfer" and (waiting is None or waiting.group != group):
+            continue  # who has sent something need not wait until it is taken
         if call is not None:
             waited_s = _idle_s(doings[longest])
             found.append(Finding(kind="absent", named=named, waiting=tuple(ahead), waited_s=waited_s, call=call))
@@ -169,6 +171,42 @@ def sentence(finding: Finding, doings: Mapping[int, Doing], places: Mapping[int,
     for worker in finding.named[:3]:
         said += f"; {_where(worker, doings, places, alone=len(finding.named) == 1)}"
     return f"{said}; {waiting} {_have(finding.waiting)} waited {duration_text(finding.waited_s)}"
+
+
+def cause(finding: Finding, doings: Mapping[int, Doing], places: Mapping[int, str], limit_s: float) -> str:
+    """Say why a run goes on without those who are named; the sentence itself has been told."""
+    named, is_one = _who(finding.named, doings), len(finding.named) == 1
+    at = "".join(
+        f" at {places[worker]}" if is_one else f", worker {worker} at {places[worker]}"
+        for worker in finding.named[:3]
+        if places.get(worker)
+    )
+    return (
+        f"{named} {'was' if is_one else 'were'} hanging{at} and {'was' if is_one else 'were'} ended: the others had "
+        f"stood still for {duration_text(finding.waited_s)} (timeout_s is {limit_s:g})"
+    )
+
+
+def outlook(finding: Finding, doings: Mapping[int, Doing], *, limit_s: float, goes_on: bool, host: str) -> str:
+    """Say what will happen if nobody comes, and, where the run `goes_on` without those who are named, what does it now.
+
+    `host`: where this is read.
+    """
+    left_s = limit_s - finding.waited_s
+    if not math.isfinite(left_s) or left_s < 1.0:
+        return ""
+    when = f"in {left_s:.0f} s (timeout_s)"
+    if not goes_on or finding.is_certain:
+        return f". The job ends {when} if that does not change"
+    named = [doings[worker] for worker in finding.named if worker in doings]
+    if any(doing.state == "stopped" for doing in named):
+        return ""  # nothing is heard of it, and that ends it sooner
+    whom = "it" if len(finding.named) == 1 else "them"
+    at_hosts = sorted({doing.host for doing in named})
+    where = "" if at_hosts in ([], [host]) else f" on {at_hosts[0]}" if len(at_hosts) == 1 else ", each on its host,"
+    pids = " ".join(str(doing.pid) for doing in named)
+    now = f"; `kill -9 {pids}`{where} does it now" if named else ""
+    return f". The run gives {whom} up {when} and goes on{now}"
 
 
 def _groups(doings: Mapping[int, Doing]) -> dict[int, tuple[int, ...]]:

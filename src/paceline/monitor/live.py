@@ -25,6 +25,7 @@ from paceline.events import (
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
@@ -43,11 +44,12 @@ LEAST_BAR, MOST_BAR = 10, 40
 NUMBERS_WIDTH = 52  # beside a bar: the names and shares of all phases, or step, epoch and the time that is left
 CURVE_WIDTH = 32
 COLOURS: dict[str, str] = dict(
-    zip((*PHASES, OTHER), ("yellow", "green", "magenta", "blue", "bright_black"), strict=True)
+    zip((*PHASES, OTHER), ("yellow", "green", "magenta", "blue", "red", "bright_black"), strict=True)
 )
 BLOCKS = "▁▂▃▄▅▆▇█"
 STARTING, AT_WORK, FINISHED, GONE = ("○", "bright_black"), ("●", "green"), ("✓", "cyan"), ("✗", "bold red")
 JOINING = ("○", "yellow")  # a successor that has not taken part in a step yet
+LEFT = ("·", "bright_black")  # the others go on without it
 
 
 class LiveConsole:
@@ -109,7 +111,9 @@ class LiveConsole:
                 self._num_lost += 1
             case Regrouped(members=members):
                 self._marks.update(dict.fromkeys(members, AT_WORK))
-            case WorkerFinished(rank=worker):
+            case WorkerLeft(rank=worker):
+                self._marks[worker] = LEFT
+            case WorkerFinished(rank=worker) if self._marks.get(worker) != LEFT:  # files are read in turn
                 self._marks[worker] = FINISHED
             case WorkerFailed(rank=worker):
                 self._marks[worker] = GONE
@@ -254,9 +258,12 @@ class LiveConsole:
         for worker in shown:
             marks.append(*self._marks.get(worker, STARTING))
         numbers = [Text(f"and {len(self._local) - len(shown)} more", "dim")] if len(shown) < len(self._local) else []
-        num_ready, num_here = len(self._marks.keys() & set(self._local)), len(self._local)
+        left = {worker for worker in self._local if self._marks.get(worker) == LEFT}
+        num_ready, num_here = len(self._marks.keys() & set(self._local) - left), len(self._local) - len(left)
         count = f"{num_ready} of {num_here}" if num_ready < num_here else f"{num_here}"
-        count += f" here, {self._num_workers} in all" if num_here < self._num_workers else ""
+        in_all = self._num_workers - len(left)
+        count += f" here, {in_all} in all" if num_here < in_all else ""
+        count += f", {len(left)} ha{'s' if len(left) == 1 else 've'} left" if left else ""
         losses = [Text(f"{self._num_lost} lost so far", "dim")] if self._num_lost else []
         return _rows("workers", [*numbers, Text(count, "dim"), *losses], width, bar=marks)
 

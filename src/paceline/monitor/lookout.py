@@ -16,12 +16,13 @@ from typing import Any, Protocol
 from paceline.monitor.doing import Doing, look
 from paceline.monitor.failure import Failure, root
 from paceline.monitor.files import worker_number
-from paceline.monitor.hang import Finding, HangDetector, mismatches, sentence
+from paceline.monitor.hang import Finding, HangDetector, cause, mismatches, outlook, sentence
 from paceline.monitor.stacks import StackFile, place_of, stack_text
 from paceline.monitor.straggler import StragglerDetector
 
 __all__ = ["Lookout", "Reach"]
 
+BALANCE = "; --balance would give it fewer micro-batches"
 LOOK_S = 1.0
 SOON_S = 0.2  # while an answer is awaited
 CALM_S = 1.0  # nobody waits for as long as this
@@ -39,11 +40,13 @@ class Reach(Protocol):
         """Have a worker write its stacks."""
         ...
 
-    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> bool:
-        """End what these workers hold up: the job, or, where it can and `goes_on` without them, these workers.
+    def can_do_without(self, workers: Sequence[int]) -> bool:
+        """Whether the job can go on when these workers are ended."""
+        ...
 
-        Returns whether the job ends: its end then tells `error`.
-        """
+    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
+        """End what these workers hold up: the job, whose end then tells `error`, or, where it `goes_on` without them,
+        these workers."""
         ...
 
 
@@ -52,6 +55,7 @@ class Lookout:
 
     `local`: the workers of this host; None: whoever has a directory. With `tell` it only tells, once a second, what
     they do: the head finds. `lead_s`: a hang is ended so much earlier than the workers' own patience is over.
+    `may_balance`: shares are even, and need not be.
     """
 
     def __init__(
@@ -64,10 +68,11 @@ class Lookout:
         say: Callable[[str], None],
         tell: Callable[[Sequence[Mapping[str, Any]]], None] | None = None,
         lead_s: float = 0.0,
+        may_balance: bool = False,
     ) -> None:
         self._directory, self._host, self._given = directory, host, local
         self._reach, self._say, self._tell, self._lead_s = reach, say, tell, lead_s
-        self._detector, self._stragglers = HangDetector(), StragglerDetector()
+        self._detector, self._stragglers = HangDetector(), StragglerDetector(remedy=BALANCE if may_balance else "")
         self._doings: dict[int, Doing] = {}
         self._remote: dict[int, tuple[float, Doing]] = {}
         self._stacks: dict[int, StackFile] = {}
@@ -196,16 +201,25 @@ class Lookout:
         if finding is None or self._asked:
             return
         self._open = None
-        text = sentence(self._now(finding, now), self._doings, self._places)
-        if not self._is_final(finding) or self._reach is None:
+        finding = self._now(finding, now)
+        text = sentence(finding, self._doings, self._places)
+        if self._reach is None:
             self._say(text)
+            return
+        limit_s = self._detector.limit_s
+        goes_on = not finding.is_certain and self._reach.can_do_without(finding.named)
+        if not self._is_final(finding):
+            until_s = limit_s - self._lead_s
+            self._say(text + outlook(finding, self._doings, limit_s=until_s, goes_on=goes_on, host=self._host))
             return
         worker = finding.named[0]
         doing = self._doings.get(worker)
         error = _error(text, worker, doing.host if doing else self._host, doing.pid if doing else 0, finding.call.step)
         error["stacks"] = self._all_stacks(finding)
-        if not self._reach.stuck(finding.named, error, goes_on=not finding.is_certain):
-            self._say(text)
+        error["waited_s"], error["cause"] = finding.waited_s, cause(finding, self._doings, self._places, limit_s)
+        if goes_on:  # what the run goes on from is told before that it does
+            self._say(f"{text}\n{error['stacks']}")
+        self._reach.stuck(finding.named, error, goes_on=goes_on)
 
     def _now(self, finding: Finding, now: float) -> Finding:
         """The same finding, its wait as long as it is by now."""

@@ -61,7 +61,7 @@ def _tiles(report: Report) -> str:
         tiles.append(("", number_text(curves.last_loss), f"loss{first}"))
     if curves.speed_mean is not None:
         tiles.append(("", rate_text(curves.speed_mean), "samples/s while it trained"))
-    bad = "bad" if ledger.incidents else ""
+    bad = "bad" if any(incident.kind != "left" for incident in ledger.incidents) else ""
     tiles.append((bad, str(len(ledger.incidents)), f"incidents, {_count(lost, 'worker')} lost"))
     return (
         '<div class="tiles">'

@@ -1,7 +1,8 @@
 """The curves of a run, thinned to what a page can show: loss over steps, speed over time, held-out values.
 
 A run of a million steps is drawn in some hundred columns. Each keeps the mean, the least and the most of what falls
-into it, so that no spike disappears.
+into it, so that no spike disappears. A speed is that of a whole step: where one took long, its point is drawn from the
+step's beginning to its end, as a level line, and not as a slope.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 __all__ = ["NUM_COLUMNS", "Curves", "Point", "read_curves", "thinned"]
 
 NUM_COLUMNS = 480
+LONG = 4.0  # times the median step: one that took longer is drawn from its beginning to its end
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Curves:
 def read_curves(metrics: Path, elapsed: Callable[[float], float]) -> Curves:
     """Read a run's `metrics.jsonl`; empty curves where there is none."""
     steps, losses, times, samples, took = array("d"), array("d"), array("d"), array("q"), array("d")
+    since = array("d")  # when the step began, by the clock of `times`
     num_broken = 0
     for row in _rows(metrics):
         loss = row.get("loss")
@@ -59,10 +63,11 @@ def read_curves(metrics: Path, elapsed: Callable[[float], float]) -> Curves:
             times.append(elapsed(row["time"]))
             samples.append(row["num_samples"])
             took.append(row["num_samples"] / speed)
+            since.append(elapsed(row["time"] - took[-1]))
     speeds = array("d", (number / seconds if seconds else 0.0 for number, seconds in zip(samples, took, strict=True)))
     return Curves(
         loss=thinned(steps, losses),
-        speed=thinned(times, speeds, weights=took),
+        speed=_levels(since, times, speeds, took),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         speed_mean=sum(samples) / sum(took) if took and sum(took) else None,
@@ -70,6 +75,26 @@ def read_curves(metrics: Path, elapsed: Callable[[float], float]) -> Curves:
         num_losses=len(losses),
         num_broken=num_broken,
     )
+
+
+def _levels(
+    since: Sequence[float], times: Sequence[float], speeds: Sequence[float], took: Sequence[float]
+) -> tuple[Point, ...]:
+    """Thin the speeds of steps; one that took long has a point in each column that it lasted through."""
+    width = (times[-1] - min(since)) / NUM_COLUMNS if times else 0.0
+    long_s = max(width, LONG * statistics.median(took)) if took else 0.0
+    xs, ys, weights = array("d"), array("d"), array("d")
+    for began, ended, speed, seconds in zip(since, times, speeds, took, strict=True):
+        began = max(began, xs[-1]) if xs else began
+        pieces = math.ceil((ended - began) / width) if width > 0 and seconds > long_s else 0
+        for place in range(pieces):
+            xs.append(began + place * (ended - began) / pieces)
+            ys.append(speed)
+            weights.append(seconds / (pieces + 1))
+        xs.append(ended)
+        ys.append(speed)
+        weights.append(seconds / (pieces + 1))
+    return thinned(xs, ys, weights=weights)
 
 
 def thinned(

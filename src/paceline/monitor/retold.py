@@ -1,7 +1,8 @@
-"""Finds in the workers' events the steps that `metrics.jsonl` lacks, because its writer was killed.
+"""Finds in the workers' events what earlier attempts have done: steps that `metrics.jsonl` lacks, and steps that are lost.
 
 A supervisor that is killed dies some steps behind its workers, and their newest checkpoint may be of one of those. The
-next attempt goes on from there, and writes the rows that are missing first.
+next attempt goes on from there, and writes the rows that are missing first. Steps after the newest checkpoint are taken
+again, and whoever starts the run again is told how many.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from paceline.monitor.files import last_lines, worker_number
 from paceline.monitor.steps import Step, StepMerger
 from paceline.monitor.stream import attempt_dir, decoded
 
-__all__ = ["steps_between"]
+__all__ = ["again_text", "steps_between"]
 
 DONE = '{"event": "StepDone"'  # how the line of a step begins
 
@@ -28,6 +29,37 @@ def steps_between(run_dir: Path, *, before_attempt: int, after: int, until: int)
         for row in _rows(attempt_dir(run_dir, attempt), after, until):
             rows.setdefault(row.step, row)
     return [rows[step] for step in sorted(rows)]
+
+
+def again_text(run_dir: Path, *, before_attempt: int, resumed_from: int) -> str | None:
+    """Say which steps an attempt takes again because they were not saved; None where there are none.
+
+    The newest earlier attempt that took any step is the one that was gone on from. Reads the ends of its files.
+    """
+    for attempt in range(before_attempt - 1, 0, -1):
+        last_step = max(map(_last_step, attempt_dir(run_dir, attempt).glob("worker_*/events.jsonl")), default=0)
+        if last_step:
+            break
+    else:
+        return None
+    num_again = last_step - resumed_from
+    if num_again <= 0:
+        return None
+    again = f"{num_again} steps are" if num_again > 1 else "1 step is"
+    if resumed_from:
+        return f"attempt {attempt} came to step {last_step}, and saved step {resumed_from} last: {again} taken again"
+    return (
+        f"attempt {attempt} came to step {last_step}, and nothing was saved: beginning at step 1, {again} taken again"
+    )
+
+
+def _last_step(path: Path) -> int:
+    """The last step that a worker committed; 0: none."""
+    for line in last_lines(path):
+        record = decoded(line) if line.startswith(DONE) else None
+        if record is not None and isinstance(record.event, StepDone):
+            return record.event.step
+    return 0
 
 
 def _rows(directory: Path, after: int, until: int) -> list[Step]:

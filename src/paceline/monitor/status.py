@@ -18,13 +18,17 @@ from paceline.events import (
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
+from paceline.monitor.doing import process_state
 from paceline.monitor.files import last_lines, local_path, worker_number
-from paceline.monitor.run_record import RunRecord
+from paceline.monitor.process import this_host
+from paceline.monitor.run_record import RUNNING, RunRecord
+from paceline.monitor.status_progress import Progress, Trouble
 from paceline.monitor.stream import attempt_dir, decoded
-from paceline.monitor.wording import event_line, number_text, rate_text
+from paceline.monitor.wording import event_line
 from paceline.units import duration_text
 
 __all__ = ["RunStatus", "WorkerStatus", "is_echo", "main_status", "status"]
@@ -46,7 +50,8 @@ class WorkerStatus:
     host: str
     pid: int
     device: str
-    state: str  # starting | running | lost | finished | failed | stopped (after another one failed) | gone
+    state: str  # starting | running | halted (SIGSTOP, a debugger) | lost | left | finished | failed
+    # | stopped (after another one failed) | gone
     step: int
     idle: float | None  # share of its last steps in which it waited for the others; None: not known
     age_s: float | None  # since its last event; None: it has not said anything
@@ -64,27 +69,37 @@ class RunStatus:
     host: str
     pid: int
     plan: str | None
-    step: int
-    epoch: int | None
-    loss: float | None
-    samples_per_s: float | None
+    progress: Progress
+    trouble: Trouble
     metrics_url: str | None
     started: float
     ended: float | None
     members: tuple[int, ...]  # the workers that take part, or did when the run ended
     workers_lost: int  # in the newest attempt
     last_incident: str | None  # what became of the last loss, in words
+    workers_left: int  # in the newest attempt, in good order, while the others went on
+    last_leaving: str | None  # the last one of them, in words
     workers: tuple[WorkerStatus, ...]
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it runs, and has taken no step for far longer than one takes."""
+        return self.state == RUNNING and self.progress.stands_still
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data for programs, progress and trouble among the rest."""
+        facts = dataclasses.asdict(self)
+        return {**facts, **facts.pop("progress"), **facts.pop("trouble"), "stands_still": self.stands_still}
 
 
 def status(run_dir: Path | str) -> RunStatus:
     """Read how a run stands; raises ValueError where `run_dir` is not the directory of a run."""
     record = RunRecord.load(run_dir)
-    row = _last_step(record.run_dir)
+    progress = Progress.of(record)
     said = _supervisor_events(record)
     changes = _Changes.of(said)
     started = _started(record, changes.replaced)
-    failed = {each.event.rank for each in said if isinstance(each.event, WorkerFailed)}
+    failed = {each.event.rank: each.event for each in said if isinstance(each.event, WorkerFailed)}
     workers = _workers(record, started, changes, failed)
     plans = [each.event.plan for each in started.values() if isinstance(each.event, WorkerStarted)]
     return RunStatus(
@@ -96,16 +111,16 @@ def status(run_dir: Path | str) -> RunStatus:
         host=record.host,
         pid=record.pid,
         plan=plans[0] if plans else record.plan,
-        step=row.get("step", 0),
-        epoch=row.get("epoch"),
-        loss=row.get("loss"),
-        samples_per_s=row.get("samples_per_s"),
+        progress=progress,
+        trouble=Trouble.of(said, progress),
         metrics_url=record.metrics_url,
         started=record.started,
         ended=record.ended,
         members=tuple(worker.rank for worker in workers if changes.is_member(worker.rank) and worker.state != "lost"),
         workers_lost=changes.num_lost,
         last_incident=changes.last_text,
+        workers_left=changes.num_left,
+        last_leaving=changes.last_leaving,
         workers=workers,
     )
 
@@ -117,7 +132,7 @@ def main_status(run_dir: Path | str, json: bool = False) -> int:
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
-    print(json_text.dumps(dataclasses.asdict(now), indent=1) if json else _text(now))
+    print(json_text.dumps(now.facts(), indent=1) if json else _text(now))
     return 0
 
 
@@ -126,25 +141,28 @@ def _text(run: RunStatus) -> str:
         EXPLAINED["elsewhere"] if run.state == "running" and not run.is_checked else EXPLAINED.get(run.state, run.state)
     )
     code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
-    parts = [f"step {run.step}"]
-    if run.epoch is not None:
-        parts.append(f"epoch {run.epoch}")
-    if run.loss is not None:
-        parts.append(f"loss {number_text(run.loss)}")
-    if run.samples_per_s is not None:
-        parts.append(f"{rate_text(run.samples_per_s)} samples/s")
     since = duration_text((run.ended or time.time()) - run.started)
     lines = [
         f"{local_path(run.run_dir)}: {state}{code}",
         f"  attempt {run.attempt}, {'took' if run.ended else 'for'} {since}; supervisor {run.pid} on {run.host}",
-        f"  {'  '.join(parts)}",
+        f"  {run.progress.text()}",
     ]
+    lines += [f"  {run.trouble.error}"] if run.trouble.error else []
+    if run.state == RUNNING:
+        lines += [f"  {run.progress.still_text()}"] if run.stands_still else []
+        lines += [f"  {run.trouble.warning_text()}"] if run.trouble.warning else []
     lines += [f"  plan {run.plan}"] if run.plan else []
     lines += [f"  metrics at {run.metrics_url}"] if run.metrics_url else []
     if run.workers_lost:
         present = f", {len(run.members)} taking part now" if run.state == "running" else ""
         lines.append(f"  {run.workers_lost} worker{'s' * (run.workers_lost != 1)} lost{present}; the last incident:")
         lines.append(f"    {run.last_incident}")
+    if run.workers_left:
+        present = f", {len(run.members)} taking part now" if run.state == "running" else ""
+        lines.append(
+            f"  {run.workers_left} worker{'s have' if run.workers_left != 1 else ' has'} left{present}; the last one:"
+        )
+        lines.append(f"    {run.last_leaving}")
     return "\n".join([*lines, "", *_table(run.workers)])
 
 
@@ -165,15 +183,6 @@ def _table(workers: tuple[WorkerStatus, ...]) -> list[str]:
     ]
 
 
-def _last_step(run_dir: Path) -> dict[str, Any]:
-    for line in last_lines(run_dir / "metrics.jsonl"):
-        try:
-            return dict(json_text.loads(line))
-        except ValueError:  # cut off by a kill: the line before it counts
-            continue
-    return {}
-
-
 @dataclasses.dataclass(kw_only=True)
 class _Changes:
     """What the supervisor said of the membership of an attempt."""
@@ -183,6 +192,9 @@ class _Changes:
     members: set[int] | None = None  # None: all
     num_lost: int = 0
     last_text: str | None = None
+    left: dict[int, float] = dataclasses.field(default_factory=dict[int, float])  # worker -> when, not joined since
+    num_left: int = 0
+    last_leaving: str | None = None
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> _Changes:
@@ -197,8 +209,15 @@ class _Changes:
                 case Regrouped(members=members) as regrouped:
                     changes.members = set(members)
                     changes.last_text = event_line(regrouped)
+                case WorkerLeft(rank=worker, members=members) as leaving:
+                    changes.left[worker] = record.time
+                    changes.replaced.add(worker)
+                    changes.members = set(members)
+                    changes.num_left += 1
+                    changes.last_leaving = event_line(leaving)
                 case WorkerJoined(rank=worker):
                     changes.lost.pop(worker, None)
+                    changes.left.pop(worker, None)
                     if changes.members is not None:
                         changes.members.add(worker)
                 case _:
@@ -206,20 +225,34 @@ class _Changes:
         return changes
 
     def is_member(self, worker: int) -> bool:
-        return worker not in self.lost and (self.members is None or worker in self.members)
+        is_gone = worker in self.lost or worker in self.left
+        return not is_gone and (self.members is None or worker in self.members)
 
 
 def _workers(
-    record: RunRecord, started: Mapping[int, Record], changes: _Changes, failed: set[int]
+    record: RunRecord, started: Mapping[int, Record], changes: _Changes, failed: Mapping[int, WorkerFailed]
 ) -> tuple[WorkerStatus, ...]:
     return tuple(
-        _worker(record, worker, started.get(worker), failed, lost_at=changes.lost.get(worker))
+        _worker(
+            record,
+            worker,
+            started.get(worker),
+            failed,
+            lost_at=changes.lost.get(worker),
+            left_at=changes.left.get(worker),
+        )
         for worker in range(max(record.workers, 1 + max(started, default=-1)))
     )
 
 
 def _worker(
-    record: RunRecord, worker: int, told: Record | None, failed: set[int], *, lost_at: float | None
+    record: RunRecord,
+    worker: int,
+    told: Record | None,
+    failed: Mapping[int, WorkerFailed],
+    *,
+    lost_at: float | None,
+    left_at: float | None,
 ) -> WorkerStatus:
     started = told.event if told is not None and isinstance(told.event, WorkerStarted) else None
     directory = attempt_dir(record.run_dir, record.attempt) / f"worker_{worker}"
@@ -240,12 +273,16 @@ def _worker(
             break
     if lost_at is not None and state in ("starting", "running"):  # else its successor is starting
         state = "lost" if told is None or told.time < lost_at else "starting"
-    if worker in failed:
-        state = "failed"
+    if left_at is not None and (told is None or told.time < left_at):
+        state = "left"
+    elif worker in failed:
+        state = "stopped" if failed[worker].follows else "failed"
     elif (directory / "error.json").exists():
         state = "stopped" if is_echo(directory / "error.json") else "failed"
-    elif state in ("starting", "running") and record.state_now() != "running":
+    elif state in ("starting", "running") and record.state_now() != RUNNING:
         state = "gone"
+    elif state == "running" and started is not None and started.host == this_host():
+        state = "halted" if process_state(started.pid) == "stopped" else state
     return WorkerStatus(
         rank=worker,
         host=started.host if started else "",

@@ -16,7 +16,7 @@ from paceline.events import Record, StepDone
 
 __all__ = ["OTHER", "PHASES", "Idle", "Step", "StepMerger", "parts_of", "real"]
 
-PHASES = ("data", "compute", "communication", "optimizer")
+PHASES = ("data", "compute", "communication", "optimizer", "recovery")  # the last one only where members came or went
 OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, bookkeeping
 AHEAD = 2  # steps: see above
 OWN_NAMES = frozenset({"step", "epoch", "time", "num_samples", "samples_per_s", "skipped", "seconds"})

@@ -51,9 +51,10 @@ class Pace:
 
 
 class StragglerDetector:
-    """Looks at all workers, about once a second."""
+    """Looks at all workers, about once a second. `remedy` ends the sentence that names one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, remedy: str = "") -> None:
+        self._remedy = remedy
         self._samples: dict[int, deque[Sample]] = {}
         self._looks: dict[int, tuple[int, int]] = {}
         self._named: set[int] = set()
@@ -74,7 +75,7 @@ class StragglerDetector:
                 said.append(f"worker {worker} is as fast as the others again")
             elif worker not in self._named and min(ratios) > SLOW and self._is_costly(doings[worker], worker, whole):
                 self._named.add(worker)
-                said.append(_sentence(doings[worker], whole))
+                said.append(_sentence(doings[worker], whole) + self._remedy)
         return said
 
     def _note(self, worker: int, doing: Doing, now: float) -> None:

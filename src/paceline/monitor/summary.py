@@ -19,8 +19,10 @@ from paceline.events import (
     Record,
     Regrouped,
     RunStarted,
+    SpikeSeen,
     WorkerFinished,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
@@ -33,8 +35,9 @@ __all__ = ["Summary", "shares"]
 class Summary:
     """Takes records and steps, and tells at any time what they come to."""
 
-    def __init__(self, run_dir: Path, *, attempt: int, workers: int) -> None:
+    def __init__(self, run_dir: Path, *, attempt: int, workers: int, max_steps: int | None = None) -> None:
         self.run_dir, self.attempt, self.workers = run_dir, attempt, workers
+        self._max_steps = max_steps
         self.plan: str | None = None
         self.startup_s: float | None = None
         self.checkpoint: CheckpointSaved | None = None
@@ -49,6 +52,8 @@ class Summary:
         self._devices: dict[str, None] = {}
         self._ranks: set[int] = set()  # of workers that have started
         self._num_lost = self._num_joined = self._num_steps_lost = 0
+        self._left: list[dict[str, Any]] = []  # who left the run to the others, by time
+        self._num_undone = self._rolled_back_at = 0  # steps that rollbacks undid; the step of the last one
         self._resumed_from_step = 0
         self._num_checkpoints = self._num_failed_checkpoints = 0
         self._peaks: dict[int, int] = {}
@@ -82,6 +87,12 @@ class Summary:
                 self._num_steps_lost += steps_lost
             case WorkerJoined():
                 self._num_joined += 1
+            case WorkerLeft(rank=worker, step=step, reason=reason):
+                self._left.append({"worker": worker, "step": step, "reason": reason})
+            case SpikeSeen(step=step, action="rollback", to_step=int(to_step)):
+                # A second rollback to the same snapshot undoes only what came after the first one.
+                self._num_undone += max(0, step - 1 - max(to_step, self._rolled_back_at))
+                self._rolled_back_at = step
             case _:
                 pass
 
@@ -105,6 +116,11 @@ class Summary:
         passed = self.last.time - self.first.time
         return (self.num_samples - self.first.num_samples) / passed if passed > 0 else self.first.samples_per_s
 
+    @property
+    def _saved_step(self) -> int:
+        """With this step a next attempt begins, as far as this one knows."""
+        return self.checkpoint.step if self.checkpoint else self._resumed_from_step
+
     def facts(self, state: str, exit_code: int) -> dict[str, Any]:
         """Return what `summary.json` holds, were the attempt to end now in this state."""
         first, last, now = self.first, self.last, time.time()
@@ -122,11 +138,15 @@ class Summary:
             "resumed_from_step": self._resumed_from_step,
             "step": last.step if last else self._resumed_from_step,
             "steps": self.num_steps,
+            "max_steps": self._max_steps,
             "skipped_steps": self.num_skipped,
+            "undone_steps": self._num_undone,
             "samples": self.num_samples,
             "workers_lost": self._num_lost,
             "workers_joined": self._num_joined,
             "steps_lost": self._num_steps_lost,
+            "left": self._left,
+            "steps_unsaved": 0 if state == "finished" or last is None else max(0, last.step - self._saved_step),
             "epochs": len(self._epochs),
             "first_loss": real(self._losses[0]),
             "last_loss": real(self._losses[1]),

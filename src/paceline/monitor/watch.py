@@ -28,6 +28,7 @@ from paceline.events import (
     WeightsDiffer,
     WorkerFinished,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
@@ -37,12 +38,13 @@ from paceline.monitor.files import local_path
 from paceline.monitor.metrics import MetricsFile
 from paceline.monitor.once import Once, tag
 from paceline.monitor.output import Output
+from paceline.monitor.retold import again_text
 from paceline.monitor.run_record import RunRecord
 from paceline.monitor.steps import Step, StepMerger
 from paceline.monitor.stream import Tail, attempt_dir
 from paceline.monitor.summary import Summary
 from paceline.monitor.tensorboard import TensorBoardFile
-from paceline.monitor.wording import closing_table, ending_text, event_line, ready_line
+from paceline.monitor.wording import CAUSES, closing_table, ending_text, event_line, ready_line
 from paceline.plan.job import Job
 
 if TYPE_CHECKING:
@@ -104,13 +106,13 @@ class Watch:
         self._members = set(range(workers))  # of the whole job
         self._newcomers: set[int] = set()  # that have started, and are members when they have taken a step
         self._finished: dict[int, int] = {}  # workers that have left, after these steps
-        self._record, self._explains = record, explains
+        self._record, self._explains, self._is_fresh = record, explains, job.fresh
         self._screen = _screen(
             console, sys.stdout if stream is None else stream, self.run_dir, workers, self._local, job
         )
         self._tail = Tail(self.run_dir, attempt)
         self._merger = StepMerger(self._local)
-        self._summary = Summary(self.run_dir, attempt=attempt, workers=workers)
+        self._summary = Summary(self.run_dir, attempt=attempt, workers=workers, max_steps=job.max_steps)
         self._tensorboard = TensorBoardFile(self.run_dir / "tensorboard")
         self._sinks: list[Sink] = [self._summary, self._screen]
         if record:
@@ -176,7 +178,7 @@ class Watch:
         self._notes.release(now, everything=True)
         self._give(self._merger.rest())
         self._output.finish(now, failed={failure.worker for failure in failures})
-        self.failures = tuple(self._located(failure) for failure in failures)
+        self.failures = self.located(failures)
         for failure in self.failures:
             self._summary.peak_memory(failure.worker, failure.peak_memory_bytes or 0)
         self._tail.close()
@@ -195,8 +197,14 @@ class Watch:
             with self._dropping(self._summary):
                 self._summary.write(self._facts)
         self.exit_note = _exit_note(self._facts, self.failures)
-        self._screen.show(("" if self.failures and self._explains else "\n") + _closing(self._facts))
+        self._screen.show(
+            ("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record)
+        )
         return self._facts
+
+    def located(self, failures: Sequence[Failure]) -> tuple[Failure, ...]:
+        """Note the last steps of workers that had no time to tell them."""
+        return tuple(map(self._located, failures))
 
     def _take(self, records: list[Record], now: float) -> None:
         for record in records:
@@ -223,7 +231,7 @@ class Watch:
                     self._screen.show(f"warning: {text}")
                 case WorkerStarted() as started:
                     self._worker_started(started)
-                case Regrouped() | WorkerJoined() | WorkerFinished() as change:
+                case Regrouped() | WorkerJoined() | WorkerLeft() | WorkerFinished() as change:
                     self._note_members(change)
                 case _:
                     pass
@@ -237,13 +245,17 @@ class Watch:
         """Of what all workers say alike, this one's word is taken: the first member of this host."""
         return min(self._members & self._local, default=min(self._local, default=0))
 
-    def _note_members(self, change: Regrouped | WorkerJoined | WorkerFinished) -> None:
+    def _note_members(self, change: Regrouped | WorkerJoined | WorkerLeft | WorkerFinished) -> None:
         match change:
             case Regrouped(members=members):
                 self._members = set(members)
                 self._merger.regroup(self._members & self._local)
             case WorkerJoined(rank=worker):
                 self._count_in(worker)
+            case WorkerLeft(rank=worker):
+                self._finished.pop(worker, None)
+                self._members.discard(worker)
+                self._merger.leave(worker)
             case WorkerFinished(rank=worker, step=step):
                 self._finished[worker] = step
                 self._merger.leave(worker)
@@ -312,6 +324,14 @@ class Watch:
             if self._started.keys() >= self._local.union(self._here):
                 self._screen.show(ready_line(self._started.values()))
                 self._started = None
+                self._say_what_is_lost(started.resumed_from_step)
+
+    def _say_what_is_lost(self, resumed_from: int) -> None:
+        """Say which steps of earlier attempts are taken again; with `fresh` that was asked for."""
+        if self._record and not self._is_fresh:
+            text = again_text(self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from)
+            if text:
+                self._screen.show(text)
 
     def _serve_metrics(self, host: str, port: int, workers: int) -> None:
         from paceline.monitor.prometheus import PrometheusEndpoint  # 60 ms that most runs need not pay
@@ -350,8 +370,10 @@ def _exit_note(facts: dict[str, Any], failures: Sequence[Failure]) -> str:
     return headline(root(failures)) if failures else ending_text(facts)
 
 
-def _closing(facts: dict[str, Any]) -> str:
+def _closing(facts: dict[str, Any], *, is_head: bool) -> str:
     """The closing table; for a run that failed before its first step only where its logs are."""
     if facts["steps"] or facts["state"] == "finished":
-        return closing_table(facts)
-    return f"{facts['state']} before the first step; logs are in {local_path(facts['log_dir'])}"
+        return closing_table(facts, is_head=is_head)
+    cause = CAUSES.get(facts["exit_code"])
+    why = f" ({cause})" if cause else ""
+    return f"{facts['state']} before the first step{why}; logs are in {local_path(facts['log_dir'])}"

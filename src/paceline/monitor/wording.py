@@ -6,7 +6,7 @@ People count epochs from 1, and so does everything here; files, endpoints and pr
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from paceline.events import (
@@ -21,6 +21,7 @@ from paceline.events import (
     StreamOpened,
     WeightsDiffer,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
@@ -44,11 +45,13 @@ __all__ = [
     "ready_line",
     "regrouped_text",
     "shares_text",
+    "spike_cause",
     "spike_text",
 ]
 
-SHORT: dict[str, str] = dict(zip((*PHASES, OTHER), ("data", "compute", "comm", "optim", "other"), strict=True))
+SHORT: dict[str, str] = dict(zip((*PHASES, OTHER), ("data", "compute", "comm", "optim", "recovery", "other"), strict=True))
 MOST_IDLE = 8  # workers whose idle shares are told one by one
+MOST_LEFT = 3  # that the closing table names
 CAUSES = {  # by exit code
     75: "preempted",
     76: "too few workers were left",
@@ -162,6 +165,9 @@ def event_line(event: Event) -> str | None:
             return f"{reason} before it had joined"
         case Regrouped(causes=causes, step=step) as regrouped:
             return f"{', '.join(causes)} after step {step}: {regrouped_text(regrouped)}"
+        case WorkerLeft(rank=worker, reason=reason, step=step, members=members):
+            go_on = "1 worker goes on" if len(members) == 1 else f"{len(members)} workers go on"
+            return f"worker {worker} has left ({reason}) after step {step}: {go_on}"
         case SpikeSeen() as spike:
             return spike_text(spike)
         case WeightsDiffer() as differ:
@@ -187,17 +193,21 @@ def regrouped_text(regrouped: Regrouped) -> str:
 
 def spike_text(spike: SpikeSeen) -> str:
     """Return "step 812  loss 47.3, expected at most 3.1: ..." with what is done about it."""
-    if spike.expected is not None:
-        what = f"loss {number_text(spike.loss)}, expected at most {number_text(spike.expected)}"
-    else:
-        what = f"loss {number_text(spike.loss)}, or a gradient, is not finite"
     first = 0 if spike.to_step is None else spike.to_step + 1
     steps = f"step {first} is" if first == spike.step else f"steps {first}-{spike.step} are"
     done = {
         "skip": "no worker takes the step, its samples count as used",
         "rollback": f"rolled back to step {spike.to_step}; {steps} undone, the samples are not used again",
     }
-    return f"step {spike.step}  SPIKE: {what}: {done.get(spike.action, 'the run stops')}"
+    return f"step {spike.step}  SPIKE: {spike_cause(spike)}: {done.get(spike.action, 'the run stops')}"
+
+
+def spike_cause(spike: SpikeSeen) -> str:
+    """Return "loss 47.3, expected at most 3.1", "the loss is nan" or "loss 2.1, but gradients are not finite"."""
+    loss = number_text(spike.loss)
+    if spike.expected is not None:
+        return f"loss {loss}, expected at most {number_text(spike.expected)}"
+    return f"loss {loss}, but gradients are not finite" if math.isfinite(spike.loss) else f"the loss is {loss}"
 
 
 def differ_text(differ: WeightsDiffer) -> str:
@@ -226,12 +236,20 @@ def ready_line(started: Collection[WorkerStarted]) -> str:
     return f"{workers} {where}, ready in {duration_text(max(event.startup_s for event in started))}  plan {first.plan}"
 
 
-def closing_table(facts: Mapping[str, Any]) -> str:
-    """Return the summary of an attempt (the contents of summary.json) as a small table, each row "what  value"."""
-    title = f"{ending_text(facts)}, after {duration_text(facts['duration_s'])}"
+def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
+    """Return the summary of an attempt (the contents of summary.json) as a small table, each row "what  value".
+
+    `is_head`: the facts are those of the whole run; other hosts know of checkpoints only what was saved there.
+    """
+    took = duration_text(facts["duration_s"])
+    title = f"{ending_text(facts)}, " + (f"after {took}" if facts["state"] == "finished" else f"{took} after its start")
     rows: list[tuple[str, str]] = []
     if _was_finished_already(facts):
-        rows.append(("to train on", "more epochs in the script, or a later --max-steps; or --fresh, to start over"))
+        ends, step = facts.get("max_steps"), facts["step"]
+        further = "more epochs in the script"
+        if ends is not None and ends <= step:
+            further = f"--max-steps beyond {step} (it is {ends} now)"
+        rows.append(("to train on", f"{further}; or --fresh, to start over"))
     if facts["steps"]:
         rows.append(("samples/s", _speed_text(facts)))
         rows.append(("communication", f"{facts['share_communication'] or 0:.1%} of the steps' time"))
@@ -249,6 +267,8 @@ def closing_table(facts: Mapping[str, Any]) -> str:
             rows.append(("loss", first + number_text(facts["last_loss"])))
     if facts["workers_lost"]:
         rows.append(("incidents", _incidents_text(facts)))
+    if facts.get("left"):
+        rows.append(("left", _left_text(facts["left"])))
     if facts["evaluation"]:
         values = "  ".join(f"{name} {number_text(value)}" for name, value in facts["evaluation"].items())
         rows.append(("held out", f"{values} (step {facts['evaluation_step']})"))
@@ -256,10 +276,15 @@ def closing_table(facts: Mapping[str, Any]) -> str:
         state = facts.get("state_bytes")
         of_it = f", {bytes_text(state)} of it parameters and optimizer state" if state else ""
         rows.append(("peak memory", f"{bytes_text(facts['peak_memory_bytes'])} in one worker{of_it}"))
+    unsaved = facts.get("steps_unsaved", 0)
     if facts["checkpoints_saved"]:
-        rows.append(("checkpoint", local_path(facts["checkpoint"])))
+        after = f" ({_steps_are(unsaved, 'after it ')} lost)" if unsaved and is_head else ""
+        rows.append(("checkpoint", local_path(facts["checkpoint"]) + after))
     elif facts["steps"] and facts["state"] != "finished":
-        rows.append(("checkpoint", "none of this attempt: --save-every STEPS would have left one"))
+        none = f"none of this attempt, {_steps_are(unsaved)} lost: --save-every STEPS would have left one"
+        rows.append(
+            ("checkpoint", none if is_head else "none by this host's workers: the head's table tells of others")
+        )
     if facts["checkpoints_failed"]:
         rows.append(("failed saves", str(facts["checkpoints_failed"])))
     rows += [("logs", local_path(facts["log_dir"])), ("run", local_path(facts["run_dir"]))]
@@ -268,11 +293,12 @@ def closing_table(facts: Mapping[str, Any]) -> str:
 
 
 def ending_text(facts: Mapping[str, Any]) -> str:
-    """Return "finished at step 400" or "stopped at step 120 (Ctrl-C)"."""
+    """Return "finished at step 400" or "stopped after step 120 (Ctrl-C)"."""
     if _was_finished_already(facts):
         return f"finished already at step {facts['step']}, nothing was left to do"
     cause = CAUSES.get(facts["exit_code"])
-    return f"{facts['state']} at step {facts['step']}" + (f" ({cause})" if cause else "")
+    where = "at" if facts["state"] == "finished" else "after"
+    return f"{facts['state']} {where} step {facts['step']}" + (f" ({cause})" if cause else "")
 
 
 def _was_finished_already(facts: Mapping[str, Any]) -> bool:
@@ -321,10 +347,24 @@ def _steps_text(facts: Mapping[str, Any]) -> str:
         text += f", continued after step {facts['resumed_from_step']}"
     if facts["skipped_steps"]:
         text += f", {facts['skipped_steps']} of them skipped"
+    if facts.get("undone_steps"):
+        text += f", {facts['undone_steps']:,} undone by a rollback"
     return text
 
 
+def _steps_are(count: int, which: str = "") -> str:
+    return f"1 step {which}is" if count == 1 else f"{count:,} steps {which}are"
+
+
 def _incidents_text(facts: Mapping[str, Any]) -> str:
-    lost, back, steps = facts["workers_lost"], facts["workers_joined"], facts["steps_lost"]
+    lost, back = facts["workers_lost"], facts["workers_joined"]
+    steps = facts["steps_lost"] + facts.get("steps_unsaved", 0)
     text = f"{lost} worker{'s' * (lost != 1)} lost, {back} taken in again, {steps} step{'s' * (steps != 1)} lost"
     return f"{text} (more: paceline report {local_path(facts['run_dir'])})"
+
+
+def _left_text(left: Sequence[Mapping[str, Any]]) -> str:
+    """Return "worker 2 after step 61 (SIGTERM), ..."; of many only the newest."""
+    texts = [f"worker {one['worker']} after step {one['step']} ({one['reason']})" for one in left]
+    earlier = len(texts) - MOST_LEFT
+    return ", ".join(texts[-MOST_LEFT:]) + (f", and {earlier} earlier" if earlier > 0 else "")

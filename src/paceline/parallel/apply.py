@@ -25,21 +25,30 @@ T = TypeVar("T")
 CHUNK_BYTES = 32 << 20
 
 
-def place(model: nn.Module, plan: Plan, *, device: torch.device, split: Callable[[nn.Module], T] = lambda _: None) -> T:
-    """Convert, move, wrap, split and compile `model`; returns what `split(model)` does.
+def place(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: torch.device,
+    cut: Callable[[nn.Module], None] = lambda _: None,
+    split: Callable[[nn.Module], T] = lambda _: None,
+) -> T:
+    """Convert, move, cut, wrap, split and compile `model`; returns what `split(model)` does.
 
-    Weights are made equal by `send_from_first`: afterwards, or by `split`, which is called with whole parameters.
+    `cut` cuts its layers, or keeps some of its stages. Weights are made equal by `send_from_first`: afterwards, or by
+    `cut` or `split`, whichever is the first to make something smaller than the whole.
     """
     _refuse_lazy(model)
     _refuse_sparse(model)
     _refuse_meta(model)
     convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
     model.to(device)  # 2. before anything keeps a reference to a parameter's storage
-    if plan.compute.recompute == "blocks":
-        recompute_blocks(model)  # 3. inside the compiled region, so that the compiler sees it
-    done = split(model)  # 4. outside of recomputation, which calls a block's forward alone and finds it gathered
+    cut(model)  # 3. while each layer still has its own forward
+    if plan.compute.recompute != "none":  # 4. inside the compiled region, so that the compiler sees it
+        recompute_blocks(model, keep="inputs" if plan.compute.recompute == "blocks" else "costly")
+    done = split(model)  # 5. outside of recomputation, which calls a block's forward alone and finds it gathered
     if plan.compute.compile:
-        model.compile()  # 5. last: in place, lazily compiled at the first forward
+        model.compile()  # 6. last: in place, lazily compiled at the first forward
     return done
 
 

@@ -55,4 +55,12 @@ class Mesh:
 
 def mesh_of(layout: Layout, workers: int) -> Mesh:
     """Return the mesh of a resolved layout over so many workers."""
-    return Mesh({"replica": workers // layout.workers_each, "shard": layout.shard})
+    return Mesh(
+        {
+            "replica": workers // layout.workers_each,
+            "shard": layout.shard,
+            "stages": layout.stages,
+            "context": layout.context,
+            "tensor": layout.tensor,
+        }
+    )

@@ -102,12 +102,14 @@ class ShardedModel:
         ring: Ring,
         group: str,
         traffic: Traffic,
+        on_host: bool = False,
     ) -> None:
-        """`mesh`: of one dim, the replica's workers. `group`: what the ring calls them. `traffic` is added to. Raises
-        PlanError.
+        """`mesh`: of one dim, the replica's workers. `group`: what the ring calls them. `traffic` is added to.
+        `on_host`: the rows of parameters and gradients are kept in the host's memory. Raises PlanError.
         """
         refuse_unsplittable(model)
         self.zero = zero
+        self._on_host = on_host
         self.used: set[int] = set()  # ids of parameters
         self._root: Any = model  # torch makes it an FSDPModule
         self._is_void = False
@@ -150,7 +152,7 @@ class ShardedModel:
 
     def _split(self, unit: nn.Module, *, mesh: DeviceMesh, is_root: bool, is_half: bool) -> Any:
         """Make a module one of torch's FSDPModules."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         # Under autocast alone a unit's 16-bit copies would live from its forward to its backward, gathered or not:
         # blocks are gathered in 16 bits instead. The rest stays as autocast wants it, so that sums along the residual
@@ -159,7 +161,10 @@ class ShardedModel:
         policy = half if is_half and not is_root else MixedPrecisionPolicy()
         # None: the root, which backward needs first, stays gathered between forward and backward.
         reshard = False if self.zero < 3 else None if is_root else True
-        sharded: Any = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._on_host else OffloadPolicy()
+        sharded: Any = fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=on_host
+        )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
         if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.13

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from paceline.config import check_fields
+from paceline.errors import PlanError
 from paceline.plan.part import Part
 
 __all__ = ["Compute"]
@@ -13,16 +14,38 @@ __all__ = ["Compute"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Compute(Part):
-    """`precision` of forward and backward, what to `recompute` in backward, and whether to `compile` the model.
+    """`precision` of forward and backward, what to `recompute` in backward, what to `offload` from the device's
+    memory, and whether to `compile` the model.
 
     precision "bf16" computes in bf16 and keeps the weights and the optimizer in fp32; "fp64" keeps everything in
-    fp64: slow, the reference that parity compares with. recompute "blocks" keeps only the inputs of the model's
-    repeated blocks.
+    fp64: slow, the reference that parity compares with.
+
+    recompute "blocks" keeps only the inputs of the model's repeated blocks; "selective" keeps also what is costly to
+    compute in them (matrix products, convolutions, attention, collectives), and computes the cheap rest again.
+
+    offload "optimizer" keeps the optimizer's state outside of the device's memory; "all" also parameters and
+    gradients, which come to the device one unit at a time. It is the host's memory, or, for optimizer state, with
+    `offload_path`, files without a name in that directory on each worker's host (best a fast local disk), which are
+    mapped into memory. On the CPU only a path helps, since the host's memory is the device's.
     """
 
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    recompute: Literal["none", "blocks"] = "none"
+    recompute: Literal["none", "blocks", "selective"] = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"
+    offload_path: str | None = None
     compile: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.offload_path is None:
+            return
+        if not self.offload_path.startswith(("/", "~")):
+            raise PlanError(
+                f"Compute.offload_path is {self.offload_path!r}; it must begin with / (or ~), so that all workers mean "
+                "the same place: name a directory on a fast local disk, or leave it out."
+            )
+        if self.offload == "none":
+            raise PlanError(
+                f"Compute.offload_path is {self.offload_path!r}, but offload='none' keeps nothing there: use "
+                "Compute(offload='optimizer', offload_path=...), or leave it out."
+            )

@@ -14,7 +14,7 @@ __all__ = ["Layout"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Layout(Part):
-    """`replicas` copies of the model, each over `shard` workers; replicas=None: as many as the job's workers make.
+    """`replicas` copies of the model, each over shard x stages x context x tensor workers; None: as many as there are.
 
     A pair (least, most) makes the run elastic: replicas may be lost, join and leave while it goes on.
 
@@ -29,11 +29,33 @@ class Layout(Part):
         3       (P + O) / s      (P + G + O) / s + ~3 U        twice a micro-batch        after each micro-batch
 
     DeepSpeed's 1 and 2 keep the whole parameters between steps, too; here they go with a step's last backward.
+
+    `tensor` workers cut the layers themselves (Shoeybi et al., "Megatron-LM", 2019): each has its heads of every
+    attention, its features of every MLP and its words of the vocabulary, and all of them run the same micro-batches
+    together. Of P, G and O bytes in layers that are cut, one holds 1 / tensor; what is not cut, it holds whole. Partial
+    results are summed over them twice a block and forward, and twice in backward. With `sequence` tokens are cut
+    between those layers, so that norms, dropout and what they keep for backward are shared out as well.
+
+    `stages` workers hold the model's units one after the other, and pass on what each micro-batch becomes in them (a
+    pipeline: Huang et al., "GPipe", 2019). One holds about 1 / stages of P, G and O, and all of them run the same
+    micro-batches. `schedule` says in which order, see `paceline.schedule.pipeline`: with m micro-batches, workers idle
+    for (stages - 1) / (m + stages - 1) of a step under "gpipe" and "1f1b", and for less under "zero-bubble", or under
+    "interleaved" with `stages_per_worker` of 2 or more, where each worker holds several shorter stages.
+
+    `context` workers share each sequence: one holds the whole model and 1 / context of the tokens, and so of what is
+    kept for backward. Attention sees all tokens, by an all-to-all between tokens and heads (Jacobs et al., "DeepSpeed
+    Ulysses", 2023), or, where heads do not divide, with keys and values going round a ring (Liu et al., 2023).
     """
 
     replicas: int | tuple[int, ...] | None = None
     shard: int = 1
     zero: Literal[1, 2, 3] = 3
+    tensor: int = 1
+    sequence: bool = False
+    stages: int = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    stages_per_worker: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -53,6 +75,34 @@ class Layout(Part):
                 f"Layout.zero is {self.zero}, but shard=1 splits nothing: use Layout(shard=n, zero={self.zero}), or "
                 "leave zero out."
             )
+        if self.tensor < 1:
+            raise PlanError(f"Layout.tensor is {self.tensor}; it must be at least 1: no layer is cut.")
+        if self.sequence and self.tensor == 1:
+            raise PlanError(
+                "Layout.sequence is True, but tensor=1 cuts nothing: use Layout(tensor=n, sequence=True), or leave "
+                "sequence out."
+            )
+        self._check_stages()
+        if self.context < 1:
+            raise PlanError(
+                f"Layout.context is {self.context}; it must be at least 1: each worker has whole sequences."
+            )
+
+    def _check_stages(self) -> None:
+        if self.stages < 1:
+            raise PlanError(f"Layout.stages is {self.stages}; it must be at least 1: the model is not cut.")
+        if self.stages_per_worker < 1:
+            raise PlanError(f"Layout.stages_per_worker is {self.stages_per_worker}; it must be at least 1.")
+        if self.stages == 1 and (self.schedule != "1f1b" or self.stages_per_worker > 1):
+            raise PlanError(
+                f"Layout(schedule={self.schedule!r}, stages_per_worker={self.stages_per_worker}), but stages=1 makes "
+                "no pipeline: use Layout(stages=n, ...), or leave them out."
+            )
+        if self.stages_per_worker > 1 and self.schedule != "interleaved":
+            raise PlanError(
+                f"Layout.stages_per_worker is {self.stages_per_worker}, but schedule={self.schedule!r} has one stage "
+                "on each worker: use schedule='interleaved', or leave stages_per_worker out."
+            )
 
     @property
     def is_elastic(self) -> bool:
@@ -68,7 +118,7 @@ class Layout(Part):
     @property
     def workers_each(self) -> int:
         """Workers of one replica."""
-        return self.shard
+        return self.shard * self.stages * self.context * self.tensor
 
     def takes(self, workers: int) -> bool:
         """Whether a run of this layout may begin with so many workers."""

@@ -11,27 +11,10 @@ __all__ = ["KINDS", "field", "kind"]
 
 # Fields of a part, and single values of a field ("Field=value"): what it is, what to use now.
 FIELDS = {
-    "Layout.tensor": (
-        "splitting layers over workers (tensor parallelism)",
-        "Layout(shard=n), which splits the state over workers",
-    ),
-    "Layout.stages": (
-        "splitting the model into stages (pipeline parallelism)",
-        "Layout(shard=n), which splits the state over workers",
-    ),
-    "Layout.context": (
-        "splitting sequences over workers (context parallelism)",
-        "shorter sequences, or Compute(recompute='blocks')",
-    ),
     "Layout.experts": (
         "spreading experts over workers (expert parallelism)",
         "Layout(shard=n), which splits the state over workers",
     ),
-    "Compute.offload": (
-        "keeping state in the host's memory (offload)",
-        "Layout(shard=n), Compute(recompute='blocks') or a smaller Batch(micro=...)",
-    ),
-    "Compute.recompute=selective": ("recomputing selected operations", "recompute='blocks' or recompute='none'"),
     "Compute.precision=fp16": (
         "fp16 arithmetic (it needs loss scaling)",
         "precision='bf16', which needs none, or precision='fp32'",

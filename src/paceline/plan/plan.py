@@ -47,7 +47,7 @@ class Plan(Part):
         config.check_fields(self)
 
     def __str__(self) -> str:
-        """One line that `Plan.parse` reads back; only letters, digits and "+-_.,=()"."""
+        """One line that `Plan.parse` reads back; only letters, digits and "+-_.,=()%"."""
         terms: list[str] = []
         for part in config.non_defaults(self).values():
             short = config.to_short(part)

@@ -98,6 +98,7 @@ class Agreement:
     ) -> None:
         self.elastic = elastic
         self.holds = False  # too few members to take steps
+        self.recovery_s = 0.0  # that changes of the members have cost this worker: dropped work, regrouping
         self._holder: Holder | None = None
         self._members, self._rank, self._orders, self._timeout_s = members, rank, orders, timeout_s
         self._notice = notice
@@ -139,15 +140,17 @@ class Agreement:
     def run(self, operation: Callable[[], T]) -> T:
         """Do an operation to its end, through as many generations as it takes; newcomers leave it out."""
         while True:
+            began = time.perf_counter()
             try:
                 value = operation()
             except Disrupted:
                 if self.elastic is None:
                     raise
                 self.regroup(holds_result=False)
-                continue
-            if self.vote():
-                return value
+            else:
+                if self.vote():
+                    return value
+            self.recovery_s += time.perf_counter() - began
 
     def vote(self) -> bool:
         """Wait until all members have the operation's result; False: it is void, and has to be done again."""
@@ -174,7 +177,7 @@ class Agreement:
             self._tell_stuck(orders)
         while True:
             if self._is_dismissed:
-                raise Leaving(0)
+                self._depart(orders)
             form = orders.wait_for(members.generation, is_between_steps=is_between_steps, timeout_s=self._timeout_s)
             is_newcomer = self._position is None
             if is_newcomer and (self._rank not in form.members or not form.planned):
@@ -182,7 +185,7 @@ class Agreement:
                 orders.tell("ready", generation=form.generation)
                 continue
             if self._rank not in form.members:
-                raise Leaving(0)
+                self._depart(orders)
             try:
                 members.take(elastic.build(form, not is_newcomer), form.generation, ranks=form.members)
                 stands: list[Standing] = members.gather_objects(Standing(self._position, holds_result, self._step))
@@ -202,6 +205,12 @@ class Agreement:
         if self._holder is not None:
             self._holder.regrouped()
         return is_done
+
+    @staticmethod
+    def _depart(orders: Orders) -> NoReturn:
+        """The others go on without this worker."""
+        orders.tell("left")
+        raise Leaving(0)
 
     def _tell_stuck(self, orders: Orders) -> None:
         """Where a transfer has failed, and nobody is known to be lost, the head should know of it."""
@@ -251,6 +260,12 @@ class Agreement:
 
     def between_steps(self) -> None:
         """Make the changes that are due, at a place that is the same on all members."""
+        if self._is_change_due or self.holds:
+            began, before_s = time.perf_counter(), self.recovery_s
+            self._make_changes()
+            self.recovery_s = before_s + time.perf_counter() - began
+
+    def _make_changes(self) -> None:
         if self._is_change_due:
             self._is_change_due = False
             if self._orders is not None:

@@ -52,13 +52,19 @@ class Books:
         *,
         is_elastic: bool,
         add_work: Callable[[int, Mapping[str, float]], None],
+        counts: bool,
+        recovery_s: Callable[[], float],
     ) -> None:
+        """`counts`: whether this worker's word does; others may run the same micro-batches. `recovery_s()` is what
+        changes of the members have cost so far."""
         self.step = 0  # committed steps, of all attempts
         self.latest: OpenStep | None = None  # the batch that was handed out or walked over last
         self._files, self._num_bytes_sent, self._is_elastic = files, num_bytes_sent, is_elastic
+        self._counts = counts
         self._add_work = add_work  # of micro-batches, and the seconds of a step: for whoever looks for stragglers
         self._open: dict[str, OpenStep] = {}  # by stream
         self._num_batches = self._num_skips = 0
+        self._recovery_s, self._recovery_told_s = recovery_s, 0.0
         self._told_at, self._bytes_told = time.perf_counter(), 0
         self._warned: set[str] = set()
 
@@ -190,7 +196,10 @@ class Books:
         batch.step = self.step
         step.is_committed = True
         step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
-        self._files.ledger.committed(batch, step=batch.step, skipped=step.is_skipped, is_elastic=self._is_elastic)
+        micros = batch.micros if self._counts else ()
+        self._files.ledger.committed(
+            batch, micros, step=batch.step, skipped=step.is_skipped, is_elastic=self._is_elastic
+        )
 
     def _tell(self, step: OpenStep) -> None:
         if step.is_told:
@@ -207,6 +216,10 @@ class Books:
             "optimizer": step.optimizer_s,
             "total": now - self._told_at,
         }
+        recovery_s = self._recovery_s()
+        if recovery_s > self._recovery_told_s:
+            seconds["recovery"] = recovery_s - self._recovery_told_s
+            self._recovery_told_s = recovery_s
         self._add_work(len(batch), seconds)
         self._files.emit(
             StepDone(
@@ -214,13 +227,18 @@ class Books:
                 epoch=batch.epoch,
                 num_samples=batch.num_samples,
                 loss=None if outcome is None else outcome.loss,
-                metrics={name: float(value) for name, value in step.metrics.items()},
+                metrics={name: float(value) for name, value in step.metrics.items() if not _is_elsewhere(value)},
                 seconds=seconds,
                 skipped=step.is_skipped,
                 num_bytes_sent=num_bytes - self._bytes_told,
             )
         )
         self._told_at, self._bytes_told = now, num_bytes
+
+
+def _is_elsewhere(value: Tensor | float) -> bool:
+    """Whether another worker has the number: what is reported inside of a forward in stages, the last one knows."""
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _number(name: str, value: Any) -> Tensor | float:

@@ -11,6 +11,8 @@ comparison of two numbers. torch's batch-norm kernels write running statistics w
 modules in training are always taken as changed, and other floating buffers of one dim are compared by value, all at
 once, because each answer is waited for on a GPU.
 
+Buffers on the meta device are of other stages, and left alone: they have their places in what all workers tell.
+
 A buffer that does not persist (`persistent=False`) and changes its shape, or comes and goes (None), is a cache: each
 worker keeps its own. A persistent one may begin as None and be filled, with the same shape everywhere.
 """
@@ -42,7 +44,7 @@ class BufferCombiner:
 
     def add(self, model: nn.Module) -> None:
         """Watch the buffers of `model`, by their names: a module may replace them by new tensors, and fill None."""
-        tensors = {id(slot.current()) for slot in self._slots if slot.current() is not None}
+        tensors = {id(slot.current()): slot for slot in self._slots if slot.current() is not None}
         for prefix, module in model.named_modules():
             if module in self._modules:
                 continue
@@ -50,10 +52,13 @@ class BufferCombiner:
             self._names[module] = _buffer_names(module)
             for name in self._names[module]:
                 slot = _Slot(module, name, prefix)
-                if id(slot.current()) not in tensors:  # a buffer that modules share is followed once
-                    self._slots.append(slot)
-                    if slot.current() is not None:
-                        tensors.add(id(slot.current()))
+                known = tensors.get(id(slot.current()))
+                if known is not None:  # a buffer that modules share is followed once
+                    known.others.append((module, name))
+                    continue
+                self._slots.append(slot)
+                if slot.current() is not None:
+                    tensors[id(slot.current())] = slot
 
     def begin(self) -> None:
         """Remember the buffers of the step's beginning."""
@@ -63,11 +68,17 @@ class BufferCombiner:
             slot.remember()
         self._num_captured = 0
 
-    def rewind(self) -> None:
-        """Give the next micro-batch the buffers of the step's beginning."""
+    def rewind(self, *, afresh: bool = False) -> None:
+        """Give the next micro-batch the buffers of the step's beginning.
+
+        `afresh`: as new tensors, because backward of the micro-batches before may still want theirs.
+        """
         if self._num_captured:
             for slot in self._slots:
-                slot.rewind()
+                if afresh:
+                    slot.renew()
+                else:
+                    slot.rewind()
 
     def undo(self) -> None:
         """Put back what a run made of the buffers that counts for nothing."""
@@ -75,23 +86,32 @@ class BufferCombiner:
         for slot in self._slots:
             slot.rewind()
 
-    def capture(self, num_samples: int) -> None:
-        """Add what this micro-batch made of the buffers, weighted by its real samples."""
-        self._num_captured += num_samples
+    def capture(
+        self, num_samples: int, *, among: Callable[[nn.Module], bool] = lambda _: True, is_new: bool = True
+    ) -> None:
+        """Add what this micro-batch made of the buffers, weighted by its real samples.
+
+        Where it comes by in several parts, `among` says whose buffers this part is about, and `is_new` that it is the
+        first.
+        """
+        self._num_captured += num_samples if is_new else 0
         self._look()
         for slot in self._slots:
-            if slot.has_moved():
+            if slot.has_moved() and among(slot.module):
                 slot.capture(num_samples)
 
     def changed(self) -> list[bool]:
         """Which buffers changed here, in an order that is the same on all workers."""
         return [slot.num_changed > 0 or slot.has_news for slot in self._slots]
 
-    def combine(self, changed: Sequence[bool], *, num_samples: int, group: WorkerGroup) -> Callable[[], None]:
+    def combine(
+        self, changed: Sequence[bool], *, num_samples: int, group: WorkerGroup, counts: bool = True
+    ) -> Callable[[], None]:
         """Combine the buffers that changed anywhere, and return what sets them; all must call it, with the same
-        `changed`."""
+        `changed`. `counts`: whether this worker's word does; of those that ran the same samples one's must."""
         self._refuse_new_names()
-        slots = [slot for slot, is_changed in zip(self._slots, changed, strict=True) if is_changed]
+        pairs = zip(self._slots, changed, strict=True)
+        slots = [slot for slot, is_changed in pairs if is_changed and not slot.is_absent]
         _agree_on_forms([slot for slot in slots if not slot.is_certain], group)
         by_device: dict[torch.device, list[_Slot]] = {}
         for slot in (slot for slot in slots if not slot.is_cache):
@@ -100,6 +120,8 @@ class BufferCombiner:
         for some in by_device.values():
             shares = [slot.share(self._num_captured, num_samples) for slot in some]
             flat = torch.cat(shares)
+            if not counts:
+                flat.zero_()
             group.all_reduce(flat, what="all_reduce of buffers").wait()
             combined += zip(some, flat.split([share.numel() for share in shares]), strict=True)
 
@@ -165,8 +187,10 @@ class _Slot:
 
     def __init__(self, module: nn.Module, name: str, prefix: str) -> None:
         self.module, self.name, self.full_name = module, name, _full_name(prefix, name)
+        self.others: list[tuple[nn.Module, str]] = []  # who have the same tensor
         self.is_persistent = _is_persistent(module, name)
-        self.is_cache = False  # each worker keeps its own
+        self.is_absent = self._is_on_meta()  # it is of another stage
+        self.is_cache = self.is_absent  # each worker keeps its own
         self.has_news = False  # the other workers do not know yet that it is a cache
         self.is_written_unseen = False  # its version counter is not to be trusted
         self.saved: Tensor | None = None  # a copy of the value at the step's beginning
@@ -233,7 +257,16 @@ class _Slot:
             self._put(self.saved)
             self._version = _version(self._tensor)
         else:  # it was replaced, and is as it was
-            setattr(self.module, self.name, self._tensor)
+            self._set(self._tensor)
+
+    def renew(self) -> None:
+        """Rewind, to a new tensor: `remember` and `commit` know the one of the step's beginning."""
+        if not self.has_moved():
+            return
+        if self.saved is None or not _is_alike(self.current(), self.saved):
+            self.rewind()
+        else:
+            self._set(self.saved.clone())
 
     def capture(self, num_samples: int) -> None:
         current = self.current()
@@ -315,15 +348,24 @@ class _Slot:
         form = self.known_form()
         return torch.zeros_like(_widened(torch.zeros(form.shape, dtype=form.dtype, device=form.device)))
 
+    def _set(self, value: Tensor | None) -> None:
+        """Make it another tensor, for all who have it."""
+        for module, name in [(self.module, self.name), *self.others]:
+            setattr(module, name, value)
+
     def _put(self, value: Tensor) -> None:
         """Make it the same tensor as at the step's beginning (where it was one), with this value."""
         if self._tensor is None:
             setattr(self.module, self.name, value)
             return
         if self.current() is not self._tensor:
-            setattr(self.module, self.name, self._tensor)
+            self._set(self._tensor)
         with torch.no_grad():
             self._tensor.copy_(value)
+
+    def _is_on_meta(self) -> bool:
+        current = self.current()
+        return current is not None and current.is_meta
 
     def _is_other(self, current: Tensor | None) -> bool:
         return current is not self._tensor or _version(current) != self._version

@@ -11,15 +11,17 @@ numpy does not know are written as float32, which holds all their values.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.split import whole
-
 __all__ = ["Capture"]
+
+Whole = Callable[
+    [str, Tensor | None], Tensor | None
+]  # what all workers have of the tensor of this name, put together; all call it
 
 
 class Capture:
@@ -39,25 +41,25 @@ class Capture:
             with open(self._directory / "losses.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
-    def gradients(self, step: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def gradients(self, step: int, parameters: Iterable[tuple[str, Tensor]], whole: Whole) -> None:
         """Note averaged gradients as an optimizer is about to see them; several optimizers add up to one file a "
         "step."""
         if step != self._step:
             self._step, self._seen = step, {}
         for name, parameter in parameters:
-            gradient = None if parameter.grad is None else whole(parameter.grad)
+            gradient = whole(name, parameter.grad)
             if self._is_writer and gradient is not None:
                 self._seen[name] = _portable(gradient)
         if self._is_writer:
             self._write(f"gradients_{step}", self._seen)
 
-    def weights(self, models: Mapping[str, nn.Module]) -> None:
+    def weights(self, models: Mapping[str, nn.Module], whole: Whole) -> None:
         """Note the parameters and buffers of all models; a tied parameter has its first name."""
         found: dict[str, Tensor] = {}
         for prefix, model in models.items():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                complete = whole(tensor)
-                if self._is_writer:
+                complete = whole(f"{prefix}.{name}", tensor)
+                if self._is_writer and complete is not None:
                     found[f"{prefix}.{name}"] = _portable(complete)
         if self._is_writer:
             self._write("weights", found)

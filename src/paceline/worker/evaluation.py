@@ -6,9 +6,12 @@ contiguous part; sums and counts travel once, at the end, in float64.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +22,19 @@ from paceline.parallel.precision import computing, input_dtype
 from paceline.parallel.shard import Shards
 from paceline.schedule.share import deal_to_replicas, micro_batches
 from paceline.worker import randomness
+from paceline.worker.axes import Axes, unsplit
 from paceline.worker.batch import to_device
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.reading import Collate, fetch
 
+if TYPE_CHECKING:
+    from paceline.worker.pipelined import Pipelined
+    from paceline.worker.stages import StagedModel
+
 __all__ = ["Measure", "evaluate"]
 
 Measure = Callable[[Any, Any], Any]
+ROUNDS = 2  # micro-batches under way at once, for each stage
 
 
 def evaluate(
@@ -40,8 +49,9 @@ def evaluate(
     seeds: tuple[int, ...],
     collate: Collate = default_collate,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
-    each: int = 1,
+    axes: Axes | None = None,
     shards: Shards | None = None,
+    staged: StagedModel | None = None,
 ) -> dict[str, float]:
     """Return each measure's exact mean over the dataset, equal on all workers; all must call it.
 
@@ -49,8 +59,10 @@ def evaluate(
     count). `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is
     in eval mode meanwhile, without gradients. Random state is seeded for each micro-batch from `seeds`, and as before
     afterwards; buffers that change in eval mode (observers, say) are put back after each micro-batch. Where replicas
-    have `each` more than one worker, all of them make as many forwards, some of them void; `shards` are their models.
+    are split, as `axes` say, all of their workers make as many forwards, some of them void; `shards` are their models.
+    A model in stages (`staged`) is measured where its last stage is.
     """
+    axes = unsplit(group) if axes is None else axes
     _check(dataset)
     buffers = BufferCombiner()
     buffers.add(model)
@@ -61,15 +73,32 @@ def evaluate(
         shards.close()  # what was gathered before is of weights that have changed since
     try:
         with torch.no_grad(), randomness.Aside():
-            for place, count, data, is_void in _micros(dataset, micro, collate, group, seeds, each):
+            runs = (
+                (place, count, to_device(data, device, input_dtype(precision)), is_void)
+                for place, count, data, is_void in _micros(dataset, micro, collate, group, seeds, axes)
+            )
+
+            def output_of(moved: Any) -> tuple[Any, Any]:
+                return forward(model, moved) if forward else _run_pair(model, moved)
+
+            def measure_all(output: Any, target: Any, count: int) -> None:
+                for name, measure in measures.items():
+                    value, weight = _sum_and_count(name, measure(output, target), count)
+                    sums[name][0] += value
+                    sums[name][1] += weight
+
+            if staged is not None:
+                pipelined = staged.evaluation(output_of, key=getattr(forward, "__code__", forward))
+                for count, (output, target) in _through_stages(runs, pipelined, axes.stages.size, buffers, seeds):
+                    with computing(precision, device):
+                        measure_all(output, target, count)
+                runs = ()
+            for place, count, moved, is_void in runs:
                 randomness.seed_all(*seeds, place)
                 with computing(precision, device):
-                    moved = to_device(data, device, input_dtype(precision))
-                    output, target = forward(model, moved) if forward else _run_pair(model, moved)
-                    for name, measure in measures.items() if not is_void else ():
-                        value, weight = _sum_and_count(name, measure(output, target), count)
-                        sums[name][0] += value
-                        sums[name][1] += weight
+                    output, target = output_of(moved)
+                    if not is_void and axes.counts:
+                        measure_all(output, target, count)
                 buffers.give_up()
     finally:
         buffers.give_up()
@@ -81,12 +110,39 @@ def evaluate(
     return {name: flat[2 * i] / flat[2 * i + 1] if flat[2 * i + 1] else math.nan for i, name in enumerate(measures)}
 
 
+def _through_stages(
+    runs: Iterable[tuple[int, int, Any, bool]],
+    pipelined: Pipelined,
+    num_stages: int,
+    buffers: BufferCombiner,
+    seeds: tuple[int, ...],
+) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """(number of samples, (output, target)) of each run, on the last stage's worker; some are under way at once."""
+
+    @contextlib.contextmanager
+    def around(some: list[tuple[int, int, Any, bool]], number: int) -> Iterator[None]:
+        randomness.seed_all(*seeds, some[number][0])
+        yield
+        buffers.give_up()
+
+    waiting = iter(runs)
+    while some := list(itertools.islice(waiting, ROUNDS * num_stages)):
+        outputs = pipelined.evaluate(
+            [moved for _, _, moved, _ in some],
+            around=functools.partial(around, some),
+        )
+        for (_, count, _, _), output in zip(some if outputs else (), outputs, strict=True):
+            yield count, output
+
+
 def _micros(
-    dataset: Any, micro: int, collate: Collate, group: WorkerGroup, seeds: tuple[int, ...], each: int
+    dataset: Any, micro: int, collate: Collate, group: WorkerGroup, seeds: tuple[int, ...], axes: Axes
 ) -> Iterator[tuple[int, int, Any, bool]]:
     """(index, number of samples, collated data, is void) of this worker's runs."""
     micros = micro_batches(0, len(dataset), micro)
-    share = deal_to_replicas(len(micros), replicas=group.size // each, each=each)[group.index]
+    index, size = axes.share_of(group)
+    each = axes.inside.size
+    share = deal_to_replicas(len(micros), replicas=size // each, each=each)[index]
     data: Any = None
     for number in range(share.num_runs):
         item = micros[share.reads[min(number, len(share.reads) - 1)]]

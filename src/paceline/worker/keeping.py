@@ -1,4 +1,4 @@
-"""Who writes what of a checkpoint: one worker all of it, or each worker of the first replica the rows that it holds."""
+"""Who writes what of a checkpoint: one worker all of it, or each worker of the first replica what it holds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.dcp_parts import Rows
+from paceline.checkpoint.dcp_parts import Where, piece_key
 from paceline.checkpoint.parts import Parts, PartWriter
 from paceline.checkpoint.writer import Writer
-from paceline.comm.split import box_of, local_part
+from paceline.comm.split import Slice, boxes, local_part
 from paceline.errors import CheckpointError
 from paceline.events import Event
 from paceline.worker.axes import Axes
+from paceline.worker.mail import WritersMail
 
 __all__ = ["Keeper"]
 
@@ -35,13 +36,17 @@ class Keeper:
         attempt: int,
         timeout_s: float,
         tidies: bool,
+        staging: Path | None = None,
     ) -> None:
+        self._staging = staging
         self._directory, self._keep, self._on_event, self._index = directory, keep, on_event, index
         self._tidies = tidies
+        self._has_first_cut = axes.tensor.index == 0  # what is not cut, the others have as well
         self._parts: Parts | None = None
-        if axes.is_split:
-            mail = StoreMail(store, f"paceline/save_{attempt}")
-            self._parts = Parts(index=index, count=axes.each, mail=mail, timeout_s=timeout_s)
+        if axes.writers > 1:
+            place = directory.parent / f"attempt_{attempt}" / "mail"
+            mail = WritersMail(store, prefix=f"paceline/save_{attempt}", folder=place)
+            self._parts = Parts(index=index, count=axes.writers, mail=mail, timeout_s=timeout_s)
         self._writer: Writer | PartWriter | None = None
 
     @property
@@ -49,20 +54,27 @@ class Keeper:
         """Whether there is nothing to do ahead of a save, or it has been done."""
         return self._writer is not None
 
-    def warm(self, tensors: Mapping[str, Tensor]) -> None:
+    def warm(self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Slice], homes: Mapping[str, int]) -> None:
         """Get memory for saves in the background."""
-        self._opened().warm(self._mine(tensors)[0])
+        self._opened().warm(self._mine(tensors, cuts, homes)[0])
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], about: Mapping[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        cuts: Mapping[str, Slice],
+        homes: Mapping[str, int],
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
     ) -> None:
-        """Copy what this worker writes, and return; `state` and `about` are the first one's word."""
+        """Copy what this worker writes, and return; `cuts` are of tensors that are smaller than the whole, `homes` say
+        who writes whole ones (else the first does), `state` and `about` are the first one's word."""
         writer = self._opened()
-        mine, rows = self._mine(tensors)
+        mine, where = self._mine(tensors, cuts, homes)
         if isinstance(writer, Writer):
-            writer.save(step, mine, state, about, rows=rows)
+            writer.save(step, mine, state, about, where=where)
         else:
-            writer.save(mine, rows)
+            writer.save(mine, where)
 
     def wait(self) -> None:
         """Wait for the save under way; raises CheckpointError when it failed."""
@@ -77,7 +89,7 @@ class Keeper:
     def _opened(self) -> Writer | PartWriter:
         if self._writer is None:
             if self._parts is not None and self._index > 0:
-                self._writer = PartWriter(self._parts)
+                self._writer = PartWriter(self._parts, staging=self._staging)
             else:
                 self._writer = Writer(
                     self._directory,
@@ -85,39 +97,26 @@ class Keeper:
                     on_event=self._on_event,
                     parts=self._parts,
                     tidies=self._tidies,
+                    staging=self._staging,
                 )
         return self._writer
 
-    def _mine(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Rows]]:
-        """What this worker writes: its rows of split tensors; the first one also what everybody has."""
+    def _mine(
+        self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Slice], homes: Mapping[str, int]
+    ) -> tuple[dict[str, Tensor], dict[str, Where]]:
+        """What this worker writes: its pieces of split tensors, and whole ones of which it is the home."""
         if self._parts is None:
             return dict(tensors), {}
         mine: dict[str, Tensor] = {}
-        rows: dict[str, Rows] = {}
+        where: dict[str, Where] = {}
         for name, tensor in tensors.items():
             try:
-                box = box_of(tensor)
+                found = boxes(tensor, cuts.get(name))
             except ValueError as error:
                 raise CheckpointError(f"cannot store {name}: {error}") from None
-            if box is not None:
-                mine[name], rows[name] = local_part(tensor), Rows(box.shape, box.first)
-            elif self._index == 0:
+            if found is None and self._index == homes.get(name, 0):
                 mine[name] = local_part(tensor)
-        return mine, rows
-
-
-class StoreMail:
-    """Short texts between workers, through the store that they met by."""
-
-    def __init__(self, store: dist.Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def put(self, name: str, text: str) -> None:
-        self._store.set(f"{self._prefix}/{name}", text)
-
-    def look(self, name: str) -> str | None:
-        key = f"{self._prefix}/{name}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def forget(self, name: str) -> None:
-        self._store.delete_key(f"{self._prefix}/{name}")
+            for number, box in enumerate(found or () if name in cuts or self._has_first_cut else ()):
+                key = piece_key(name, number)
+                mine[key], where[key] = box.part, Where(name, box.shape, box.offsets)
+        return mine, where

@@ -52,8 +52,10 @@ class Ledger:
         """Note what a stream reads: samples, batch, micro, seed, shuffle, drop_last."""
         self._write({"stream": stream, **about})
 
-    def committed(self, batch: StepBatch, *, step: int, skipped: bool, is_elastic: bool) -> None:
-        """Note this worker's positions of a step; a skipped step used its samples without changing the weights.
+    def committed(
+        self, batch: StepBatch, micros: Sequence[Micro], *, step: int, skipped: bool, is_elastic: bool
+    ) -> None:
+        """Note the micro-batches that this worker ran for a step; a skipped one used them without changing the weights.
 
         In an elastic run each member also notes the whole step's positions: a member that is lost after its gradients
         were summed, and before it could write them down, leaves no gap.
@@ -62,7 +64,7 @@ class Ledger:
             "step": step,
             "stream": batch.stream,
             "epoch": batch.epoch,
-            "ranges": _ranges(batch.micros),
+            "ranges": _ranges(micros),
             "skipped": skipped,
         }
         if is_elastic:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.comm.group import Disrupted
@@ -27,6 +28,9 @@ from paceline.worker.preparing import Preparation
 from paceline.worker.record import RunFiles
 from paceline.worker.stream import Source, Stream
 from paceline.worker.walk import Again, Outcome, Walks
+
+if TYPE_CHECKING:
+    from paceline.worker.pipelined import Pipelined
 
 __all__ = ["Loop"]
 
@@ -47,7 +51,12 @@ class Loop:
     ) -> None:
         self.walks, self.streams = walks, dict[str, Stream]()
         self.books = Books(
-            files, models.num_bytes_sent, is_elastic=plan.layout.is_elastic, add_work=place.ring.add_work
+            files,
+            models.num_bytes_sent,
+            is_elastic=plan.layout.is_elastic,
+            add_work=place.ring.add_work,
+            counts=place.axes.counts,
+            recovery_s=lambda: self._agreement.recovery_s,
         )
         self.saved_at_step = -1
         self.is_stopped = False  # by max_steps
@@ -56,8 +65,9 @@ class Loop:
         self._group, self._agreement, self._ring = place.group, place.agreement, place.ring
         self._balance, self._balanced_at = Balance(is_on=files.balances and not place.axes.is_split), -1
         if files.balances and place.axes.is_split and place.group.index == 0:
-            files.emit(Note(text="balance is not used: the workers of a sharded replica run in step with each other"))
-        self._each = place.axes.each
+            files.emit(Note(text="balance is not used: the workers of a replica run in step with each other"))
+        self._axes = place.axes
+        self._landed: GradientSum | None = None  # the gradients of the last walk
 
     @property
     def step(self) -> int:
@@ -80,7 +90,7 @@ class Loop:
             together=self._agreement.run,
             balance=self._balance,
             timeout_s=timeout_s,
-            each=self._each,
+            axes=self._axes,
         )
         self.streams[source.name] = stream
         self._prepared.begin_training()
@@ -179,9 +189,16 @@ class Loop:
         loss_of: Callable[[Any], Any],
         *,
         is_finite: Callable[[], bool] | None,
+        pipelined: Pipelined | None = None,
     ) -> Outcome:
-        """Walk over a batch for a stepper; returns what all workers agreed on."""
-        for micro in self._timed_walk(batch, gradients, is_finite, names_unused=True):
+        """Walk over a batch for a stepper; returns what all workers agreed on. `pipelined`: through stages."""
+
+        def run() -> Iterator[Any]:
+            if pipelined is not None:
+                return self.walks.run_in_stages(batch, gradients, pipelined, is_finite=is_finite)
+            return self.walks.run(batch, gradients, is_finite=is_finite)
+
+        for micro in self._timed_walk(batch, gradients, run, names_unused=True):
             self.walks.backward(loss_of(micro))
         return cast("Outcome", self.walks.outcome)
 
@@ -190,17 +207,27 @@ class Loop:
         models = list(self._models)
         if not models:
             raise RuntimeError("no model is prepared, so nothing would be averaged: model = worker.prepare(model)")
-        return self._timed_walk(batch, self._models.sum_over(models), None, names_unused=len(models) == 1)
+        if self._axes.link is not None:
+            raise RuntimeError(
+                f"a plain loop over a batch under Layout(stages={self._plan.layout.stages}): forwards and backwards of "
+                "all micro-batches are one run through the stages. Write: step = worker.stepper(model, optim, loss), "
+                "and in the loop over batches: loss = step(batch)"
+            )
+        gradients = self._models.sum_over(models)
+        return self._timed_walk(
+            batch, gradients, lambda: self.walks.run(batch, gradients), names_unused=len(models) == 1
+        )
 
     def _timed_walk(
-        self, batch: StepBatch, gradients: GradientSum, is_finite: Callable[[], bool] | None, *, names_unused: bool
+        self, batch: StepBatch, gradients: GradientSum, run: Callable[[], Iterator[Any]], *, names_unused: bool
     ) -> Iterator[Any]:
+        """Walk by `run`, again where a member was lost meanwhile, and book what it took."""
         step = self.books.begin_walk(batch)
         self._ring.begin("forward and backward", batch.step)
         began, data_s = time.perf_counter(), batch.data_s
         while True:
             try:
-                yield from self.walks.run(batch, gradients, is_finite=is_finite)
+                yield from run()
                 break
             except Disrupted as disruption:
                 if self._agreement.elastic is None:
@@ -210,15 +237,30 @@ class Loop:
             # The same step comes again, with new shares: its samples, and so its gradient, are the same.
             if batch.num_walks == 0:
                 self._agreement.hold()
+            self._agreement.recovery_s += time.perf_counter() - began - (batch.data_s - data_s)
             self.streams[batch.stream].redeal(batch)
             began, data_s = time.perf_counter(), batch.data_s
         outcome = cast("Outcome", self.walks.outcome)
+        self._landed = gradients
         step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
         self._ring.begin("optimizer and the loop's code", batch.step)
         self._balance.note(time.perf_counter() - began - outcome.communication_s, len(batch))
         if outcome.spike is not None:
             self._guarding.spiked(batch.step, outcome.spike)
         self.books.end_walk(step, outcome, names_unused=names_unused)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Bound the global norm of the last walk's gradients; returns what it was."""
+        gradients = self._landed
+        if self.walks.under_way or gradients is None or self.walks.outcome is None:
+            raise RuntimeError(
+                "worker.clip_gradients() belongs after a walk over a batch: for x, y in batch: worker.backward(...)   "
+                "then worker.clip_gradients(max_norm)   then optim.step()"
+            )
+        norm = gradients.norm()
+        if self.walks.outcome.is_taken:
+            gradients.clip(max_norm, norm)
+        return norm
 
     def commit(self, batch: StepBatch) -> None:
         """End the transaction of a batch: steppers call it, and prepared optimizers in the plain loop."""
@@ -251,10 +293,12 @@ class Loop:
             raise RuntimeError(
                 "the last walk over this batch called no worker.backward(): there is nothing for optim.step() to apply"
             )
+        if self._landed is not None:
+            self._landed.check_unchanged()
         if self._files.capture is not None:
             names = self._prepared.registry.parameter_names()
             parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-            self._files.capture.gradients(step.batch.step, parameters)
+            self._files.capture.gradients(step.batch.step, parameters, self._models.whole)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.books.latest is not None:

@@ -15,7 +15,7 @@ from paceline.errors import PlanError, writing
 from paceline.plan.job import Assignment
 from paceline.worker.agreement import Leaving
 from paceline.worker.failure import write_error
-from paceline.worker.session import has_lived, live
+from paceline.worker.session import has_lived, live, merge_plan
 from paceline.worker.watched import answer_stacks
 
 __all__ = ["work"]
@@ -78,9 +78,10 @@ def _run_function(assignment: Assignment) -> None:
     try:
         value = live(function, assignment, plan=plan, fields=fields)
     except SystemExit as stop:
-        if stop.code:
+        if stop.code or isinstance(stop, Leaving):  # who leaves before the end returns nothing
             raise
-    if assignment.rank == 0:
+    # In an elastic run nobody knows who will be the first at its end: the caller takes the value of whoever is.
+    if assignment.rank == 0 or merge_plan(assignment, plan).layout.is_elastic:
         result = Path(assignment.worker_dir) / "result.pkl"
         pickled = cloudpickle.dumps(value)
         with writing(result):

@@ -3,7 +3,7 @@
 The thread also says that this process is alive, outside of the training thread, and notices SIGTERM: a request to
 leave, or, after the head has said "end", the end itself. Python's own signal handlers would wait until the training
 thread comes out of whatever it is in. Where the supervisor has gone, this worker is an *orphan*: what it can still do
-with the others is to save and leave.
+with the others is to save and leave, and SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -143,13 +143,16 @@ class Orders:
                     if time.monotonic() - self._told_at >= ALIVE_S:
                         self.tell("alive")
                 except (ChannelClosed, OSError) as end:
+                    if self._signals is not None:
+                        _end_by_sigterm()  # it leaves anyway: who asks for it does not want to wait until it has saved
                     with self._changed:
                         self._closed = end if isinstance(end, ChannelClosed) else ChannelClosed(str(end))
                         self._changed.notify_all()
                     return
-                came = self._signals is not None and self._signals.fileno() in ready
-                if came and self._signals is not None and self._requests & set(self._signals.recv(4096)):
-                    self._asked_to_leave()
+                if self._signals is not None and self._signals.fileno() in ready:
+                    asked = self._requests & set(self._signals.recv(4096))
+                    if asked:
+                        self._asked_to_leave(min(asked))
 
     def _take(self, message: Mapping[str, Any]) -> None:
         match message.get("op"):
@@ -166,12 +169,17 @@ class Orders:
             case _:
                 pass  # of a later version
 
-    def _asked_to_leave(self) -> None:
+    def _asked_to_leave(self, signum: int) -> None:
         if not self._ends:
-            self.tell("leaving")
+            self.tell("leaving", signal=signal.Signals(signum).name)
             return
-        ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL, from whatever thread
+        _end_by_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_by_sigterm() -> None:
+    """Have SIGTERM end this process, whatever its training thread is in."""
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL; Python's own call is for the main thread alone
 
 
 def _forget_signals(signums: Iterable[int]) -> None:

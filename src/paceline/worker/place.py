@@ -133,6 +133,7 @@ def _fixed(arrival: Arrival, shared: dist.Store, orders: Orders | None) -> Itera
         ring=ring,
         timeout_s=timeout_s,
         is_one_host=assignment.hosts == 1,
+        streams=arrival.plan.compute.offload == "all",
     )
     try:
         yield Place(

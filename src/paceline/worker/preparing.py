@@ -15,9 +15,12 @@ from torch.optim import Optimizer
 from paceline.checkpoint.folder import discard
 from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
 from paceline.comm.group import Alone, WorkerGroup
+from paceline.comm.split import Slice
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Warned
 from paceline.parallel.apply import send_from_first
+from paceline.parallel.offload.choose import directory_of, memory_for, why_no_disk
+from paceline.parallel.offload.state import OffloadedState
 from paceline.plan import Plan
 from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
@@ -29,7 +32,7 @@ from paceline.worker.keeping import Keeper
 from paceline.worker.ledger import Origin
 from paceline.worker.received import Received, TensorSource
 from paceline.worker.record import RunFiles
-from paceline.worker.saving import Registry, load_model, load_object, load_optimizer, restore_rates
+from paceline.worker.saving import Registry, load_model, load_object, load_optimizer, merged, restore_rates
 
 __all__ = ["Preparation"]
 
@@ -70,11 +73,16 @@ class Preparation:
         self._keeper: Keeper | None = None
         self._has_saved = False
 
-    def model(self, model: nn.Module, name: str | None) -> str:
-        """Register a model that has been placed, fill it, and make it equal everywhere; returns its name."""
+    def model(self, model: nn.Module, name: str | None, *, cuts: Mapping[str, Slice], homes: Mapping[str, int]) -> str:
+        """Register a model that has been placed, fill it, and make it equal everywhere; returns its name.
+
+        `cuts`: what is here of its parameters that are cut. `homes`: of a model in stages, who has the word on what.
+        """
         self._refuse_known(model)
         full_name = self.registry.name_for("model", name)
         self.registry.models[full_name] = model
+        self.registry.cuts.update((f"{full_name}.{key}", cut) for key, cut in cuts.items())
+        self.registry.homes.update((f"{full_name}.{key}", home) for key, home in homes.items())
         self._fill_model(full_name)
         self._buffers.add(model)
         return full_name
@@ -102,7 +110,17 @@ class Preparation:
             )
         full_name = self.registry.name_for("optimizer", name)
         self.registry.optimizers[full_name] = optimizer
+        if self._plan.compute.offload != "none":
+            self._offload(full_name, optimizer)
         self._fill_optimizer(full_name)
+
+    def _offload(self, name: str, optimizer: Optimizer) -> None:
+        """Keep an optimizer's state where the plan says. Raises PlanError where there is no room."""
+        compute = self._plan.compute
+        self.registry.offloaded[name] = OffloadedState(optimizer, memory_for(compute))
+        warning = why_no_disk(compute)
+        if warning is not None and len(self.registry.offloaded) == 1:
+            self._files.emit(Warned(text=warning))
 
     def other(self, thing: Any, name: str | None) -> None:
         """Register a scheduler or another stateful object, and fill it."""
@@ -183,7 +201,14 @@ class Preparation:
         self.saved_at = step
         state = self._plain(cursors)
         about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
-        self._opened_keeper().save(step, self.registry.tensors(), state, about)
+        registry = self.registry
+        if registry.homes:
+            state["run"] = merged(self._axes.stages.gather_objects(state["run"]), registry.homes)
+        self._opened_keeper().save(
+            step, registry.tensors(), registry.tensor_cuts(), registry.tensor_homes(), state, about
+        )
+        for offloaded in self.registry.offloaded.values():
+            offloaded.release()
 
     def _plain(self, cursors: Mapping[str, Cursor]) -> dict[str, Any]:
         streams = dict(self._state["streams"]) if self._state else {}
@@ -199,12 +224,13 @@ class Preparation:
     def warm(self) -> None:
         """Once, after a step has made the optimizers' state: get the memory for saves in the background."""
         if self._writes and not self._opened_keeper().is_warm:
-            self._opened_keeper().warm(self.registry.tensors())
+            registry = self.registry
+            self._opened_keeper().warm(registry.tensors(), registry.tensor_cuts(), registry.tensor_homes())
 
     @property
     def _writes(self) -> bool:
         """Whether this worker writes files."""
-        return 0 <= self._group.index < self._axes.each
+        return 0 <= self._group.index < self._axes.writers
 
     def _opened_keeper(self) -> Keeper:
         if self._keeper is None:
@@ -218,6 +244,7 @@ class Preparation:
                 attempt=self._files.attempt,
                 timeout_s=self._timeout_s,
                 tidies=not self.has_taken_over,
+                staging=directory_of(self._plan.compute),
             )
         return self._keeper
 
@@ -304,8 +331,10 @@ class Preparation:
                 self._files.emit(Warned(text=f"the checkpoint has no model {name!r}: it starts from its own weights"))
             return
         self._used.add(name)
-        plain = self._state["run"]
-        self._together(lambda source, group: load_model(name, model, plain, source, group))
+        plain, registry = self._state["run"], self.registry
+        self._together(
+            lambda source, group: load_model(name, model, plain, source, group, registry.cuts, registry.homes)
+        )
 
     def _fill_optimizer(self, name: str) -> None:
         if self._state is not None:

@@ -9,7 +9,7 @@ parameters. Only worker 0 touches files; what it reads it sends to the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.group import WorkerGroup
-from paceline.comm.split import fill_local, is_split, local_part, split_like
+from paceline.comm.split import Slice, fill_local, is_split, local_part, part_like, whole_shape
 from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
+from paceline.parallel.offload.state import OffloadedState
 from paceline.worker.received import TensorSource
 
-__all__ = ["Registry", "load_model", "load_object", "load_optimizer", "restore_rates", "set_extra"]
+__all__ = ["Registry", "load_model", "load_object", "load_optimizer", "merged", "restore_rates", "set_extra"]
 
 
 class Registry:
@@ -31,7 +32,10 @@ class Registry:
     def __init__(self) -> None:
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
+        self.offloaded: dict[str, OffloadedState] = {}  # of optimizers whose state lies elsewhere
         self.objects: dict[str, Any] = {}  # schedulers and everything else with state_dict / load_state_dict
+        self.homes: dict[str, int] = {}  # by full name, of models in stages: whose worker of the replica has the word
+        self.cuts: dict[str, Slice] = {}  # by a parameter's full name: what this worker holds of it, where it is cut
 
     def name_for(self, kind: str, wanted: str | None) -> str:
         """A new name of a kind ("model", "optimizer", "scheduler", "object")."""
@@ -62,16 +66,47 @@ class Registry:
         return names
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state: parameters, persistent buffers, optimizer state."""
+        """Every tensor of the state that is here: parameters, persistent buffers, optimizer state."""
         found: dict[str, Tensor] = {}
         for prefix, model in self.models.items():
-            found.update({f"{prefix}.{name}": value for name, value in _tensors_of(model).items()})
+            of_model = {f"{prefix}.{name}": value for name, value in _tensors_of(model).items()}
+            found.update((name, value) for name, value in of_model.items() if not value.is_meta)
         parameters = self.parameter_names()
         for prefix, optimizer in self.optimizers.items():
             for parameter, state in optimizer.state.items():
-                for key, value in state.items():
+                for key, value in state.items() if not parameter.is_meta else ():  # some make state for all at once
                     if isinstance(value, Tensor):
                         found[f"{prefix}.state.{_name_of(parameter, parameters, prefix)}.{key}"] = value
+        return found
+
+    def tensor_homes(self) -> dict[str, int]:
+        """Which worker of a replica in stages has the word on which of its tensors; those of an optimizer go with
+        their parameters."""
+        found = dict(self.homes)
+        parameters = self.parameter_names()
+        for prefix, optimizer in self.optimizers.items() if self.homes else ():
+            for parameter, state in optimizer.state.items():
+                name = _name_of(parameter, parameters, prefix)
+                found.update((f"{prefix}.state.{name}.{key}", self.homes.get(name, 0)) for key in state)
+        return found
+
+    def tensor_cuts(self) -> dict[str, Slice]:
+        """What this worker holds of those of `tensors` that are smaller than the whole: parameters that are cut, and
+        what optimizers keep in their shape. CheckpointError where an optimizer keeps anything else for them."""
+        found = dict(self.cuts)
+        parameters = self.parameter_names()
+        for prefix, optimizer in self.optimizers.items() if self.cuts else ():
+            for parameter, state in optimizer.state.items():
+                name = _name_of(parameter, parameters, prefix)
+                for key, value in state.items() if name in self.cuts else ():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        found[f"{prefix}.state.{name}.{key}"] = self.cuts[name]
+                    elif isinstance(value, Tensor) and value.dim():
+                        raise CheckpointError(
+                            f"cannot store {key} of {name}: {prefix} keeps it in the shape {list(value.shape)}, and "
+                            f"each worker has a part of the parameter, {list(parameter.shape)}. Use an optimizer whose "
+                            "state has its parameters' shapes (Adam, SGD), or Layout(tensor=1)"
+                        )
         return found
 
     @property
@@ -92,22 +127,54 @@ class Registry:
         }
 
 
+def merged(parts: Sequence[Mapping[str, Any]], homes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the plain state of a replica in stages: the first one's, and of each parameter and module its home's."""
+    state = {**parts[0], "optimizers": {}, "extra": {}}
+    for name, first in parts[0]["optimizers"].items():
+        values = {
+            key: value
+            for index, part in enumerate(parts)
+            for key, value in part["optimizers"][name]["values"].items()
+            if homes.get(key, 0) == index
+        }
+        state["optimizers"][name] = {**first, "values": values}
+    for name, first in parts[0]["extra"].items():
+        state["extra"][name] = {key: parts[homes.get(f"{name}.{key}", 0)]["extra"][name][key] for key in first}
+    return state
+
+
 def load_model(
-    name: str, model: nn.Module, plain: Mapping[str, Any], checkpoint: TensorSource | None, group: WorkerGroup
+    name: str,
+    model: nn.Module,
+    plain: Mapping[str, Any],
+    checkpoint: TensorSource | None,
+    group: WorkerGroup,
+    cuts: Mapping[str, Slice],
+    homes: Mapping[str, int],
 ) -> None:
     """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it.
 
-    Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its rows.
+    Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its part; of one in
+    stages (`homes`), those that have the tensor.
     """
     wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
-    split = {key: value for key, value in wanted.items() if is_split(value)}
+    split = {key: value for key, value in wanted.items() if is_split(value) or key in cuts or key in homes}
     if checkpoint is not None:
-        checkpoint.require(wanted, prefix=f"{name}.")
+        shapes = {
+            key: value.new_empty(whole_shape(value, cuts.get(key)), device="meta") for key, value in split.items()
+        }
+        checkpoint.require({**wanted, **shapes}, prefix=f"{name}.")
         checkpoint.load_into({key: value for key, value in wanted.items() if key not in split})
-        set_extra(model, plain["extra"].get(name, {}))
+    set_extra(model, plain["extra"].get(name, {}))
     for key, target in split.items():
-        fill_local(target, _sent(key, checkpoint, group, shape=target.shape, dtype=target.dtype))
-    send_from_first([t for t in (*model.parameters(), *model.buffers()) if not is_split(t)], group)
+        shape = whole_shape(target, cuts.get(key))
+        complete = _sent(key, checkpoint, group, shape=shape, dtype=target.dtype)
+        if not target.is_meta:
+            fill_local(target, complete, cuts.get(key))
+    if not homes.keys().isdisjoint(split):
+        return  # what no checkpoint holds was made equal when the model was cut
+    own = {id(parameter) for key, parameter in model.named_parameters() if f"{name}.{key}" in split}
+    send_from_first([t for t in (*model.parameters(), *model.buffers()) if id(t) not in own], group)
 
 
 def _sent(
@@ -151,10 +218,21 @@ def load_optimizer(
         )
     order = {parameter: number for number, parameter in enumerate(itertools.chain(*present))}
     state: dict[int, dict[str, Any]] = {order[key]: dict(values) for key, values in saved["values"].items()}
-    split = {names[id(p)]: p for options in optimizer.param_groups for p in options["params"] if is_split(p)}
-    for key, tensor in _optimizer_tensors(name, checkpoint, group, split).items():
+    held = [p for options in optimizer.param_groups for p in options["params"]]
+    split = {names[id(p)]: p for p in held if is_split(p) or names[id(p)] in registry.cuts}
+    absent = {names[id(p)] for p in held if p.is_meta}
+    in_stages = any(names[id(p)] in registry.homes for p in held)
+    state = {key: values for key, values in state.items() if not held[key].is_meta}
+    offloaded, by_name = registry.offloaded.get(name), {names[id(p)]: p for p in held}
+    one_by_one = offloaded is not None or in_stages
+    for key, tensor in _optimizer_tensors(name, checkpoint, group, split, registry.cuts, one_by_one=one_by_one):
         parameter, entry = _key_parts(name, key)
-        state.setdefault(order[parameter], {})[entry] = tensor
+        if parameter in absent:
+            continue
+        if offloaded is not None and tensor.dim():
+            offloaded.take(by_name[parameter], entry, tensor)
+        else:
+            state.setdefault(order[parameter], {})[entry] = tensor
     groups = []
     first = 0
     for options in saved["groups"]:
@@ -164,27 +242,35 @@ def load_optimizer(
 
 
 def _optimizer_tensors(
-    name: str, checkpoint: TensorSource | None, group: WorkerGroup, split: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+    name: str,
+    checkpoint: TensorSource | None,
+    group: WorkerGroup,
+    split: Mapping[str, Tensor],
+    cuts: Mapping[str, Slice],
+    *,
+    one_by_one: bool,
+) -> Iterator[tuple[str, Tensor]]:
     """The optimizer's tensors on the CPU, read by worker 0 and sent to the others; of `split` parameters, by their full
-    names, only the rows that are here."""
-    loaded: dict[str, Tensor] = {}
-    if split and group.size > 1:
+    names, only what is here. `one_by_one`: never all of them at a time."""
+    if one_by_one or (split and group.size > 1):
         told: list[tuple[str, torch.Size, torch.dtype]] | None = None
         if checkpoint is not None:
             keys = [key for key in checkpoint.names if key.startswith(f"{name}.state.")]
             told = [(key, checkpoint.shape(key), checkpoint.dtype(key)) for key in keys]
         for key, shape, dtype in group.broadcast_object(told):
             complete = _sent(key, checkpoint, group, shape=shape, dtype=dtype)
-            parameter = split.get(_key_parts(name, key)[0])
-            loaded[key] = complete if parameter is None or not complete.dim() else split_like(complete, parameter)
-        return loaded
+            owner = _key_parts(name, key)[0]
+            if owner in split and complete.dim() and group.size > 1:
+                complete = part_like(complete, split[owner], cuts.get(owner))
+            yield key, complete
+        return
+    loaded: dict[str, Tensor] = {}
     if checkpoint is not None:
         loaded = checkpoint.load([key for key in checkpoint.names if key.startswith(f"{name}.state.")])
     described = group.broadcast_object({key: (tuple(value.shape), value.dtype) for key, value in loaded.items()})
     arrived = loaded or {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in described.items()}
     send_from_first([arrived[key] for key in described], group)
-    return arrived
+    yield from arrived.items()
 
 
 def _key_parts(name: str, key: str) -> tuple[str, str]:

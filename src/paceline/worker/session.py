@@ -19,6 +19,7 @@ from paceline.comm.channel import ChannelClosed
 from paceline.comm.ring import Ring
 from paceline.errors import SyncError
 from paceline.events import Note, Warned, WorkerStarted
+from paceline.parallel.offload.choose import refuse_useless
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker import randomness
@@ -73,6 +74,7 @@ def live(
         resolved = chosen.resolve(assignment.workers)
         resolved.require(workers=assignment.workers)
         device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
+        refuse_useless(resolved.compute, device)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
         with contextlib.ExitStack() as stack:
             ring = stack.enter_context(watched(assignment, job, function, is_elastic=resolved.layout.is_elastic))
@@ -139,9 +141,7 @@ def merge_job(assignment: Assignment, fields: Mapping[str, Any]) -> Job:
 def merge_plan(assignment: Assignment, plan: Plan | None) -> Plan:
     """The command's plan, or the script's, or the default, with the command's overrides."""
     chosen = Plan.parse(assignment.plan) if assignment.plan is not None else plan or Plan()
-    for override in assignment.overrides:
-        chosen = config.apply(chosen, override)
-    return chosen
+    return config.apply(chosen, *assignment.overrides)
 
 
 PLACE_FIELDS = (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Alone
 from paceline.comm.split import as_local_of, local_part
+from paceline.parallel.offload.memory import Memory
 from paceline.worker import randomness
 from paceline.worker.received import Received
 from paceline.worker.saving import Registry, load_object, load_optimizer, set_extra
@@ -33,7 +34,11 @@ class Snapshot:
         """Copy the present state; `instead_of` is not needed any more, and its memory is used again."""
         room = instead_of.tensors if instead_of is not None else {}
         live = named_tensors(registry, with_caches=True)
-        tensors = {name: _copied(value, room.get(name)) for name, value in live.items()}
+        elsewhere = {f"{prefix}.state.": one.memory for prefix, one in registry.offloaded.items()}
+        tensors: dict[str, Tensor] = {}
+        for name, value in live.items():
+            memory = next((one for start, one in elsewhere.items() if name.startswith(start)), None)
+            tensors[name] = _copied(value, room.get(name), memory)
         return Snapshot(step, tensors, copy.deepcopy(registry.plain()), randomness.capture())
 
     def put_back(self, registry: Registry) -> None:
@@ -44,7 +49,7 @@ class Snapshot:
 
 def named_tensors(registry: Registry, *, with_caches: bool) -> dict[str, Tensor]:
     """All tensors of the state, live, not copied; `with_caches`: also buffers that do not persist, which each worker
-    may have for itself. Of what is split, the rows that are here."""
+    may have for itself. Of what is split, the rows that are here; nothing of other stages."""
     found: dict[str, Tensor] = {}
     for prefix, model in registry.models.items():
         found.update((f"{prefix}.{key}", parameter) for key, parameter in model.named_parameters())
@@ -55,7 +60,7 @@ def named_tensors(registry: Registry, *, with_caches: bool) -> dict[str, Tensor]
         )
     states = tuple(f"{prefix}.state." for prefix in registry.optimizers)
     found.update((name, value) for name, value in registry.tensors().items() if name.startswith(states))
-    return {name: local_part(value) for name, value in found.items()}
+    return {name: local_part(value) for name, value in found.items() if not value.is_meta}
 
 
 @torch.no_grad()
@@ -63,14 +68,18 @@ def put_back(registry: Registry, tensors: Mapping[str, Tensor], plain: Mapping[s
     """Overwrite everything that is prepared; nothing keeps a reference to `tensors`."""
     for name, model in registry.models.items():
         for key, parameter in model.named_parameters():
-            local_part(parameter).copy_(tensors[f"{name}.{key}"])
+            if not parameter.is_meta:
+                local_part(parameter).copy_(tensors[f"{name}.{key}"])
         _put_back_buffers(name, model, tensors)
         set_extra(model, plain["extra"].get(name, {}))
     live = registry.tensors()
     for name, optimizer in registry.optimizers.items():
         # torch takes over the tensors that it is given where type and device fit.
         own = {
-            key: as_local_of(value.clone(), like=live.get(key, value))
+            # What is offloaded is copied home, one by one; but for single numbers, which stay.
+            key: value
+            if name in registry.offloaded and value.dim()
+            else as_local_of(value.clone(), like=live.get(key, value))
             for key, value in tensors.items()
             if key.startswith(f"{name}.state.")
         }
@@ -83,6 +92,8 @@ def _put_back_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tenso
     """Overwrite buffers. One that was filled since is None again; a cache that is not there, or has another shape, is
     left alone."""
     for path, module, key, buffer in _buffers(model):
+        if buffer.is_meta:
+            continue  # of another stage
         before = tensors.get(_full_name(prefix, path, key))
         if before is not None and before.shape == buffer.shape:
             buffer.copy_(before)
@@ -107,9 +118,14 @@ def _is_cache(module: nn.Module, key: str) -> bool:
     return key in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]: torch tells it nowhere else
 
 
-def _copied(value: Tensor, room: Tensor | None) -> Tensor:
-    """A copy on the CPU, in the room of another one where that fits."""
+def _copied(value: Tensor, room: Tensor | None, memory: Memory | None) -> Tensor:
+    """A copy on the CPU, in the room of another one where that fits; of what is offloaded, beside it."""
     value = value.detach()
     if room is None or room.shape != value.shape or room.dtype != value.dtype:
-        return value.to("cpu", copy=True)
-    return room.copy_(value)
+        if memory is None or not value.dim():
+            return value.to("cpu", copy=True)
+        room = memory.empty_like(value)
+    room.copy_(value)
+    if memory is not None:
+        memory.release([room, value])
+    return room

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from paceline.sync.allreduce import GradientSum
 from paceline.worker.batch import StepBatch
 from paceline.worker.loop import Loop
+
+if TYPE_CHECKING:
+    from paceline.worker.pipelined import Pipelined
 
 __all__ = ["Stepper"]
 
@@ -33,19 +36,22 @@ class Stepper:
         gradients: GradientSum,
         loss_of: Callable[[Any], Any],
         clip_norm: float | None,
+        pipelined: Pipelined | None = None,
     ) -> None:
+        """`pipelined`: how micro-batches go through the model's stages, where it is cut into such."""
         self.grad_norm: Tensor | None = None
         self._loop, self._device = loop, device
         self._optimizers = tuple(optimizers)
         self._gradients = gradients
         self._loss_of = loss_of
         self._clip_norm = clip_norm
+        self._pipelined = pipelined
 
     def __call__(self, batch: StepBatch) -> Tensor:
         if not isinstance(batch, StepBatch):
             raise TypeError(f"step() takes an item of worker.batches(...), not a {type(batch).__name__}")
         is_finite = self._measure_norm if self._clip_norm is not None else None
-        outcome = self._loop.walk(batch, self._gradients, self._loss_of, is_finite=is_finite)
+        outcome = self._loop.walk(batch, self._gradients, self._loss_of, is_finite=is_finite, pipelined=self._pipelined)
         if outcome.is_taken:
             if self._clip_norm is not None and self.grad_norm is not None:
                 self._gradients.clip(self._clip_norm, self.grad_norm)

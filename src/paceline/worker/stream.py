@@ -20,6 +20,7 @@ from paceline.errors import SyncError
 from paceline.plan import Batch
 from paceline.schedule.share import Micro, Share, deal_to_replicas, micro_batches, step_ranges
 from paceline.worker.agreement import Together
+from paceline.worker.axes import Axes, unsplit
 from paceline.worker.balance import Balance
 from paceline.worker.batch import StepBatch
 from paceline.worker.cursor import Cursor, StepOrder, continued, stream_seed
@@ -73,11 +74,10 @@ class Stream:
         together: Together,
         balance: Balance,
         timeout_s: float,
-        each: int = 1,
+        axes: Axes | None = None,
     ) -> None:
-        """`each`: workers of a replica, which all make as many runs."""
         self.source = source
-        self._each = each
+        self._axes = unsplit(group) if axes is None else axes
         self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
         self._together, self._balance = together, balance
         self._items: Iterator[Any] = iter(())
@@ -120,9 +120,10 @@ class Stream:
     def _share(self, start: int, stop: int) -> tuple[tuple[Micro, ...], Share]:
         """A step's micro-batches, and which of them are this worker's."""
         micros = micro_batches(start, stop, self._batch.resolved_micro)
-        size, index = self._group.size, self._group.index
-        if self._each > 1:
-            return micros, deal_to_replicas(len(micros), replicas=size // self._each, each=self._each)[index]
+        index, size = self._axes.share_of(self._group)
+        each = self._axes.inside.size
+        if each > 1:
+            return micros, deal_to_replicas(len(micros), replicas=size // each, each=each)[index]
         own = self._balance.shares(len(micros), size)[index]
         return micros, Share(own, len(own))
 

@@ -6,6 +6,8 @@ micro-batches and workers is the gradient of the mean over the global batch. Whe
 tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
 counts are in.
 
+Where a model is cut into stages, all micro-batches of a replica go through them in one run, by a schedule.
+
 The workers of a replica that is split make as many runs, because they exchange tensors in each: who has fewer
 micro-batches runs one again at the end, *void*: its loss is multiplied by nought, and nothing of it is kept.
 
@@ -16,10 +18,11 @@ which buffers changed anywhere. In an elastic run a vote comes last: until then 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,14 +41,16 @@ from paceline.worker.axes import Axes
 from paceline.worker.batch import StepBatch, to_device
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.guard import LossGuard, Spike
+from paceline.worker.losses import LossLike, as_weight, single, split_loss
+
+if TYPE_CHECKING:
+    from paceline.worker.pipelined import Pipelined
 
 __all__ = ["Again", "Outcome", "Walks"]
 
 SERIALS = 16  # batches are told apart by their number modulo this: sums of squares stay exact in single precision
 WEIGHT_UNIT = 4096
 TRAILS = 1 << 24  # hashes of what was gathered: their sums over workers are exact
-
-LossLike = Tensor | tuple[Tensor, Any] | list[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ class Walks:
         self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
         self._is_backward_done = False
         self._waited_before_s = 0.0  # inside the replica, before this walk
+        self._staged_waited_s = 0.0  # for other stages, in all
 
     @property
     def under_way(self) -> bool:
@@ -103,16 +109,7 @@ class Walks:
         averaged gradients, equally on all workers; by default they are looked through. A walk that is left early
         changes nothing.
         """
-        if self._batch is not None:
-            raise RuntimeError(
-                "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
-            )
-        self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
-        self._waited_before_s = self.shards.traffic.waited_s
-        self.buffers.begin()
-        gradients.begin(batch.num_walks)
-        self.shards.begin()
-        try:
+        with self._walking(batch, gradients):
             with self._aside:
                 for number, (place, micro, is_void) in enumerate(batch.runs()):
                     data = to_device(batch.read(place), self._device, input_dtype(self._precision))
@@ -124,7 +121,60 @@ class Walks:
                         self.buffers.undo()
                     elif not self._is_backward_done:
                         self.buffers.capture(micro.num_samples)
+            if len(batch) and gradients.has_any() and not self._losses:
+                raise RuntimeError(
+                    "gradients were made by loss.backward(): call worker.backward(loss) instead, which gives the "
+                    "micro-batch its weight in the global batch"
+                )
             self.outcome = self._agree(batch, gradients, is_finite)
+
+    def run_in_stages(
+        self,
+        batch: StepBatch,
+        gradients: GradientSum,
+        pipelined: Pipelined,
+        *,
+        is_finite: Callable[[], bool] | None = None,
+    ) -> Iterator[Any]:
+        """Walk over a batch whose micro-batches all go through the stages of this replica; there is nothing to yield.
+
+        All workers must call it, as `run`.
+        """
+        with self._walking(batch, gradients):
+            with self._aside:
+                dtype = input_dtype(self._precision)
+                micros = [to_device(batch.read(place), self._device, dtype) for place in range(len(batch))]
+                waited_s = pipelined.waited_s
+                losses = pipelined.step(
+                    micros,
+                    sizes=[micro.num_samples for micro in batch.micros],
+                    num_step=batch.num_samples,
+                    seeds=[
+                        (self._plan.batch.seed, 0, batch.step, batch.num_walks, micro.index) for micro in batch.micros
+                    ],
+                    buffers=self.buffers,
+                )
+                self._staged_waited_s += pipelined.waited_s - waited_s
+            for micro, loss in zip(batch.micros if losses else (), losses, strict=True):
+                weight = micro.num_samples if loss.count is None else as_weight(loss.count)
+                self._losses.append((loss.value, weight, loss.count is None))
+            self.outcome = self._agree(batch, gradients, is_finite)
+        return iter(())
+
+    @contextlib.contextmanager
+    def _walking(self, batch: StepBatch, gradients: GradientSum) -> Iterator[None]:
+        """Begin and end a walk; one that is left without an outcome changes nothing."""
+        if self._batch is not None:
+            raise RuntimeError(
+                "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
+            )
+        self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
+        self._waited_before_s = self._waited_s()
+        self.buffers.begin()
+        gradients.begin(batch.num_walks)
+        self.shards.begin()
+        try:
+            yield
         except Disrupted:
             batch.num_walks -= 1  # it will be walked over again, as the same walk
             raise
@@ -166,6 +216,10 @@ class Walks:
         with torch.autocast(self._device.type, enabled=False):
             (value if factor == 1.0 else value * factor).backward()
 
+    def _waited_s(self) -> float:
+        """Seconds of all walks that this worker waited for others of its replica."""
+        return self.shards.traffic.waited_s + self._staged_waited_s + self._axes.waited_s
+
     def _open_micro(self, batch: StepBatch, micro: Micro, gradients: GradientSum, *, is_last: bool) -> None:
         self._micro, self._is_backward_done = micro, False
         self.buffers.rewind()
@@ -175,11 +229,6 @@ class Walks:
             gradients.arm()
 
     def _agree(self, batch: StepBatch, gradients: GradientSum, is_finite: Callable[[], bool] | None) -> Outcome:
-        if len(batch) and gradients.has_any() and not self._losses:
-            raise RuntimeError(
-                "gradients were made by loss.backward(): call worker.backward(loss) instead, which gives the "
-                "micro-batch its weight in the global batch"
-            )
         if self.shards.sums_at_last and self._losses and not self._is_backward_done:
             raise RuntimeError(
                 "the walk's last micro-batch was left without worker.backward(), and with Layout(zero=1) gradients are "
@@ -187,7 +236,8 @@ class Walks:
                 "is to count for nothing; or use zero=2 or 3"
             )
         serial = batch.serial % SERIALS
-        loss, loss_rest, weight, weight_rest = _halves(*_loss_and_weight(self._losses))
+        losses = self._losses if self._axes.counts else []
+        loss, loss_rest, weight, weight_rest = _halves(*_loss_and_weight(losses))
         wish = float(self._agreement.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
         gradients.flush([serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
@@ -205,15 +255,20 @@ class Walks:
                 "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
             )
         loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
-        gradients.land(scale=batch.num_samples / weight_sum if weight_sum > 0 else 1.0)
+        gradients.land(scale=(batch.num_samples / weight_sum if weight_sum > 0 else 1.0) / self._axes.context.size)
         finite = is_finite() if is_finite is not None else gradients.is_finite()
         series = f"{batch.stream}.{batch.num_walks}"
         mean_loss = loss_sum / weight_sum if weight_sum else None
         spike = self.losses.judge(series, mean_loss, finite=finite)
         settle, is_taken = self.buffers.give_up, finite and spike is None
+        is_staged = self._axes.stages.size > 1
         if is_taken:
             settle = self.buffers.combine(
-                [count > 0 for count in changed], num_samples=batch.num_samples, group=self._group
+                [count > 0 for count in changed],
+                num_samples=batch.num_samples,
+                # The workers of a stage have the same buffers, and each micro-batch was run by one of them.
+                group=self._axes.across if is_staged else self._group,
+                counts=is_staged or self._axes.counts,
             )
         if not self._agreement.vote():
             raise Again("a member was lost before all had the sum: the walk is done again")
@@ -228,8 +283,8 @@ class Walks:
             loss=float("nan") if mean_loss is None else mean_loss,
             finite=finite,
             unused=unused,
-            is_empty=not weight_sum and len(unused) == len(gradients.names),
-            communication_s=gradients.waited_s + self.shards.traffic.waited_s - self._waited_before_s,
+            is_empty=not weight_sum and len(unused) == gradients.num_followed,
+            communication_s=gradients.waited_s + self._waited_s() - self._waited_before_s,
             spike=spike,
         )
 
@@ -263,25 +318,7 @@ def _loss_and_weight(losses: Sequence[tuple[Tensor, Tensor | float, bool]]) -> t
 
 def _weighed(loss: LossLike, num_micro: int, num_step: int) -> tuple[Tensor, Tensor | float | None, float]:
     """Return (value to differentiate, weight or None for "per real sample", factor for the value)."""
-    if isinstance(loss, (tuple, list)):
-        if len(loss) != 2:
-            raise ValueError(f"the loss returned {len(loss)} values; return the mean, or (sum, count)")
-        value, count = loss
-        if isinstance(count, Tensor) and count.numel() != 1:
-            raise ValueError(
-                f"the loss returned a count of shape {list(count.shape)}; return the mean, or (sum, count)"
-            )
-        weight = count.detach().double().reshape(()) if isinstance(count, Tensor) else float(count)
-        return _scalar(value), weight, 1.0 / num_step
-    return _scalar(loss), None, num_micro / num_step
-
-
-def _scalar(value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"the loss is a {type(value).__name__}; it must be a tensor, or (sum, count)")
-    if value.numel() != 1:
-        raise ValueError(
-            f"the loss has shape {list(value.shape)}; return its mean over the micro-batch, or (sum, count)"
-        )
-    value = value.reshape(())
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    value, count = split_loss(loss)
+    if count is None:
+        return single(value), None, num_micro / num_step
+    return single(value), as_weight(count), 1.0 / num_step

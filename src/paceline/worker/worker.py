@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from paceline.comm.split import Slice
 from paceline.events import Evaluated, Note
 from paceline.plan import Plan
 from paceline.worker.batch import StepBatch
@@ -24,7 +25,7 @@ from paceline.worker.evaluation import Measure, evaluate
 from paceline.worker.guarding import Guarding
 from paceline.worker.holding import Holding
 from paceline.worker.loop import Loop
-from paceline.worker.models import Models
+from paceline.worker.models import Hints, Models
 from paceline.worker.place import Place
 from paceline.worker.preparing import Preparation
 from paceline.worker.reading import Collate
@@ -61,7 +62,7 @@ class Worker:
         self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
         walks = Walks(plan, group=group, agreement=agreement, device=device, axes=place.axes)
         self._shards = walks.shards
-        self._models = Models(plan, group=group, axes=place.axes, shards=walks.shards, ring=place.ring)
+        self._models = Models(plan, group=group, axes=place.axes, shards=walks.shards, ring=place.ring, note=self._say)
         self._prepared = Preparation(
             plan,
             group=group,
@@ -101,16 +102,36 @@ class Worker:
         place.attach(Holding(place=place, loop=self._loop, prepared=self._prepared, guarding=self._guarding))
         self._resume()
 
-    def prepare(self, thing: T, *, name: str | None = None) -> T:
+    def prepare(
+        self,
+        thing: T,
+        *,
+        name: str | None = None,
+        sample: Any = None,
+        cut: Mapping[str, str] | None = None,
+        stages: Sequence[str] = (),
+        tokenwise: Sequence[str] = (),
+    ) -> T:
         """Make a model, optimizer, scheduler or other stateful object part of the run; returns the same object.
 
         A model is converted, moved and wrapped in place as the plan says, and gets worker 0's weights. Prepare models
         before their optimizers, and optimizers before their schedulers. What has `state_dict` and `load_state_dict`
         goes into checkpoints under `name` (by default "model", "optimizer", "scheduler", "object", then "model_2", ...)
         and comes back from them.
+
+        Layouts that cut layers run a model once on a small input. Where it cannot be guessed, `sample` gives it: a
+        batch of two as (x,) or {"input_ids": x}. `cut` names the roles of layers, in place of those that are found:
+        {"layers.*.attn.q": "column", "layers.*.attn.out": "row"}.
+
+        Layouts with stages need that input, too, and may be told which modules the stages after the first begin with:
+        stages=["layers.4", "layers.8"]; otherwise they are cut to cost about the same. Layouts that share sequences
+        (context) may be told which modules treat each token by itself though torch does not show it: routed experts,
+        say, tokenwise=["layers.*.moe"].
         """
         if isinstance(thing, nn.Module):
-            self._prepare_model(thing, name)
+            self._prepare_model(
+                thing, name, Hints(sample=sample, cut=cut, stages=tuple(stages), tokenwise=tuple(tokenwise))
+            )
         elif isinstance(thing, Optimizer):
             self._prepared.optimizer(thing, name)
             self._loop.follow(thing)
@@ -182,6 +203,7 @@ class Worker:
             gradients=gradients,
             loss_of=loss_of,
             clip_norm=clip_norm,
+            pipelined=self._models.pipelined(models, loss_of),
         )
 
     def batches(
@@ -230,6 +252,16 @@ class Worker:
         """
         self._loop.walks.backward(loss)
 
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Bound the global norm of the averaged gradients, in the plain loop; returns the norm before, 0-d.
+
+        As torch.nn.utils.clip_grad_norm_, for every layout: where layers are cut, a worker's own parts of the gradients
+        do not have the model's norm. Call it between the walk over a batch and `optim.step()`.
+        """
+        if max_norm <= 0:
+            raise ValueError(f"clip_gradients({max_norm}): the norm must be more than 0")
+        return self._loop.clip(max_norm)
+
     def _require_between_steps(self, what: str) -> None:
         """Inside a walk other workers may have more or fewer micro-batches: a collective would meet another one."""
         if self._loop.walks.under_way:
@@ -267,8 +299,9 @@ class Worker:
                 seeds=(self.plan.batch.seed, 4, self.step),
                 collate=collate,
                 forward=forward,
-                each=self._axes.each,
+                axes=self._axes,
                 shards=self._shards,
+                staged=self._models.staged(model),
             )
         )
         took_s = time.perf_counter() - began
@@ -411,7 +444,7 @@ class Worker:
             self._agreement.run(settle)
         self._prepared.close()
         if self._files.capture is not None:
-            self._files.capture.weights(self._prepared.registry.models)
+            self._files.capture.weights(self._prepared.registry.models, self._models.whole)
         self._files.finish(self.step, state_bytes=self._prepared.registry.num_bytes)
 
     def leave(self) -> None:
@@ -426,9 +459,16 @@ class Worker:
         self._guarding.abandon()
         self._prepared.abandon()
 
-    def _prepare_model(self, model: nn.Module, name: str | None) -> None:
-        self._models.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name))
-        self._models.add(model, self._prepared.model(model, name))
+    def _prepare_model(self, model: nn.Module, name: str | None, hints: Hints) -> None:
+        self._models.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
+        cuts = self._models.cuts(model)
+        index = self._axes.tensor.index
+        held = {key: Slice(cut.shape, cut.dim, cut.ranges(index)) for key, cut in cuts.items()}
+        self._models.add(model, self._prepared.model(model, name, cuts=held, homes=self._models.homes(model)))
+
+    def _say(self, text: str) -> None:
+        if self.is_first:
+            self._files.emit(Note(text=text))
 
 
 def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:

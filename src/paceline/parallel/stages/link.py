@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.group import GLOO_JOKE
 from paceline.errors import SyncError
 from paceline.parallel.stages.structure import Spec
 from paceline.schedule.pipeline import FORWARD, Message, Pipeline, messages, proofs
@@ -31,13 +32,16 @@ class Pending(Protocol):
 
 
 class Link(Protocol):
-    """Moves single tensors between workers, those of each ordered pair in the order of the calls."""
+    """Moves single tensors between workers, those of each ordered pair in the order of the calls.
 
-    def send(self, tensor: Tensor, *, to: int, what: str) -> Pending:
+    `what` says the same on both sides; `way` does, too: "stage 0 to 1". What goes one way is waited for in its order.
+    """
+
+    def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> Pending:
         """Begin to send; the tensor may not change before the end."""
         ...
 
-    def receive(self, tensor: Tensor, *, source: int, what: str) -> Pending:
+    def receive(self, tensor: Tensor, *, source: int, what: str, way: str) -> Pending:
         """Begin to receive into `tensor`, in place."""
         ...
 
@@ -62,13 +66,14 @@ class TorchLink:
         self._rising, self._falling = rising, falling or rising
         self._index, self._limit = worker_index, datetime.timedelta(seconds=limit_s)
 
-    def send(self, tensor: Tensor, *, to: int, what: str) -> Pending:
+    def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> Pending:
         group = self._rising if to > self._index else self._falling
-        return self._begun(lambda: dist.isend(tensor, group=group, group_dst=to), tensor, what)
+        return self._begun(lambda: dist.isend(tensor, group=group, group_dst=to), tensor, f"{way}: sending {what}")
 
-    def receive(self, tensor: Tensor, *, source: int, what: str) -> Pending:
+    def receive(self, tensor: Tensor, *, source: int, what: str, way: str) -> Pending:
         group = self._rising if source < self._index else self._falling
-        return self._begun(lambda: dist.irecv(tensor, group=group, group_src=source), tensor, what)
+        said = f"{way}: waiting for {what}"
+        return self._begun(lambda: dist.irecv(tensor, group=group, group_src=source), tensor, said)
 
     def _begun(self, begin: Callable[[], dist.Work | None], tensor: Tensor, what: str) -> Pending:
         try:
@@ -97,7 +102,7 @@ class _Flight:
 
 
 def _lost(what: str, error: RuntimeError, limit: datetime.timedelta) -> SyncError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = GLOO_JOKE.sub("", str(error)).strip().splitlines() or [type(error).__name__]
     return SyncError(f"{what} failed (limit {limit.total_seconds():g} s): {lines[0]}")
 
 
@@ -150,7 +155,7 @@ class Exchange:
             self._local[message] = dict(tensors)
             return
         self._sent[message] = [
-            self._link.send(tensors[number].contiguous(), to=peer, what=self._says("sending", message, says, spec))
+            self._link.send(tensors[number].contiguous(), to=peer, what=_what(message, says, spec), way=_way(message))
             for number, (spec, says) in self._contents(message).items()
         ]
 
@@ -170,16 +175,16 @@ class Exchange:
             pending: list[Pending] = []
             for number, (spec, says) in self._contents(message).items():
                 tensors[number] = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-                what = self._says("waiting for", message, says, spec)
-                pending.append(self._link.receive(tensors[number], source=peer, what=what))
+                what = _what(message, says, spec)
+                pending.append(self._link.receive(tensors[number], source=peer, what=what, way=_way(message)))
             self._posted[message] = tensors, pending
             self._num_posted[peer] += 1
 
-    def _says(self, doing: str, message: Message, says: str, spec: Spec) -> str:
-        here, there = (message.by, message.to) if doing == "sending" else (message.to, message.by)
-        kind = "" if message.kind == FORWARD else "the gradient of "
-        way = "to" if doing == "sending" else "from"
-        return (
-            f"stage {here}: {doing} {kind}{says} ({spec}) of micro-batch {message.micro} {way} stage {there} "
-            f"(worker {self._pipeline.worker_of(there)})"
-        )
+
+def _what(message: Message, says: str, spec: Spec) -> str:
+    kind = "" if message.kind == FORWARD else "the gradient of "
+    return f"{kind}{says} ({spec}) of micro-batch {message.micro}"
+
+
+def _way(message: Message) -> str:
+    return f"stage {message.by} to {message.to}"

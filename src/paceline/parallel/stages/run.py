@@ -6,6 +6,7 @@ each stage. Gradients add up in `parameter.grad`. What a stage keeps of a micro-
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,11 @@ class _Kept:
 
 
 class StageWorker:
-    """One worker of a pipeline: the stages `pipeline.stages_of(worker_index)` of a model."""
+    """One worker of a pipeline: the stages `pipeline.stages_of(worker_index)` of a model.
+
+    Between steps `pipeline` may be exchanged for one of another number of micro-batches. `around(action)` surrounds
+    each of this worker's parts of a forward: buffers may be put in place there, and looked at afterwards.
+    """
 
     def __init__(
         self,
@@ -94,6 +99,7 @@ class StageWorker:
         self.units, self.worker_index, self.link, self.device = units, worker_index, link, device
         self._model, self._cut, self.pipeline = model, cut, pipeline
         self._known: dict[Any, tuple[Tape, Route]] = {}
+        self.around: Callable[[Action], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
 
     def step(
         self,
@@ -119,6 +125,10 @@ class StageWorker:
         with torch.no_grad():
             walk = _Walk(self, dataclasses.replace(self.pipeline, orders=orders), forward, micros, (), ())
             return walk.run()
+
+    def forget(self) -> None:
+        """Record forwards anew: something has changed that is no part of their inputs."""
+        self._known.clear()
 
     def learn(self, forward: Callable[[Any], Any], micro: Any, *, tape: Tape | None = None) -> tuple[Tape, Route]:
         """Return the tape and route for this forward on inputs of this kind; needs no other worker.
@@ -200,17 +210,18 @@ class _Walk:
         tape, way = self._known[action.micro]
         for number, tensor in arrived.items():
             tensor.requires_grad_(tape.values[number].has_gradient)
-        part = replay(
-            self._forward,
-            self._micros[action.micro],
-            units=self._worker.units,
-            tape=tape,
-            route=way,
-            stage=action.stage,
-            received=arrived,
-            device=self._device,
-            seed=self._seeds[action.micro] if self._seeds else None,
-        )
+        with self._worker.around(action):
+            part = replay(
+                self._forward,
+                self._micros[action.micro],
+                units=self._worker.units,
+                tape=tape,
+                route=way,
+                stage=action.stage,
+                received=arrived,
+                device=self._device,
+                seed=self._seeds[action.micro] if self._seeds else None,
+            )
         loss = None
         if action.stage == self._pipeline.num_stages - 1:
             self._results[action.micro] = part.result.detach() if self._weights else part.result

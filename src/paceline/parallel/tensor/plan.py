@@ -89,13 +89,18 @@ class TensorPlan:
                 found[kind] = (calls + 1, num_bytes + crossing.num_bytes)
         return found
 
+    @property
+    def headline(self) -> str:
+        """One line: how much is cut."""
+        return (
+            f"tensor={self.size}{', sequence=True' if self.sequence else ''}: {len(self.layers)} layers are cut; "
+            f"{bytes_text(self.worker_bytes)} of {bytes_text(self.total_bytes)} of parameters on each worker"
+        )
+
     def __str__(self) -> str:
         """The report: repeated layers are shown once, with how many there are."""
         name_width = max((len(name) for name, _, _, _, _ in self._grouped()), default=0)
-        lines = [
-            f"tensor={self.size}{', sequence=True' if self.sequence else ''}: {len(self.layers)} layers are cut; "
-            f"{bytes_text(self.worker_bytes)} of {bytes_text(self.total_bytes)} of parameters on each worker"
-        ]
+        lines = [self.headline]
         for name, count, role, why, num_bytes in self._grouped():
             times = f"x{count}" if count > 1 else ""
             lines.append(f"  {name:<{name_width}}  {times:>4}  {role:<10}  {bytes_text(num_bytes):>9}  {why}".rstrip())

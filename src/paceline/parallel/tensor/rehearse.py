@@ -110,8 +110,11 @@ class _Notes(Team):
     def follow(self, name: str, module: nn.Module) -> list[RemovableHandle]:
         return [
             module.register_forward_pre_hook(lambda *_: self._running.append(name)),
-            module.register_forward_hook(lambda *_: self._running.pop() and None),
+            module.register_forward_hook(self._left),
         ]
+
+    def _left(self, *_: Any) -> None:
+        self._running.pop()
 
     def spread(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):

@@ -81,6 +81,14 @@ def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return _viewed_as(cut, resolve(full_shape(cut), sizes), func)
 
 
+def _view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """What torch also does to a tensor that an autograd function returns as it came: `fully_shard` has such ones."""
+    cut, other = _first(args), args[1] if len(args) > 1 else kwargs["other"]
+    if isinstance(other, Cut) and (other.dim_cut, other.sections) == (cut.dim_cut, cut.sections):
+        return at(func(cut, other), cut, cut.dim_cut)
+    return _viewed_as(cut, tuple(full_shape(other) if isinstance(other, Cut) else other.shape), Tensor.view)
+
+
 def _viewed_as(cut: Cut, target: tuple[int, ...], func: Func) -> Tensor:
     shape = tuple(full_shape(cut))
     dim, sections = viewed(shape, cut.dim_cut, cut.sections, target)
@@ -333,6 +341,7 @@ SHAPES: dict[str, Rule] = {
     "len": _len,
     "view": _view,
     "reshape": _view,
+    "view_as": _view_as,
     "flatten": _flatten,
     "unflatten": _unflatten,
     "expand": _expand,

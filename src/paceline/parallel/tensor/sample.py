@@ -19,7 +19,8 @@ from paceline.errors import PlanError
 
 __all__ = ["Sample", "as_sample", "guess", "undisturbed"]
 
-BATCH, LEAST_TOKENS = 2, 12
+BATCH = 2
+LEAST_TOKENS = (12, 4)  # tried in this order: tables of positions may be short
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +54,9 @@ def guess(model: nn.Module, *, size: int) -> Sample:
 
     Raises PlanError, with what was tried, where none is found.
     """
-    num_tokens = -(-LEAST_TOKENS // size) * size
     tried: list[str] = []
-    for sample in _candidates(model, num_tokens):
+    lengths = dict.fromkeys(-(-least // size) * size for least in LEAST_TOKENS)
+    for sample in (sample for length in lengths for sample in _candidates(model, length)):
         try:
             sample.run(model)
         except (

@@ -1,0 +1,167 @@
+"""Let a model work on slices of its sequence, in place, as a plan says: the model stays the user's own object.
+
+Tokens are sliced as early as they can be: an embedding looks up its worker's tokens only. Where blocks get whole
+tensors nonetheless (patches of an image, say) these are sliced at their door. From there on tensors are slices that say
+the shape of the whole, until the loss, whose sums are added up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.errors import PlanError
+from paceline.parallel.context.group import ContextGroup
+from paceline.parallel.context.plan import ContextPlan
+from paceline.parallel.context.rules import rule_of
+from paceline.parallel.context.team import ContextTeam
+from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts
+from paceline.parallel.tensor.rehearse import gather_inputs
+
+__all__ = ["ContextModel", "apply_plan", "install"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ContextModel:
+    """What the owner of the training loop must know of a model whose sequence is shared.
+
+    All workers of the group run the same micro-batches, given whole, with their random generators in the same state.
+    Each has the same loss. What a worker has as a parameter's gradient, of any parameter, is such that the *mean* over
+    the group is the gradient of the loss: scale the loss by 1 / size, and sum over all workers of all replicas.
+    """
+
+    team: ContextTeam
+    plan: ContextPlan
+
+    def whole(self, value: Any) -> Any:
+        """Return outputs with all tokens, on every worker; all must call it."""
+        return self.team.plain_tree(value)
+
+
+def apply_plan(model: nn.Module, plan: ContextPlan, group: ContextGroup) -> ContextModel:
+    """Change `model` in place; all workers of `group` must call it, with equal weights and the same plan.
+
+    With gradients, outputs stay slices that say the shape of the whole, so that the loss, too, is computed on them: an
+    operation that needs all tokens gathers them, on all workers. Without gradients outputs are whole.
+    """
+    if group.size != plan.size:
+        raise PlanError(
+            f"the plan is for {plan.size} workers, but the group has {group.size}; make it for {group.size}."
+        )
+    team = ContextTeam(group, rules=rule_of, kind=plan.kind)
+    install(model, plan, team)
+
+    def whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        return output if torch.is_grad_enabled() else team.plain_tree(output)
+
+    model.register_forward_hook(whole_outputs)
+    return ContextModel(team=team, plan=plan)
+
+
+def install(model: nn.Module, plan: ContextPlan, team: ContextTeam) -> list[RemovableHandle]:
+    """Give embeddings, blocks and other modules that the plan names their doors."""
+    modules = dict(model.named_modules())
+    missing = [
+        name for name in (*plan.embeddings, *plan.blocks, *plan.tokenwise, *plan.gathered) if name not in modules
+    ]
+    if missing:
+        raise PlanError(f"the plan names {missing[0]}, which {type(model).__name__} does not have; make it anew.")
+    for name in plan.embeddings:
+        is_plain = type(modules[name]).forward is nn.Embedding.forward
+        _wrap(modules[name], functools.partial(_look_up, team, plan.dim, name, is_plain))
+    for name in plan.tokenwise:
+        _wrap(modules[name], functools.partial(_token_by_token, team, name))
+    hooks = [gather_inputs(modules[name], team) for name in plan.gathered]
+    for name in plan.blocks:
+        door = functools.partial(_door, team, plan.dim, name)
+        hooks.append(modules[name].register_forward_pre_hook(door, with_kwargs=True))
+    return hooks
+
+
+def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Make `around(forward, *args)` the module's forward, as a method: `copy.deepcopy` binds it to the copy."""
+    before: Any = module.forward
+    is_method = isinstance(before, types.MethodType) and before.__self__ is module
+    function = before.__func__ if is_method else None
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = before if function is None else functools.partial(function, module)
+        return around(forward, *args, **kwargs)
+
+    module.forward = types.MethodType(run, module)
+
+
+def _look_up(
+    team: ContextTeam,
+    dim: int,
+    name: str,
+    is_plain: bool,
+    forward: Callable[..., Any],
+    tokens: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """An embedding of one's own tokens. A class with a forward of its own may count them: it gets all."""
+    place = tokens.ndim + 1 + dim
+    if isinstance(tokens, Cut) or place < 0 or tokens.shape[place] < team.size:
+        return forward(tokens, *args, **kwargs)
+    if not is_plain:
+        return mapped(forward(tokens, *args, **kwargs), lambda one: team.sliced(one, dim=dim, site=name))
+    sections = (tokens.shape[place],)
+    out = forward(team.scatter(tokens, dim=place, sections=sections), *args, **kwargs)
+    return team.cut(out, dim=place, sections=sections, site=name)
+
+
+def _door(
+    team: ContextTeam, dim: int, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Slice what a block works on: the first tensor among its arguments, where it is whole."""
+
+    def sliced(one: Tensor) -> Tensor:
+        is_hidden = not isinstance(one, Cut) and one.is_floating_point() and one.ndim >= -dim
+        return team.sliced(one, dim=dim, site=name) if is_hidden else one
+
+    place = next((number for number, one in enumerate(args) if isinstance(one, Tensor)), None)
+    if place is not None:
+        return (*args[:place], sliced(args[place]), *args[place + 1 :]), kwargs
+    key = next((key for key, one in kwargs.items() if isinstance(one, Tensor)), None)
+    return (args, kwargs) if key is None else (args, {**kwargs, key: sliced(kwargs[key])})
+
+
+def _token_by_token(team: ContextTeam, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A module that works on each token by itself: on one's own tokens, as plain tensors."""
+    lead = next(cuts_in((args, kwargs)), None)
+    if lead is None:
+        return forward(*args, **kwargs)
+
+    def plain(value: Any) -> Any:
+        return value.view_as(value) if isinstance(value, Cut) else value
+
+    with on_parts():
+        args, kwargs = mapped(args, plain), mapped(kwargs, plain)
+        shape = lead.shape
+    with team.own_randomness(lead.device):
+        out = forward(*args, **kwargs)
+    return mapped(out, lambda one: _as_slice(one, lead, shape, name) if isinstance(one, Tensor) else one)
+
+
+def _as_slice(out: Tensor, lead: Cut, shape: Sequence[int], name: str) -> Tensor:
+    """Results for each token are slices as the input was, in its dims, or with samples and tokens in one."""
+    team: Any = lead.team
+    dim = lead.dim_cut
+    if out.ndim > dim and tuple(out.shape[: dim + 1]) == tuple(shape[: dim + 1]):
+        return team.cut(out.view_as(out), dim=dim, sections=lead.sections, site=name)
+    if out.ndim and out.shape[0] == math.prod(shape[: dim + 1]):
+        return team.cut(out.view_as(out), dim=0, sections=lead.sections * math.prod(shape[:dim]), site=name)
+    raise PlanError(
+        f"{name} returns a tensor of shape {tuple(out.shape)} for tokens of shape {tuple(shape)}, so it does not work "
+        "token by token. Take it out of tokenwise=."
+    )

@@ -1,0 +1,44 @@
+"""`ContextPlan`: where a model's tokens are cut into slices, and how attention puts them together again. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from paceline.parallel.context.team import Kind
+
+__all__ = ["ContextPlan"]
+
+KINDS = {
+    "heads": "all-to-all between tokens and heads",
+    "ring": "keys and values go round a ring",
+    "rows": "keys and values are gathered for the rows of scores",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ContextPlan:
+    """How one sequence is shared by `size` workers."""
+
+    size: int
+    kind: Kind
+    dim: int  # of the tokens, in what blocks take and embeddings return, counted from the end
+    embeddings: tuple[str, ...]  # each worker looks up its own tokens only
+    blocks: tuple[str, ...]  # their inputs are sliced, where they are not yet
+    tokenwise: tuple[str, ...] = ()  # modules that work on each token by itself, and get one's tokens as a plain tensor
+    gathered: tuple[str, ...] = ()  # modules that get the whole sequence
+    attentions: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # calls in one forward, by kind
+    operations: tuple[str, ...] = ()  # single operations for which tokens are gathered, and why
+    sample: str = ""
+
+    def __str__(self) -> str:
+        """The report."""
+        lines = [f"context={self.size}: tokens are sliced in dim {self.dim} of {len(self.blocks)} blocks"]
+        for kind, count in self.attentions.items():
+            lines.append(f"  attention   {count} x {kind}: {KINDS[kind]}")
+        rows = {"embedding": self.embeddings, "token by token": self.tokenwise, "whole": self.gathered}
+        for what, names in rows.items():
+            for name in sorted({".".join("*" if part.isdigit() else part for part in one.split(".")) for one in names}):
+                lines.append(f"  {what}: {name}")
+        lines += [f"  gathered for {one}" for one in self.operations]
+        return "\n".join(lines)

@@ -1,0 +1,227 @@
+"""Try a plan before it is used: a copy of the model in double precision, whole and as emulated workers, must agree.
+
+All outputs are compared, and the gradients of all parameters. So a wrong guess about a model, or an operation with a
+wrong rule, leads to a refusal and never to another loss. The trial also shows what the plan does: which attentions are
+shared, and which operations need all tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PlanError, SyncError
+from paceline.parallel.context.apply import install
+from paceline.parallel.context.group import ContextGroup, EmulatedContext, emulated
+from paceline.parallel.context.plan import ContextPlan
+from paceline.parallel.context.rules import rule_of
+from paceline.parallel.context.team import ContextTeam, Kind
+from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts
+from paceline.parallel.tensor.sample import Sample
+from paceline.parallel.tensor.shapes import NotCut
+from paceline.parallel.tensor.team import is_in_place, name_of
+
+__all__ = ["Attended", "Lost", "Trial", "Whole", "run_whole", "try_plan"]
+
+TOLERANCE = 1e-4  # a wrong slice is off by the numbers' own size; models that compute partly in fp32 are off by 1e-7
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """An operation for which tokens were gathered: its name, why, and the modules around it, outermost first."""
+
+    operation: str
+    why: str
+    modules: tuple[str, ...]
+    is_refused: bool  # it changes a slice in place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Attended:
+    """An attention that was shared: how, of how many queries, and the modules around it."""
+
+    kind: str
+    length: int
+    modules: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What the emulated workers have shown."""
+
+    disagreement: str | None  # None: they agree with the whole model
+    attentions: tuple[Attended, ...]
+    lost: tuple[Lost, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """A copy of the model for trials, and what it computes by itself."""
+
+    model: nn.Module
+    samples: tuple[Sample, ...]
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+
+def run_whole(model: nn.Module, samples: Sequence[Sample]) -> Whole:
+    """Return a copy of `model` with weights that hide nothing, its outputs on `samples`, and gradients of their sum.
+
+    With its gradients and those of a trial it takes the memory of three models in double precision. Raises PlanError
+    where the model cannot be run so.
+    """
+    whole = copy.deepcopy(model).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.5 * noise)
+            parameter.grad = None
+    try:
+        outputs = _run(_sharing(whole), samples, None)
+    except RuntimeError:  # some kernels have no double precision
+        whole = whole.float()
+        try:
+            outputs = _run(_sharing(whole), samples, None)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            lines = str(error).strip().splitlines()
+            raise PlanError(
+                f"{type(model).__name__} has to be tried in double or single precision before its sequence is shared, "
+                f"and cannot be run so on {samples[0]} ({type(error).__name__}: {lines[0] if lines else ''}). Give a "
+                "sample of your own, sample=(x,), or use attention that runs in any precision (in transformers, "
+                "attn_implementation='sdpa')."
+            ) from error
+    return Whole(model=whole, samples=tuple(samples), outputs=outputs, gradients=_taken_gradients(whole))
+
+
+def try_plan(whole: Whole, plan: ContextPlan) -> Trial:
+    """Return what `plan` does on the samples, and whether it computes what the whole model does."""
+
+    def work(group: EmulatedContext) -> tuple[_Noting, dict[str, Tensor]]:
+        part = _sharing(whole.model)
+        team = _Noting(group, kind=plan.kind)
+        install(part, plan, team)
+        for name, module in part.named_modules():
+            team.follow(name, module)
+        return team, _run(part, whole.samples, team)
+
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = emulated(plan.size, work)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotCut, SyncError) as error:
+        _taken_gradients(whole.model)
+        lines = str(error).strip().splitlines()
+        why = f"it cannot be tried: {type(error).__name__}: {lines[0] if lines else ''}"
+        return Trial(disagreement=why, attentions=(), lost=())
+    gradients = _taken_gradients(whole.model)  # of all workers: they share the parameters, so autograd has added up
+    means = {name: one.div_(plan.size) for name, one in gradients.items()}
+    why = _difference("the gradient of", whole.gradients, means)
+    for _, outputs in found:
+        why = _difference("output", whole.outputs, outputs) or why
+    team = found[0][0]
+    return Trial(disagreement=why, attentions=tuple(team.attentions), lost=tuple(team.lost))
+
+
+class _Noting(ContextTeam):
+    """One emulated worker that writes down what rules tell."""
+
+    def __init__(self, group: ContextGroup, *, kind: Kind) -> None:
+        super().__init__(group, rules=rule_of, kind=kind)
+        self.attentions: list[Attended] = []
+        self.lost: list[Lost] = []
+        self._running: list[str] = []  # names of modules, outermost first
+
+    def follow(self, name: str, module: nn.Module) -> None:
+        """Know when a module runs."""
+
+        def leave(*_: Any) -> None:
+            self._running.pop()
+
+        module.register_forward_pre_hook(lambda *_: self._running.append(name), prepend=True)
+        module.register_forward_hook(leave)
+
+    def attended(self, kind: str, length: int) -> None:
+        self.attentions.append(Attended(kind=kind, length=length, modules=tuple(self._running)))
+
+    def without_rule(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: NotCut
+    ) -> Any:
+        is_refused = is_in_place(func) and isinstance(args[0], Cut)
+        what = name_of(func)
+        why = self.in_place_refusal(func, args[0], reason) if is_refused else str(reason)
+        self.lost.append(Lost(operation=what, why=why, modules=tuple(self._running), is_refused=is_refused))
+
+        def whole(value: Any) -> Any:
+            return self.gather(value) if isinstance(value, Cut) else value
+
+        with on_parts():
+            return func(*mapped(args, whole), **mapped(kwargs, whole))
+
+
+def _sharing(model: nn.Module) -> nn.Module:
+    """A copy with modules and buffers of its own, and the same parameters."""
+    return copy.deepcopy(model, {id(one): one for one in model.parameters()})
+
+
+def _run(model: nn.Module, samples: Sequence[Sample], team: ContextTeam | None) -> dict[str, Tensor]:
+    """Return floating outputs, whole, and leave the gradients of a random sum of them with the parameters."""
+    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float64)
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to(dtype) if value.is_floating_point() else value.detach().clone()
+
+    outputs: dict[str, Tensor] = {}
+    loss = torch.zeros((), dtype=torch.float64)
+    with torch.enable_grad():
+        for sample in samples:
+            args, kwargs = mapped(copy.deepcopy(sample.args), own), mapped(copy.deepcopy(dict(sample.kwargs)), own)
+            for one in _tensors(model(*args, **kwargs), team):
+                if one.requires_grad:
+                    generator = torch.Generator().manual_seed(len(outputs))
+                    weights = torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.device)
+                    loss = loss + (one * weights).sum().cpu()
+                outputs[str(len(outputs))] = one.detach()
+        loss.backward()
+    return outputs
+
+
+def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients that parameters have, and take them away."""
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def _difference(what: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    if expected.keys() != found.keys():
+        return f"{what} {', '.join(sorted(expected.keys() ^ found.keys())[:3])} is there in one of the two only"
+    scale = max((float(one.abs().max()) for one in expected.values() if one.numel()), default=0.0)
+    for name, value in expected.items():
+        other = found[name]
+        if other.shape != value.shape:
+            return f"{what} {name} is {tuple(other.shape)}, not {tuple(value.shape)}"
+        off = float((other - value).abs().max()) if value.numel() else 0.0
+        if not off <= TOLERANCE * scale:
+            return f"{what} {name} is off by {off / (scale or 1.0):.1e} of the largest"
+    return None
+
+
+def _tensors(value: Any, team: ContextTeam | None) -> Iterator[Tensor]:
+    """The floating tensors of a result, whole."""
+    if isinstance(value, Tensor):
+        whole = team.plain(value) if team is not None and next(cuts_in(value), None) is not None else value
+        if whole.is_floating_point():
+            yield whole
+    elif isinstance(value, (Mapping, tuple, list)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one, team)

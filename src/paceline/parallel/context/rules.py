@@ -1,0 +1,298 @@
+"""How torch functions are done on slices of the tokens: the table, and the rules that differ from those of cut layers.
+
+Most rules do not care what a cut dim means, and are those of `parallel/tensor/`. Here are the ones about numbers of
+tokens that do not divide, about sums over the tokens, and about ranges of them; attention and losses have their own
+files. Where no rule applies the tokens are gathered: right, at a price.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.parallel.context import crossings
+from paceline.parallel.context.attention import ATTENTION
+from paceline.parallel.context.loss import LOSSES
+from paceline.parallel.context.slices import Ranges, agree, slices
+from paceline.parallel.context.team import ContextTeam
+from paceline.parallel.tensor.cut import Cut
+from paceline.parallel.tensor.rules import rule_of as tensor_rule_of
+from paceline.parallel.tensor.rules_shape import at, dims_of, full_shape
+from paceline.parallel.tensor.shapes import NotCut, resolve, viewed
+from paceline.parallel.tensor.team import Rule, name_of
+
+__all__ = ["rule_of"]
+
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def rule_of(func: Func) -> Rule:
+    """Return the rule for a torch function; one that always raises NotCut where there is none."""
+    return RULES.get(name_of(func)) or tensor_rule_of(func)
+
+
+# ------------------------------------------------------------------------------------------------------------- view
+
+
+def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    cut = _first(args)
+    sizes = args[1:] or tuple(kwargs.values())
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = tuple(sizes[0])
+    if not all(isinstance(size, int) for size in sizes):
+        raise NotCut(f"it is viewed as {sizes}")
+    return _viewed_as(cut, resolve(full_shape(cut), sizes), func)
+
+
+def _viewed_as(cut: Cut, target: tuple[int, ...], func: Func) -> Tensor:
+    shape = tuple(full_shape(cut))
+    dim, sections = viewed(shape, cut.dim_cut, cut.sections, target)
+    if not agree(shape, cut.dim_cut, cut.sections, target, dim, sections, size=cut.team.size):
+        raise NotCut(f"{shape} viewed as {target} has other slices of its {shape[cut.dim_cut]} tokens")
+    local = list(target)
+    local[dim] = _team(cut).num_tokens(sections)
+    return at(func(cut, tuple(local)), cut, dim, sections)
+
+
+def _view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Also what torch does to a tensor that an autograd function returns as it came: `fully_shard` has such ones."""
+    cut, other = _first(args), args[1] if len(args) > 1 else kwargs["other"]
+    if isinstance(other, Cut) and (other.dim_cut, other.sections) == (cut.dim_cut, cut.sections):
+        return at(func(cut, other), cut, cut.dim_cut)
+    return _viewed_as(cut, tuple(full_shape(other) if isinstance(other, Cut) else other.shape), Tensor.view)
+
+
+def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    cut = _first(args)
+    shape = tuple(full_shape(cut))
+    start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0) % len(shape)
+    end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1) % len(shape)
+    return _viewed_as(cut, resolve(shape, (*shape[:start], -1, *shape[end + 1 :])), Tensor.reshape)
+
+
+def _unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    cut = _first(args)
+    shape = tuple(full_shape(cut))
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    sizes = kwargs.get("sizes", args[2] if len(args) > 2 else None)
+    if not isinstance(dim, int) or not isinstance(sizes, (tuple, list)):
+        raise NotCut("its arguments are not plain numbers")
+    dim %= len(shape)
+    inner = resolve((shape[dim],), sizes)
+    return _viewed_as(cut, (*shape[:dim], *inner, *shape[dim + 1 :]), Tensor.reshape)
+
+
+# ------------------------------------------------------------------------------------------------- ranges of tokens
+
+
+def _range(cut: Cut, start: int, length: int) -> Tensor:
+    """Some of the tokens in a row: they move to the workers that hold their new places (a shift by one moves few)."""
+    dim = cut.dim_cut
+    if (start, length) == (0, sum(cut.sections)):
+        return cut
+    if len(cut.sections) > 1:
+        raise NotCut("it takes a range of tokens of several samples")
+    if length < cut.team.size:
+        raise NotCut(f"it takes {length} tokens, fewer than there are workers")
+    team = _team(cut)
+    held = [slices(cut.sections, size=team.size, index=index) for index in range(team.size)]
+    wanted: list[Ranges] = [
+        tuple((start + first, start + stop) for first, stop in slices((length,), size=team.size, index=index))
+        for index in range(team.size)
+    ]
+    return at(crossings.moved(cut, team.group, dim=dim, held=held, wanted=wanted), cut, dim, (length,))
+
+
+def _one_token(cut: Cut, place: int) -> Tensor:
+    """One token, on all workers: its holder's, and noughts of the others, summed."""
+    team = _team(cut)
+    whole = sum(cut.sections)
+    if len(cut.sections) > 1 or not -whole <= place < whole:
+        raise NotCut(f"it takes token {place}")
+    [(first, stop)] = slices(cut.sections, size=team.size, index=team.index)
+    place %= whole
+    own = cut.select(cut.dim_cut, place - first) if first <= place < stop else cut.select(cut.dim_cut, 0) * 0
+    return team.total(own)
+
+
+def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    cut = _first(args)
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    known = all(one is None or one is Ellipsis or isinstance(one, (int, slice)) for one in index)
+    if not known or any(isinstance(one, bool) for one in index):
+        raise NotCut("it is indexed by a tensor")
+    shown = sum(isinstance(one, (int, slice)) for one in index)
+    if Ellipsis in index:
+        place = index.index(Ellipsis)
+        index = (*index[:place], *[slice(None)] * (cut.ndim - shown), *index[place + 1 :])
+    local: list[Any] = []
+    dim, moved = 0, 0  # the source's dim, and by how much the cut one moves
+    result: Any = cut
+    for one in index:
+        if one is None:
+            moved += dim <= cut.dim_cut
+        else:
+            if dim == cut.dim_cut:
+                result, one = _indexed(cut, one)
+            elif dim < cut.dim_cut:
+                moved -= isinstance(one, int)
+            dim += 1
+        local.append(one)
+    if not isinstance(result, Cut):
+        return func(result.unsqueeze(cut.dim_cut), tuple(local))
+    return at(func(result, tuple(local)), result, result.dim_cut + moved)
+
+
+def _indexed(cut: Cut, one: int | slice) -> tuple[Tensor, int | slice]:
+    """The tokens that are meant, and the index that is left to be done."""
+    if isinstance(one, int):
+        return _one_token(cut, one), 0
+    start, stop, step = one.indices(sum(cut.sections))
+    if step != 1:
+        raise NotCut("every other token is picked")
+    return _range(cut, start, max(0, stop - start)), slice(None)
+
+
+def _select(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    cut = _first(args)
+    if len(args) != 3 or not all(isinstance(one, int) for one in args[1:]):
+        raise NotCut("its arguments are not plain numbers")
+    dim = args[1] % cut.ndim
+    if dim == cut.dim_cut:
+        return _one_token(cut, args[2])
+    return at(func(*args), cut, cut.dim_cut - (dim < cut.dim_cut))
+
+
+def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    cut = _first(args)
+    if len(args) != 4 or not all(isinstance(one, int) for one in args[1:]):
+        raise NotCut("its arguments are not plain numbers")
+    if args[1] % cut.ndim == cut.dim_cut:
+        return _range(cut, args[2], args[3])
+    return at(func(*args), cut, cut.dim_cut)
+
+
+def _split(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    cut = _first(args)
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % cut.ndim
+    if dim == cut.dim_cut:
+        raise NotCut("the tokens are taken apart")
+    return tuple(at(one, cut, cut.dim_cut) for one in func(*args, **kwargs))
+
+
+def _cat(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """As for cut layers; an empty cache of earlier keys is nothing to join."""
+    tensors: Sequence[Tensor] = args[0] if args else kwargs["tensors"]
+    kept = [one for one in tensors if isinstance(one, Cut) or one.numel()]
+    if len(kept) == 1 and isinstance(kept[0], Cut):
+        return at(kept[0].view_as(kept[0]), kept[0], kept[0].dim_cut)
+    given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    lead = next(one for one in kept if isinstance(one, Cut))
+    if given % lead.ndim == lead.dim_cut:
+        raise NotCut("tokens are joined to tokens")  # the slices of the joined sequence are others
+    return tensor_rule_of(func)(func, (kept, given), {})
+
+
+# ---------------------------------------------------------------------------------------------------- over the tokens
+
+
+def _summed(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Sums and means: where they go over the tokens, what each worker has is a part of the sum."""
+    cut = _first(args)
+    given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    dims = dims_of(given, cut.ndim)
+    if dims is not None and cut.dim_cut not in dims:
+        return tensor_rule_of(func)(func, args, kwargs)
+    keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
+    dtype = kwargs.get("dtype")
+    over = tuple(range(cut.ndim)) if dims is None else dims
+    own = torch.sum(cut, over, keepdim=keepdim, dtype=dtype)
+    if name_of(func) == "sum":
+        return _team(cut).total(own)
+    if not own.is_floating_point():
+        raise NotCut("a mean of whole numbers")
+    shape = full_shape(cut)
+    count = 1
+    for dim in over:
+        count *= shape[dim]
+    return _team(cut).total(own) / count
+
+
+def _along_last(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Largest and sorted numbers along one dim that is not that of the tokens."""
+    cut = _first(args)
+    place = 2 if name_of(func) == "topk" else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else None if "arg" in name_of(func) else -1)
+    if not isinstance(dim, int) or dim % cut.ndim == cut.dim_cut:
+        raise NotCut(f"{name_of(func)} goes over the tokens")
+    out = func(*args, **kwargs)
+    gone = isinstance(out, Tensor) and out.ndim < cut.ndim and dim % cut.ndim < cut.dim_cut
+    for one in out if isinstance(out, tuple) else (out,):
+        at(one, cut, cut.dim_cut - gone)
+    return out
+
+
+def _picked(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """`x.gather(-1, index)`: for each token numbers of its own."""
+    if kwargs or len(args) != 3:
+        raise NotCut("its arguments are given by name")
+    cut, dim, index = args
+    if not isinstance(cut, Cut) or dim % cut.ndim == cut.dim_cut:
+        raise NotCut("it picks among the tokens")
+    if isinstance(index, Cut) and (index.dim_cut, index.sections) != (cut.dim_cut, cut.sections):
+        raise NotCut("two tensors meet that are sliced in different ways")
+    if not isinstance(index, Cut):
+        index = cut.team.meet(index, cut.dim_cut - cut.ndim, cut.sections, cut=cut)
+    return at(func(cut, dim, index), cut, cut.dim_cut)
+
+
+def _one_hot(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) < 2 and "num_classes" not in kwargs:
+        raise NotCut("its classes are counted over all tokens")
+    cut = _first(args)
+    return at(func(*args, **kwargs), cut, cut.dim_cut)
+
+
+def _about_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Where the slice's own data are: code that offloads what backward keeps asks for it, on each worker by itself."""
+    return func(*args, **kwargs)
+
+
+def _first(args: Args) -> Cut:
+    if not args or not isinstance(args[0], Cut):
+        raise NotCut("the tensor that is sliced is not the first argument")
+    return args[0]
+
+
+def _team(cut: Cut) -> ContextTeam:
+    team: Any = cut.team
+    return team
+
+
+RULES: dict[str, Rule] = {
+    "view": _view,
+    "reshape": _view,
+    "view_as": _view_as,
+    "reshape_as": _view_as,
+    "flatten": _flatten,
+    "unflatten": _unflatten,
+    "getitem": _getitem,
+    "select": _select,
+    "narrow": _narrow,
+    **dict.fromkeys(("split", "chunk", "tensor_split"), _split),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    **dict.fromkeys(("sum", "mean"), _summed),
+    **dict.fromkeys(("topk", "sort", "argsort", "argmax", "argmin"), _along_last),
+    "gather": _picked,
+    "one_hot": _one_hot,
+    **dict.fromkeys(("untyped_storage", "data_ptr"), _about_memory),
+    **ATTENTION,
+    **LOSSES,
+}

@@ -1,0 +1,112 @@
+"""The workers that share a sequence, and what they do when whole and sliced tensors meet.
+
+A sliced tensor is a `Cut` (see `parallel/tensor/cut.py`): it has the data of this worker's tokens and says the shape of
+the whole. So positions, masks and tables that a model makes from the sizes it sees are those of the whole sequence,
+and are sliced where they meet a sliced tensor. Only the crossings differ from those of cut layers (`crossings.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor
+
+from paceline.errors import PlanError
+from paceline.parallel.context import crossings
+from paceline.parallel.context.group import ContextGroup
+from paceline.parallel.context.slices import num_tokens, slices
+from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts, wrap
+from paceline.parallel.tensor.shapes import NotCut, Sections
+from paceline.parallel.tensor.team import Rule, Team, is_in_place, name_of
+
+__all__ = ["ContextTeam", "Kind"]
+
+Kind = Literal["heads", "ring"]
+
+
+class ContextTeam(Team):
+    """One worker's view of the group. `kind` is how attention is shared where heads divide; else it is by a ring."""
+
+    group: ContextGroup
+
+    def __init__(self, group: ContextGroup, *, rules: Callable[[Callable[..., Any]], Rule], kind: Kind) -> None:
+        super().__init__(group, rules=rules)
+        self.kind = kind
+        self.is_told = True  # whether to warn of operations that gather
+
+    # ---------------------------------------------------------------------------------------------------- slices
+
+    def sliced(self, whole: Tensor, *, dim: int, site: str) -> Tensor:
+        """Return this worker's slice of a whole tensor, as a Cut; the tensor itself where there are too few tokens."""
+        dim %= whole.ndim
+        if whole.shape[dim] < self.size:
+            return whole
+        sections = (whole.shape[dim],)
+        part = self.scatter(whole, dim=dim, sections=sections).contiguous()  # as the whole is: code may view it
+        return self.cut(part.view_as(part), dim=dim, sections=sections, site=site)
+
+    def cut(self, part: Tensor, *, dim: int, sections: Sections, site: str) -> Tensor:
+        """Make a fresh tensor a Cut; raises NotCut where it does not have this worker's number of tokens."""
+        if part.shape[dim] != self.num_tokens(sections):
+            raise NotCut(f"a part has {part.shape[dim]} tokens, but should have {self.num_tokens(sections)}")
+        return wrap(part, team=self, dim=dim, sections=sections, site=site)
+
+    def num_tokens(self, sections: Sections) -> int:
+        """How many tokens of a dim in sections this worker holds."""
+        return num_tokens(slices(sections, size=self.size, index=self.index))
+
+    def plain_tree(self, value: Any) -> Any:
+        """Return nested tuples, lists and dictionaries with everything in them whole."""
+        return mapped(value, lambda one: self.plain(one) if isinstance(one, Cut) else one)
+
+    # ------------------------------------------------------------------------------------------------- crossings
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return crossings.total(tensor, self.group)
+
+    def scatter(self, tensor: Tensor, *, dim: int, sections: Sections) -> Tensor:
+        return crossings.slice_from(tensor, dim=dim, ranges=slices(sections, size=self.size, index=self.index))
+
+    def gather(self, cut: Cut) -> Tensor:
+        with on_parts():
+            return crossings.gathered(cut, self.group, dim=cut.dim_cut, sections=cut.sections)
+
+    def gather_spread(self, cut: Cut) -> Tensor:
+        return self.gather(cut)
+
+    def attended(self, kind: Literal["heads", "ring", "rows"], length: int) -> None:
+        """A rule has shared out an attention of `length` queries; `kind` says how. For those who want to know."""
+
+    # --------------------------------------------------------------------------------------------- no rule applies
+
+    def without_rule(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: NotCut
+    ) -> Any:
+        """Gather the tokens, and do it on the whole; raises PlanError where that would write into a copy."""
+        cuts = list(cuts_in((args, kwargs)))
+        name = name_of(func)
+        if is_in_place(func) and isinstance(args[0], Cut):
+            raise PlanError(self.in_place_refusal(func, args[0], reason))
+        if self.is_told and (name, "") not in self._told:
+            self._told.add((name, ""))
+            warnings.warn(
+                f"{name} needs the whole sequence ({reason}): tokens of a tensor {tuple(cuts[0].shape)} are gathered "
+                "on every worker each time, which is right but costs time and memory.",
+                stacklevel=4,
+            )
+
+        def whole(value: Any) -> Any:
+            return self.gather(value) if isinstance(value, Cut) else value
+
+        return func(*mapped(args, whole), **mapped(kwargs, whole))
+
+    def in_place_refusal(self, func: Callable[..., Any], cut: Cut, reason: NotCut) -> str:
+        return (
+            f"{name_of(func)} changes a tensor in place of which each worker has some tokens, behind {cut.site}: "
+            f"{reason}. Write it without the change in place, or use Layout(context=1)."
+        )

@@ -1,0 +1,228 @@
+"""Models that are cut into stages: who has what of them, and what several of their workers have.
+
+All workers of a replica's stages are given the same micro-batches, and run the model's own forward and the loss on
+each, in which other stages' units are absent (see `parallel.stages`). The worker of the last stage has the losses.
+Parameters that two stages share have a *home*, the first of them: it sums their gradients, and its word counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from paceline.comm.group import WorkerGroup
+from paceline.errors import PlanError, SyncError
+from paceline.parallel.precision import computing
+from paceline.parallel.stages.costs import operation_costs
+from paceline.parallel.stages.cut import Cut, cut_units, keep
+from paceline.parallel.stages.link import Link
+from paceline.parallel.stages.record import record
+from paceline.parallel.tensor.sample import as_sample, guess
+from paceline.parallel.units import Unit, find_units
+from paceline.plan import Layout
+from paceline.schedule.pipeline import Pipeline, build
+from paceline.units import bytes_text
+from paceline.worker.pipelined import Pipelined
+
+__all__ = ["SharedGradients", "StagedModel", "cut_model"]
+
+
+def cut_model(
+    model: nn.Module,
+    layout: Layout,
+    *,
+    sample: Any,
+    starts: Sequence[str],
+    precision: str,
+    device: torch.device,
+    group: WorkerGroup,
+) -> tuple[list[Unit], Cut]:
+    """Return the units of a whole model and their stages, the same on all workers of `group`, who all must call.
+
+    `starts`: the units that stages after the first begin with; without, stages cost about the same. `sample`: a small
+    input; None: one is guessed. Raises PlanError with all that stands against a cut, and SyncError where workers
+    have come to different ones.
+    """
+    num_stages = layout.stages * layout.stages_per_worker
+    units = find_units(model)
+    if len(units) < num_stages:
+        raise PlanError(
+            f"{type(model).__name__} has {len(units)} modules that could be on a stage of their own, and "
+            f"Layout(stages={layout.stages}) makes {num_stages} stages. Use fewer stages, or shard={layout.stages} in "
+            "their place, which splits any model."
+        )
+    # Not under autocast, which changes neither who uses what nor how much there is to do.
+    with computing("fp64" if precision == "fp64" else "fp32", device):
+        given = as_sample(sample) if sample is not None else guess(model, size=layout.stages)
+        micro = (given.args, dict(given.kwargs))
+
+        def forward(micro: Any) -> Any:
+            args, kwargs = micro
+            return model(*args, **kwargs)
+
+        tape = record(model, forward, micro, units=units, device=device)
+        costs = [] if starts else operation_costs(model, forward, micro, units=units, device=device)
+    cut = cut_units(
+        model, tape, units=units, num_stages=num_stages, costs=costs if sum(costs) > 0 else (), starts=starts
+    )
+    if group.broadcast_object(cut) != cut:
+        raise SyncError(
+            "worker 0 cuts the model into other stages than this worker, so they do not have the same model, or the "
+            "same version of torch: make it equal on all workers before worker.prepare(model)"
+        )
+    return units, cut
+
+
+class StagedModel:
+    """One worker's stages of a model; what is not of them goes to the meta device when this is made."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        units: Sequence[Unit],
+        cut: Cut,
+        layout: Layout,
+        group: WorkerGroup,
+        link: Link,
+        device: torch.device,
+        precision: str,
+        note: Callable[[str], None],
+    ) -> None:
+        """`group`: the workers of this replica's stages; `note` tells the user a sentence."""
+        self.model, self.units, self.cut, self.group, self.link = model, units, cut, group, link
+        self.device, self.precision, self.note = device, precision, note
+        self._layout = layout
+        self._pipelines: dict[int, Pipeline] = {}
+        self._evaluations: dict[Any, Pipelined] = {}
+        shape = self.pipeline(1)
+        self.own_stages = shape.stages_of(group.index)
+        self._worker_of = shape.worker_of
+        stage_of = {unit.name: cut.stage_of(unit.name) for unit in units}
+        self._stage_of_module = {inner: stage_of[unit.name] for unit in units for inner in unit.module.modules()}
+        self.headline = self._headline()
+        keep(model, cut, self.own_stages)
+        self._is_running = False
+        model.register_forward_pre_hook(self._before_forward)
+
+    def pipeline(self, num_micro: int) -> Pipeline:
+        """The layout's schedule for so many micro-batches."""
+        if num_micro not in self._pipelines:
+            self._pipelines[num_micro] = build(
+                self._layout.schedule,
+                num_workers=self._layout.stages,
+                num_micro=num_micro,
+                stages_per_worker=self._layout.stages_per_worker,
+            )
+        return self._pipelines[num_micro]
+
+    def homes(self) -> dict[str, int]:
+        """Which of the stages' workers has the word on each entry of the model's state: tensors, and what modules keep
+        by `get_extra_state`."""
+        model, found = self.model, dict[str, int]()
+        for named, stages in ((model.named_parameters, self.cut.parameters), (model.named_buffers, self.cut.buffers)):
+            first = {id(tensor): name for name, tensor in named()}
+            for name, tensor in named(remove_duplicate=False):
+                found[name] = self._worker_of(stages[first[id(tensor)]][0])
+        for name in model.state_dict():
+            if name not in found:
+                module = model.get_submodule(name.rpartition(".")[0])
+                found[name] = self._worker_of(self._stage_of_module.get(module, 0))
+        return found
+
+    def shared(self) -> list[tuple[str, Parameter, tuple[int, ...]]]:
+        """Parameters here that several workers have: name, parameter, and the workers' indices, the home first."""
+        parameters, found = dict(self.model.named_parameters()), []
+        for name, stages in sorted(self.cut.shared.items()):
+            holders = tuple(dict.fromkeys(self._worker_of(stage) for stage in stages))
+            if len(holders) > 1 and self.group.index in holders:
+                found.append((name, parameters[name], holders))
+        return found
+
+    def is_of_stage(self, module: nn.Module, stage: int) -> bool:
+        """Whether what a module's own forward does counts with this stage; the root's with this worker's first."""
+        return self._stage_of_module.get(module, self.own_stages[0]) == stage
+
+    def evaluation(self, forward: Callable[[Any], Any], *, key: Any) -> Pipelined:
+        """How forwards go through that are told apart by `key`, and are known from one evaluation to the next."""
+        if key not in self._evaluations:
+            self._evaluations[key] = Pipelined(self, forward)
+        self._evaluations[key].loss_of = forward
+        return self._evaluations[key]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While it lasts, the model may be called."""
+        former, self._is_running = self._is_running, True
+        try:
+            yield
+        finally:
+            self._is_running = former
+
+    def _before_forward(self, *_: Any) -> None:
+        if not self._is_running:
+            raise RuntimeError(
+                f"{type(self.model).__name__} was called outside of step(batch) and worker.evaluate(...), but under "
+                f"Layout(stages={self._layout.stages}) this worker has only a part of it. Train by step = "
+                "worker.stepper(model, optim, loss), measure by worker.evaluate(model, dataset, measures)"
+            )
+
+    def _headline(self) -> str:
+        sizes = {id(tensor): tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()]}
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        stages_of = {**self.cut.parameters, **self.cut.buffers}
+        said: list[str] = []
+        for stage, names in enumerate(self.cut.stages):
+            num_bytes = sum(sizes[id(tensor)] for name, tensor in named if stage in stages_of[name])
+            what = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} units)"
+            said.append(f"{what}: {bytes_text(num_bytes)}")
+        return f"{type(self.model).__name__} is cut into {len(said)} stages: " + "; ".join(said)
+
+
+class SharedGradients:
+    """How gradients are spread over stages: each has its own; of what several share, each has a part of the sum."""
+
+    def __init__(self, models: Sequence[StagedModel]) -> None:
+        self.group = models[0].group
+        self._shared = [(model.link, *one) for model in models for one in model.shared()]
+        self._is_home = {id(p): holders[0] == self.group.index for _, _, p, holders in self._shared}
+
+    def counts(self, parameter: Parameter) -> bool:
+        """Whether the gradient is here alone, or this worker is its home."""
+        return self._is_home.get(id(parameter), True)
+
+    def complete(self, parameters: Sequence[Parameter]) -> None:
+        """Sum what stages share: the others send to the home, and get the sum back."""
+        used = {id(parameter) for parameter in parameters}
+        for link, name, parameter, holders in self._shared:
+            if id(parameter) in used:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                grad.copy_(self._summed(link, name, grad.contiguous(), holders))
+                parameter.grad = grad
+
+    def _summed(self, link: Link, name: str, part: Tensor, holders: tuple[int, ...]) -> Tensor:
+        (home, *others), index, what = holders, self.group.index, f"the gradient of {name}"
+        if index == home:
+            total = part.clone()
+            for other in others:
+                came = torch.empty_like(total)
+                link.receive(came, source=other, what=what, way=_way(other, home)).wait()
+                total += came
+            for sent in [link.send(total, to=other, what=what, way=_way(home, other)) for other in others]:
+                sent.wait()
+            return total
+        sent = link.send(part, to=home, what=what, way=_way(index, home))
+        came = torch.empty_like(part)
+        link.receive(came, source=home, what=what, way=_way(home, index)).wait()
+        sent.wait()
+        return came
+
+
+def _way(by: int, to: int) -> str:
+    """As the pipeline names it; a worker's first stage has its number."""
+    return f"stage {by} to {to}"

@@ -1,0 +1,252 @@
+"""Plans for shared sequences: what is found, what is refused, and that a wrong one cannot get through."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from context_models import Own, TimeFirst, build
+from paceline.errors import PlanError
+from paceline.parallel.context import attention, crossings, prove
+from paceline.parallel.context.apply import apply_plan
+from paceline.parallel.context.find import find_plan
+from paceline.parallel.context.group import EmulatedContext, emulated
+from paceline.parallel.context.plan import ContextPlan
+from paceline.parallel.tensor.cut import Cut
+from paceline.parallel.tensor.sample import Sample
+from tensor_models import TOKENS, SkipMLP, tokens
+
+
+def test_heads_are_shared_where_they_divide_and_keys_go_round_a_ring_where_not() -> None:
+    assert find_plan(build("own", torch.float32), size=2).attentions == {"heads": 2}
+    assert find_plan(build("own", torch.float32), size=3).attentions == {"ring": 2}
+    assert find_plan(build("own", torch.float32), size=2, kind="ring").attentions == {"ring": 2}
+    with pytest.raises(PlanError, match=r"kind='heads' needs heads that divide among 3 workers.*kind='auto'"):
+        find_plan(build("own", torch.float32), size=3, kind="heads")
+    with pytest.raises(PlanError, match="kind='rings': it must be 'auto', 'heads' or 'ring'"):
+        find_plan(build("own", torch.float32), size=2, kind="rings")  # type: ignore
+    with pytest.raises(PlanError, match=r"context=0\): it must be at least 1"):
+        find_plan(build("own", torch.float32), size=0)
+
+
+def test_written_out_attention_is_shared_by_rows() -> None:
+    plan = find_plan(build("nano", torch.float32), size=2)
+    assert plan.attentions == {"rows": 4}  # two products in each of two blocks
+    assert not plan.operations and not plan.gathered
+
+
+def test_a_model_with_tokens_first_is_recognised_with_and_without_a_sample() -> None:
+    plan = find_plan(TimeFirst(), size=4)
+    assert plan.dim == -3 and plan.attentions == {"heads": 2} and plan.embeddings == ("embed",)
+    given = find_plan(TimeFirst(), size=2, sample=(tokens(8).T,))
+    assert given.dim == -3
+
+
+def test_the_report_says_what_is_sliced_and_how_attention_is_shared() -> None:
+    text = str(find_plan(build("nano", torch.float32), size=2))
+    assert "context=2: tokens are sliced in dim -2 of 2 blocks" in text
+    assert "4 x rows" in text and "embedding: wte" in text
+
+
+def test_a_model_without_attention_is_refused_with_the_remedy() -> None:
+    with pytest.raises(PlanError, match=r"SkipMLP: no attention over its tokens.*Layout\(replicas=2\)"):
+        find_plan(SkipMLP(), size=2)
+
+
+class Mixing(nn.Module):
+    """Attention, and a module that mixes tokens by an operation without a rule."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer, self.own = mixer, Own()
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.own.head(self.mixer(self.own.blocks[0](self.own.wte(idx))))
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Routed(nn.Module):
+    """Each token goes to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 2), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, 32)
+        choice, out = self.gate(rows), torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            chosen = (choice.argmax(-1) == number).nonzero().squeeze(1)
+            out = out.index_add(0, chosen, expert(rows[chosen]) * choice.softmax(-1)[chosen, number, None])
+        return out.view(x.shape)
+
+
+def test_a_module_that_needs_all_tokens_gets_them_and_the_plan_says_so() -> None:
+    for mixer in (Convolution(), Routed()):
+        plan = find_plan(Mixing(mixer), size=2)
+        assert plan.gathered == ("mixer",)
+        assert "whole: mixer" in str(plan)
+
+
+def test_a_module_named_token_by_token_gets_its_tokens_only_if_that_is_true() -> None:
+    plan = find_plan(Mixing(Routed()), size=2, tokenwise=("mixer",))
+    assert plan.tokenwise == ("mixer",) and not plan.gathered
+    wrong = find_plan(Mixing(Convolution()), size=2, tokenwise=("mixer",))
+    assert wrong.tokenwise == () and wrong.gathered == ("mixer",)
+    with pytest.raises(PlanError, match="tokenwise='mixers' names no module of Mixing"):
+        find_plan(Mixing(Routed()), size=2, tokenwise=("mixers",))
+
+
+def test_a_change_in_place_of_some_tokens_is_refused_with_the_remedy() -> None:
+    class Writing(Own):
+        def forward(self, idx: Tensor) -> Tensor:
+            x = self.wte(idx).clone()
+            x[:, ::2] = 0
+            return self.head(self.blocks[0](x))
+
+    with pytest.raises(PlanError, match=r"Writing: .*in place.*Layout\(context=1\)"):
+        find_plan(Writing(), size=2)
+
+
+@pytest.mark.parametrize("broken", ["heads", "slice", "sum"])
+def test_a_wrong_rule_leads_to_a_refusal(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken == "heads":
+        right = crossings.by_tokens
+        monkeypatch.setattr(attention.crossings, "by_tokens", lambda *a, **k: right(*a, **k).roll(1, -2))
+    elif broken == "slice":
+        monkeypatch.setattr(crossings, "slice_from", lambda whole, *, dim, ranges: _first(whole, dim, ranges))
+    else:  # gradients of what was gathered are not summed
+        right = crossings.gathered
+        monkeypatch.setattr(
+            crossings, "gathered", lambda tensor, *a, **k: right(tensor, *a, **k).detach() + 0 * tensor.sum()
+        )
+    with pytest.raises(PlanError, match=r"does not compute what it does on the whole \(.* off by"):
+        find_plan(build("own" if broken != "sum" else "nano", torch.float32), size=2)
+
+
+def _first(whole: Tensor, dim: int, ranges: Any) -> Tensor:
+    """The first tokens, whoever asks."""
+    return whole.narrow(dim, 0, sum(stop - first for first, stop in ranges))
+
+
+def test_the_model_and_the_random_state_are_left_as_they_were() -> None:
+    model = build("own", torch.float32)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    state = torch.get_rng_state()
+    find_plan(model, size=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training and all(one.grad is None for one in model.parameters())
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert not any("forward" in vars(one) or one._forward_pre_hooks for one in model.modules())
+
+
+def test_trials_share_the_weights_of_one_copy() -> None:
+    whole = prove.run_whole(build("own", torch.float32), [Sample(args=(tokens(8),))])
+    copied = prove._sharing(whole.model)
+    assert [id(one) for one in copied.parameters()] == [id(one) for one in whole.model.parameters()]
+
+
+def test_outputs_are_whole_without_gradients_and_slices_with_them() -> None:
+    model = build("own", torch.float64)
+    plan = find_plan(model, size=2)
+    expected = model(tokens(9)).detach()
+
+    def work(group: EmulatedContext) -> tuple[bool, bool, bool]:
+        own = prove._sharing(model)
+        shared = apply_plan(own, plan, group)
+        sliced = own(tokens(9))
+        is_sliced = isinstance(sliced, Cut) and sliced.shape == expected.shape
+        is_equal = bool(torch.allclose(shared.whole({"out": [sliced]})["out"][0], expected, atol=1e-12))
+        with torch.no_grad():
+            whole = own(tokens(9))
+        return is_sliced, is_equal, not isinstance(whole, Cut) and bool(torch.allclose(whole, expected, atol=1e-12))
+
+    assert emulated(2, work) == [(True, True, True)] * 2
+
+
+class Counted(nn.Embedding):
+    """Positions that it counts itself, from the shape of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(torch.arange(input.shape[1]))
+
+
+class Encoder(nn.Module):
+    """One layer of torch's, with a learned mask, and heads that 2 workers cannot share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(TOKENS, 24), Counted(64, 24)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(24, 3, 48, batch_first=True)])
+        self.near = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.embed(idx) + self.place(idx)
+        return self.layers[0](x, src_mask=self.near[: idx.shape[1], : idx.shape[1]])
+
+
+def test_embeddings_that_count_and_masks_that_learn_are_shared_and_agree() -> None:
+    plan = find_plan(Encoder(), size=2)
+    assert plan.attentions == {"ring": 1}
+    assert set(plan.embeddings) == {"embed", "place"}
+    assert not plan.operations and not plan.gathered
+
+
+def test_a_model_that_runs_in_no_precision_that_can_be_tried_is_refused() -> None:
+    class Picky(Own):
+        def forward(self, idx: Tensor) -> Tensor:
+            if self.head.weight.dtype is not torch.bfloat16:
+                raise RuntimeError("only bf16 is known here")
+            return super().forward(idx)
+
+    with pytest.raises(PlanError, match=r"Picky has to be tried in double.*only bf16 is known.*sample=\(x,\)"):
+        find_plan(Picky().bfloat16(), size=2, sample=(tokens(8),))
+
+
+def test_a_sample_that_proves_nothing_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"attention over 4 tokens, which proves nothing for 4 workers.*at least 8"):
+        find_plan(build("own", torch.float32), size=4, sample=(tokens(4),))
+
+
+def test_a_micro_batch_with_fewer_tokens_than_workers_is_right() -> None:
+    model = build("own", torch.float64)
+    plan = find_plan(model, size=4)
+    loss = F.cross_entropy(model(tokens(3)).view(-1, TOKENS), tokens(3, seed=6).view(-1))
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+
+    def work(group: EmulatedContext) -> bool:
+        own = prove._sharing(model)
+        apply_plan(own, plan, group)
+        out = F.cross_entropy(own(tokens(3)).view(-1, TOKENS), tokens(3, seed=6).view(-1))
+        found = torch.autograd.grad(out, list(own.parameters()))
+        mean = [group.all_reduce(one) / 4 for one in found]
+        return all(torch.allclose(a, b, atol=1e-12) for a, b in zip(mean, expected, strict=True))
+
+    assert emulated(4, work) == [True] * 4
+
+
+def test_a_plan_for_other_workers_or_another_model_is_refused() -> None:
+    plan = find_plan(build("own", torch.float32), size=2)
+    with pytest.raises(PlanError, match="the plan is for 2 workers, but the group has 3"):
+        emulated(3, lambda group: apply_plan(build("own", torch.float32), plan, group))
+    other = dataclasses.replace(plan, blocks=("layers.0",))
+    with pytest.raises(PlanError, match=r"the plan names layers\.0, which Own does not have"):
+        emulated(2, lambda group: apply_plan(build("own", torch.float32), other, group))
+
+
+def test_one_worker_shares_with_nobody() -> None:
+    plan: ContextPlan = find_plan(build("own", torch.float32), size=1)
+    assert plan.size == 1 and plan.attentions

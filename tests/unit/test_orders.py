@@ -1,0 +1,94 @@
+"""What a worker does with SIGTERM, in a process of its own: a request to leave, and the end where nobody is asked."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.comm.channel import Channel
+from paceline.worker.orders import Orders
+
+pytestmark = pytest.mark.timeout(30)
+
+LIMIT_S = 20.0
+
+
+class Worker:
+    """A process that hears orders and does nothing else; `told` are its words to the head."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._said, said = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.alarm(0)
+            ours.close()
+            _be_a_worker(theirs, said)
+        theirs.close()
+        os.close(said)
+        self.head = Channel(ours)
+
+    def told(self, op: str) -> dict[str, Any]:
+        while (message := self.head.receive())["op"] != op:
+            pass
+        return message
+
+    def says_that_it_is_orphaned(self) -> None:
+        ready, _, _ = select.select([self._said], [], [], LIMIT_S)
+        assert ready and os.read(self._said, 1) == b"o"
+
+    def ended_by(self) -> int:
+        """The signal that has ended it."""
+        pid, self.pid = self.pid, 0
+        return os.WTERMSIG(os.waitpid(pid, 0)[1])
+
+    def close(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        self.head.close()
+        os.close(self._said)
+
+
+def _be_a_worker(channel: socket.socket, said: int) -> None:
+    try:
+        orders = Orders(Channel(channel), 0)
+        orders.begin(hears_sigterm=True)
+        orders.tell("begun")
+        orders.wait_for_change(0)  # nobody forms anything: it returns when the supervisor has gone
+        os.write(said, b"o")
+        signal.pause()  # as if it were in the middle of a long save
+    finally:
+        os._exit(0)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+def test_sigterm_is_a_request_to_leave_and_after_the_head_has_said_end_it_is_the_end(worker: Worker) -> None:
+    worker.told("begun")
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.told("leaving")
+    worker.head.send({"op": "end"})
+    for _ in range(2):  # the first may have been on its way; before the second it has heard us
+        worker.told("alive")
+    os.kill(worker.pid, signal.SIGTERM)
+    assert worker.ended_by() == signal.SIGTERM
+
+
+def test_sigterm_ends_a_worker_whose_supervisor_has_gone_at_once(worker: Worker) -> None:
+    worker.told("begun")
+    worker.head.close()
+    worker.says_that_it_is_orphaned()
+    os.kill(worker.pid, signal.SIGTERM)
+    assert worker.ended_by() == signal.SIGTERM

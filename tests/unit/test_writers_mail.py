@@ -1,0 +1,75 @@
+"""The mail between writers of one checkpoint, when the board that carries it goes away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.channel import ChannelClosed
+from paceline.worker.mail import WritersMail
+
+
+class Board:
+    """A store that may go away."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, bytes] = {}
+        self.has_gone = False
+
+    def set(self, key: str, value: str) -> None:
+        self._there()[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._there()[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._there() for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._there().pop(key, None) is not None
+
+    def _there(self) -> dict[str, bytes]:
+        if self.has_gone:
+            raise ChannelClosed("the other end has gone")
+        return self.texts
+
+
+def pair(folder: Path) -> tuple[Any, WritersMail, WritersMail]:
+    board: Any = Board()
+    first, second = (WritersMail(board, prefix="save", folder=folder / "mail") for _ in range(2))
+    return board, first, second
+
+
+def test_as_long_as_there_is_a_board_nothing_is_written(tmp_path: Path) -> None:
+    board, first, second = pair(tmp_path)
+    assert second.look("1/begin") is None
+    first.put("1/begin", "here")
+    assert second.look("1/begin") == "here"
+    second.forget("1/begin")
+    assert first.look("1/begin") is None and not board.texts
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_nobody_has_heard_when_the_board_goes_is_found_all_the_same(tmp_path: Path) -> None:
+    board, first, second = pair(tmp_path)
+    first.put("7/begin", "here")
+    second.put("7/part_1", "done")  # and has nothing more to say
+    board.has_gone = True
+    assert second.look("8/begin") is None  # as it waits for the next save
+    assert first.look("7/part_1") == "done"
+    assert second.look("7/begin") == "here"
+    first.put("8/begin", "there")
+    assert second.look("8/begin") == "there"
+    for name in ("7/begin", "7/part_1", "8/begin"):
+        first.forget(name)
+        assert second.look(name) is None
+    assert not list((tmp_path / "mail").iterdir())
+
+
+def test_only_the_newest_words_are_kept_in_mind(tmp_path: Path) -> None:
+    board, first, second = pair(tmp_path)
+    for number in range(5):
+        first.put(f"{number}/begin", "here")
+    board.has_gone = True
+    assert first.look("9/begin") is None
+    assert [second.look(f"{number}/begin") for number in range(5)] == [None, None, None, "here", "here"]
