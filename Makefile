@@ -34,7 +34,7 @@ test: $(VENV)/.dev
 
 check: lint
 	@echo "== unit tests"
-	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit $(ARGS)
 
 lint: $(VENV)/.dev
 	@echo "== format"

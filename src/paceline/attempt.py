@@ -194,7 +194,9 @@ class Attempt:
             self.emit(Warned(text=text))
 
         if isinstance(side, Head):
-            lookout = Lookout(self.directory, host=side.host, local=side.here, reach=side, say=say, may_balance=self._may_balance)
+            lookout = Lookout(
+                self.directory, host=side.host, local=side.here, reach=side, say=say, may_balance=self._may_balance
+            )
             side.guests.heard_doing = lookout.heard
         else:
             lookout = Lookout(

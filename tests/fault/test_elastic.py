@@ -108,6 +108,13 @@ def test_a_stopped_worker_is_given_up_after_the_stated_time_and_never_commits_ag
     (regrouped,) = run.events("Regrouped")
     began = float((tmp_path / "a" / "fault_0").read_text().split()[1])
     assert regrouped["time"] - began < 2.0 + 1.5  # one heartbeat; the benchmark has the exact figure
+    assert regrouped["detected_s"] >= run.events("WorkerLost")[0]["silent_s"] >= 2.0
+    rows = [row["seconds"] for row in run.metrics()]
+    disturbed = max(rows[1:], key=lambda seconds: seconds["total"])  # the first step pays for what is done once
+    rest_s = disturbed["total"] - sum(seconds for name, seconds in disturbed.items() if name != "total")
+    assert rest_s < disturbed["recovery"], "what was waited for in vain is not booked on the loop's own code"
+    assert disturbed["recovery"] >= 1.5
+    assert "recovery" not in rows[0]
 
 
 def test_sigterm_to_the_job_finishes_the_step_saves_and_exits_with_75_and_the_next_start_goes_on(

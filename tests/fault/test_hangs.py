@@ -221,7 +221,8 @@ def test_an_elastic_run_goes_on_without_a_worker_that_hangs(program: Path) -> No
     place = rf"train\.py:({loop - 1}|{loop}) in load_image"
     told = sentence(
         output,
-        rf"{who} has not entered all_reduce .* \S+ s\. The run gives it up in [1-4] s \(timeout_s\) and goes on; `kill -9 (\d+)`",
+        rf"{who} has not entered all_reduce .* \S+ s\. The run gives it up in [1-4] s \(timeout_s\) and goes on; "
+        r"`kill -9 (\d+)` does it now",
     )
     assert told.group(1) == told.group(2)
     ended = sentence(

@@ -98,7 +98,7 @@ def test_an_unfinished_last_epoch_is_reported_and_is_no_error(run: Path, capsys:
     write_attempt(run, 1, steps(workers=2, last=9), workers=2)
     assert states(audit(run)) == ["exact", "unfinished"]
     assert main_audit(run) == 0
-    assert "train, epoch 1 (steps 8-9): unfinished; 16 of 50 samples were used, each once" in capsys.readouterr().out
+    assert "train, epoch 2 (steps 8-9): unfinished; 16 of 50 samples were used, each once" in capsys.readouterr().out
 
 
 def test_an_unfinished_epoch_before_another_one_lists_its_tail(run: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_unfinished_epoch_before_another_one_lists_its_tail(run: Path) -> Non
 def test_an_epoch_without_any_step_is_a_problem(run: Path) -> None:
     lines = [entry for entry in steps(workers=1, last=21) if not 8 <= entry[1] <= 14]
     write_attempt(run, 1, iter(lines), workers=1)
-    assert any("epoch 1 has no step at all" in problem for problem in audit(run).problems)
+    assert any("epoch 2 has no step at all" in problem for problem in audit(run).problems)
 
 
 def test_lost_positions_are_named_with_their_step_and_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,11 +331,11 @@ def test_equal_epochs_share_a_line_and_others_do_not(run: Path, capsys: pytest.C
         edit(ledger(run, 1, worker), 16, skipped=True)
     main_audit(run)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[1].startswith("  train, epochs 0-1 (steps 1-14): in each, each of 50 samples was used exactly once")
+    assert shown[1].startswith("  train, epochs 1-2 (steps 1-14): in each, each of 50 samples was used exactly once")
     assert [line.split(":")[0] for line in shown[2:5]] == [
-        "  train, epoch 2 (steps 15-21)",
+        "  train, epoch 3 (steps 15-21)",
         "    skipped (samples used, weights unchanged)",
-        "  train, epoch 3 (steps 22-28)",
+        "  train, epoch 4 (steps 22-28)",
     ]
     assert shown[6] == "clean: 4 finished epochs, no sample was lost and none was used twice"
 

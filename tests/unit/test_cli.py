@@ -294,6 +294,19 @@ def cli_error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
+def test_an_option_that_resembles_ours_is_the_scripts_where_its_text_has_it(tmp_path: Path) -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--show")
+    script = tmp_path / "train.py"
+    script.write_text('parser.add_argument("--slow", type=float)\nprint("--showing")\n')
+    name = str(script)
+    assert split_script([name, "--slow", "0.05", "--show=all"], parser) == ([name, "--show=all"], ("--slow", "0.05"))
+    for option in ("--shwo", "--sho", "--showin"):  # a part of a word is not the word
+        with pytest.raises(PlanError, match=f"unknown option {option}: did you mean --show"):
+            split_script([name, option, "1"], parser)
+        assert split_script([name, "--", option, "1"], parser) == ([name], (option, "1"))
+
+
 def test_words_that_may_take_a_value_are_split_from_the_scripts() -> None:
     parser = Parser(prog="x")
     parser.add_argument("--workers")

@@ -31,6 +31,7 @@ from paceline.monitor.goodput import ACCOUNTS, Ledger, keep_ledger
 from paceline.monitor.goodput_log import AttemptLog, StepTime, read_attempts
 from paceline.monitor.report import cost_text, incident_text
 from paceline.monitor.run_record import RunRecord
+from paceline.monitor.wording import spike_cause, spike_text
 
 SECONDS = {"data": 0.1, "compute": 0.6, "communication": 0.2, "optimizer": 0.05}  # of a step of one second
 NO_SECONDS = dict.fromkeys(ACCOUNTS, 0.0)
@@ -171,6 +172,16 @@ def test_a_place_that_nobody_takes_stays_empty_to_the_end() -> None:
     ledger = keep_ledger([log(records, told, ended=13.0)])
     assert_whole(ledger, places=26.0)
     assert ledger.workers[1]["vacant"] == pytest.approx(6.5)
+
+
+def test_who_hung_took_no_part_from_the_beginning_of_the_stall_on_and_the_incident_begins_there() -> None:
+    whole = loss_of_worker_1()
+    hung = WorkerLost(rank=1, host="a", step=4, reason="worker 1 was hanging", silent_s=0.4)
+    records = [record(one.time, hung) if isinstance(one.event, WorkerLost) else one for one in whole.records]
+    ledger = keep_ledger([log(records, {0: list(whole.steps(0)), 1: list(whole.steps(1))}, ended=13.0)])
+    assert ledger.incidents[0].began == pytest.approx(6.1)
+    assert ledger.members[-5] == (pytest.approx(6.1), 1)
+    assert_whole(ledger, places=26.0)
 
 
 def test_losses_before_the_others_have_formed_again_are_one_incident() -> None:
@@ -341,6 +352,21 @@ def test_where_all_are_lost_the_incident_is_after_the_last_step_that_anybody_too
     records += [record(8.5, WorkerLost(rank=worker, host="a", step=4, reason="killed")) for worker in (0, 1)]
     ledger = keep_ledger([log(records, told, ended=9.0, state="stopped", exit_code=76)])
     assert [(incident.kind, incident.step) for incident in ledger.incidents] == [("loss", 6), ("end", 6)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected", "text"),
+    [
+        (47.3, 3.1, "loss 47.3, expected at most 3.1"),
+        (float("nan"), None, "the loss is nan"),
+        (float("inf"), None, "the loss is inf"),
+        (2.1, None, "loss 2.1, but gradients are not finite"),
+    ],
+)
+def test_a_spike_is_told_as_what_it_was(loss: float, expected: float | None, text: str) -> None:
+    spike = SpikeSeen(step=61, loss=loss, expected=expected, action="skip", to_step=None)
+    assert spike_cause(spike) == text
+    assert spike_text(spike).startswith(f"step 61  SPIKE: {text}: no worker takes the step")
 
 
 def test_a_step_that_nobody_took_is_not_useful() -> None:

@@ -454,7 +454,7 @@ def test_a_process_of_busy_threads_lives_through_any_number_of_requests(tmp_path
         try:
             assert process.stdout is not None and process.stdout.readline() == b"ready\n"
             stack = StackFile(tmp_path)
-            for _ in range(50):
+            for _ in range(15):
                 stack.ask()
                 process.send_signal(STACK_SIGNAL)
                 while (frames := stack.answer()) is None:

@@ -23,8 +23,9 @@ from paceline.events import (
     WorkerLost,
 )
 from paceline.monitor.status import status
+from paceline.monitor.summary import shares
 from paceline.monitor.watch import Watch
-from paceline.monitor.wording import event_line, idle_texts
+from paceline.monitor.wording import event_line, idle_texts, shares_text
 from paceline.plan.job import Job
 from pretended import JOB, SECONDS, Workers, lose
 
@@ -142,6 +143,12 @@ def test_the_idle_share_of_each_worker_is_on_the_line_of_progress(workers: Worke
             log.emit(StepDone(step=number, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds=seconds))
     watch.finish("finished", 0)
     assert "  idle 0:40% 1:1%\n" in stream.getvalue()
+
+
+def test_the_time_that_changes_of_the_members_took_is_named_where_there_were_any() -> None:
+    assert "recovery" not in shares_text(shares(SECONDS))
+    stalled = {**SECONDS, "recovery": 9.9, "total": 10.0}
+    assert shares_text(shares(stalled)) == "data 0% compute 1% comm 0% optim 0% recovery 99% other 0%"
 
 
 def test_the_idle_shares_of_many_workers_are_the_least_and_the_most() -> None:

@@ -101,12 +101,13 @@ def test_a_process_that_is_halted_is_told_from_one_that_runs(workers: Workers) -
         log = EventLog(path, worker=1)
         log.emit(WorkerStarted(**about, host=this_host(), device="cpu", resumed_from_step=0))
         log.close()
-        assert status(workers.run).workers[1].state == "running"
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert [worker.state for worker in status(workers.run).workers] == ["running", "halted"]
-        process.send_signal(signal.SIGCONT)
-        process.communicate(b"\n", timeout=30)
+        try:
+            assert status(workers.run).workers[1].state == "running"
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert [worker.state for worker in status(workers.run).workers] == ["running", "halted"]
+        finally:
+            process.kill()  # a stopped one, too
 
 
 def test_who_failed_first_is_told_from_those_who_only_followed(

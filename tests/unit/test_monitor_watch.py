@@ -18,12 +18,14 @@ import pytest
 from paceline.events import (
     CheckpointSaved,
     Evaluated,
+    EventLog,
     Note,
     StepDone,
     StreamOpened,
     Warned,
     WorkerFinished,
 )
+from paceline.monitor.books import Books
 from paceline.monitor.console import PlainConsole
 from paceline.monitor.failure import Failure
 from paceline.monitor.run_record import RunRecord
@@ -116,6 +118,45 @@ def test_a_run_that_failed_before_its_first_step_has_no_table(workers: Workers) 
     watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
     watch.finish("failed", 2)
     assert stream.getvalue() == "\nfailed before the first step; logs are in run/attempt_1\n"
+
+
+@pytest.mark.parametrize(("exit_code", "why"), [(143, " (SIGTERM)"), (130, " (Ctrl-C)"), (1, "")])
+def test_a_run_that_was_stopped_before_its_first_step_says_by_what(workers: Workers, exit_code: int, why: str) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    watch.finish("stopped", exit_code)
+    assert stream.getvalue() == f"\nstopped before the first step{why}; logs are in run/attempt_1\n"
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "what"),
+    [
+        (200, "--max-steps beyond 253 (it is 200 now)"),
+        (253, "--max-steps beyond 253 (it is 253 now)"),
+        (None, "more epochs in the script"),
+        (300, "more epochs in the script"),
+    ],
+)
+def test_a_run_continued_from_its_own_end_says_what_would_take_it_further(
+    workers: Workers, max_steps: int | None, what: str
+) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=Job(tensorboard=False, max_steps=max_steps), stream=stream)
+    workers.start(resumed_from_step=253)
+    watch.finish("finished", 0)
+    assert f"to train on  {what}; or --fresh, to start over\n" in stream.getvalue()
+
+
+def test_the_event_of_a_killed_worker_has_its_last_step(workers: Workers) -> None:
+    watch = Watch(workers.run, 1, 2, job=JOB, console="none")
+    log = EventLog(workers.attempt / "events.jsonl", worker=None)
+    workers.start()
+    workers.step(6)
+    failure = Failure(worker=1, host="a", pid=11, signal=9)
+    Books(workers.attempt, log=log, watch=watch, record=None, since=0.0).close("failed", 1, (failure,))
+    (told,) = [json.loads(line) for line in (workers.attempt / "events.jsonl").read_text().splitlines()][:1]
+    assert (told["event"], told["step"], told["follows"]) == ("WorkerFailed", 6, False)
+    assert told["reason"] == "worker 1 (host a, pid 11) was killed by signal 9 (SIGKILL) after step 6"
 
 
 def test_a_stopped_run_says_what_stopped_it(workers: Workers) -> None:

@@ -217,6 +217,27 @@ def test_a_long_curve_is_thinned_and_keeps_its_spikes(tmp_path: Path) -> None:
     assert points[0].mean == 1.0
 
 
+@pytest.mark.parametrize("num_steps", [20, 5000])
+def test_a_stall_is_level_and_no_slope_however_long_the_run(tmp_path: Path, num_steps: int) -> None:
+    moments = [(step / 10, 80.0) for step in range(1, num_steps + 1)]
+    began = moments[-1][0]
+    moments.append((began + 35.0, 8 / 35))
+    moments += [(began + 35.0 + step / 10, 80.0) for step in range(1, num_steps + 1)]
+    rows = [
+        {"step": step, "time": when, "num_samples": 8, "loss": 1.0, "samples_per_s": speed}
+        for step, (when, speed) in enumerate(moments, 1)
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    points = read_curves(path, lambda when: when).speed
+    column_s = moments[-1][0] / NUM_COLUMNS
+    within = [point for point in points if began + 2 * column_s <= point.x <= began + 35.0 - 2 * column_s]
+    assert within[0].x < began + 4 * column_s  # the line falls at once
+    assert all(point.most == pytest.approx(8 / 35) for point in within)
+    assert next(point for point in reversed(points) if point.x <= began - column_s).mean == pytest.approx(80)
+    assert len(points) <= NUM_COLUMNS
+
+
 def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", num_steps=20_000)
     assert main(["report", str(run.path)]) == 0

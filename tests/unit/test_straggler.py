@@ -87,6 +87,13 @@ def test_a_slow_worker_is_named_once_with_how_much_slower_and_what_takes_it_so_l
     assert said[0][0] <= WITHIN
 
 
+def test_the_sentence_ends_with_the_remedy_where_there_is_one() -> None:
+    run = Run()
+    run.detector = StragglerDetector(remedy="; --balance would give it fewer micro-batches")
+    ((_, text),) = run.steps(WITHIN, {3: 0.42})
+    assert text.endswith("theirs 200 ms; --balance would give it fewer micro-batches")
+
+
 def test_who_becomes_slow_later_is_named_within_twenty_steps_and_taken_back() -> None:
     run = Run()
     assert run.steps(100) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from forked import WorkersFailed, World
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.events import SpikeSeen, StepDone, WeightsDiffer, decode
+from paceline.events import SpikeSeen, StepDone, Warned, WeightsDiffer, decode
 from paceline.monitor.audit import audit, main_audit
 from paceline.plan import Batch, Compute, Guard, Plan
 
@@ -123,6 +124,36 @@ def events(world: World, worker: int, *kinds: type) -> list[Any]:
 
 def ledger(world: World, worker: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (world.worker_dir(worker) / "ledger.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("on_spike", ["none", "skip"])
+def test_whose_loss_is_not_finite_names_its_micro_batch_and_samples(world: World, on_spike: Any) -> None:
+    def train_it(worker: Any) -> list[tuple[int, int, int]]:
+        model, optim, _ = made(worker)
+        own: list[tuple[int, int, int]] = []
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            value = F.mse_loss(output, target)
+            return value * math.nan if worker.step in (1, 2, 4, 5) and worker.rank == 1 else value
+
+        step = worker.stepper(model, optim, loss)
+        for batch in worker.batches(Sums()):
+            mine = [(micro.index, micro.start, micro.stop) for micro in batch.micros]
+            if worker.step == 1:
+                own = mine
+            step(batch)
+        return own
+
+    _, own = world(train_it, 2, plan(Guard(on_spike=on_spike)))
+    assert own
+    named = ", ".join(
+        f"micro-batch {index + 1} (samples {', '.join(map(str, range(start, stop)))})" for index, start, stop in own
+    )
+    told = [event.text for event in events(world, 1, Warned) if "which ran here" in event.text]
+    assert told[0] == f"step 2: the loss is not finite in {named}, which ran here"
+    assert [text.split(":")[0] for text in told] == ["step 2", "step 3", "step 5"]
+    assert told[2].endswith("; further ones are not told")
+    assert not [event for event in events(world, 0, Warned) if "which ran here" in event.text], "its own were fine"
 
 
 @pytest.mark.parametrize("plain", [False, True])

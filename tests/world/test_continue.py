@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from forked import WorkersFailed, World
+from paceline.events import CheckpointSaved, decode
 from paceline.monitor.audit import AuditResult, audit
 from paceline.plan import Batch, Plan
 from paceline.worker.cursor import stream_seed
@@ -203,7 +204,7 @@ def test_another_order_inside_an_epoch_is_refused_on_all_workers(
         world(run_over(dataset), 2, plan)
     assert sorted(failed.value.errors) == [0, 1]
     for text in failed.value.errors.values():
-        assert "CheckpointError: the checkpoint stands at sample 16 of epoch 0 of stream 'train'" in text
+        assert "CheckpointError: the checkpoint stands at sample 16 of epoch 1 of stream 'train'" in text
         assert says in text and "or another run_dir, or fresh=True" in text
     assert len(world(run_over(Numbers()), 1, PLAN)[0]) == 4  # nothing was lost
 
@@ -213,7 +214,7 @@ def test_another_order_between_epochs_is_accepted_and_said(world: World) -> None
     found = world(run_over(Numbers(64), epochs=2), 2, changed(seed=5))[0]
     assert found == [(1, start, start + 8) for start in range(0, 64, 8)]
     assert told(world, "Note")[1:] == [
-        "stream 'train' goes on in epoch 1 with another order of samples: 64 samples, seed 5, shuffled; before: "
+        "stream 'train' goes on in epoch 2 with another order of samples: 64 samples, seed 5, shuffled; before: "
         "48 samples, seed 0, shuffled"
     ]
     assert verdicts(audit(world.run_dir)) == [(0, "exact"), (1, "exact")]
@@ -224,7 +225,7 @@ def test_other_steps_of_the_same_order_are_said_and_use_each_sample_once(world: 
     found = world(run_over(Numbers()), 2, changed(size=12, micro=3))[0]
     assert found == [(0, 16, 28), (0, 28, 40), (0, 40, 48)]
     assert told(world, "Note")[1:] == [
-        "stream 'train' goes on at sample 16 of epoch 0 in other steps: batch 12 in micro-batches of 3; before: "
+        "stream 'train' goes on at sample 16 of epoch 1 in other steps: batch 12 in micro-batches of 3; before: "
         "batch 8 in micro-batches of 2"
     ]
     assert verdicts(audit(world.run_dir)) == [(0, "exact")]
@@ -264,6 +265,15 @@ def test_an_older_checkpoint_of_the_same_run_voids_the_later_steps(world: World)
     result = audit(world.run_dir)
     assert verdicts(result) == [(0, "exact"), (1, "exact")]
     assert result.notes == ("steps 4-8 of attempt 1 are void: a later attempt went on from step 3",)
+
+
+@pytest.mark.parametrize(("save_every", "saved"), [(4, [4, 8]), (3, [3, 6, 8]), (None, [8])])
+def test_the_last_step_is_saved_once_also_where_two_reasons_meet(
+    world: World, save_every: int | None, saved: list[int]
+) -> None:
+    world(run_over(Numbers(), epochs=2), 2, PLAN, max_steps=8, save_every=save_every)
+    events = map(decode, (world.worker_dir(0) / "events.jsonl").read_text().splitlines())
+    assert [event.event.step for event in events if isinstance(event.event, CheckpointSaved)] == saved
 
 
 def test_a_fresh_start_may_restore_its_own_past(world: World) -> None:

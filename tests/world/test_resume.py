@@ -162,7 +162,7 @@ def test_another_dataset_is_refused(world: World) -> None:
         small = TensorDataset(torch.zeros(20, 6), torch.zeros(20, dtype=torch.int64))
         next(worker.batches(small))
 
-    with pytest.raises(WorkersFailed, match=r"stands at sample 48 of epoch 0 .* 50 samples.*; now it has 20 samples"):
+    with pytest.raises(WorkersFailed, match=r"stands at sample 48 of epoch 1 .* 50 samples.*; now it has 20 samples"):
         world(shorter, 1, PLAN)
 
 

@@ -61,8 +61,8 @@ class Host(Protocol):
         """Somebody stopped its supervisor; `at_once`: for the second time, and it kills its workers."""
         ...
 
-    def guest_lost(self, exits: Sequence[WorkerExit], message: str) -> None:
-        """It is there no longer; `exits` are its workers."""
+    def guest_lost(self, exits: Sequence[WorkerExit], message: str, *, silent_s: float) -> None:
+        """It is there no longer; `exits` are its workers. Nothing had been heard of it for so long."""
         ...
 
 
@@ -209,7 +209,7 @@ class Guests:
         for guest in self:
             limit_s = silence_s if guest.has_spoken else max(silence_s, SILENCE_S)  # it prepares its directory first
             if now - guest.link.heard > limit_s:
-                self.lose(guest, f"it said nothing for {limit_s:.0f} s")
+                self.lose(guest, f"it said nothing for {limit_s:.0f} s", silent_s=now - guest.link.heard)
 
     def said(self, guest: Guest, message: Mapping[str, Any]) -> None:
         """Serve one message of a member; what makes no sense ends the membership."""
@@ -221,7 +221,7 @@ class Guests:
         except (KeyError, TypeError, ValueError) as error:
             self.lose(guest, f"it said something that makes no sense ({type(error).__name__}: {error})")
 
-    def lose(self, guest: Guest, reason: str, *, kind: str = "HostLost") -> None:
+    def lose(self, guest: Guest, reason: str, *, kind: str = "HostLost", silent_s: float = 0.0) -> None:
         """A member is there no longer, and neither are its workers."""
         if self._guests.pop(guest.index, None) is None:
             return
@@ -233,7 +233,7 @@ class Guests:
             lost(worker, host=guest.host, pid=guest.pids.get(worker, 0), kind=kind, message=message, echo=number > 0)
             for number, worker in enumerate(workers)
         ]
-        self._host.guest_lost(exits, message)
+        self._host.guest_lost(exits, message, silent_s=silent_s)
 
     def _guest_of(self, worker: int) -> Guest | None:
         return self._guests.get(self._slots.host_of(worker) or HEAD)

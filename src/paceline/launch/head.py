@@ -108,7 +108,7 @@ class Head:
 
     def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
         """These workers hold up the others, for longer than the job waits: end the job. Where it `goes_on` without
-        them, and is elastic, only they are killed: that is a loss like any other, at once, because of `error["cause"]`."""
+        them, and is elastic, only they are killed: a loss like any other, for which `error["cause"]` is the reason."""
         if self._ending or self.outcome is not None:
             return
         if goes_on and self.can_do_without(workers):
@@ -257,11 +257,11 @@ class Head:
         if self._controller is None or not self._goes_on_without(guest, self._controller, reason):
             self._ask_to_leave(reason)
 
-    def guest_lost(self, exits: Sequence[WorkerExit], message: str) -> None:
+    def guest_lost(self, exits: Sequence[WorkerExit], message: str, *, silent_s: float) -> None:
         if self.outcome is not None:
             return
         self._say(message)
-        if self._controller is not None and not self._ending and self._survived(exits):
+        if self._controller is not None and not self._ending and self._survived(exits, silent_s=silent_s):
             return
         for ended in exits:
             self.exited(ended)

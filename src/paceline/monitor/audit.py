@@ -69,7 +69,9 @@ def audit(run_dir: Path | str) -> AuditResult:
     for stream, last in last_epochs.items():
         present = [epoch for name, epoch in ledgers.epochs if name == stream]
         absent = sorted(set(range(min(present), last)) - set(present))
-        problems += [f"stream {stream}: epoch {epoch} has no step at all, though epoch {last} has" for epoch in absent]
+        problems += [
+            f"stream {stream}: epoch {epoch + 1} has no step at all, though epoch {last + 1} has" for epoch in absent
+        ]
     rollbacks = [rollback for attempt in ledgers.attempts for _, rollback in sorted(attempt.rollbacks.items())]
     epochs = tuple(
         judge(stream, epoch, ledgers.epochs[stream, epoch], rollbacks, is_last=epoch == last_epochs[stream])

@@ -1,4 +1,7 @@
-"""Words an audit for the screen: a line for each epoch, and one for each range of samples that was lost or repeated."""
+"""Words an audit for the screen: a line for each epoch, and one for each range of samples that was lost or repeated.
+
+People count epochs from 1, and so does everything here.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,12 @@ def _epochs_lines(epochs: list[EpochAudit]) -> Iterator[str]:
         yield from _epoch_lines(first)
         return
     tried = ", by orders that are permutations" if first.is_permutation else ""
-    name = f"  {first.stream}, epochs {first.epoch}-{last.epoch} (steps {first.first_step}-{last.last_step}): "
+    name = f"  {first.stream}, epochs {first.epoch + 1}-{last.epoch + 1} (steps {first.first_step}-{last.last_step}): "
     yield f"{name}in each, each of {first.num_samples:,} samples was used exactly once{tried}"
 
 
 def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
-    name = f"  {epoch.stream}, epoch {epoch.epoch} (steps {epoch.first_step}-{epoch.last_step}): "
+    name = f"  {epoch.stream}, epoch {epoch.epoch + 1} (steps {epoch.first_step}-{epoch.last_step}): "
     if epoch.state == "exact":
         tried = ", by an order that is a permutation" if epoch.is_permutation else ""
         yield f"{name}each of {epoch.num_samples:,} samples was used exactly once{tried}"

@@ -40,7 +40,7 @@ class Joined:
 @dataclasses.dataclass(kw_only=True)
 class Incident:
     """A loss that the others survived ("loss"), a spike whose step was left out or rolled back ("spike"), weights that
-    were healed ("weights"), a worker that left in good order ("left"), or the end of an attempt before its time ("end").
+    were healed ("weights"), a worker that left in good order ("left"), or the early end of an attempt ("end").
 
     It grows while events are read. `costs` are worker-seconds by account: recovery, repeated, undone, vacant and down.
     """

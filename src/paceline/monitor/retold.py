@@ -1,4 +1,4 @@
-"""Finds in the workers' events what earlier attempts have done: steps that `metrics.jsonl` lacks, and steps that are lost.
+"""Finds in the workers' events what earlier attempts have done: steps that `metrics.jsonl` lacks, and lost steps.
 
 A supervisor that is killed dies some steps behind its workers, and their newest checkpoint may be of one of those. The
 next attempt goes on from there, and writes the rows that are missing first. Steps after the newest checkpoint are taken

@@ -1,4 +1,4 @@
-"""How far a run has come and whether it stands still, from the ends of its files; and what went wrong, in its own words.
+"""How far a run has come and whether it stands still, from the ends of its files; and what went wrong, in its words.
 
 Speeds are medians over the last steps: the last one alone may be a short batch, or the one that waited.
 """
@@ -67,7 +67,7 @@ class Progress:
         return self.since_step_s is not None and self.since_step_s > max(STILL_S, STILL_STEPS * (self.step_s or 0.0))
 
     def text(self) -> str:
-        """Return "step 120 of 400  epoch 2 of 3  loss 2.314  512 samples/s"; epochs from 1, as everywhere for people."""
+        """Return "step 120 of 400  epoch 2 of 3  loss 2.314  512 samples/s"; epochs from 1, as people count."""
         parts = [f"step {self.step}" + (f" of {self.last_step}" if self.last_step else "")]
         if self.epoch is not None:
             last = max(self.epochs or 1, self.epoch + 1)

@@ -49,7 +49,9 @@ __all__ = [
     "spike_text",
 ]
 
-SHORT: dict[str, str] = dict(zip((*PHASES, OTHER), ("data", "compute", "comm", "optim", "recovery", "other"), strict=True))
+SHORT: dict[str, str] = dict(
+    zip((*PHASES, OTHER), ("data", "compute", "comm", "optim", "recovery", "other"), strict=True)
+)
 MOST_IDLE = 8  # workers whose idle shares are told one by one
 MOST_LEFT = 3  # that the closing table names
 CAUSES = {  # by exit code

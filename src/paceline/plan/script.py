@@ -53,7 +53,7 @@ def workers_of_script(
         layout = config.apply(Plan(layout=layout or Layout()), *own).layout
     elif layout is None and "plan" in given and not text.is_none(given["plan"]):
         say(
-            f"{script} computes its plan ({ast.unparse(given['plan'])}), so how many workers it wants is not known here: "
+            f"{script} computes its plan ({ast.unparse(given['plan'])}), so how many workers it wants is unknown here: "
             f"where it wants more than one, say so: {command}"
         )
     return None if layout is None else layout.workers

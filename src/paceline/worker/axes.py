@@ -4,7 +4,7 @@ The groups are those along the axes of the mesh, beside the whole run's (`Place.
 each replica, who hold the same numbers and sum their gradients; *inside*, who split the rows of a replica's state;
 *stages*, who have its units one after the other; *context*, who share its sequences; and *tensor*, who cut its layers.
 Those of the last three run the same micro-batches. Where a layout does not cut a replica, a worker is alone in all but
-across, which is everybody; and it is everybody, too, where sequences are shared, by those who each hold the whole model.
+across, which is everybody; so it is, too, where sequences are shared, as whoever shares them holds the whole model.
 """
 
 from __future__ import annotations

@@ -92,19 +92,20 @@ def continued(saved: Cursor, now: StepOrder, stream: str) -> tuple[Cursor, list[
     if then.order != now.order:
         if saved.position > 0 and not _is_at_end(saved, then):
             raise CheckpointError(
-                f"the checkpoint stands at sample {saved.position} of epoch {saved.epoch} of stream {stream!r}, which "
-                f"was read from {then}; now it has {now}: which samples of the epoch are left cannot be told. Use the "
-                "same dataset, seed and shuffle until the epoch is done, or another name in worker.batches() to begin "
-                "at its first sample, or another run_dir, or fresh=True"
+                f"the checkpoint stands at sample {saved.position} of epoch {saved.epoch + 1} of stream {stream!r}, "
+                f"which was read from {then}; now it has {now}: which samples of the epoch are left cannot be told. "
+                "Use the same dataset, seed and shuffle until the epoch is done, or another name in worker.batches() "
+                "to begin at its first sample, or another run_dir, or fresh=True"
             )
         if saved.position:
             cursor = Cursor(saved.epoch + 1, 0, now)
         notes.append(
-            f"stream {stream!r} goes on in epoch {cursor.epoch} with another order of samples: {now}; before: {then}"
+            f"stream {stream!r} goes on in epoch {cursor.epoch + 1} with another order of samples: {now}; "
+            f"before: {then}"
         )
     if then.cut != now.cut:
         notes.append(
-            f"stream {stream!r} goes on at sample {cursor.position} of epoch {cursor.epoch} in other steps: "
+            f"stream {stream!r} goes on at sample {cursor.position} of epoch {cursor.epoch + 1} in other steps: "
             f"{_cut_text(now)}; before: {_cut_text(then)}"
         )
     return cursor, notes

@@ -19,7 +19,9 @@ __all__ = ["Cutters", "Sharers"]
 
 
 class Cutters:
-    """Those who cut layers. Sums go over `group`, which may be shared memory; the rest over torch's process group of the same workers."""
+    """Those who cut layers. Sums go over `group`, which may be shared memory; the rest over torch's group of the
+    same workers.
+    """
 
     what = "a layer that is cut"
 

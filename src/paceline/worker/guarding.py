@@ -9,14 +9,19 @@ large models do (PaLM, Chowdhery et al. 2022, section 5.1). The ledger says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from paceline.errors import BadNumbersError
-from paceline.events import SpikeSeen
+from paceline.events import SpikeSeen, Warned
 from paceline.plan import Guard
+from paceline.schedule.order import sample_indices
+from paceline.schedule.share import Micro
+from paceline.worker.batch import StepBatch
 from paceline.worker.comparing import Comparison
-from paceline.worker.cursor import Cursor
+from paceline.worker.cursor import Cursor, StepOrder
 from paceline.worker.guard import LossGuard, Spike
 from paceline.worker.record import RunFiles
 from paceline.worker.saving import Registry
@@ -25,6 +30,8 @@ from paceline.worker.snapshot import Snapshot
 __all__ = ["Guarding"]
 
 SPIKES_ALLOWED = 20  # in a row, left out: then it is the weights, or the data have changed
+NAMED_AT_MOST, SAMPLES_AT_MOST = 3, 8  # micro-batches of a step, and samples of each
+BROKEN_TOLD = 3  # steps, by each worker: where the weights are broken, all losses are
 ROLLBACKS_ALLOWED = 5  # to the same snapshot
 
 Place = tuple[int, int]  # epoch, position
@@ -46,6 +53,7 @@ class Guarding:
         self._num_rollbacks = 0  # to this snapshot
         self._goes_back = self._is_noted = False  # after the step under way; and the ledger knows
         self._compared_at = 0
+        self._num_told = 0  # steps of whose broken losses was told
 
     def spiked(self, step: int, spike: Spike) -> None:
         """A step under way is a spike, its gradients are dropped; raises BadNumbersError where that ends the run."""
@@ -73,6 +81,13 @@ class Guarding:
                 f"not the samples. {go_on}with a lower learning rate, or with a larger Guard(factor=...)."
             )
         self._goes_back = to_step is not None
+
+    def broken(self, batch: StepBatch, micros: Sequence[Micro], order: StepOrder | None) -> None:
+        """Say which of this worker's micro-batches had a loss that is not finite, a few times; only they know it."""
+        self._num_told += 1
+        if self._num_told <= BROKEN_TOLD:
+            more = "; further ones are not told" if self._num_told == BROKEN_TOLD else ""
+            self._files.emit(Warned(text=broken_text(batch, micros, order) + more))
 
     def keep(self, step: int, cursors: Mapping[str, Cursor]) -> None:
         """Between two steps: take a snapshot, where one is due."""
@@ -143,3 +158,24 @@ class Guarding:
     def begin(self, step: int) -> None:
         """The run goes on from a checkpoint: count from its step."""
         self._kept_at = self._compared_at = step
+
+
+def broken_text(batch: StepBatch, micros: Sequence[Micro], order: StepOrder | None) -> str:
+    """Return "step 61: the loss is not finite in micro-batch 4 (samples 17, 805, ...), which ran here".
+
+    A step's micro-batches are counted from 1; samples are indices into the dataset, where it has any.
+    """
+    shown = [f"micro-batch {micro.index + 1} ({_samples(batch, micro, order)})" for micro in micros[:NAMED_AT_MOST]]
+    more = f" and {len(micros) - NAMED_AT_MOST} more" if len(micros) > NAMED_AT_MOST else ""
+    return f"step {batch.step}: the loss is not finite in {', '.join(shown)}{more}, which ran here"
+
+
+def _samples(batch: StepBatch, micro: Micro, order: StepOrder | None) -> str:
+    stop = min(micro.stop, micro.start + SAMPLES_AT_MOST)
+    more = ", ..." if stop < micro.stop else ""
+    if order is None or not order.samples:
+        return f"positions {micro.start} to {micro.stop - 1} of epoch {batch.epoch + 1}"
+    seed, shuffle, count = order.seed, order.shuffle, order.samples
+    places = np.arange(micro.start, stop)
+    found = sample_indices(seed=seed, epoch=batch.epoch, num_samples=count, positions=places, shuffle=shuffle)
+    return f"sample{'s' * (micro.num_samples > 1)} {', '.join(map(str, found.tolist()))}{more}"

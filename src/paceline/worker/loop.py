@@ -162,13 +162,17 @@ class Loop:
         if self._group.index == 0:
             counts = [len(share) for share in self._balance.shares(num_micro, len(seconds))]
             took = ", ".join(f"{one * 1e3:.3g}" for one in seconds)
-            text = f"after step {self.step} the workers run {counts} micro-batches of a step: one took them {took} ms"
+            text = (
+                f"after step {self.step} the workers run {counts} of a step's micro-batches each, by how long one has "
+                f"taken them: {took} ms"
+            )
             self._files.emit(Note(text=text))
 
     def _stop(self) -> None:
         """A loop ends at max_steps: what a later start goes on from is the state of now. Code after the loop will run
         there too, in its time, so what it does today is not saved at the end."""
-        if self._files.saves_at_end and not self.is_stopped and self.step > self._prepared.step:
+        is_saved = self._files.is_save_due(self.step)  # by the save that was due after this very step
+        if self._files.saves_at_end and not self.is_stopped and self.step > self._prepared.step and not is_saved:
             self.save()
         self.is_stopped = True
 
@@ -245,6 +249,8 @@ class Loop:
         step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
         self._ring.begin("optimizer and the loop's code", batch.step)
         self._balance.note(time.perf_counter() - began - outcome.communication_s, len(batch))
+        if self.walks.broken:
+            self._guarding.broken(batch, self.walks.broken, self.cursors[batch.stream].of)
         if outcome.spike is not None:
             self._guarding.spiked(batch.step, outcome.spike)
         self.books.end_walk(step, outcome, names_unused=names_unused)

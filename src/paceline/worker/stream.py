@@ -250,7 +250,7 @@ class Stream:
             raise SyncError(
                 f"the iterable dataset of stream {self.source.name!r} gave worker {self._group.index} {count} "
                 "items after position "
-                f"{position} of epoch {epoch}, but {sums[0] / size:.1f} on average: it must give the same items "
+                f"{position} of epoch {epoch + 1}, but {sums[0] / size:.1f} on average: it must give the same items "
                 "in the same order on every worker. "
                 "Seed it, sort its files, and do not split it by worker yourself"
             )

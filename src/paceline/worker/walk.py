@@ -92,6 +92,8 @@ class Walks:
         self._gradients: GradientSum | None = None
         self._micro: Micro | None = None
         self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
+        self._ran: list[Micro] = []  # whose losses these are
+        self.broken: tuple[Micro, ...] = ()  # of this worker's in the last walk: those whose losses were not finite
         self._is_backward_done = False
         self._waited_before_s = 0.0  # inside the replica, before this walk
         self._staged_waited_s = 0.0  # for other stages, in all
@@ -158,6 +160,7 @@ class Walks:
             for micro, loss in zip(batch.micros if losses else (), losses, strict=True):
                 weight = micro.num_samples if loss.count is None else as_weight(loss.count)
                 self._losses.append((loss.value, weight, loss.count is None))
+                self._ran.append(micro)
             self.outcome = self._agree(batch, gradients, is_finite)
         return iter(())
 
@@ -169,6 +172,7 @@ class Walks:
                 "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
             )
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
+        self._ran, self.broken = [], ()
         self._waited_before_s = self._waited_s()
         self.buffers.begin()
         gradients.begin(batch.num_walks)
@@ -213,6 +217,7 @@ class Walks:
         value, weight, factor = _weighed(loss, micro.num_samples, batch.num_samples)
         is_mean = weight is None
         self._losses.append((value.detach(), micro.num_samples if weight is None else weight, is_mean))
+        self._ran.append(micro)
         with torch.autocast(self._device.type, enabled=False):
             (value if factor == 1.0 else value * factor).backward()
 
@@ -274,6 +279,9 @@ class Walks:
             raise Again("a member was lost before all had the sum: the walk is done again")
         if wishes:
             self._agreement.change_is_due()
+        if mean_loss is not None and not math.isfinite(mean_loss):
+            values = zip(self._ran, self._losses, strict=True)
+            self.broken = tuple(micro for micro, (value, _, _) in values if not math.isfinite(float(value)))
         self.losses.settled(series, mean_loss, spike)
         settle()
         if not is_taken:
