@@ -1,7 +1,8 @@
 # Every target makes what it needs first: `.venv` in this folder, with the versions of constraints.txt.
 #   make demo     train a small language model with two workers on real text (a few minutes, no network once installed)
 #   make test     all tests
-#   make check    formatter, linter, types, import contract, unit tests: under a minute
+#   make check    formatter, linter, import contract, the library's types, unit tests: about a minute
+#   make lint     the same without tests, and the types of everything
 #   make bench    the measurements of docs/benchmarks.md
 #   make docs     the documentation, in docs/_build/html
 #   make format   rewrite the sources as the formatter wants them
@@ -18,6 +19,18 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
     $$python -c '$(NEW_ENOUGH)' 2>/dev/null && command -v $$python && break; done)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
+PYRIGHT = $(BIN)/pyright --pythonpath $(BIN)/python
+
+define STYLE
+@echo "== format"
+@$(BIN)/ruff format --check --output-format concise $(SOURCES) > $(VENV)/format.log || { cat $(VENV)/format.log; \
+    echo "make format puts this right"; exit 1; }
+@echo "== lint"
+@$(BIN)/ruff check --quiet $(SOURCES)
+@echo "== import contract"
+@$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+endef
+
 .PHONY: help demo test check lint bench docs format clean
 .DEFAULT_GOAL := help
 
@@ -32,20 +45,17 @@ test: $(VENV)/.dev
 	@echo "== tests"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-check: lint
-	@echo "== unit tests"
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit $(ARGS)
+check: $(VENV)/.dev
+	$(STYLE)
+	@echo "== unit tests, and the library's types"
+	@$(PYRIGHT) src > $(VENV)/types.log & types=$$!; \
+	    $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit $(ARGS); tests=$$?; \
+	    wait $$types || { cat $(VENV)/types.log; exit 1; }; exit $$tests
 
 lint: $(VENV)/.dev
-	@echo "== format"
-	@$(BIN)/ruff format --check --output-format concise $(SOURCES) > $(VENV)/format.log || { cat $(VENV)/format.log; \
-	    echo "make format puts this right"; exit 1; }
-	@echo "== lint"
-	@$(BIN)/ruff check --quiet $(SOURCES)
-	@echo "== import contract"
-	@$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	$(STYLE)
 	@echo "== types"
-	@$(BIN)/pyright --pythonpath $(BIN)/python > $(VENV)/types.log || { cat $(VENV)/types.log; exit 1; }
+	@$(PYRIGHT) --threads 2 > $(VENV)/types.log || { cat $(VENV)/types.log; exit 1; }
 
 bench: $(VENV)/.dev
 	@for program in benchmarks/*.py; do echo "== $$program"; $(BIN)/python $$program $(ARGS) || exit 1; done
