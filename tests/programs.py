@@ -134,9 +134,15 @@ class Program:
         """Send a signal to its process group, as a terminal does."""
         os.killpg(self.process.pid, signum)
 
-    def left(self) -> list[str]:
-        """Its processes that are there now."""
-        return marked(self.mark)
+    def left(self, *, limit_s: float = 0.0) -> list[str]:
+        """Its processes that are there now, or, where none has to be, after `limit_s` seconds.
+
+        Paceline's own commands have reaped all when they end; an engine may have killed its last ones only just then.
+        """
+        deadline = time.monotonic() + limit_s
+        while (found := marked(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
 
 
 @contextlib.contextmanager

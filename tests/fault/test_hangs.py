@@ -330,7 +330,7 @@ def test_under_srun_a_hang_on_another_node_is_told_with_its_place_and_ends_the_j
 
 
 def assert_nobody_is_left(program: Program) -> None:
-    assert program.left() == [], "the engine's end was not the end of all"
+    assert program.left(limit_s=5.0) == [], "the engine's end was not the end of all"
 
 
 def test_a_hang_on_another_host_is_told_by_the_head_with_the_stacks_of_both(program: Path, tmp_path: Path) -> None:

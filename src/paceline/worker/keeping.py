@@ -43,7 +43,7 @@ class Keeper:
         self._tidies = tidies
         self._has_first_cut = axes.tensor.index == 0  # what is not cut, the others have as well
         self._parts: Parts | None = None
-        if axes.writers > 1:
+        if axes.writers > 1 or axes.mesh is not None:
             place = directory.parent / f"attempt_{attempt}" / "mail"
             mail = WritersMail(store, prefix=f"paceline/save_{attempt}", folder=place)
             self._parts = Parts(index=index, count=axes.writers, mail=mail, timeout_s=timeout_s)
