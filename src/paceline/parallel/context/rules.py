@@ -21,8 +21,8 @@ from paceline.parallel.context.slices import Ranges, agree, slices
 from paceline.parallel.context.team import ContextTeam
 from paceline.parallel.tensor.cut import Cut
 from paceline.parallel.tensor.rules import rule_of as tensor_rule_of
-from paceline.parallel.tensor.rules_shape import at, dims_of, full_shape
-from paceline.parallel.tensor.shapes import NotCut, resolve, viewed
+from paceline.parallel.tensor.rules_shape import at, dims_of, full_shape, views
+from paceline.parallel.tensor.shapes import NotCut, viewed
 from paceline.parallel.tensor.team import Rule, name_of
 
 __all__ = ["rule_of"]
@@ -41,16 +41,6 @@ def rule_of(func: Func) -> Rule:
 # ------------------------------------------------------------------------------------------------------------- view
 
 
-def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
-    sizes = args[1:] or tuple(kwargs.values())
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = tuple(sizes[0])
-    if not all(isinstance(size, int) for size in sizes):
-        raise NotCut(f"it is viewed as {sizes}")
-    return _viewed_as(cut, resolve(full_shape(cut), sizes), func)
-
-
 def _viewed_as(cut: Cut, target: tuple[int, ...], func: Func) -> Tensor:
     shape = tuple(full_shape(cut))
     dim, sections = viewed(shape, cut.dim_cut, cut.sections, target)
@@ -59,34 +49,6 @@ def _viewed_as(cut: Cut, target: tuple[int, ...], func: Func) -> Tensor:
     local = list(target)
     local[dim] = _team(cut).num_tokens(sections)
     return at(func(cut, tuple(local)), cut, dim, sections)
-
-
-def _view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Also what torch does to a tensor that an autograd function returns as it came: `fully_shard` has such ones."""
-    cut, other = _first(args), args[1] if len(args) > 1 else kwargs["other"]
-    if isinstance(other, Cut) and (other.dim_cut, other.sections) == (cut.dim_cut, cut.sections):
-        return at(func(cut, other), cut, cut.dim_cut)
-    return _viewed_as(cut, tuple(full_shape(other) if isinstance(other, Cut) else other.shape), Tensor.view)
-
-
-def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
-    shape = tuple(full_shape(cut))
-    start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0) % len(shape)
-    end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1) % len(shape)
-    return _viewed_as(cut, resolve(shape, (*shape[:start], -1, *shape[end + 1 :])), Tensor.reshape)
-
-
-def _unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
-    shape = tuple(full_shape(cut))
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    sizes = kwargs.get("sizes", args[2] if len(args) > 2 else None)
-    if not isinstance(dim, int) or not isinstance(sizes, (tuple, list)):
-        raise NotCut("its arguments are not plain numbers")
-    dim %= len(shape)
-    inner = resolve((shape[dim],), sizes)
-    return _viewed_as(cut, (*shape[:dim], *inner, *shape[dim + 1 :]), Tensor.reshape)
 
 
 # ------------------------------------------------------------------------------------------------- ranges of tokens
@@ -277,12 +239,7 @@ def _team(cut: Cut) -> ContextTeam:
 
 
 RULES: dict[str, Rule] = {
-    "view": _view,
-    "reshape": _view,
-    "view_as": _view_as,
-    "reshape_as": _view_as,
-    "flatten": _flatten,
-    "unflatten": _unflatten,
+    **views(_viewed_as),
     "getitem": _getitem,
     "select": _select,
     "narrow": _narrow,

@@ -110,7 +110,8 @@ class _Finder:
                 legal = [str(one) for one in range(1, fits + 1) if fits % one == 0]
                 _, what = min(bad.items())
                 name = _general(choice.layers[0].name)
-                remedy = f"Use tensor={' or '.join(legal)}, or plan={{{name!r}: 'replicated'}} to leave it whole."
+                whole = f"worker.prepare(model, cut={{{name!r}: 'replicated'}})"
+                remedy = f"Use tensor={' or '.join(legal)}, or {whole} to leave it whole."
                 found.setdefault(f"{_general(what)} do not divide among {self.size} workers. {remedy}", []).append(name)
         refusals = [*self.refusals, *self.chosen.refusals]
         refusals += [text if len(names) == 1 else f"{text} ({len(names)} blocks.)" for text, names in found.items()]

@@ -12,7 +12,7 @@ from paceline.parallel.tensor.cut import Cut, wrap
 from paceline.parallel.tensor.shapes import NotCut, Sections, picked, resolve, viewed
 from paceline.parallel.tensor.team import Rule, name_of
 
-__all__ = ["SHAPES", "at", "carried", "dims_of", "full_shape"]
+__all__ = ["SHAPES", "at", "carried", "dims_of", "full_shape", "views"]
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -71,22 +71,54 @@ def _len(func: Func, args: Args, kwargs: Kwargs) -> int:
 # ------------------------------------------------------------------------------------------------------------- view
 
 
-def _view(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
-    sizes = args[1:] or tuple(kwargs.values())
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = tuple(sizes[0])
-    if not all(isinstance(size, int) for size in sizes):
-        raise NotCut(f"it is viewed as {sizes}")
-    return _viewed_as(cut, resolve(full_shape(cut), sizes), func)
+Viewed = Callable[[Cut, tuple[int, ...], Func], Tensor]  # the cut tensor in another shape of the whole
 
 
-def _view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """What torch also does to a tensor that an autograd function returns as it came: `fully_shard` has such ones."""
-    cut, other = _first(args), args[1] if len(args) > 1 else kwargs["other"]
-    if isinstance(other, Cut) and (other.dim_cut, other.sections) == (cut.dim_cut, cut.sections):
-        return at(func(cut, other), cut, cut.dim_cut)
-    return _viewed_as(cut, tuple(full_shape(other) if isinstance(other, Cut) else other.shape), Tensor.view)
+def views(viewed_as: Viewed) -> dict[str, Rule]:
+    """Return the rules for functions that see a tensor in another shape, given how this kind of cut does it."""
+
+    def view(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        cut = _first(args)
+        sizes = args[1:] or tuple(kwargs.values())
+        if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+            sizes = tuple(sizes[0])
+        if not all(isinstance(size, int) for size in sizes):
+            raise NotCut(f"it is viewed as {sizes}")
+        return viewed_as(cut, resolve(full_shape(cut), sizes), func)
+
+    def view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        """Also what torch does to a tensor that an autograd function returns as it came, as in `fully_shard`."""
+        cut, other = _first(args), args[1] if len(args) > 1 else kwargs["other"]
+        if isinstance(other, Cut) and (other.dim_cut, other.sections) == (cut.dim_cut, cut.sections):
+            return at(func(cut, other), cut, cut.dim_cut)
+        return viewed_as(cut, tuple(full_shape(other) if isinstance(other, Cut) else other.shape), Tensor.view)
+
+    def flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        cut = _first(args)
+        shape = tuple(full_shape(cut))
+        start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0) % len(shape)
+        end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1) % len(shape)
+        return viewed_as(cut, resolve(shape, (*shape[:start], -1, *shape[end + 1 :])), Tensor.reshape)
+
+    def unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        cut = _first(args)
+        shape = tuple(full_shape(cut))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        sizes = kwargs.get("sizes", args[2] if len(args) > 2 else None)
+        if not isinstance(dim, int) or not isinstance(sizes, (tuple, list)):
+            raise NotCut("its arguments are not plain numbers")
+        dim %= len(shape)
+        inner = resolve((shape[dim],), sizes)
+        return viewed_as(cut, (*shape[:dim], *inner, *shape[dim + 1 :]), Tensor.reshape)
+
+    return {
+        "view": view,
+        "reshape": view,
+        "view_as": view_as,
+        "reshape_as": view_as,
+        "flatten": flatten,
+        "unflatten": unflatten,
+    }
 
 
 def _viewed_as(cut: Cut, target: tuple[int, ...], func: Func) -> Tensor:
@@ -97,26 +129,6 @@ def _viewed_as(cut: Cut, target: tuple[int, ...], func: Func) -> Tensor:
     local = list(target)
     local[dim] = target[dim] // cut.team.size
     return at(func(cut, tuple(local)), cut, dim, sections)
-
-
-def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
-    shape = tuple(full_shape(cut))
-    start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0) % len(shape)
-    end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1) % len(shape)
-    return _viewed_as(cut, resolve(shape, (*shape[:start], -1, *shape[end + 1 :])), Tensor.reshape)
-
-
-def _unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
-    shape = tuple(full_shape(cut))
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    sizes = kwargs.get("sizes", args[2] if len(args) > 2 else None)
-    if not isinstance(dim, int) or not isinstance(sizes, (tuple, list)):
-        raise NotCut("its arguments are not plain numbers")
-    inner = resolve((shape[dim],), sizes)
-    dim %= len(shape)
-    return _viewed_as(cut, (*shape[:dim], *inner, *shape[dim + 1 :]), Tensor.reshape)
 
 
 def _expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -339,11 +351,7 @@ SHAPES: dict[str, Rule] = {
     "numel": _numel,
     "nelement": _numel,
     "len": _len,
-    "view": _view,
-    "reshape": _view,
-    "view_as": _view_as,
-    "flatten": _flatten,
-    "unflatten": _unflatten,
+    **views(_viewed_as),
     "expand": _expand,
     "repeat_interleave": _repeat_interleave,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "get:T", "get:mT"), _transpose),

@@ -132,7 +132,7 @@ class Team:
             self._told.add((name, site))
             warnings.warn(
                 f"{name} needs the whole of what is cut behind {site} ({reason}): it is gathered each time, which is "
-                f"right but slow. plan={{{site!r}: 'replicated'}} avoids it.",
+                f"right but slow. worker.prepare(model, cut={{{site!r}: 'replicated'}}) avoids it.",
                 stacklevel=4,
             )
 
@@ -144,7 +144,7 @@ class Team:
     def in_place_refusal(self, func: Callable[..., Any], cut: Cut, reason: NotCut) -> str:
         return (
             f"{name_of(func)} changes a tensor in place of which each worker has a part, behind {cut.site}: {reason}. "
-            f"Write it without the change in place, or leave the layer whole, plan={{{cut.site!r}: 'replicated'}}"
+            f"Write it without the change in place, or leave the layer whole, cut={{{cut.site!r}: 'replicated'}}"
             f"{', or use sequence=False' if self.sequence else ''}."
         )
 
