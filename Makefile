@@ -8,7 +8,8 @@
 #   make format   rewrite the sources as the formatter wants them
 #   make clean    remove .venv and everything that was built
 # PYTHON=/path/to/python chooses the interpreter (3.11 or newer), ARGS="-k name" goes to pytest or to the measurements.
-# Most tests wait for processes that they have started, so two files of them run at once; ARGS="-n0" runs one after another.
+# Most tests wait for processes that they have started, so two files of them run at once, in the order of tests/conftest.py;
+# ARGS="-n0" runs one after another.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,7 +44,7 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev
 	@bash tests/system_packages.sh
 	@echo "== tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
 	$(STYLE)

@@ -1,7 +1,8 @@
-"""Throughput of sharded layouts: Paceline against torch's `fully_shard` by hand under torchrun, same model and batch.
+"""Throughput of every layout: Paceline against the same thing by hand on torch, under torchrun, same model and batch.
 
-    python benchmarks/layouts.py [--size demo|large] [--pairs 5] [--steps 40] [--workers 2,4]
+    python benchmarks/layouts.py [--size demo|large] [--pairs 2] [--steps 40] [--workers 2,4] [--only shard,stages]
 
+By hand: `fully_shard` in a loop, `parallelize_module` with the tutorial's plan (a Llama), torch's pipelining schedules.
 The two run in turn, A B B A ...; each run gives the median of its steps (the first tenth left out), each pair a ratio,
 and the table the median of the ratios.
 """
@@ -9,46 +10,61 @@ and the table the median of the ratios.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 from collections.abc import Iterator
 
-from sharded import SIZES, Setting, run
+from driving.sides import SIZES, Side, ratios_of, sharded, step_ms
+
+KINDS = "shard,tensor,stages"
 
 
-def layouts(workers: int) -> Iterator[tuple[int, int]]:
-    """(replicas, zero) on so many workers."""
-    yield from ((1, zero) for zero in (1, 2, 3))
-    if workers % 2 == 0 and workers > 2:
-        yield 2, 3
+def sides(kind: str, workers: int) -> Iterator[tuple[str, Side, Side]]:
+    """Yield (layout, Paceline's side, the other one)."""
+    if kind == "shard":
+        replicas = [(1, 1), (1, 2), (1, 3), *([(2, 3)] if workers > 2 and workers % 2 == 0 else [])]
+        for count, zero in replicas:
+            ours, hand = (sharded(who, workers, replicas=count, zero=zero) for who in ("paceline", "torch"))
+            yield ours.plan, ours, hand
+    if kind == "tensor":
+        plan = f"replicas=1+tensor={workers}"
+        yield plan, Side(program="cut_paceline.py", workers=workers, plan=plan), hand_of("cut_torch.py", workers)
+    if kind == "stages":
+        micros = 2 * workers
+        for schedule in ("gpipe", "1f1b"):
+            plan = f"replicas=1+stages={workers}+schedule={schedule}"
+            ours = Side(program="shard_paceline.py", workers=workers, plan=plan, micros=micros)
+            yield plan, ours, hand_of("pipe_torch.py", workers, schedule, micros=micros)
+
+
+def hand_of(program: str, workers: int, *words: str, micros: int | None = None) -> Side:
+    return Side(program=program, workers=workers, words=words, micros=micros)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--size", choices=SIZES, default="demo")
+    parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--only", default=KINDS)
     options = parser.parse_args()
     print(
         "| workers | layout | Paceline, ms per step | by hand, ms per step | throughput, Paceline / by hand | pairs |"
     )
     print("|---|---|---|---|---|---|", flush=True)
     for workers in map(int, options.workers.split(",")):
-        for replicas, zero in layouts(workers):
-            ours = Setting(who="paceline", workers=workers, replicas=replicas, zero=zero)
-            took: dict[str, list[float]] = {"paceline": [], "torch": []}
-            for number in range(options.pairs):
-                for who in ("paceline", "torch") if number % 2 == 0 else ("torch", "paceline"):
-                    setting = dataclasses.replace(ours, who=who)
-                    took[who].append(run(setting, options.size, options.steps).step_ms)
-            ratios = [hand / own for own, hand in zip(took["paceline"], took["torch"], strict=True)]
-            print(
-                f"| {workers} | {ours.plan} | {statistics.median(took['paceline']):.1f} | "
-                f"{statistics.median(took['torch']):.1f} | **{statistics.median(ratios):.3f}x** | "
-                f"{min(ratios):.2f}x to {max(ratios):.2f}x |",
-                flush=True,
-            )
+        for kind in options.only.split(","):
+            for layout, ours, hand in sides(kind, workers):
+                (own_ms, hand_ms), ratios = ratios_of(
+                    (ours, hand),
+                    lambda side: step_ms(side, options.size, options.steps),
+                    pairs=options.pairs,
+                )
+                print(
+                    f"| {workers} | `{layout.removeprefix('replicas=1+')}` | {own_ms:.1f} | {hand_ms:.1f} | "
+                    f"**{statistics.median(ratios):.2f}x** | {min(ratios):.2f}x to {max(ratios):.2f}x |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

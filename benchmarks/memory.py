@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sharded import SIZES, Setting, run
+from driving.sides import SIZES, peak_bytes, sharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -37,7 +37,7 @@ def main() -> None:
     model = GPT(*SIZES[options.size][:3])
     total = sum(p.numel() for p in model.parameters()) * 4
     unit = sum(p.numel() for p in next(iter(model.blocks)).parameters()) * 4
-    one = run(Setting(who="paceline", workers=1), options.size, options.steps).peak_bytes
+    one = peak_bytes(sharded("paceline", 1), options.size, options.steps)
     activations = one - 4 * total
     mib = 1 << 20
     print(f"{total / 4e6:.1f} M parameters: {total / mib:.0f} MiB, largest block {unit / mib:.0f} MiB")
@@ -46,8 +46,10 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|", flush=True)
     for workers in map(int, options.workers.split(",")):
         for zero in map(int, options.zero.split(",")):
-            own = run(Setting(who="paceline", workers=workers, zero=zero), options.size, options.steps).peak_bytes
-            hand = run(Setting(who="torch", workers=workers, zero=zero), options.size, options.steps).peak_bytes
+            own, hand = (
+                peak_bytes(sharded(who, workers, zero=zero), options.size, options.steps)
+                for who in ("paceline", "torch")
+            )
             expected = formula_bytes(total, unit, shard=workers, zero=zero) + activations
             print(
                 f"| {workers} | {zero} | {own / mib:.0f} | {expected / mib:.0f} | {own / expected:.2f} | "

@@ -1,10 +1,11 @@
-"""Throughput of 2 workers of one thread each on the example's GPT: Paceline against torch's DistributedDataParallel
-under torchrun.
+"""Throughput of 2 workers of one thread each: Paceline against torch's DistributedDataParallel under torchrun.
 
-    python benchmarks/throughput.py [--pairs 5] [--steps 60] [--size demo|large]
+    python benchmarks/throughput.py [--pairs 5] [--steps 60] [--size demo|large|wide]
 
-The two run in turn, A B B A ...; each run gives the median of its steps (the first tenth left out), each pair a ratio,
-and the table the median of the ratios.
+`demo` and `large` are the example's GPT; `wide` is a network of 50 million parameters on a batch of 8, whose gradients
+take as long as its computing. DDP goes over gloo, and once more over shared memory, by `paceline.register_backend()`.
+All run in turn, A B C C B A ...; each run gives the median of its steps (the first tenth left out), each round ratios,
+and the table their medians.
 """
 
 from __future__ import annotations
@@ -19,40 +20,26 @@ import tempfile
 from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "programs"
-SIZES = {"demo": (128, 4, 4, 4), "large": (384, 6, 6, 8)}  # width, layers, heads, samples of each worker
+SIZES = {  # program, and its arguments
+    "demo": ("gpt", (128, 4, 4, 4)),  # width, layers, heads, samples of each worker
+    "large": ("gpt", (384, 6, 6, 8)),
+    "wide": ("wide", (2048, 12, 8)),  # width, layers, samples of each worker
+}
+SIDES = {"paceline": "", "DDP on gloo": "gloo", "DDP in memory": "paceline"}  # and torch's back end
 
 
-def step_ms(name: str, size: str, steps: int) -> float:
+def step_ms(side: str, size: str, steps: int) -> float:
     """Run one program once; the median time of its steps."""
+    program, sizes = SIZES[size]
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "took.json"
-        arguments = [*map(str, SIZES[size]), str(steps), str(out)]
-        script = str(PROGRAMS / f"gpt_{name}.py")
-        if name == "ddp":
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                script,
-                *arguments,
-            ]
+        arguments = [*map(str, sizes), str(steps), str(out)]
+        if backend := SIDES[side]:
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command = [*start, str(PROGRAMS / f"{program}_ddp.py"), *arguments, backend]
         else:
-            command = [
-                sys.executable,
-                "-m",
-                "paceline",
-                "run",
-                script,
-                "--workers",
-                "2",
-                "--run-dir",
-                f"{scratch}/run",
-                "--",
-                *arguments,
-            ]
+            start = [sys.executable, "-m", "paceline", "run", str(PROGRAMS / f"{program}_paceline.py")]
+            command = [*start, "--workers", "2", "--run-dir", f"{scratch}/run", "--", *arguments]
         done = subprocess.run(
             command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900
         )
@@ -68,20 +55,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--size", choices=SIZES, default="large")
     options = parser.parse_args()
-    rows: list[tuple[float, float]] = []
-    for pair in range(options.pairs):
-        order = ["paceline", "ddp"] if pair % 2 == 0 else ["ddp", "paceline"]
-        times = {name: step_ms(name, options.size, options.steps) for name in order}
-        rows.append((times["paceline"], times["ddp"]))
-        print(
-            f"pair {pair + 1}: paceline {rows[-1][0]:.1f} ms, DDP {rows[-1][1]:.1f} ms, "
-            f"{rows[-1][1] / rows[-1][0]:.3f}x",
-            flush=True,
-        )
-    ours, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
-    ratio = statistics.median(b / a for a, b in rows)
-    print("\n| model | Paceline, ms per step | DDP, ms per step | throughput, Paceline / DDP |\n|---|---|---|---|")
-    print(f"| {options.size} | {ours:.1f} | {theirs:.1f} | **{ratio:.3f}x** |")
+    rounds: list[dict[str, float]] = []
+    for number in range(options.pairs):
+        order = list(SIDES) if number % 2 == 0 else list(reversed(SIDES))
+        times = {side: step_ms(side, options.size, options.steps) for side in order}
+        rounds.append(times)
+        told = ", ".join(f"{side} {times[side]:.1f} ms" for side in SIDES)
+        print(f"round {number + 1}: {told}, {times['DDP on gloo'] / times['paceline']:.3f}x", flush=True)
+
+    def ratio(side: str) -> float:
+        return statistics.median(times["DDP on gloo"] / times[side] for times in rounds)
+
+    medians = [statistics.median(times[side] for times in rounds) for side in SIDES]
+    print(
+        f"\n| model | {' | '.join(f'{side}, ms per step' for side in SIDES)} | throughput, Paceline / DDP on gloo |"
+        " DDP in memory / on gloo |\n|---|---|---|---|---|---|"
+    )
+    cells = " | ".join(f"{one:.1f}" for one in medians)
+    print(f"| {options.size} | {cells} | **{ratio('paceline'):.3f}x** | {ratio('DDP in memory'):.3f}x |")
 
 
 if __name__ == "__main__":

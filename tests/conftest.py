@@ -5,8 +5,10 @@ A test may take `timeout` seconds (pyproject.toml); `@pytest.mark.timeout(n)` gi
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +17,12 @@ import hypothesis
 import pytest
 
 import leaks
+import warm
 
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).resolve().parent.parent
+ORDER = ("fault", "docs", "world", "unit")  # folders, from those of the longest tests to those of the shortest
 
 # A green run stays green: the same examples each time, and no time limit of its own on a shared machine.
 hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, database=None)
@@ -27,6 +31,20 @@ hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None
 def pytest_configure() -> None:
     hypothesis.settings.load_profile("paceline")
     os.environ[leaks.MARK] = uuid.uuid4().hex
+    # Threads of OpenMP that wait for each other spin, unless told not to before torch is loaded. On a busy machine they
+    # take the core from the one that they wait for: a process with two threads has been seen to take 25 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # What this process has left for its collector is not collected in one that it forks: a process group of gloo waits
+    # at its end for its threads, which a forked process does not have, and would wait for ever.
+    os.register_at_fork(after_in_child=gc.freeze)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of long tests first, so that no process is left with one of them when the others have nothing to do."""
+    places = {folder: place for place, folder in enumerate(ORDER)}
+    items.sort(key=lambda item: places.get(item.path.parent.name, 0))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -43,6 +61,13 @@ def _session_leaves_nothing() -> Iterator[None]:
     before = leaks.take()
     yield
     _refuse(leaks.left_behind(before), "The session")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs_source(_session_leaves_nothing: None) -> Iterator[None]:
+    """What programs are forked from ends with the session."""
+    yield
+    warm.close()
 
 
 @pytest.fixture(autouse=True)

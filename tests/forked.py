@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -18,7 +19,8 @@ from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker.session import live
 
-LIMIT_S = 60.0
+LIMIT_S = 100.0  # a worker that stands still is found by this, and tells where; its group's own limit is longer
+STACKS_S = 2.0  # how long a worker that is late may take to write where it is
 
 
 class WorkersFailed(AssertionError):
@@ -55,13 +57,9 @@ class World:
             for rank in range(workers)
         }
         statuses = _reap(children, limit_s)
-        errors = {
-            rank: (exchange / f"error_{rank}").read_text()
-            if (exchange / f"error_{rank}").exists()
-            else f"status {status}"
-            for rank, status in statuses.items()
-            if status != 0
-        }
+        # First those that were killed: the others have waited for them, and say only that.
+        statuses = dict(sorted(statuses.items(), key=lambda one: (not os.WIFSIGNALED(one[1]), one[0])))
+        errors = {rank: _told(exchange, rank, status) for rank, status in statuses.items() if status != 0}
         if errors:
             raise WorkersFailed(errors)
         return [torch.load(exchange / f"value_{rank}", weights_only=False) for rank in range(workers)]
@@ -86,6 +84,8 @@ class World:
         status = 1
         try:
             signal.alarm(0)
+            stacks = (exchange / f"stacks_{rank}").open("w")
+            faulthandler.register(signal.SIGQUIT, file=stacks)
             store = dist.FileStore(str(exchange / "store"), workers)
             value = live(function, self._assignment(rank, workers, job), plan=plan, store=store)
             torch.save(value, exchange / f"value_{rank}")
@@ -114,11 +114,20 @@ class World:
         )
 
 
+def _told(exchange: Path, rank: int, status: int) -> str:
+    """What is known of a worker that has failed: its error, or where it was when its time was up."""
+    error, stacks = exchange / f"error_{rank}", exchange / f"stacks_{rank}"
+    if error.exists():
+        return error.read_text()
+    return f"status {status}\n{stacks.read_text() if stacks.exists() else ''}"
+
+
 def _reap(children: dict[int, int], limit_s: float) -> dict[int, int]:
-    """rank -> wait status; whoever is left after the limit is killed."""
-    deadline = time.monotonic() + limit_s
+    """rank -> wait status; whoever is left after the limit writes its stacks and is killed."""
     statuses: dict[int, int] = {}
-    try:
+
+    def wait(limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
         while len(statuses) < len(children) and time.monotonic() < deadline:
             for pid, rank in children.items():
                 if rank not in statuses:
@@ -126,6 +135,14 @@ def _reap(children: dict[int, int], limit_s: float) -> dict[int, int]:
                     if done:
                         statuses[rank] = status
             time.sleep(0.005)
+
+    try:
+        wait(limit_s)
+        late = [pid for pid, rank in children.items() if rank not in statuses]
+        for pid in late:
+            os.kill(pid, signal.SIGQUIT)
+        if late:
+            wait(STACKS_S)
     finally:
         for pid, rank in children.items():
             if rank not in statuses:

@@ -16,7 +16,9 @@ from paceline.plan import Batch, Compute, Layout, Plan
 
 __all__ = [
     "EXACT",
+    "LENGTH",
     "RESUME",
+    "WORDS",
     "Net",
     "Text",
     "assert_same",
@@ -34,7 +36,7 @@ __all__ = [
 EXACT = Compute(precision="fp64")
 BATCH = Batch(size=16, micro=3)  # 6 micro-batches; the last step of an epoch has 1
 RESUME = Batch(size=16, micro=4)
-WORDS, LENGTH, WIDTH = 48, 8, 16
+WORDS, LENGTH, WIDTH, INNER = 47, 8, 16, 61  # words and inner features divide among no number of workers
 
 
 class Block(nn.Module):
@@ -42,7 +44,7 @@ class Block(nn.Module):
         super().__init__()
         self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,12 +18,16 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["MARK", "Snapshot", "left_behind", "take"]
+__all__ = ["LASTING_PIDS", "MARK", "PROGRAM_MARK", "Snapshot", "left_behind", "take"]
 
 MARK = "PYTEST_SESSION_MARK"  # environment variable, set once by conftest
+PROGRAM_MARK = "PROCESS_TEST_MARK"  # environment variable, inherited by every process of one program of a test
 SHARED_MEMORY = Path("/dev/shm")
 # Started once by libraries, never ended by them: a process by a part of its command line, a thread by its class.
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+LASTING_PIDS = set[
+    int
+]()  # of processes that serve many tests; whoever starts one says so, and ends it with the session
 LASTING_THREADS = ("GarbageCollectorThread",)  # pyzmq
 LASTING_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # pytest's and torch's own
 
@@ -113,7 +117,7 @@ def _existing(pids: list[int]) -> Iterator[psutil.Process]:
 
 
 def _is_lasting(process: psutil.Process) -> bool:
-    return any(text in _command(process) for text in LASTING_PROCESSES)
+    return process.pid in LASTING_PIDS or any(text in _command(process) for text in LASTING_PROCESSES)
 
 
 def _command(process: psutil.Process) -> str:

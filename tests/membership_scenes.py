@@ -52,7 +52,7 @@ def join(membership: Membership, *numbers: int) -> Form:
 def quiet(membership: Membership, *, until: float) -> list[Decision]:
     """Time passes in small steps, and all workers say that they are alive; returns all decisions."""
     decisions: list[Decision] = []
-    now = membership._now  # pyright: ignore[reportPrivateUsage]
+    now = membership._now
     while now < until:
         now = min(until, now + 0.5)
         for worker in membership.workers:

@@ -16,6 +16,7 @@ from paceline.launch.link import Link
 from paceline.launch.loop import Loop
 from paceline.launch.member import Member
 from paceline.launch.outcome import WorkerExit
+from paceline.launch.stock import Kept
 from paceline.plan.job import Job
 
 __all__ = ["WELL", "HeadAndMember", "MemberAndHead", "PretendedCrew", "ended", "heard", "told"]
@@ -32,6 +33,8 @@ class PretendedCrew:
         self.alive: dict[int, Any] = dict.fromkeys(workers)
         self.told: list[Any] = []
         self.grace_s = 30.0
+        self.is_gone = False
+        self.stock: tuple[Kept, ...] = ()
 
     def terminate(self, grace_s: float) -> None:
         self.told.append(("terminate", grace_s))
@@ -45,8 +48,11 @@ class PretendedCrew:
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
         self.told.append((worker, message))
 
-    def add(self, worker: int, *, workers: int) -> None:
+    def add(self, worker: int, *, workers: int, incarnation: int) -> None:
         self.told.append(("add", worker, workers))
+
+    def drop_state(self, worker: int) -> None:
+        self.told.append(("drop_state", worker))
 
 
 class HeadAndMember:
@@ -59,7 +65,7 @@ class HeadAndMember:
         fields: dict[str, Any] = {"host": "a", "address": "10.0.0.1", "attempt": 1, "run_dir": "runs/r"}
         job = Job(workers=3, hosts=2, head="a:29500", **more)
         self.head = Head(job=job, guests=[self.guest], door=None, say=self.said.append, **fields)
-        self.head.lead(self.crew, self.events.append)  # type: ignore[arg-type]
+        self.head.lead(self.crew, self.events.append)  # type: ignore[arg-type]  # a pretended crew
 
     def come(self, host: str, *, index: int = 1, workers: set[int] | None = None) -> tuple[Guest, Channel]:
         """A host with room for one worker, and the other end of its link."""
@@ -144,6 +150,10 @@ class MemberAndHead:
         fields: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "host_index": 1, "attempt": 1, "run_dir": "r"}
         self.member = Member(link, head="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **fields)
         self.head = Channel(theirs)
+
+    def lead(self) -> None:
+        """The member has its workers now."""
+        self.member.lead(self.crew, list[Event]().append)  # type: ignore[arg-type]  # a pretended crew
 
     def close(self) -> None:
         self.member.close()

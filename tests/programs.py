@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import warm
 from fault.launching import MARK, Announcements, marked
 
 __all__ = [
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 PACELINE = (sys.executable, "-m", "paceline")
-LIMIT_S = 60.0  # for any one program
+LIMIT_S = 120.0  # for any one program
 GONE_S = 10.0  # the promise: after a failure or a signal everything is gone by then
 LOOK_S = 0.5  # between two looks whether a program that is waited for is still there
 STEPS = 8  # of the program, unless told otherwise
@@ -109,7 +110,7 @@ def write_program(folder: Path, *, name: str = "train.py", text: str = TRAIN, wo
 class Program:
     """A command in a process group of its own; `marked` tells what is left of it."""
 
-    def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
+    def __init__(self, process: warm.Running, mark: str) -> None:
         self.process, self.mark = process, mark
 
     def end(self, *, limit_s: float = LIMIT_S) -> tuple[int, str]:
@@ -146,16 +147,21 @@ class Program:
 
 
 @contextlib.contextmanager
-def command(*words: str | Path, environment: dict[str, str] | None = None, **popen: Any) -> Iterator[Program]:
-    """Start a command; whatever of it is left in the end is killed."""
+def command(
+    *words: str | Path, environment: dict[str, str] | None = None, cold: bool = False, **popen: Any
+) -> Iterator[Program]:
+    """Start a command; whatever of it is left in the end is killed. `cold`: as a user does, where how it starts is
+    part of the claim; else as a fork that finds its imports done, where it is one of those (see `warm`)."""
     mark = uuid.uuid4().hex
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    options: dict[str, Any] = {"text": True, "start_new_session": True, **streams, **popen}
-    process = subprocess.Popen(
-        [str(word) for word in words],
-        env=child_environment() | {MARK: mark} | (environment or {}),
-        **options,
-    )
+    texts = [str(word) for word in words]
+    variables = child_environment() | {MARK: mark} | (environment or {})
+    process: warm.Running
+    if not cold and popen.keys() <= {"cwd", "stdout", "stderr"} and warm.can_start(texts, variables):
+        process = warm.start(texts, env=variables, start_new_session=True, **popen)
+    else:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        options: dict[str, Any] = {"text": True, "start_new_session": True, **streams, **popen}
+        process = subprocess.Popen(texts, env=variables, **options)
     try:
         yield Program(process, mark)
     finally:

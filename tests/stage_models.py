@@ -197,6 +197,7 @@ def t5(sizes: list[int]) -> Case:
 
 def mixtral(sizes: list[int]) -> Case:
     more = {"num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}
+    more["output_router_logits"] = True  # hooks collect them, and the loss of all layers is in the loss
     return _language("MixtralForCausalLM", "MixtralConfig", sizes, **SMALL, **more)
 
 

@@ -52,12 +52,12 @@ class NanoAttention(nn.Module):
 
 
 class NanoBlock(nn.Module):
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, inner: int) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attn = NanoAttention(width, num_heads)
         self.mlp = nn.ModuleDict(
-            {"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width), "drop": nn.Dropout(0.0)}
+            {"c_fc": nn.Linear(width, inner), "c_proj": nn.Linear(inner, width), "drop": nn.Dropout(0.0)}
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,12 +68,14 @@ class NanoBlock(nn.Module):
 class Nano(nn.Module):
     """A Transformer with tied embeddings."""
 
-    def __init__(self, *, width: int = 32, num_heads: int = 4, num_blocks: int = 2) -> None:
+    def __init__(
+        self, *, width: int = 32, num_heads: int = 4, num_blocks: int = 2, inner: int = 128, words: int = TOKENS
+    ) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(TOKENS, width), nn.Embedding(64, width)
-        self.h = nn.ModuleList(NanoBlock(width, num_heads) for _ in range(num_blocks))
+        self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(64, width)
+        self.h = nn.ModuleList(NanoBlock(width, num_heads, inner) for _ in range(num_blocks))
         self.ln_f = nn.LayerNorm(width)
-        self.lm_head = nn.Linear(width, TOKENS, bias=False)
+        self.lm_head = nn.Linear(width, words, bias=False)
         self.lm_head.weight = self.wte.weight
 
     def forward(self, idx: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from paceline.elastic.notices import PREEMPTED, TOO_FEW
+from paceline.launch.lifeline import signal_at_parents_death
 from paceline.monitor.audit import audit
 
 __all__ = ["Difference", "Run", "Stand", "compared", "losses_of", "state_of", "struck"]
@@ -37,6 +38,11 @@ class Stand:
     @property
     def holds_state(self) -> bool:
         return self.step > 0 and not self.is_stopped
+
+
+def _end_with_the_driver() -> None:
+    """In the command's process: when who drives it is killed, it ends, and the kernel kills its workers with it."""
+    signal_at_parents_death(signal.SIGKILL)
 
 
 class Run:
@@ -77,6 +83,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_the_driver,
             )
 
     @property

@@ -12,17 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import standard_library, windows
 
-__all__ = ["CUT", "llama", "next_byte_loss", "text"]
-
-CUT = {  # the usual plan: who is divided by outputs, and who takes them up
-    "model.layers.*.self_attn.q_proj": "column",
-    "model.layers.*.self_attn.k_proj": "column",
-    "model.layers.*.self_attn.v_proj": "column",
-    "model.layers.*.self_attn.o_proj": "row",
-    "model.layers.*.mlp.gate_proj": "column",
-    "model.layers.*.mlp.up_proj": "column",
-    "model.layers.*.mlp.down_proj": "row",
-}
+__all__ = ["llama", "next_byte_loss", "text"]
 
 
 def llama(width: int, layers: int, heads: int) -> LlamaForCausalLM:

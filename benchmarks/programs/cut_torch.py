@@ -4,28 +4,16 @@ WIDTH LAYERS HEADS SAMPLES STEPS MICROS OUT
 """
 
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from cut_model import CUT, llama, next_byte_loss, text
+from cut_by_hand import cut_by_hand
+from cut_model import llama, next_byte_loss, text
 from measured import Measured
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 WIDTH, LAYERS, HEADS, SAMPLES, STEPS, MICROS, OUT = (*map(int, sys.argv[1:7]), sys.argv[7])
-
-
-def styles() -> dict[str, Any]:
-    """The usual plan; the embedding and the head are divided by words."""
-    plan: dict[str, Any] = {
-        name: ColwiseParallel() if role == "column" else RowwiseParallel() for name, role in CUT.items()
-    }
-    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    return plan
 
 
 def main() -> None:
@@ -33,8 +21,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     loader = DataLoader(text(STEPS * SAMPLES * MICROS), batch_size=SAMPLES)
     measured = Measured()
-    model: Any = llama(WIDTH, LAYERS, HEADS)
-    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), styles())
+    model = llama(WIDTH, LAYERS, HEADS)
+    cut_by_hand(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     batches = iter(loader)
     for _ in range(STEPS):

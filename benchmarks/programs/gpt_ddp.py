@@ -1,5 +1,6 @@
 """The example's GPT under torch's DistributedDataParallel, as its tutorial writes it: JSON with the ms of each step."""
 
+import importlib
 import json
 import sys
 import time
@@ -13,12 +14,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, next_byte_loss, standard_library, windows
 
-WIDTH, LAYERS, HEADS, SAMPLES, STEPS, OUT = (*map(int, sys.argv[1:6]), sys.argv[6])
+WIDTH, LAYERS, HEADS, SAMPLES, STEPS = map(int, sys.argv[1:6])
+OUT, BACKEND = sys.argv[6:8]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if BACKEND != "gloo":
+        importlib.import_module("paceline").register_backend(BACKEND)
+    dist.init_process_group(BACKEND)
     text, _ = standard_library()
     data = windows(text, STEPS * SAMPLES * dist.get_world_size())
     loader = DataLoader(data, batch_size=SAMPLES, sampler=DistributedSampler(data))

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.comm.torch_group import register_backend
     from paceline.errors import (
         BadNumbersError,
         CheckpointError,
@@ -18,7 +19,27 @@ if TYPE_CHECKING:
         SyncError,
         WorkerError,
     )
-    from paceline.plan import AllReduce, Batch, Cast, Compute, Guard, Job, Layout, Plan, Raw
+    from paceline.plan import (
+        AllReduce,
+        Batch,
+        Cast,
+        Compute,
+        Gossip,
+        Guard,
+        Int8,
+        Job,
+        Layout,
+        LocalSGD,
+        Nesterov,
+        OneBit,
+        ParameterServer,
+        Plan,
+        PowerSGD,
+        Raw,
+        Sparse,
+        TopK,
+    )
+    from paceline.rates import scaled_lr
     from paceline.run import run
     from paceline.worker.batch import StepBatch
     from paceline.worker.worker import Worker
@@ -30,22 +51,34 @@ __all__ = [
     "Cast",
     "CheckpointError",
     "Compute",
+    "Gossip",
     "Guard",
+    "Int8",
     "Job",
     "LaunchError",
     "Layout",
+    "LocalSGD",
+    "Nesterov",
+    "OneBit",
     "PacelineError",
+    "ParameterServer",
     "Plan",
     "PlanError",
+    "PowerSGD",
     "Raw",
+    "Sparse",
     "StepBatch",
     "SyncError",
+    "TopK",
     "Worker",
     "WorkerError",
+    "register_backend",
     "run",
+    "scaled_lr",
 ]
 
 _HOMES = {
+    "paceline.comm.torch_group": ("register_backend",),
     "paceline.errors": (
         "BadNumbersError",
         "CheckpointError",
@@ -55,7 +88,27 @@ _HOMES = {
         "SyncError",
         "WorkerError",
     ),
-    "paceline.plan": ("AllReduce", "Batch", "Cast", "Compute", "Guard", "Job", "Layout", "Plan", "Raw"),
+    "paceline.plan": (
+        "AllReduce",
+        "Batch",
+        "Cast",
+        "Compute",
+        "Gossip",
+        "Guard",
+        "Int8",
+        "Job",
+        "Layout",
+        "LocalSGD",
+        "Nesterov",
+        "OneBit",
+        "ParameterServer",
+        "Plan",
+        "PowerSGD",
+        "Raw",
+        "Sparse",
+        "TopK",
+    ),
+    "paceline.rates": ("scaled_lr",),
     "paceline.worker.batch": ("StepBatch",),
     "paceline.worker.worker": ("Worker",),
 }

@@ -16,16 +16,18 @@ from typing import Any
 
 from paceline.errors import LaunchError, PlanError, WorkerError, writing
 from paceline.events import Event, EventLog, RunStarted, Warned
+from paceline.launch.again import Again
 from paceline.launch.head import Head
 from paceline.launch.local import launch
 from paceline.launch.member import Member
 from paceline.launch.occupied import wait_until_free
 from paceline.launch.outcome import Outcome, WorkerExit
 from paceline.launch.parent import WarmParent
+from paceline.launch.staying import Staying
+from paceline.memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.monitor.books import Books
 from paceline.monitor.failure import Failure, explain, root
 from paceline.monitor.lookout import Lookout
-from paceline.monitor.memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.monitor.process import this_host
 from paceline.monitor.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
@@ -54,15 +56,20 @@ class Attempt:
         command_started: float,
         follow: bool = False,
         function: tuple[Callable[[Any], Any], Mapping[str, Any]] | None = None,
+        asked: Job | None = None,
+        again: Again | None = None,
     ) -> None:
         """`job` has its workers and its run_dir; with `follow` the latter gives way to the head's.
 
-        `function` is the function of `paceline.run(fn)` with the Job fields of that call.
+        `function` is the function of `paceline.run(fn)` with the Job fields of that call. `again`: the workers of the
+        attempt before were lost, and begin again in this way; `asked` is the job as the user started it.
         """
         self.job = job
         self._plan, self._overrides, self._given = plan, tuple(overrides), tuple(given)
         self._command_started = command_started
         self._follow, self._function = follow, function
+        self._again, self.asked = again, asked or job
+        self.next: Again | None = None  # after `run`: how the next attempt is to begin
         self.run_dir = Path(str(job.run_dir))
         self.number = 0
         self.is_head = True
@@ -76,10 +83,20 @@ class Attempt:
     def directory(self) -> Path:
         return self.run_dir / f"attempt_{self.number}"
 
-    def run(self, warm: WarmParent) -> Outcome:
-        """Start the workers, watch them to their end, and tell the user how it went."""
+    def run(
+        self,
+        warm: WarmParent,
+        *,
+        stays: Staying | None = None,
+        judge: Callable[[Attempt, Outcome, int], Again | None] | None = None,
+    ) -> Outcome:
+        """Start the workers, watch them to their end, and tell the user how it went.
+
+        `judge(self, outcome, at_step)` says on the head whether, and how, all begin again: then `next` is set, on all
+        hosts, and the next attempt tells the user.
+        """
         kills_before = oom_kills()
-        outcome = Outcome(state="failed", exit_code=1)
+        outcome, again = Outcome(state="failed", exit_code=1), self._again
         try:
             outcome = launch(
                 self.job,
@@ -87,12 +104,17 @@ class Attempt:
                 overrides=self._overrides,
                 given=self._given,
                 run_dir=self.run_dir,
-                attempt=next_attempt(self.run_dir),
+                attempt=next_attempt(self.run_dir) if again is None or stays is None or not stays.host_index else 0,
                 observer=self,
                 met=self._begin,
                 command_started=self._command_started,
                 warm=warm,
+                stays=stays,
+                asked=self.asked,
+                again=again,
+                judge=None if judge is None else functools.partial(self._judged, judge),
             )
+            self.next = outcome.again
         except (LaunchError, PlanError):
             outcome = dataclasses.replace(outcome, exit_code=2)
             raise
@@ -100,6 +122,28 @@ class Attempt:
             seen = tuple(_seen(exit, oom_kills_before=kills_before) for exit in outcome.failures)
             outcome = dataclasses.replace(outcome, exit_code=self._end(outcome, seen))
         return outcome
+
+    def _judged(self, judge: Callable[[Attempt, Outcome, int], Again | None], outcome: Outcome) -> Again | None:
+        """What follows where workers were lost, all of which have ended."""
+        seen = 0 if self._watch is None else self._watch.catch_up()
+        return judge(self, outcome, max(seen, 0 if self._again is None else self._again.restarted.step))
+
+    def successor(self, again: Again) -> Attempt:
+        """The next attempt of the same run, to be run at once."""
+        begins_by = again.restarted
+        job, given = dataclasses.replace(self.job, workers=again.workers, hosts=again.num_hosts), self._given
+        if begins_by.source == "disk":  # what is there, this run has saved
+            job, given = dataclasses.replace(job, fresh=False), (*given, "fresh")
+        return Attempt(
+            dataclasses.replace(job, run_dir=str(self.run_dir)),
+            plan=self._plan,
+            overrides=self._overrides,
+            given=given,
+            command_started=begins_by.lost_at,
+            function=self._function,
+            asked=self.asked,
+            again=again,
+        )
 
     def poll(self) -> None:
         """Take in what the workers have written (the launch calls it)."""
@@ -161,6 +205,8 @@ class Attempt:
             if self.is_head:
                 self._log = EventLog(self.directory / "events.jsonl", worker=None)
                 self._log.emit(self._started())
+                if self._again is not None:
+                    self._log.emit(self._again.restarted)
         local = None if self.is_head and self.job.hosts == 1 else side.here
         self._watch = Watch(
             self.run_dir,
@@ -217,7 +263,7 @@ class Attempt:
         )
         if self._lookout is not None:
             failures = self._lookout.explained(failures)
-        exit_code = books.close(outcome.state, outcome.exit_code, failures)
+        exit_code = books.close(outcome.state, outcome.exit_code, failures, goes_on=self.next is not None)
         if self._watch is not None:
             self.failures = self._watch.failures
         return exit_code
@@ -309,7 +355,7 @@ def error_of(failures: Sequence[Failure]) -> WorkerError | PlanError:
         explain(failures),
         worker=first.worker,
         host=first.host,
-        step=int(fields.get("step", 0)),
+        step=int(fields.get("step") or first.step),
         exit_code=first.exit_code,
         traceback=str(fields.get("traceback", "")),
     )
@@ -326,7 +372,7 @@ def _seen(exit: WorkerExit, *, oom_kills_before: int | None) -> Failure:
         exit_code=exit.exit_code,
         signal=exit.signal,
         error=exit.error,
-        step=int(fields.get("step", 0)),
+        step=int(fields.get("step") or 0),
         peak_memory_bytes=exit.peak_memory_bytes,
         memory_limit_bytes=limit,
         oom_likely=oom_likely(

@@ -51,7 +51,8 @@ _Setting = tuple[list[str], str]  # the names along a dotted path, and the text 
 KIND = "kind"  # the key that names the class where an annotation allows several
 UNION = typing.get_origin(Literal[0] | None)  # what a union with a Literal is; all others are types.UnionType
 TUPLE = {False: re.compile(","), True: re.compile("[-,]")}  # of anything; of whole numbers: "2-8" in a plan's text
-SHORT_FORM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<fields>[^()]*)\))?\s*")
+SHORT_FORM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<fields>.*)\))?\s*")
+COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^()]*\))")  # in the fields of a short form: another may be within
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def read_short(text: str, annotation: Any, *, path: str) -> Any:
     cls = _chosen(match["name"], annotation, path=path, value=text)
     annotations = annotations_of(cls)
     values: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, (match["fields"] or "").split(","))):
+    for part in filter(None, map(str.strip, COMMA_OUTSIDE_BRACKETS.split(match["fields"] or ""))):
         name, equals, value = (side.strip() for side in part.partition("="))
         if not equals:
             raise PlanError(f"{path}: {part!r} in {text!r} has no name; write {cls.__name__.lower()}(field=value,...).")
@@ -179,7 +180,9 @@ def unknown_name(cls: type, name: str, value: object, *, path: str) -> PlanError
     if refused:
         return PlanError(refused)
     annotations = annotations_of(cls)
-    near = suggest(name, annotations) or suggest(name, _nested_names(cls, path))
+    nested = _nested_names(cls, path)
+    meant = [dotted for dotted in nested if dotted.rpartition(".")[2] == name]  # the field's own name before like ones
+    near = suggest(name, meant or annotations) or suggest(name, nested)
     return PlanError(
         f"{_join(path, name)}: {cls.__name__} has no field {name!r}.{near} "
         f"It has {', '.join(annotations) or 'no fields'}."
@@ -203,7 +206,7 @@ def non_defaults(obj: Any) -> dict[str, Any]:
 
 
 def to_short(obj: Any) -> str:
-    """Return the short form of a flat dataclass, defaults left out: "cast(dtype=bf16)"; `read_short` reads it back."""
+    """Return the short form of a dataclass, defaults left out: "cast(dtype=bf16)"; `read_short` reads it back."""
     fields = ",".join(f"{name}={_word(value)}" for name, value in non_defaults(obj).items())
     name = type(obj).__name__.lower()
     return f"{name}({fields})" if fields else name
@@ -260,7 +263,7 @@ def _changed(obj: T, settings: Sequence[_Setting], *, path: str) -> T:
         values[name] = parse_value(text, annotations[name], path=here, owner=type(obj), name=name)
     for name, own in inner.items():
         values[name] = _changed(values.get(name, getattr(obj, name)), own, path=_join(path, name))
-    return dataclasses.replace(obj, **values) if values else obj  # type: ignore[type-var]
+    return dataclasses.replace(obj, **values) if values else obj  # type: ignore[type-var]  # a dataclass, as every caller of it says
 
 
 def _require_field(value: Any, name: str, text: str, annotation: Any, *, path: str) -> None:
@@ -375,6 +378,8 @@ def _word(value: object) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return "-".join(map(str, value))
+    if dataclasses.is_dataclass(value):
+        return to_short(value)
     return repr(value).replace("+", "") if isinstance(value, float) else quote(str(value), safe="")
 
 

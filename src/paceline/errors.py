@@ -15,8 +15,9 @@ All survive pickling. Other mistakes in arguments raise plain ValueError or Type
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "LaunchError",
     "PacelineError",
     "PlanError",
+    "Reason",
     "RunFileError",
     "SyncError",
     "WorkerError",
@@ -40,8 +42,38 @@ class PacelineError(Exception):
     """Base of all errors below."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """One thing that stands against a plan; `module` is a name in the model, or that of a part of the plan."""
+
+    module: str
+    what: str  # a sentence, with the values
+    remedy: str  # a sentence, or several
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.remedy}".strip()
+
+
 class PlanError(PacelineError, ValueError):
-    """The plan or the job cannot work; the message says what is wrong with the values and what to do."""
+    """The plan or the job cannot work; the message says what is wrong with the values and what to do.
+
+    Where a model was looked at, `reasons` are all that was found, and the message lists them.
+    """
+
+    def __init__(self, message: str = "", *, reasons: Sequence[Reason] = ()) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+    @classmethod
+    def listing(cls, headline: str, reasons: Sequence[Reason]) -> PlanError:
+        """Return the error that tells all `reasons`, each once, behind a headline."""
+        told = tuple(dict.fromkeys(reasons))
+        texts = list(map(str, told))
+        listed = f" {texts[0]}" if len(texts) == 1 else "".join(f"\n  - {text}" for text in texts)
+        return cls(f"{headline}:{listed}", reasons=told)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plan_error, (str(self), self.reasons)
 
 
 class LaunchError(PacelineError):
@@ -105,6 +137,10 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFileError.about(path, error) from error
+
+
+def _plan_error(message: str, reasons: tuple[Reason, ...]) -> PlanError:
+    return PlanError(message, reasons=reasons)
 
 
 def _worker_error(

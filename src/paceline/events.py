@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 __all__ = [
+    "AllReduceChosen",
     "CheckpointFailed",
     "CheckpointSaved",
     "CheckpointSkipped",
@@ -26,13 +27,16 @@ __all__ = [
     "Record",
     "Regrouped",
     "Reported",
+    "Restarted",
     "RunFinished",
     "RunStarted",
     "SpikeSeen",
+    "StateKept",
     "StepDone",
     "StreamOpened",
     "Warned",
     "WeightsDiffer",
+    "WireJudged",
     "WorkerFailed",
     "WorkerFinished",
     "WorkerJoined",
@@ -81,7 +85,8 @@ class WorkerStarted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """A step was committed. `loss` is that of the whole global batch; `metrics` are what this worker reported."""
+    """A step was committed. `loss` is that of the whole global batch, or of `num_here` samples of it; `metrics` are
+    what this worker reported."""
 
     step: int
     epoch: int
@@ -91,7 +96,12 @@ class StepDone(Event):
     seconds: Mapping[str, float]  # data, compute (forward and backward), communication (waited for), optimizer, total;
     # and, where members came or went, recovery: dropped work, regrouping, handing the state over
     skipped: bool = False  # gradients were not finite: no worker took the step
-    num_bytes_sent: int = 0  # handed to the wire by this worker, after the codec
+    num_bytes_sent: int = 0  # by this worker to others
+    num_wire_bytes: int = 0  # of these, gradients that went to other replicas
+    num_raw_bytes: int = 0  # what all gradients of the step would have been, as they are
+    num_here: int | None = None  # where replicas take steps by themselves: the samples of this one's; None: all
+    noise_scale: float | None = None  # of gradients, in samples: larger batches pay up to about here; None: not known
+    alone: bool = False  # no other worker took part in it: replicas take whole batches, in any order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +157,32 @@ class CheckpointSkipped(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StateKept(Event):
+    """Every worker's state after `step` was copied into memory that outlives it; said by the first worker."""
+
+    step: int
+    every: int  # steps until the next one
+    seconds: float  # that training stood still for it
+    num_bytes: int  # of a host's memory, for this copy and the one before
+    travel_s: float = 0.0  # that the copy before took to the next host, in the background; 0: it stays on its own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restarted(Event):
+    """Workers were lost, and all begin again as this attempt; said by the supervisor before anything else happens."""
+
+    causes: Sequence[str]  # what was lost, and how
+    lost: Sequence[int]  # worker ranks
+    workers: int  # that begin again
+    at_step: int  # the newest that any of them had committed
+    step: int  # after which they go on
+    source: str  # of the state: "memory", "disk", or "nothing": they begin at step 1
+    lost_at: float  # time.time()
+    hosts: int = 1  # that are left
+    lent: Sequence[int] = ()  # workers whose state comes from a neighbour's memory, another host's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Note(Event):
     """One sentence for the console that is not a warning ("resumed from step 400")."""
 
@@ -158,6 +194,33 @@ class Warned(Event):
     """A warning of Paceline itself (Python warnings of the user's code are found in stderr.log)."""
 
     text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduceChosen(Event):
+    """`AllReduce(algorithm="auto")` has timed the algorithms among these members; said by the first of them.
+
+    Bytes are text, as keys of JSON are; "backend" is the back end's own all-reduce.
+    """
+
+    members: int
+    hosts: int
+    took_s: float
+    table: Mapping[str, Mapping[str, float]]  # by bytes and algorithm: seconds
+    chosen: Mapping[str, str]  # by bytes: what is taken for a tensor of about this size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WireJudged(Event):
+    """What steps have shown of the wire; said by the first worker, and again when it is otherwise."""
+
+    step: int
+    kind: str  # costs: more than it saves; memory: the same, in shared memory; pays: `wire` would; none: any more
+    wire: str = ""  # the one in use, or the one that would pay
+    link_s: float = 0.0  # the network's time for a step's gradients as they are
+    step_s: float = 0.0
+    encoding_s: float = 0.0  # in a step
+    saved_s: float = 0.0  # in a step; below 0: lost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,6 +292,7 @@ class Regrouped(Event):
     regrouped_s: float  # from then until all of them stood together
     steps_lost: int  # that had been committed, and have to be taken again
     holds: bool  # too few: they wait for others
+    workers_each: int = 1  # of a replica
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +305,7 @@ class WorkerJoined(Event):
     rank: int
     step: int
     after_s: float | None
+    pid: int | None = None  # of its process; None in records from before it was told
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,7 +353,7 @@ class EventLog:
 
 def open_log(path: Path) -> TextIO:
     """Open a file of lines to be appended to, each flushed at once; ends a line that a killed writer left open."""
-    file = open(path, "a+b", buffering=0)  # noqa: SIM115
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115  # handed to the caller, who closes it
     if file.tell() > 0:
         file.seek(-1, 2)
         if file.read(1) != b"\n":

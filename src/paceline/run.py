@@ -23,6 +23,7 @@ from paceline.errors import PlanError
 from paceline.launch.local import prestart
 from paceline.plan import Job, Plan
 from paceline.plan.script import workers_of_script
+from paceline.restarts import run_to_its_end
 
 if TYPE_CHECKING:
     from paceline.plan.job import Assignment
@@ -98,7 +99,7 @@ def start(
             command_started=command_started,
             follow=job.run_dir is None,
         )
-        outcome = attempt.run(warm)
+        _, outcome = run_to_its_end(attempt, warm)
     finally:
         warm.close()
     return outcome.exit_code
@@ -114,7 +115,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
             settled, plan=plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
         )
         try:
-            outcome = attempt.run(warm)
+            attempt, outcome = run_to_its_end(attempt, warm)
         finally:
             if job.launcher == "inline":
                 environment.leave()  # this process was worker 0, and is no longer

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import warm
 from fault.elastic_runs import PROGRAM, Run, undisturbed
 from network import Host
 from programs import child_environment
 
-__all__ = ["GATE", "LIMIT_S", "PORT", "SILENCE_S", "Command", "Spread", "like", "spread"]
+__all__ = ["GATE", "LIMIT_S", "PORT", "SILENCE_S", "Command", "Spread", "like", "spread", "until"]
 
 PORT = 29517
 STEPS, GATE = 24, 10
@@ -33,7 +34,7 @@ def like(steps: int = STEPS) -> Run:
 class Command:
     """The command on one host, under way or over."""
 
-    process: subprocess.Popen[str]
+    process: warm.Process
     folder: Path
 
     @property
@@ -79,8 +80,9 @@ class Command:
 class Spread:
     """One job; `start` it on host after host. The first one is the head."""
 
-    def __init__(self, folder: Path, head: Host, **options: Any) -> None:
+    def __init__(self, folder: Path, head: Host, *, program: Path = PROGRAM, **options: Any) -> None:
         self.folder, self._head, self._options = folder, head, {"pause_s": 0.2, **options}
+        self._program = program
         self.commands: list[Command] = []
         self.token("token", "0123456789abcdef0123456789abcdef")
 
@@ -105,16 +107,14 @@ class Spread:
             **changes.pop("job", {}),
         }
         options = {**self._options, **changes, "job": job}
-        environment = child_environment() | {"FAULT_DIR": str(self.folder), "OPTIONS": json.dumps(options)}
+        environment = child_environment() | {
+            "FAULTS": json.dumps(options.pop("faults", [])),
+            "FAULT_DIR": str(self.folder),
+            "OPTIONS": json.dumps(options),
+        }
         with open(folder / "output", "a", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                [*host.prefix, sys.executable, str(PROGRAM)],
-                env=environment,
-                cwd=folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            words = [sys.executable, str(self._program)]
+            process = warm.start(words, env=environment, cwd=folder, stdout=output, host=host)
         self.commands.append(Command(process=process, folder=folder))
         return self.commands[-1]
 
@@ -176,7 +176,7 @@ def spread(folder: Path, head: Host, **options: Any) -> Iterator[Spread]:
             command.process.wait()
 
 
-def until(is_so: Callable[[], bool], process: subprocess.Popen[str], otherwise: str) -> None:
+def until(is_so: Callable[[], bool], process: warm.Process, otherwise: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
         if time.monotonic() > deadline or process.poll() is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from paceline.monitor.audit import audit
 from programs import child_environment
 
@@ -55,7 +55,7 @@ class Run:
         return [(rank, tuple(told)) for rank, told in json.loads((self.folder / "weights.json").read_text())]
 
 
-def start(folder: Path, *faults: dict[str, Any], **options: Any) -> subprocess.Popen[str]:
+def start(folder: Path, *faults: dict[str, Any], program: Path = PROGRAM, **options: Any) -> warm.Process:
     """The program, under way in its run directory."""
     folder.mkdir(exist_ok=True)
     environment = child_environment() | {
@@ -63,18 +63,15 @@ def start(folder: Path, *faults: dict[str, Any], **options: Any) -> subprocess.P
         "FAULT_DIR": str(folder),
         "OPTIONS": json.dumps({**options, "job": {"run_dir": str(folder / "run"), **options.get("job", {})}}),
     }
-    command = [sys.executable, str(PROGRAM)]
-    return subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return warm.start([sys.executable, str(program)], env=environment, cwd=folder)
 
 
-def finish(folder: Path, process: subprocess.Popen[str]) -> Run:
+def finish(folder: Path, process: warm.Process) -> Run:
     output, _ = process.communicate(timeout=LIMIT_S)
     return Run(folder, process.returncode, output)
 
 
-def reached(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+def reached(run_dir: Path, step: int, process: warm.Process) -> None:
     """Return when a run has committed a step."""
     metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + LIMIT_S
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from leaks import PROGRAM_MARK as MARK
 from paceline.errors import LaunchError
 from paceline.events import Event
 from paceline.launch.local import launch
@@ -29,7 +30,6 @@ from paceline.plan.job import Job
 FAULT = Path(__file__).resolve().parent
 ENTRY = "fake_worker:work"
 REFUSED = 3  # exit code after a LaunchError
-MARK = "PROCESS_TEST_MARK"  # environment variable, inherited by every process of one supervisor
 
 
 class Said(Observer):
@@ -142,7 +142,7 @@ def supervised(
     """Start a supervisor with `options` for `main`; whatever of it is left in the end is killed."""
     mark = uuid.uuid4().hex
     source = str(FAULT.parent.parent / "src")
-    python_path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    python_path = os.pathsep.join([source, str(FAULT.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [*prefix, sys.executable, str(FAULT / "launching.py"), json.dumps(options)]
     variables = {**os.environ, MARK: mark, "PYTHONPATH": python_path, **(environment or {})}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, **popen}

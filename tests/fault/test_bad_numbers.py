@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from paceline.monitor.audit import audit
 from programs import PACELINE, checkpoints, run, write_program
 
@@ -170,7 +168,6 @@ def test_a_flipped_bit_is_one_line_with_the_worker_and_the_tensor(tmp_path: Path
     assert not lines(output, "WEIGHTS DIFFER")
 
 
-@pytest.mark.timeout(80)
 def test_a_worker_that_joined_later_goes_back_with_the_others(tmp_path: Path) -> None:
     program = write_program(tmp_path, text=JOINED)
     code, output = run(sys.executable, program, cwd=tmp_path)

@@ -148,7 +148,6 @@ def _check_the_others(directory: Path, found: Found) -> None:
         open_checkpoint(path).load()
 
 
-@pytest.mark.timeout(120)
 def test_a_start_passes_over_a_checkpoint_whose_bytes_changed_and_names_the_file(tmp_path: Path) -> None:
     program, run_dir = write_program(tmp_path), tmp_path / "run"
     words = [*PACELINE, "run", program, "--run-dir", run_dir]

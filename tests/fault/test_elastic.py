@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from fault.elastic_runs import LIMIT_S, PROGRAM, assert_unharmed, finish, reached, start, trained, undisturbed
 from paceline.monitor.audit import audit
 from programs import child_environment
@@ -31,6 +32,15 @@ def test_a_worker_killed_anywhere_in_a_step_costs_no_step(tmp_path: Path, where:
     assert regrouped["members"] == [one for one in range(4) if one != worker]
     assert regrouped["steps_lost"] == 0
     assert regrouped["step"] in (5, 6, 8)
+
+
+def test_a_worker_killed_in_a_sum_that_walks_a_schedule_costs_no_step(tmp_path: Path) -> None:
+    plan = "replicas=2-4+allreduce(algorithm=ring)+batch(size=20,micro=2)+compute(precision=fp64)"
+    run = trained(tmp_path / "a", {"worker": 2, "step": 6, "where": "sum"}, plan=plan)
+    assert_unharmed(run)
+    (regrouped,) = run.events("Regrouped")
+    assert regrouped["members"] == [0, 1, 3] and regrouped["steps_lost"] == 0
+    assert "over the loopback network" in run.output  # who names an algorithm is told what the memory would give
 
 
 def test_the_plain_loop_survives_as_the_stepper_does(tmp_path: Path) -> None:
@@ -174,7 +184,7 @@ def resized(run_dir: Path, replicas: int) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr).strip().partition(": ")[2]
 
 
-def wait_for_members(run_dir: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_members(run_dir: Path, count: int, process: warm.Process) -> None:
     """Return when so many workers are left."""
     deadline = time.monotonic() + LIMIT_S
     while len([path for path in run_dir.glob("attempt_1/worker_*/events.jsonl") if not ended(path)]) != count:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from programs import PACELINE, run
-
-pytestmark = pytest.mark.timeout(90)
 
 TRAIN = """\
 import json

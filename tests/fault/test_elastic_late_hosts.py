@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @needs_network
 def test_a_second_host_joins_a_run_that_was_begun_on_one(hosts: list[Host], tmp_path: Path) -> None:
+    """Snapshots in memory go on meanwhile, though only the first host has room for them."""
     east, west = hosts
-    with spread(tmp_path, east, plan=f"replicas=1-4+{SIZES}", gate=GATE, job={"hosts": 1, "workers": 2}) as job:
+    plan = f"replicas=1-4+{SIZES}+guard(snapshot_every=4)"
+    with spread(tmp_path, east, plan=plan, gate=GATE, job={"hosts": 1, "workers": 2}) as job:
         job.start(east)
         job.reached(GATE - 1)
         late = job.start(west)
@@ -42,9 +45,11 @@ def test_a_second_host_joins_a_run_that_was_begun_on_one(hosts: list[Host], tmp_
     assert {worker: event["after_s"] for worker, event in joined.items()} == {2: None, 3: None}
     assert min(late.ledger_steps()) == min(event["step"] for event in joined.values()) > GATE
     assert f"host west ({west.address}) has joined: 2 more replicas" in job.head.output
-    assert f"worker 2 joined at step {joined[2]['step']}\n" in job.head.output
+    assert f"worker 2 (pid {joined[2]['pid']}) joined at step {joined[2]['step']}\n" in job.head.output
     assert f"at {east.address}:{PORT}; waiting for work" in late.output
     assert not run.events("WorkerLost", "Regrouped")
+    told = (run.run_dir / "attempt_1" / "worker_0" / "events.jsonl").read_text().splitlines()
+    assert [one["step"] for one in map(json.loads, told) if one["event"] == "StateKept"] == [4, 8, 12, 16, 20, 24]
 
 
 @needs_network

@@ -16,8 +16,6 @@ from paceline.plan import Job
 from pretended_hosts import ended
 from programs import run
 
-pytestmark = pytest.mark.timeout(90)
-
 STEPS = 12
 TRAIN = """\
 import os

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(60)
+import warm
 
 GONE_S = 10.0  # the promise: this long after an error everything is gone
 
@@ -149,10 +149,8 @@ def paceline(tmp_path: Path) -> Callable[..., Done]:
 
     def run(*words: str | Path) -> Done:
         command = [sys.executable, "-m", "paceline", *map(str, words)]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=50
-        )
-        return Done(status=done.returncode, screen=done.stdout.decode(), ended=time.time())
+        done = warm.run(command, env=os.environ, timeout=110)
+        return Done(status=done.returncode, screen=done.stdout, ended=time.time())
 
     return run
 
@@ -454,6 +452,7 @@ def test_status_logs_and_audit_tell_the_truth_about_a_run_that_was_killed_twice_
 ) -> None:
     every = ("--save-every", "2")
     assert train("kill", "6", workers=3, options=every).status == 1
+    assert not list(Path("run").rglob(".error.spare")), "of the one that was killed"
     state = json.loads(paceline("status", "run", "--json").screen)
     assert (state["state"], state["step"], state["attempt"], state["exit_code"]) == ("failed", 5, 1, 1)
     assert [(worker["rank"], worker["host"] != "", worker["pid"] > 1) for worker in state["workers"]] == [

@@ -15,10 +15,9 @@ import pytest
 from paceline.errors import RunFileError
 from paceline.monitor import files
 from paceline.monitor.run_record import RunRecord
-from paceline.worker.failure import SPARE, keep_spare
+from paceline.plan.job import ERROR_SPARE
+from paceline.worker.failure import keep_spare
 from programs import PACELINE, checkpoints, record, run
-
-pytestmark = pytest.mark.timeout(90)
 
 FILLS = """\
 import torch, torch.nn.functional as F
@@ -136,7 +135,7 @@ def test_an_error_is_written_over_the_spare_file_where_there_is_no_room(tmp_path
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     told = json.loads((tmp_path / "error.json").read_text())
     assert (told["kind"], told["message"], told["step"]) == ("ZeroDivisionError", "division by zero", 3)
-    assert not (tmp_path / SPARE).exists()
+    assert not (tmp_path / ERROR_SPARE).exists()
 
 
 def test_the_sentence_names_file_reason_and_remedy() -> None:

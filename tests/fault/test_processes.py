@@ -27,8 +27,6 @@ from paceline.launch.local import launch
 from paceline.launch.parent import WarmParent
 from paceline.plan.job import Job
 
-pytestmark = pytest.mark.timeout(60)
-
 GONE_S = 10.0  # the promise: after a failure or a signal everything is gone by then
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from programs import PACELINE, checkpoints, command, losses, record, reference_losses, run, write_program
 
-pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 30.0
 LOOK_S = 0.01  # nothing tells when a file grows
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -99,3 +101,34 @@ def test_the_remains_of_a_save_tell_how_far_it_had_come(save_kills: Any, tmp_pat
     assert stage() == "committed, and over"
     final.rename(tmp_path / "step_00000024.removed-2")
     assert save_kills.marked_step(tmp_path) == 0
+
+
+DRIVER = """\
+import sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from driving.runs import Run
+
+run = Run(Path(sys.argv[2]))
+run.start()
+print(run.pid, flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not tell")
+def test_a_run_ends_with_the_benchmark_that_drives_it(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", DRIVER, str(BENCHMARKS), str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        watched = os.pidfd_open(pid)
+        driver.kill()
+    try:
+        has_ended, _, _ = select.select([watched], [], [], 10)
+        assert has_ended
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(watched, signal.SIGKILL)
+        os.close(watched)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from paceline.codec.raw import RawCodec
 from paceline.comm.group import Alone
-from paceline.sync.buckets import Bucket, assign
+from paceline.plan import Raw
+from paceline.sync.buckets import Bucket, StayingBucket, assign
 
 
 def named(sizes: list[int], dtypes: list[torch.dtype] | None = None) -> list[tuple[str, Parameter]]:
@@ -23,8 +23,8 @@ def named(sizes: list[int], dtypes: list[torch.dtype] | None = None) -> list[tup
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 800))
 def test_buckets_hold_every_parameter_once_last_first_and_keep_their_size(sizes: list[int], limit: int) -> None:
-    parameters = named(sizes)
-    runs = assign(parameters, bucket_bytes=limit)
+    parameters, group = named(sizes), Alone()
+    runs = [run for _, run in assign(parameters, bucket_bytes=limit, group_of=lambda _: group)]
     assert [name for run in runs for name, _ in run] == [name for name, _ in reversed(parameters)]
     for run in runs:
         assert len(run) == 1 or sum(4 * parameter.numel() for _, parameter in run) <= limit
@@ -34,8 +34,19 @@ def test_buckets_hold_every_parameter_once_last_first_and_keep_their_size(sizes:
 
 def test_a_bucket_has_one_type() -> None:
     parameters = named([1, 1, 1, 1], [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32])
-    runs = assign(parameters, bucket_bytes=1000)
+    group = Alone()
+    runs = [run for _, run in assign(parameters, bucket_bytes=1000, group_of=lambda _: group)]
     assert [[name for name, _ in run] for run in runs] == [["p3", "p0"], ["p2", "p1"]]
+
+
+def test_a_bucket_goes_to_one_group() -> None:
+    parameters = named([1, 1, 1, 1])
+    everybody, twins = Alone(), Alone()
+    runs = assign(parameters, bucket_bytes=1000, group_of=lambda one: twins if one is parameters[2][1] else everybody)
+    assert [([name for name, _ in run], group is twins) for group, run in runs] == [
+        (["p3", "p1", "p0"], False),
+        (["p2"], True),
+    ]
 
 
 def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero() -> None:
@@ -44,7 +55,7 @@ def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero(
     expanded = Parameter(torch.zeros(1, 5))
     wanted = [torch.randn_like(columns), torch.randn_like(pictures)]
     columns.grad, pictures.grad = (gradient.clone() for gradient in wanted)
-    bucket = Bucket([("a", columns), ("b", pictures), ("c", expanded)], group=Alone(), codec=RawCodec())
+    bucket = Bucket([("a", columns), ("b", pictures), ("c", expanded)], group=Alone(), wire=Raw())
     bucket.depart()
     bucket.land()
     for parameter, gradient in zip((columns, pictures), wanted, strict=True):
@@ -52,4 +63,20 @@ def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero(
         assert torch.equal(parameter.grad, gradient)
         assert parameter.grad.stride() == parameter.stride()
     assert expanded.grad is not None and not expanded.grad.any()
-    assert bucket.num_bytes_sent == 4 * (12 + 96 + 5)
+    assert bucket.bytes.num_sent == 0  # there is nobody else
+
+
+def test_who_is_alone_takes_what_it_had_still_to_send_into_the_first_step_that_counts() -> None:
+    parameter = Parameter(torch.zeros(3))
+    bucket = StayingBucket([("a", parameter), ("b", Parameter(torch.zeros(2)))])
+    bucket.fill({"a": torch.ones(3), "b": torch.ones(2)}, {})
+    for _ in range(2):  # the first one does not count
+        bucket.drop()
+        parameter.grad = torch.full((3,), 2.0)
+        bucket.depart()
+        assert parameter.grad.tolist() == [3.0, 3.0, 3.0]
+    bucket.settle(lambda one: one is parameter)
+    assert list(bucket.own()) == ["b"], "nobody has used b"
+    parameter.grad = torch.full((3,), 2.0)
+    bucket.depart()
+    assert parameter.grad.tolist() == [2.0, 2.0, 2.0]

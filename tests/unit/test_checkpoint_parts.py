@@ -109,7 +109,7 @@ def test_a_save_that_fails_on_one_writer_fails_at_once_and_the_next_one_succeeds
         save(first, second, 1)
         with pytest.raises(CheckpointError, match=reason):
             first.wait()
-        second._settle(None)  # pyright: ignore[reportPrivateUsage]: what it says of its own failure is not the matter
+        second._settle(None)
     assert isinstance(told[0], CheckpointFailed) and not list(tmp_path.iterdir())
     save(first, second, 2)
     first.wait()

@@ -144,6 +144,7 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "keep": (["--keep=5"], 5),
     "timeout_s": (["--timeout-s", "30"], 30.0),
     "balance": (["--balance"], True),
+    "noise_scale": (["--no-noise-scale"], False),
     "silence_s": (["--silence-s", "3"], 3.0),
     "patience_s": (["--patience-s", "5"], 5.0),
     "grace_s": (["--grace-s", "90"], 90.0),
@@ -230,7 +231,10 @@ def test_the_commands_plan_wins_over_the_job_files(tmp_path: Path, script: str, 
         (["--wokers", "2", "train.py"], "unknown option --wokers. Did you mean --workers?"),
         ([], "the following arguments are required: SCRIPT.py|JOB.toml"),
         (["absent.py"], "There is no file absent.py."),
-        (["train.py", "--plan", "experts=4"], "Layout(experts=4): spreading experts over workers"),
+        (
+            ["train.py", "--plan", "compute(precision=fp8)"],
+            "Compute(precision='fp8'): fp8 arithmetic is not built yet.",
+        ),
         (["train.py", "--plan", "default", "--set", "plan.batch.siz=4"], "Did you mean 'size'?"),
         (["train.py", "--set", "batch.size=4"], "batch.size belongs to the plan; write --set plan.batch.size=4."),
         (["train.py", "--set", "kep=4"], "job.kep: Job has no field 'kep'. Did you mean 'keep'?"),
@@ -373,7 +377,20 @@ PASSED_ON: list[tuple[list[str], str, str, tuple[Any, ...], dict[str, Any]]] = [
     ),
     (["stop", "R"], "paceline.monitor.stop", "main_stop", (Path("R"),), {}),
     (["audit", "R", "--json"], "paceline.monitor.audit", "main_audit", (Path("R"),), {"json": True}),
-    (["export", "R", "m.st"], "paceline.checkpoint.export", "main_export", (Path("R"), Path("m.st")), {}),
+    (
+        ["export", "R", "m.st"],
+        "paceline.checkpoint.export",
+        "main_export",
+        (Path("R"), Path("m.st")),
+        {"max_shard_bytes": None, "config": None},
+    ),
+    (
+        ["export", "R", "hf/", "--max-shard-size", "1.5GB", "--config", "c"],
+        "paceline.checkpoint.export",
+        "main_export",
+        (Path("R"), Path("hf")),
+        {"max_shard_bytes": 1_500_000_000, "config": Path("c")},
+    ),
     (
         [
             "parity",
@@ -474,7 +491,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     """`paceline plan --help | head -0`: the pipe is closed before anything is written."""
     command = [sys.executable, "-m", "paceline", "plan"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()  # pyright: ignore[reportOptionalMemberAccess]
+        process.stdout.close()  # pyright: ignore[reportOptionalMemberAccess]  # it is a pipe
         _, err = process.communicate(timeout=30)
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
@@ -515,17 +532,20 @@ def test_an_override_that_the_script_s_plan_may_take_is_left_to_it(
     assert list(started[0][1]["overrides"]) == overrides
 
 
-def test_an_export_to_a_directory_is_refused_and_the_folders_that_it_makes_are_told(
+def test_an_export_refuses_a_folders_options_for_a_file_and_tells_the_folders_that_it_makes(
     takes_the_place_of: Callable[..., Record], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = takes_the_place_of("paceline.checkpoint.export", "main_export")
     Path("here").mkdir()
-    assert "here is a directory: name the file to write, for example here/model.safetensors" in refused(
-        capsys, "export", "RUN", "here"
+    assert "m.st is one file: --max-shard-size and --config are for a folder" in refused(
+        capsys, "export", "RUN", "m.st", "--max-shard-size", "1GB"
+    )
+    assert "--max-shard-size is 'big'; it must be a size such as" in refused(
+        capsys, "export", "RUN", "here", "--max-shard-size", "big"
     )
     assert calls == []
 
-    def export(_: Path, target: Path) -> int:
+    def export(_: Path, target: Path, **options: object) -> int:
         target.parent.mkdir(parents=True)
         return 0
 

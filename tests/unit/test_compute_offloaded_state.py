@@ -150,7 +150,7 @@ def test_options_that_a_step_counts_up_are_counted_once(disk: Path) -> None:
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"steps": 0})
 
-        def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch has overloads
             for group in self.param_groups:
                 group["steps"] += 1
                 for parameter in group["params"]:

@@ -114,7 +114,7 @@ def test_a_mistake_names_path_value_and_what_is_legal(table: dict[str, Any], say
 
 def test_a_constructor_checks_types_like_the_reader() -> None:
     with pytest.raises(PlanError, match=r"Tea\.minutes is 1\.5; it must be a whole number or none"):
-        Tea(minutes=1.5)  # pyright: ignore[reportArgumentType]
+        Tea(minutes=1.5)  # pyright: ignore[reportArgumentType]  # that is refused
 
 
 def test_overrides_change_nested_fields_in_order() -> None:

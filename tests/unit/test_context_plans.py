@@ -29,7 +29,7 @@ def test_heads_are_shared_where_they_divide_and_keys_go_round_a_ring_where_not()
     with pytest.raises(PlanError, match=r"kind='heads' needs heads that divide among 3 workers.*kind='auto'"):
         find_plan(build("own", torch.float32), size=3, kind="heads")
     with pytest.raises(PlanError, match="kind='rings': it must be 'auto', 'heads' or 'ring'"):
-        find_plan(build("own", torch.float32), size=2, kind="rings")  # type: ignore
+        find_plan(build("own", torch.float32), size=2, kind="rings")  # type: ignore  # that is refused
     with pytest.raises(PlanError, match=r"context=0\): it must be at least 1"):
         find_plan(build("own", torch.float32), size=0)
 

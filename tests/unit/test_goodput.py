@@ -16,8 +16,10 @@ from paceline.events import (
     EventLog,
     Record,
     Regrouped,
+    Restarted,
     RunStarted,
     SpikeSeen,
+    StateKept,
     StepDone,
     WeightsDiffer,
     WorkerFailed,
@@ -213,6 +215,58 @@ def test_steps_that_are_taken_again_are_repeated_and_the_time_between_attempts_i
     assert incident.costs == pytest.approx({"repeated": 4.0, "recovery": 2.0, "down": 6.0})  # a second for nothing each
     assert ledger.worker_s["compute"] == pytest.approx(2 * 0.6 * 8)  # each step once
     assert ledger.elapsed(12.0) == ledger.elapsed(9.0) == 9.0
+
+
+def test_what_it_takes_until_all_have_begun_again_is_recovery_and_their_snapshots_are_no_useful_time() -> None:
+    lost = Restarted(
+        causes=["worker 1 (pid 7) killed by signal 9"],
+        lost=[1],
+        workers=2,
+        at_step=5,
+        step=4,
+        source="memory",
+        lost_at=9.0,
+    )
+    kept = StateKept(step=4, every=2, seconds=0.04, num_bytes=10)
+    first = log(
+        [started(2.0, 0), started(2.0, 1), record(6.5, kept, 0)],
+        {worker: steps(1, 5, 2.0) for worker in (0, 1)},
+        ended=9.0,
+        state="failed",
+    )
+    began = [started(11.0, worker, startup_s=2.0, resumed_from_step=4) for worker in (0, 1)]
+    again = log(
+        [record(9.5, lost), *began, finished(18.0, 0, 8), finished(18.0, 1, 8)],
+        {worker: steps(5, 8, 13.0) for worker in (0, 1)},
+        attempt=2,
+        began=9.0,  # as the supervisor counts
+        ended=18.0,
+    )
+    ledger = keep_ledger([first, again])
+    assert_whole(ledger, places=36.0)
+    (incident,) = ledger.incidents
+    assert ledger.num_lost == 1
+    assert incident_text(incident) == (
+        "attempt 1 ended after step 5: worker 1 (pid 7) killed by signal 9; attempt 2 went on from step 4 (from "
+        "memory), steps lost 1"
+    )
+    accounts = ledger.workers[0]
+    assert accounts["repeated"] == pytest.approx(1.0)  # step 5, the first time
+    # From the last step to the end, and the next attempt's start, with what its first step does not measure.
+    assert accounts["recovery"] == pytest.approx(2.0 + 4.0 + 0.05)
+    assert accounts["down"] == 0.0 and accounts["start_up"] == pytest.approx(2.05)
+    assert accounts["checkpoint"] == 0.0, "the step after the snapshot was taken again, so all of it is repeated"
+    assert incident.cost_s == pytest.approx(2 * (accounts["recovery"] + accounts["repeated"]))
+
+
+def test_a_snapshot_in_memory_is_taken_out_of_the_step_after_it() -> None:
+    told = {worker: steps(1, 4, 2.0) for worker in (0, 1)}
+    kept = StateKept(step=2, every=2, seconds=0.04, num_bytes=10)
+    records = [started(2.0, 0), started(2.0, 1), record(4.1, kept, 0), finished(6.0, 0, 4), finished(6.0, 1, 4)]
+    ledger = keep_ledger([log(records, told, ended=6.0)])
+    for worker in (0, 1):
+        assert ledger.workers[worker]["checkpoint"] == pytest.approx(0.04)
+        assert ledger.workers[worker]["other"] == pytest.approx(3 * 0.05 - 0.04)
 
 
 def test_the_cause_of_an_end_is_the_first_error_and_not_its_echo() -> None:

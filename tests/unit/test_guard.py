@@ -148,10 +148,11 @@ def test_the_guard_is_a_part_of_the_plan_with_a_text_form() -> None:
         ({"on_spike": "stop", "factor": 0.0}, "Guard.factor is 0.0; it must be more than 0"),
         ({"on_spike": "stop", "factor": math.inf}, "Guard.factor is inf; it must be more than 0"),
         ({"on_spike": "stop", "window": 7}, "Guard.window is 7; it must be at least 8 steps"),
-        ({"on_spike": "rollback", "snapshot_every": 0}, "Guard.snapshot_every is 0; it must be at least 1 step"),
+        ({"on_spike": "rollback", "snapshot_every": 0}, "Guard.snapshot_every is 0, and on_spike='rollback' goes back"),
+        ({"snapshot_every": -1}, "Guard.snapshot_every is -1; it must be a number of steps, 0 (never), or left out"),
         ({"check_every": -1}, "Guard.check_every is -1; it must be 0 (never) or a number of steps"),
         ({"factor": 5.0}, "on_spike='none' does not use it"),
-        ({"on_spike": "skip", "snapshot_every": 5}, "or use on_spike='rollback'"),
+        ({"on_spike": "none", "window": 64}, "or use on_spike='stop' or 'skip' or 'rollback'"),
     ],
 )
 def test_a_guard_that_makes_no_sense_is_refused(fields: dict[str, Any], says: str) -> None:

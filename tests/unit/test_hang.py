@@ -96,12 +96,12 @@ def doing(
         ),
         calls=calls,
     )
-    return dataclasses.replace(made, **fields)  # type: ignore[arg-type]
+    return dataclasses.replace(made, **fields)
 
 
 def one_is_missing(waited_s: float, **fields: object) -> dict[int, Doing]:
-    waiting = {k: doing(k, call(416), call(417), waited_s=waited_s, **fields) for k in (0, 1, 3)}  # type: ignore[arg-type]
-    return {**waiting, 2: doing(2, call(416), idle_s=waited_s, **fields)}  # type: ignore[arg-type]
+    waiting = {k: doing(k, call(416), call(417), waited_s=waited_s, **fields) for k in (0, 1, 3)}  # type: ignore[arg-type]  # the values are of many types
+    return {**waiting, 2: doing(2, call(416), idle_s=waited_s, **fields)}  # type: ignore[arg-type]  # the values are of many types
 
 
 def only(findings: list[Finding]) -> Finding:

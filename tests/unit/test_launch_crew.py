@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class PretendedParent:
     def attach(self, loop: Loop, *, on_message: Callable[..., None], on_lost: Callable[[str], None]) -> None:
         self.says, self.ends = on_message, on_lost
 
-    def fork(self, assignment: Assignment, channel: socket.socket) -> None:
+    def fork(self, assignment: Assignment, channel: socket.socket, *, vault: Sequence[int] = ()) -> None:
         channel.close()
         self.forked.append(assignment)
 
@@ -64,11 +64,11 @@ class Notes:
 class Scene:
     """A crew that begins with the workers `ranks` of a job of 4 on 2 hosts."""
 
-    def __init__(self, run_dir: Path, *ranks: int) -> None:
+    def __init__(self, run_dir: Path, *ranks: int, begins_at: int | None = None) -> None:
         self.loop, self.parent, self.notes = Loop(), PretendedParent(), Notes()
         about: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "attempt": 1, "command_started": 0.0}
         job = Job(workers=4, hosts=2, head="a:29500")
-        alike = template(job, host_index=1, slots=2, run_dir=run_dir, **about)
+        alike = template(job, host_index=1, slots=2, run_dir=run_dir, begins_at=begins_at, **about)
         fields: dict[str, Any] = {"parent": self.parent, "listener": self.notes, "say": self.notes.heard.append}
         self.crew = Crew(assign(alike, ranks), template=alike, loop=self.loop, **fields)
         self.crew.start()
@@ -101,24 +101,47 @@ def late(tmp_path: Path) -> Iterator[Scene]:
 
 def test_who_comes_later_is_told_the_lowest_free_number_of_its_host(began: Scene) -> None:
     began.parent.says({"op": "exited", "worker": 2, "pid": 7, "exit_code": 0, "signal": None, "peak_memory_bytes": 1})
-    began.crew.add(9, workers=5)
-    began.crew.add(5, workers=6)
+    began.crew.add(9, workers=5, incarnation=1)
+    began.crew.add(5, workers=6, incarnation=1)
     assert began.forked == [(2, 0, 2, False), (3, 1, 2, False), (9, 0, 2, True), (5, 2, 3, True)]
     assert began.parent.forked[2].workers == 5
     assert began.parent.forked[2].worker_dir.endswith("attempt_1/worker_9")
 
 
+def test_who_comes_later_begins_with_what_the_others_send_not_with_what_they_began_with(tmp_path: Path) -> None:
+    with closing(Scene(tmp_path, begins_at=7)) as scene:
+        scene.ready()
+        scene.crew.add(2, workers=3, incarnation=1)
+        assert scene.parent.forked[-1].begins_at is None
+
+
+def test_a_crew_is_gone_when_also_those_have_ended_that_were_killed_one_by_one(began: Scene) -> None:
+    def says(op: str, worker: int) -> None:
+        about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1} if op == "exited" else {}
+        began.parent.says({"op": op, "worker": worker, "pid": 10 + worker, **about})
+
+    says("started", 2)
+    began.crew.kill_worker(2)
+    began.crew.kill_worker(3)  # before it was heard of
+    assert not began.crew.alive and not began.crew.is_gone
+    says("exited", 2)
+    says("started", 3)
+    assert not began.crew.is_gone
+    says("exited", 3)
+    assert began.crew.is_gone
+
+
 def test_who_is_started_before_the_warm_parent_is_ready_is_forked_when_it_is(late: Scene) -> None:
-    late.crew.add(4, workers=6)
-    late.crew.add(5, workers=6)
+    late.crew.add(4, workers=6, incarnation=1)
+    late.crew.add(5, workers=6, incarnation=1)
     assert late.forked == []
     late.ready()
     assert late.forked == [(4, 0, 2, True), (5, 1, 2, True)]
 
 
 def test_who_is_killed_before_it_was_forked_never_is(late: Scene) -> None:
-    late.crew.add(4, workers=6)
-    late.crew.add(5, workers=6)
+    late.crew.add(4, workers=6, incarnation=1)
+    late.crew.add(5, workers=6, incarnation=1)
     late.crew.kill_worker(4)
     late.ready()
     assert [rank for rank, *_ in late.forked] == [5]
@@ -126,12 +149,25 @@ def test_who_is_killed_before_it_was_forked_never_is(late: Scene) -> None:
     assert late.parent.signalled == [(5, signal.SIGKILL)]
 
 
+def test_a_successor_may_be_killed_before_its_start_is_heard_of(began: Scene) -> None:
+    def ended(pid: int) -> dict[str, Any]:
+        return {"op": "exited", "worker": 2, "pid": pid, "exit_code": None, "signal": 9, "peak_memory_bytes": 0}
+
+    began.parent.says({"op": "started", "worker": 2, "pid": 70})
+    began.parent.says(ended(70))
+    began.crew.add(2, workers=4, incarnation=1)
+    began.crew.kill_worker(2)
+    began.parent.says({"op": "started", "worker": 2, "pid": 71})
+    began.parent.says(ended(71))
+    assert began.notes.heard == [(2, None)], "only of the first one nobody knew"
+
+
 def test_a_host_whose_warm_parent_is_lost_says_that_it_can_start_nobody_before_it_tells_who_was_lost(
     began: Scene,
 ) -> None:
     began.parent.ends("was killed by signal 9")
     assert began.notes.heard == ["barren", (2, "WarmParentLost"), (3, "WarmParentLost")]
-    began.crew.add(2, workers=4)
+    began.crew.add(2, workers=4, incarnation=1)
     assert began.notes.heard[-1] == (2, "WarmParentLost")
     assert len(began.forked) == 2
 

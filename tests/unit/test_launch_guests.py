@@ -81,7 +81,7 @@ def test_a_host_that_comes_gets_the_replicas_that_fit_on_it_and_what_the_plan_do
         "host c (10.0.0.3) has joined: 1 more replica",
         "host d (10.0.0.4) has joined: its slots are spare",
     ]
-    assert heard(to_c) == [{"op": "start", "worker": 3, "workers": 4}]
+    assert heard(to_c) == [{"op": "start", "worker": 3, "workers": 4, "incarnation": 1}]
     assert heard(to_d) == []
 
 
@@ -91,8 +91,8 @@ def test_a_worker_that_came_later_has_joined_with_its_first_step_and_once(both: 
     both.head.join(c)
     for step in (5, 6):
         for worker in (0, 3):
-            both.notice(worker, "committed", step=step)
-    assert both.events == [WorkerJoined(rank=3, step=5, after_s=None)]
+            both.notice(worker, "committed", step=step, pid=40 + worker)
+    assert both.events == [WorkerJoined(rank=3, step=5, after_s=None, pid=43)]
 
 
 def test_who_is_lost_with_its_host_is_started_where_slots_are_spare(both: HeadAndMember) -> None:
@@ -101,10 +101,10 @@ def test_who_is_lost_with_its_host_is_started_where_slots_are_spare(both: HeadAn
     both.head.join(c)
     both.member.close()
     both.loop.turn(1.0)
-    assert heard(to_c) == [{"op": "start", "worker": 2, "workers": 3}]
+    assert heard(to_c) == [{"op": "start", "worker": 2, "workers": 3, "incarnation": 1}]
     lost = next(event for event in both.events if isinstance(event, WorkerLost))
     assert (lost.rank, lost.host, lost.reason) == (2, "b", "host b (10.0.0.2) was lost: it closed the connection")
-    both.notice(2, "committed", step=9)
+    both.notice(2, "committed", step=9, pid=42)
     joined = both.events[-1]
     assert isinstance(joined, WorkerJoined) and joined.after_s is not None
 
@@ -134,7 +134,7 @@ def test_a_host_that_can_fork_no_more_workers_is_given_none_and_its_lost_ones_co
     assert "start" not in both.ops()
     c, to_c = both.come("c", index=2)
     both.head.join(c)
-    assert heard(to_c) == [{"op": "start", "worker": 1, "workers": 2}]
+    assert heard(to_c) == [{"op": "start", "worker": 1, "workers": 2, "incarnation": 1}]
 
 
 def test_the_generation_that_takes_a_worker_of_another_host_in_knows_that_it_is_spread(both: HeadAndMember) -> None:
@@ -193,7 +193,7 @@ def test_who_leaves_with_its_host_is_replaced_where_slots_are_spare_and_not_ther
     c, to_c = both.come("c", index=2)
     both.head.join(c)
     sigterm(both)
-    assert heard(to_c) == [{"op": "start", "worker": 3, "workers": 3}]
+    assert heard(to_c) == [{"op": "start", "worker": 3, "workers": 3, "incarnation": 1}]
     assert "start" not in both.ops()
 
 

@@ -96,20 +96,30 @@ def test_a_signal_after_a_failure_does_not_hide_it(both: HeadAndMember) -> None:
     assert both.head.outcome is not None and both.head.outcome.exit_code == 1
 
 
-def test_a_silent_host_is_lost_and_its_workers_have_failed(both: HeadAndMember) -> None:
-    both.say(op="started", worker=2, pid=77)
-    now = time.monotonic()
-    both.head.tick(now + SILENCE_S - 1)
-    assert both.said == []
-    both.head.tick(now + SILENCE_S + 1)
-    assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 15 s"]
-    both.head.exited(ended(0, None, sent_by_us=True))
-    both.head.exited(ended(1, None, sent_by_us=True))
-    assert both.state() == "failed"
-    assert both.head.outcome is not None
-    lost = both.head.outcome.failures[2]
-    assert (lost.worker, lost.host, lost.pid, lost.exit_code, lost.signal) == (2, "b", 77, None, None)
-    assert lost.error is not None and lost.error["message"] == both.said[0]
+def test_a_silent_host_is_lost_after_the_jobs_silence_and_its_workers_have_failed() -> None:
+    with closing(HeadAndMember(silence_s=4.0)) as both:
+        both.say(op="started", worker=2, pid=77)
+        now = time.monotonic()
+        both.head.tick(now + 3)
+        assert both.said == []
+        both.head.tick(now + 5)
+        assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 4 s"]
+        both.head.exited(ended(0, None, sent_by_us=True))
+        both.head.exited(ended(1, None, sent_by_us=True))
+        assert both.state() == "failed"
+        assert both.head.outcome is not None
+        lost = both.head.outcome.failures[2]
+        assert (lost.worker, lost.host, lost.pid, lost.exit_code, lost.signal) == (2, "b", 77, None, None)
+        assert lost.error is not None and lost.error["message"] == both.said[0]
+
+
+def test_a_host_that_has_not_spoken_yet_has_longer_for_it_prepares_its_directory() -> None:
+    with closing(HeadAndMember(silence_s=4.0)) as both:
+        now = time.monotonic()
+        both.head.tick(now + SILENCE_S - 1)
+        assert both.said == []
+        both.head.tick(now + SILENCE_S + 1)
+        assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 15 s"]
 
 
 def test_a_host_lost_after_its_workers_ended_well_is_no_failure(both: HeadAndMember) -> None:

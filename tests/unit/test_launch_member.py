@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from paceline.elastic.notices import PREEMPTED
-from paceline.events import Event
 from paceline.launch.guests import SILENCE_S
 from paceline.launch.head import STOP_S, TERMINATE_S
 from paceline.launch.outcome import Outcome
@@ -29,12 +28,12 @@ def test_what_the_head_says_before_there_are_workers_is_done_later(pair: MemberA
     pair.head.send({"op": "stop", "grace_s": 3.0})
     pair.loop.turn(1.0)
     assert pair.crew.told == []
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     assert pair.crew.told == [("terminate", 3.0)]
 
 
 def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) -> None:
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     now = time.monotonic()
     pair.member.tick(now + SILENCE_S - 1)
     assert pair.crew.told == []
@@ -49,7 +48,7 @@ def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) ->
 
 
 def test_a_signal_to_a_member_is_told_to_the_head(pair: MemberAndHead) -> None:
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     pair.member.interrupted(signal.SIGHUP)
     assert told(pair.head) == {"op": "leaving", "signal": int(signal.SIGHUP), "reason": ""}
     pair.member.interrupted(signal.SIGHUP)
@@ -63,7 +62,7 @@ LEFT: dict[str, Any] = {"op": "end", "outcome": Outcome(state="stopped", exit_co
 def test_a_second_signal_kills_the_workers_that_are_leaving_and_the_exit_status_says_so(
     pair: MemberAndHead, again: signal.Signals, exit_code: int
 ) -> None:
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     pair.member.interrupted(signal.SIGTERM)
     pair.member.interrupted(again)
     assert pair.crew.told == ["kill"]
@@ -76,7 +75,7 @@ def test_a_second_signal_kills_the_workers_that_are_leaving_and_the_exit_status_
 
 
 def test_a_second_signal_when_the_workers_have_left_already_changes_nothing(pair: MemberAndHead) -> None:
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     pair.member.interrupted(signal.SIGTERM)
     pair.crew.alive.clear()
     pair.member.interrupted(signal.SIGTERM)
@@ -86,7 +85,7 @@ def test_a_second_signal_when_the_workers_have_left_already_changes_nothing(pair
 
 
 def test_a_signal_while_workers_save_because_the_head_was_lost_ends_them_at_once(pair: MemberAndHead) -> None:
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     pair.member.request(2, {"op": "begun"})
     pair.head.close()
     pair.loop.turn(1.0)
@@ -101,7 +100,7 @@ def test_a_signal_while_workers_save_because_the_head_was_lost_ends_them_at_once
 
 def test_a_host_that_came_later_and_has_no_workers_ends_when_the_head_is_lost(pair: MemberAndHead) -> None:
     pair.crew.alive.clear()
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     pair.head.close()
     pair.loop.turn(1.0)
     pair.member.tick(time.monotonic())
@@ -112,7 +111,7 @@ def test_a_host_that_came_later_and_has_no_workers_ends_when_the_head_is_lost(pa
 def test_workers_that_were_lost_and_replaced_before_the_head_was_lost_do_not_spoil_a_good_end(
     pair: MemberAndHead,
 ) -> None:
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     pair.member.request(2, {"op": "begun"})
     pair.member.exited(ended(2, None, signal=9))
     pair.head.close()
@@ -125,7 +124,7 @@ def test_workers_that_were_lost_and_replaced_before_the_head_was_lost_do_not_spo
 
 
 def test_an_error_of_the_program_counts_also_when_the_head_is_lost_after_it(pair: MemberAndHead) -> None:
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
+    pair.lead()
     pair.member.request(2, {"op": "begun"})
     pair.member.exited(ended(2, 1))
     pair.head.close()
@@ -137,8 +136,8 @@ def test_an_error_of_the_program_counts_also_when_the_head_is_lost_after_it(pair
 
 
 def test_a_host_looks_out_for_workers_that_it_is_given_later(pair: MemberAndHead) -> None:
-    pair.member.lead(pair.crew, list[Event]().append)  # type: ignore[arg-type]
-    pair.head.send({"op": "start", "worker": 7, "workers": 8})
+    pair.lead()
+    pair.head.send({"op": "start", "worker": 7, "workers": 8, "incarnation": 1})
     pair.loop.turn(1.0)
     assert pair.member.here == {2, 7}
     assert pair.crew.told == [("add", 7, 8)]

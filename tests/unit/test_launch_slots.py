@@ -86,3 +86,21 @@ def test_a_host_that_can_start_no_more_keeps_whom_it_has_and_gets_nobody() -> No
     assert placed(slots, 1) == [1]
     slots.shut(1)
     assert placed(slots, 5) == [None]
+
+
+def test_a_replica_that_was_lost_comes_back_together_also_where_it_was_apart() -> None:
+    slots = made((3, [0, 1, 2]), (3, [3]))
+    slots.lose(2)
+    slots.lose(3)
+    assert placed(slots, 2, 3) == [1, 1]
+    for worker in (2, 3):
+        slots.lose(worker)
+    slots.open(1, 1)
+    assert placed(slots, 2, 3) == [1, 0]  # no host has room for both
+
+
+def test_room_counts_what_those_leave_who_end_with_the_lost_ones() -> None:
+    slots = made((2, [1, 2]), (2, [3]))
+    assert slots.room(2) == 0
+    assert slots.room(2, without={2, 3}) == 1
+    assert slots.room(1, without={2, 3}) == 3

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.monitor.failure import Failure, explain, headline, root
-from paceline.monitor.memory import memory_limit_bytes, oom_kills, oom_likely
 
 GiB = 1 << 30
 OURS = Path(paceline.__file__).parent

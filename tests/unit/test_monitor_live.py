@@ -39,7 +39,7 @@ class Terminal:
     def __init__(self) -> None:
         self._master, slave = pty.openpty()
         os.set_blocking(self._master, False)
-        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115
+        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115  # closed by close()
         self.text = ""
 
     def read(self) -> str:
@@ -77,14 +77,14 @@ def test_a_terminal_shows_a_block_with_lines_above_it(workers: Workers, terminal
     watch.poll()
     assert "starting the workers" in terminal.read()
     workers.start()
-    watch._screen.poll(time.monotonic() + 2.0)  # pyright: ignore[reportPrivateUsage]
+    watch._screen.poll(time.monotonic() + 2.0)
     assert "starting the workers" in terminal.read()  # nobody has read yet that they are there
     workers.step(1)
     workers.step(5, metrics={"lr": 0.5})
     workers.emit(Evaluated(step=5, num_samples=30, metrics={"accuracy": 0.75}, duration_s=0.5))
     workers.write(0, "stdout", "\x1b[31mred\x1b[0m text\n50%\r100%\n")
     watch.poll()
-    watch._screen.poll(time.monotonic() + 5.0)  # pyright: ignore[reportPrivateUsage]
+    watch._screen.poll(time.monotonic() + 5.0)
     shown = plain(terminal.read())
     for part in (
         "5 of 10  50%",
@@ -108,7 +108,7 @@ def test_the_marks_of_a_terminal_follow_the_members(workers: Workers, terminal: 
 
     def marks(after_s: float) -> str:
         watch.poll()
-        watch._screen.poll(time.monotonic() + after_s)  # pyright: ignore[reportPrivateUsage]
+        watch._screen.poll(time.monotonic() + after_s)
         shown = r"workers  ([●○✗✓·]+  \d(?:, \d has left)?(?:  \d lost so far)?)"
         return re.findall(shown, plain(terminal.read()))[-1]
 
@@ -145,7 +145,7 @@ def test_no_number_of_the_block_is_cut_at_any_width(
     job = Job(tensorboard=False)
     console = LiveConsole(terminal.stream, run_dir=workers.run, workers=2, local=range(2), max_steps=None)
     watch = Watch(workers.run, 1, 2, job=job, console="none")
-    watch._sinks.append(console)  # pyright: ignore[reportPrivateUsage]
+    watch._sinks.append(console)
     workers.start()
     workers.emit(StreamOpened(name="train", num_samples=4000, epochs=40, last_step=20000))
     workers.step(1200, epoch=2)
@@ -190,7 +190,7 @@ def test_a_terminal_of_one_host_of_several_waits_for_its_own_workers_only(tmp_pa
     assert "●○  1 of 2 here, 4 in all" in plain(terminal.read())
     workers.start_one(1)
     watch.poll()
-    watch._screen.poll(time.monotonic() + 5.0)  # pyright: ignore[reportPrivateUsage]
+    watch._screen.poll(time.monotonic() + 5.0)
     shown = plain(terminal.read())
     watch.finish("finished", 0)
     workers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -16,6 +17,7 @@ from paceline.events import (
     EventLog,
     Regrouped,
     Reported,
+    Restarted,
     StepDone,
     WorkerFinished,
     WorkerJoined,
@@ -67,7 +69,7 @@ def test_a_loss_is_one_line_and_so_is_its_end_and_ready_is_said_once(workers: Wo
     assert [json.loads(line)["step"] for line in metrics] == [1, 2]  # it is not waited for the lost one
     workers.start_one(1)
     workers.step(3)
-    supervisor.emit(WorkerJoined(rank=1, step=3, after_s=0.2))
+    supervisor.emit(WorkerJoined(rank=1, step=3, after_s=0.2, pid=8))
     supervisor.emit(WorkerLost(rank=2, host="a", step=3, reason="worker 2 (pid 9) killed by signal 9"))
     watch.poll()
     facts = watch.finish("finished", 0)
@@ -77,10 +79,27 @@ def test_a_loss_is_one_line_and_so_is_its_end_and_ready_is_said_once(workers: Wo
     line = "worker 1 (pid 7) killed by signal 9 after step 1: detected in 0.01 s, regrouped in 0.03 s; 1 worker goes on"
     assert shown.count("killed by signal 9 after") == 1
     assert f"\n{line}, steps lost 0, samples repeated 0\n" in shown
-    assert "\nworker 1 joined at step 3, 0.20 s after the loss\n" in shown
+    assert "\nworker 1 (pid 8) joined at step 3, 0.20 s after the loss\n" in shown
     assert "\nworker 2 (pid 9) killed by signal 9 before it had joined\n" in shown  # nothing else would tell of it
     assert (facts["workers_lost"], facts["workers_joined"], facts["steps_lost"]) == (2, 1, 0)
     assert "\n  incidents      2 workers lost, 1 taken in again, 0 steps lost (more: paceline report" in shown
+
+
+def test_an_attempt_that_began_again_says_so_in_its_closing_table(workers: Workers) -> None:
+    def shown(**fields: Any) -> str:
+        stream = io.StringIO()
+        watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+        with contextlib.closing(EventLog(workers.run / "attempt_1" / "events.jsonl", worker=None)) as supervisor:
+            supervisor.emit(Restarted(causes=["worker 1 (pid 7) killed"], workers=2, lost_at=0.0, **fields))
+        watch.finish("finished", 0)
+        return stream.getvalue()
+
+    workers.start()
+    workers.step(1)
+    table = shown(lost=[1], at_step=21, step=12, source="memory")
+    assert "\n  incidents      worker 1 lost: all began again from memory after step 12, 9 steps done again (" in table
+    table = shown(lost=[0, 1], at_step=1, step=0, source="nothing")
+    assert "\n  incidents      workers 0, 1 lost: all began anew, 1 step done again (more: paceline report" in table
 
 
 def test_who_leaves_is_named_once_with_the_reason_and_waited_for_no_longer(workers: Workers) -> None:

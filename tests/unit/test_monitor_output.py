@@ -34,7 +34,7 @@ class Desk:
         self.output.poll(self.now)
         return self.shown
 
-    def finish(self, failed: set[int] = frozenset()) -> list[str]:  # type: ignore[assignment]
+    def finish(self, failed: set[int] = frozenset()) -> list[str]:  # type: ignore[assignment]  # only read
         self.shown.clear()
         self.output.finish(self.now, failed=failed)
         return self.shown

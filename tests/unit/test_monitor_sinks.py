@@ -30,6 +30,7 @@ from paceline.monitor.prometheus import PrometheusEndpoint
 from paceline.monitor.steps import Step
 from paceline.monitor.summary import Summary
 from paceline.monitor.tensorboard import EVERY_S, TensorBoardFile
+from paceline.monitor.wording import closing_table
 
 SECONDS = {"data": 0.1, "compute": 1.3, "communication": 0.4, "optimizer": 0.1, "total": 2.0}
 
@@ -122,6 +123,38 @@ def test_rows_that_a_killed_supervisor_did_not_write_come_from_the_events_of_who
     sink.accept(step(7))
     sink.close()
     assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "says"),
+    [
+        (1234.5, 8, "about 1,200 samples; the batch is 8: larger ones, on more workers, pay up to about that size"),
+        (0.2, 64, "about 1 sample; the batch is 64: still larger ones, on more workers, would hardly save steps"),
+        (99.6, 64, "about 100 samples; the batch is 64: larger ones, on more workers, pay up to about that size"),
+    ],
+)
+def test_every_sink_tells_the_noise_scale_once_it_is_known(
+    tmp_path: Path, samples: float, batch: int, says: str
+) -> None:
+    path, summary = tmp_path / "metrics.jsonl", Summary(tmp_path, attempt=1, workers=2)
+    metrics, board = MetricsFile(path, attempt=1), TensorBoardFile(tmp_path / "tb")
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=2)
+    rows = [step(1, num_samples=batch), step(2, num_samples=batch // 2, noise_scale=samples)]
+    try:
+        for sink in (metrics, board, summary, endpoint):
+            sink.accept(started())
+        for row, known in zip(rows, (False, True), strict=True):
+            for sink in (metrics, board, summary, endpoint):
+                sink.accept(row)
+            assert scrape(endpoint.url).get("paceline_noise_scale") == (samples if known else None)
+    finally:
+        endpoint.close()
+    board.close()
+    assert [line.get("noise_scale") for line in read(path)] == [None, samples]
+    assert scalars(tmp_path / "tb")["noise_scale"] == [(2, pytest.approx(samples))]
+    facts = summary.facts("finished", 0)
+    assert (facts["noise_scale"], facts["batch_size"]) == (samples, batch)
+    assert f"noise scale    {says}" in closing_table(facts)
 
 
 # ---------------------------------------------------------------------------------------------------------- tensorboard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.events import EventLog, StreamOpened, Warned, WorkerFailed, WorkerStarted
+from paceline.events import EventLog, Restarted, StreamOpened, Warned, WorkerFailed, WorkerStarted
 from paceline.monitor.failure import Failure, follows
 from paceline.monitor.process import this_host
 from paceline.monitor.run_record import RunRecord
@@ -60,6 +61,16 @@ def test_progress_has_the_whole_and_people_count_epochs_from_1(
     assert status(workers.run).progress.last_step == 60
 
 
+def test_that_all_have_begun_again_is_told_with_the_cause(workers: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = Restarted(
+        causes=["worker 1 (pid 7) killed"], lost=[1], workers=2, at_step=21, step=12, source="memory", lost_at=1.0
+    )
+    with contextlib.closing(EventLog(workers.attempt / "events.jsonl", worker=None)) as supervisor:
+        supervisor.emit(lost)
+    told = shown(workers.run, capsys)
+    assert "  1 worker lost, 2 taking part now; the last incident:\n    worker 1 (pid 7) killed after step 21: " in told
+
+
 @pytest.mark.parametrize(
     ("ago_s", "step_s", "is_said"), [(16.7, 0.05, True), (4.0, 0.05, False), (16.7, 3.0, False), (40.0, 3.0, True)]
 )
@@ -93,7 +104,9 @@ def test_the_last_warning_is_shown_until_a_step_is_committed(
     assert status(workers.run).trouble.warning is None, "it goes on"
 
 
-def test_a_process_that_is_halted_is_told_from_one_that_runs(workers: Workers) -> None:
+def test_a_process_that_is_halted_is_told_from_one_that_runs(
+    workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         about: dict[str, Any] = {"rank": 1, "pid": process.pid, "startup_s": 1.9, "plan": "", "workers": 2}
         path = workers.directories[1] / "events.jsonl"
@@ -106,6 +119,10 @@ def test_a_process_that_is_halted_is_told_from_one_that_runs(workers: Workers) -
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             assert [worker.state for worker in status(workers.run).workers] == ["running", "halted"]
+            told = shown(workers.run, capsys)
+            assert (
+                f"  worker 1 (pid {process.pid}) is halted (SIGSTOP, a debugger) and keeps the others waiting" in told
+            )
         finally:
             process.kill()  # a stopped one, too
 

@@ -17,7 +17,7 @@ from paceline.monitor.stream import Tail
 
 def done(step: int, worker: int, *, when: float | None = None, **fields: object) -> Record:
     values: dict[str, object] = {"epoch": 0, "num_samples": 8, "loss": 1.0, "metrics": {}, "seconds": {"total": 0.5}}
-    event = StepDone(step=step, **{**values, **fields})  # type: ignore[arg-type]
+    event = StepDone(step=step, **{**values, **fields})  # type: ignore[arg-type]  # the values are of many types
     return Record(float(step) if when is None else when, worker, event)
 
 
@@ -137,6 +137,15 @@ def test_a_row_is_the_mean_of_the_workers_that_reported(tmp_path: Path) -> None:
     assert row.seconds == {"total": 2.0, "data": pytest.approx(0.2)}
     assert (row.time, row.workers, row.num_bytes_sent) == (10.5, (0, 1, 2), 11)
     assert row.samples_per_s == 8 / 2.0  # the first step: by its own duration
+
+
+def test_steps_of_single_workers_are_rows_of_their_own_however_late() -> None:
+    merger = StepMerger(range(2))
+    for step, worker, when in ((1, 0, 1.0), (3, 0, 2.0), (4, 0, 3.0), (5, 0, 4.0)):
+        merger.add(done(step, worker, when=when, alone=True))
+    assert [(row.step, row.workers) for row in merger.rows()] == [(1, (0,)), (3, (0,)), (4, (0,)), (5, (0,))]
+    merger.add(done(2, 1, when=9.0, alone=True))
+    assert [row.step for row in merger.rows()] == [2] and merger.rest() == []
 
 
 def test_samples_per_second_come_from_the_time_between_commits() -> None:

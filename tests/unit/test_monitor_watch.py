@@ -25,6 +25,7 @@ from paceline.events import (
     Warned,
     WorkerFinished,
 )
+from paceline.launch.outcome import lost
 from paceline.monitor.books import Books
 from paceline.monitor.console import PlainConsole
 from paceline.monitor.failure import Failure
@@ -113,6 +114,16 @@ def test_a_killed_worker_is_said_to_have_reached_its_last_step(workers: Workers)
     assert watch.failures[0].step == 6
 
 
+def test_workers_of_a_lost_host_have_come_as_far_as_the_others(workers: Workers) -> None:
+    """Their files are on that host."""
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    workers.step(6)
+    exit = lost(2, host="b", pid=12, kind="HostLost", message="host b was lost")
+    watch.finish("failed", 1, [Failure(worker=2, host="b", pid=12, error=exit.error)])
+    assert "worker 2 (host b, pid 12) failed after step 6: HostLost: host b was lost\n" in stream.getvalue()
+
+
 def test_a_run_that_failed_before_its_first_step_has_no_table(workers: Workers) -> None:
     stream = io.StringIO()
     watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
@@ -188,7 +199,7 @@ def test_a_plain_line_comes_first_then_once_an_interval_and_at_the_end(workers: 
     stream = io.StringIO()
     console = PlainConsole(stream, every_s=2.0)
     watch = Watch(workers.run, 1, 2, job=JOB, console="none")
-    watch._sinks.append(console)  # pyright: ignore[reportPrivateUsage]
+    watch._sinks.append(console)
     for number in range(1, 8):
         workers.step(number)
         watch.poll()
@@ -309,7 +320,7 @@ def test_a_sink_that_cannot_write_is_given_up_and_the_run_goes_on(workers: Worke
 
 def test_an_unknown_kind_of_console_is_refused(workers: Workers) -> None:
     with pytest.raises(ValueError, match="'auto', 'plain' or 'none'"):
-        Watch(workers.run, 1, 2, job=JOB, console="fancy")  # type: ignore[arg-type]
+        Watch(workers.run, 1, 2, job=JOB, console="fancy")  # type: ignore[arg-type]  # that is refused
 
 
 def test_an_idle_poll_is_cheap(tmp_path: Path) -> None:

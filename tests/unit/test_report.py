@@ -156,6 +156,7 @@ def test_the_page_is_one_file_that_fetches_nothing(run: Run) -> None:
     assert page.open == [] and page.addresses == []
     assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest", text)
     assert "<signal>" not in text and CAUSE in " ".join(page.texts)  # what a user's run says is no markup
+    assert "incident, 1 worker lost" in page.texts
     assert {"Where the time went", "Loss", "Samples per second", "Workers", "Incidents"} <= set(page.texts)
 
 

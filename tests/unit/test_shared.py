@@ -8,7 +8,8 @@ import platform
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from paceline.comm.arena import MARKS, Arena, refusal
 from paceline.comm.group import Landed, Transfer
-from paceline.comm.pieces import SMALL_BYTES
+from paceline.comm.pieces import MOVED_BYTES, NUM_MOVED, SMALL_BYTES
 from paceline.comm.shared import SharedGroup
 from paceline.comm.sums import SUMMED
 from paceline.errors import SyncError
@@ -32,6 +33,8 @@ LIMIT_S = 10.0
 class Underneath:
     """Stands for torch's group: notes what comes through."""
 
+    shares_memory = False
+
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
         self.calls: list[str] = []
@@ -43,6 +46,23 @@ class Underneath:
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         self.calls.append(what)
         return Landed()
+
+    def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
+        self.calls.append(what)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
+        self.calls.append(what)
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Landed:
+        self.calls.append(what)
+        return Landed()
+
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Landed:
+        self.calls.append(what)
+        return Landed()
+
+    def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
+        self.calls.append(what)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
         self.calls.append(what)
@@ -200,20 +220,129 @@ def test_tensors_with_holes_of_many_dims_and_of_inference_are_summed(members: Ca
         assert leaf.tolist() == [2.0] * 3
 
 
+MANY = NUM_MOVED * MOVED_BYTES // 8 + 77  # float64: more than all places there hold
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("numel", [1, 3000, MANY])
+def test_each_gets_what_all_gather(members: Callable[..., Members], size: int, numel: int) -> None:
+    def work(group: SharedGroup) -> list[bool]:
+        right = []
+        for dtype in (torch.float64, torch.int8, torch.bool):
+            out = [torch.empty(numel, 1, dtype=dtype) for _ in range(size)]
+            group.all_gather(numbers(numel, dtype, group.index).view(numel, 1), out, what="rows")
+            right += [torch.equal(one.view(-1), numbers(numel, dtype, index)) for index, one in enumerate(out)]
+        return right
+
+    assert members(size).each(work) == [[True] * 3 * size] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("numel", [1, 3000, MANY])
+def test_each_gets_the_bits_of_the_sum_of_its_own_part(members: Callable[..., Members], size: int, numel: int) -> None:
+    def work(group: SharedGroup) -> list[bool]:
+        right = []
+        for dtype in (torch.float64, torch.bfloat16):
+            whole = numbers(size * numel, dtype, group.index).view(size, numel)
+            out = torch.empty(numel, dtype=dtype)
+            group.reduce_scatter(whole.unbind(), out, what="gradients")
+            right.append(torch.equal(out, summed(size * numel, dtype, size).view(size, numel)[group.index]))
+        return right
+
+    assert members(size).each(work) == [[True, True]] * size
+
+
+@pytest.mark.parametrize("most", [1, 40, 70_000])
+def test_each_gets_what_everybody_has_for_it_of_whatever_length(members: Callable[..., Members], most: int) -> None:
+    lengths = [[0, most, 1], [most // 3, 0, most], [2, most, most // 2]]
+
+    def work(group: SharedGroup) -> list[bool]:
+        parts = [numbers(length, torch.float64, 10 * group.index + k) for k, length in enumerate(lengths[group.index])]
+        out = [torch.empty(row[group.index], dtype=torch.float64) for row in lengths]
+        group.all_to_all(parts, out, what="tokens")
+        wanted = [numbers(one.numel(), torch.float64, 10 * k + group.index) for k, one in enumerate(out)]
+        return [torch.equal(one, want) for one, want in zip(out, wanted, strict=True)]
+
+    assert members(3).each(work) == [[True] * 3] * 3
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_all_get_what_the_source_has_of_any_type_and_layout(members: Callable[..., Members], source: int) -> None:
+    def made(index: int) -> list[Tensor]:
+        grid = numbers(6, torch.float64, index).view(2, 3)
+        return [grid.t(), grid.to(torch.complex64), grid > 0, torch.tensor(7 + index), numbers(MANY, torch.int8, index)]
+
+    def work(group: SharedGroup) -> list[bool]:
+        tensors = made(group.index)
+        for tensor in tensors:
+            group.broadcast(tensor, source=source, what="weights")
+        return [torch.equal(one, wanted) for one, wanted in zip(tensors, made(source), strict=True)]
+
+    assert members(3).each(work) == [[True] * 5] * 3
+
+
+def test_moves_and_sums_under_way_keep_their_order(members: Callable[..., Members]) -> None:
+    def work(group: SharedGroup) -> bool:
+        bucket, right = group.allocate(9000, dtype=torch.float32, device=CPU), True
+        for turn in range(100):
+            bucket.fill_(turn + group.index)
+            begun = group.all_reduce(bucket, what="a bucket")
+            out = torch.empty(2, 500)
+            group.all_gather(torch.full((500,), float(turn * 7 + group.index)), out.unbind(), what="rows")
+            begun.wait()
+            right = right and bool((bucket == 2 * turn + 1).all()) and out.mean(1).tolist() == [turn * 7, turn * 7 + 1]
+        return right
+
+    assert members(2).each(work) == [True, True]
+
+
+def test_what_was_moved_is_not_kept_alive(members: Callable[..., Members]) -> None:
+    def work(group: SharedGroup) -> bool:
+        out = torch.empty(2, 500)
+        group.all_gather(torch.ones(500), out.unbind(), what="rows")
+        kept = weakref.ref(out.untyped_storage())
+        del out
+        return kept() is None
+
+    assert members(2).each(work) == [True, True]
+
+
+def test_who_moves_something_else_is_named(members: Callable[..., Members]) -> None:
+    def kinds(group: SharedGroup) -> None:
+        out = torch.empty(2, 4)
+        if group.index:
+            group.reduce_scatter(torch.ones(2, 2).unbind(), out[0, :2], what="gradients")
+        else:
+            group.all_gather(torch.ones(4), out.unbind(), what="rows")
+
+    first, second = members(2).each(kinds)
+    assert "in rows worker 0 gathers 4 numbers of float32, while worker 1 sums and scatters 4 numbers" in str(first)
+    assert "in gradients worker 1 sums and scatters 4 numbers of float32, while worker 0 gathers 4" in str(second)
+
+    def lengths(group: SharedGroup) -> None:
+        out = [torch.empty(3 + group.index) for _ in range(2)]
+        group.all_to_all([torch.ones(3), torch.ones(3)], out, what="tokens")
+
+    first, second = members(2, timeout_s=0.3).each(lengths)
+    assert "in tokens: worker 1 wants [4, 4] numbers and gets [3, 3]" in str(second)
+    assert isinstance(first, SyncError)
+
+
 def test_what_memory_cannot_sum_goes_to_the_group_underneath(members: Callable[..., Members]) -> None:
     group_of = members(2)
 
     def work(group: SharedGroup) -> None:
         group.all_reduce(torch.ones(2, dtype=torch.complex64), what="complex")
         group.allocate(2, dtype=torch.complex64, device=CPU)
-        group.broadcast(torch.ones(2), what="weights")
+        group.reduce_scatter([torch.ones(2, dtype=torch.bool)] * 2, torch.ones(2, dtype=torch.bool), what="booleans")
         group.gather_objects(1)
         group.broadcast_object(2)
-        group.barrier()  # not this one
+        group.broadcast(torch.ones(2), what="weights")  # not this one
+        group.barrier()  # and not this one
 
     group_of.each(work)
     for under in group_of.under:
-        assert under.calls == ["complex", "allocate", "weights", "gather_objects", "broadcast_object"]
+        assert under.calls == ["complex", "allocate", "booleans", "gather_objects", "broadcast_object"]
 
 
 def test_before_the_group_underneath_blocks_a_member_does_its_part(members: Callable[..., Members]) -> None:
@@ -222,7 +351,7 @@ def test_before_the_group_underneath_blocks_a_member_does_its_part(members: Call
     tensors = [torch.ones(100_000) for _ in range(2)]
     first, second = group_of.groups
     begun = first.all_reduce(tensors[0], what="a sum")
-    asked = threading.Thread(target=first.broadcast, args=(torch.ones(1),))
+    asked = threading.Thread(target=first.broadcast_object, args=(1,))
     asked.start()
     second.all_reduce(tensors[1], what="a sum").wait()  # comes back only when the first one has summed its half
     asked.join(LIMIT_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +18,9 @@ from paceline.parallel.stages.costs import measured_costs, operation_costs
 from paceline.parallel.stages.cut import closed_places, cut_units, route
 from paceline.parallel.stages.halves import Halves
 from paceline.parallel.stages.record import record
-from paceline.parallel.stages.replay import Part, replay
+from paceline.parallel.stages.replay import Part, Replayer
 from paceline.parallel.stages.tape import Tape
-from paceline.parallel.units import find_units, seeded_units
+from paceline.parallel.units import find_units, names_matching, seeded_units
 
 CPU = torch.device("cpu")
 
@@ -109,7 +111,7 @@ def test_weights_of_products_wait_for_the_second_half_and_hooks_run_there() -> N
 def test_operations_and_measured_times_find_the_heavy_unit() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64)) for width in (8, 8, 2048, 8)))
     micro, units = torch.randn(256, 64), find_units(model, named=["0", "1", "2", "3"])
-    forward = lambda m: model(m).square().mean()  # noqa: E731
+    forward = lambda m: model(m).square().mean()  # noqa: E731  # as it is written where it is passed
     operations = operation_costs(model, forward, micro, units=units, device=CPU)
     assert operations == [2 * 2 * 256 * 64 * width for width in (8, 8, 2048, 8)]
     tape = record(model, forward, micro, units=units, device=CPU)
@@ -131,9 +133,8 @@ def stages_of(
     arrived: dict[int, Tensor] = {}
     for stage in range(num_stages):
         received = {n: t.detach().requires_grad_(tape.values[n].has_gradient) for n, t in arrived.items()}
-        part = replay(
-            forward, micro, units=units, tape=tape, route=way, stage=stage, received=received, device=CPU, seed=seed
-        )
+        replayer = Replayer(units, device=CPU)
+        part = replayer.replay(forward, micro, tape=tape, route=way, stage=stage, received=received, seed=seed)
         parts.append((received, part))
         arrived = part.values
     parts[-1][1].result.backward()
@@ -326,3 +327,60 @@ def test_draws_between_units_are_those_of_one_process_also_after_another_stages_
         loss = forward(x)
     for num_stages in (2, 3):
         assert torch.equal(stages_of(model, forward, x, num_stages, (4,))[1][-1].result, loss)
+
+
+def test_pythons_random_between_units_is_that_of_one_process_whatever_units_draw_from_it() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * random.random()
+
+    model = nn.ModuleList(Noisy(6, 6) for _ in range(3))
+
+    def forward(x: Tensor) -> Tensor:
+        drawn.append(random.random())
+        for unit in model:
+            x = unit(x)
+            drawn.append(random.random())
+        return (x * drawn[-1]).mean()
+
+    x, drawn = torch.randn(5, 6), list[float]()
+    with seeded_units(find_units(model), 4):
+        loss = forward(x)
+    alone = drawn[:]
+    assert len(set(alone)) == 4
+    for num_stages in (2, 3):
+        drawn.clear()
+        assert torch.equal(stages_of(model, forward, x, num_stages, (4,))[1][-1].result, loss)
+        assert drawn[len(alone) :] == alone * num_stages  # the first ones were the recording's
+
+
+def test_a_replay_holds_nothing_that_the_forward_has_let_go_of() -> None:
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(x: Tensor) -> Tensor:
+        for unit in model:
+            x = unit(x)
+            made.append(weakref.ref(x))
+        alive.append(sum(one() is not None for one in made))
+        return x
+
+    made, alive = list[weakref.ref[Tensor]](), list[int]()
+    x, units = torch.randn(5, 6), find_units(model)
+    with torch.no_grad():
+        tape = record(model, forward, x, units=units, device=CPU)
+        made.clear()
+        way = route(tape, cut_units(model, tape, units=units, num_stages=1))
+        Replayer(units, device=CPU).replay(forward, x, tape=tape, route=way, stage=0, received={})
+    assert alive[-1] == 1
+
+
+def test_units_are_named_by_patterns_part_by_part() -> None:
+    model = stage_models.Tied(depth=2)
+    assert names_matching(model, ["blocks.*", "norm"]) == ("blocks.0", "blocks.1", "norm")
+    assert names_matching(model, ["blocks.*.m*p"]) == ("blocks.0.mlp", "blocks.1.mlp")
+    with pytest.raises(PlanError, match=r"units='layers\.\*' names no module of Tied, which has embed, blocks, blocks"):
+        names_matching(model, ["layers.*", "norm"])
+    with pytest.raises(PlanError, match=r"'drop' has no parameters; 'blocks\.0\.mlp' is inside 'blocks\.0'"):
+        names_matching(model, ["blocks.0", "blocks.0.mlp", "drop"])
+    with pytest.raises(PlanError, match=r"blocks of Tied is a ModuleList, .* name its members, 'blocks\.\*'"):
+        names_matching(model, ["blocks"])

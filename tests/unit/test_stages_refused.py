@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.errors import PlanError
 from paceline.parallel.stages.cut import cut_units, route
 from paceline.parallel.stages.record import record
-from paceline.parallel.stages.replay import replay
+from paceline.parallel.stages.replay import Replayer
 from paceline.parallel.stages.tape import Tape
 from paceline.parallel.units import find_units
 
@@ -137,7 +137,7 @@ def test_a_unit_that_writes_to_other_modules_is_refused_and_the_attribute_is_put
         return unit.inner(x)
 
     model = nn.Sequential(nn.Linear(6, 6), Holds(tells), nn.Linear(6, 6))
-    tells.model = model  # type: ignore[attr-defined]
+    tells.model = model  # type: ignore[attr-defined]  # any attribute
     assert "1 sets the attribute 'note' of the model, which is outside of it" in refusal(model)
     assert not hasattr(model, "note")
 
@@ -188,6 +188,28 @@ def test_a_unit_that_uses_what_another_left_inside_stays_with_it() -> None:
     )
 
 
+@pytest.mark.parametrize("returns", [False, True])
+def test_what_a_hook_inside_a_unit_hands_out_travels_unless_it_changes_it(returns: bool) -> None:
+    seen: list[Tensor] = []
+
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+        seen.append(output)
+        return output * 2 if returns else None
+
+    model = Net(lambda net, x: net.c(net.b(net.a(x))) + seen.pop())
+    first = Holds(lambda unit, x: unit.inner(x).tanh())
+    first.inner.register_forward_hook(hook)
+    model.add_module("a", first)
+    if returns:
+        assert "a forward hook inside a hands out what stages without a need" in refusal(model)
+        return
+    tape = tape_of(model)
+    ((name, _),) = tape.calls[0].told
+    assert name == "inner"
+    crossing = route(tape, cut_units(model, tape, units=find_units(model), num_stages=3)).crossing
+    assert [len(numbers) for numbers in crossing] == [2, 2], "the hidden value, and what was handed out"
+
+
 @pytest.mark.parametrize(
     "starts, says",
     [
@@ -220,11 +242,11 @@ def test_a_forward_that_goes_another_way_than_the_first_is_an_error_not_a_wrong_
 
     model, units = Net(branches), find_units(Net(branches))
     units = find_units(model)
-    forward = lambda m: F.mse_loss(model(m), m)  # noqa: E731
+    forward = lambda m: F.mse_loss(model(m), m)  # noqa: E731  # as it is written where it is passed
     tape = record(model, forward, X.abs(), units=units, device=CPU)
     cut = cut_units(model, tape, units=units, num_stages=1)
     with pytest.raises(PlanError, match=r"another way .* c\(\) came where b\(\) was expected"):
-        replay(forward, -X.abs(), units=units, tape=tape, route=route(tape, cut), stage=0, received={}, device=CPU)
+        Replayer(units, device=CPU).replay(forward, -X.abs(), tape=tape, route=route(tape, cut), stage=0, received={})
 
 
 def test_a_unit_whose_output_changes_its_shape_is_an_error() -> None:
@@ -234,4 +256,4 @@ def test_a_unit_whose_output_changes_its_shape_is_an_error() -> None:
     way = route(tape, cut_units(model, tape, units=units, num_stages=1))
     model.eval()
     with pytest.raises(PlanError, match=r"an output of 1 is float32 \[2, 6\], but float32 \[4, 6\] was expected"):
-        replay(lambda m: model(m).sum(), X, units=units, tape=tape, route=way, stage=0, received={}, device=CPU)
+        Replayer(units, device=CPU).replay(lambda m: model(m).sum(), X, tape=tape, route=way, stage=0, received={})

@@ -51,7 +51,7 @@ MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
 
 
 def world(**fields: object) -> World:
-    return World(**fields)  # pyright: ignore[reportArgumentType]
+    return World(**fields)  # pyright: ignore[reportArgumentType]  # the values are of many types
 
 
 @pytest.mark.parametrize(

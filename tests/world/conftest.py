@@ -1,4 +1,4 @@
-"""Workers are forked from this process, so what optimizers import lazily is imported here, once."""
+"""Workers are forked from this process, so what they would import lazily is imported here, once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import imported
 from forked import World
 
 torch.set_num_threads(1)
-torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+imported.import_all()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,8 @@ def test_whose_loss_is_not_finite_names_its_micro_batch_and_samples(world: World
 
         def loss(output: Tensor, target: Tensor) -> Tensor:
             value = F.mse_loss(output, target)
+            if worker.step in (7, 9) and worker.rank == 0 and output.requires_grad:
+                output.register_hook(lambda gradient: gradient * math.inf)
             return value * math.nan if worker.step in (1, 2, 4, 5) and worker.rank == 1 else value
 
         step = worker.stepper(model, optim, loss)
@@ -154,6 +157,18 @@ def test_whose_loss_is_not_finite_names_its_micro_batch_and_samples(world: World
     assert [text.split(":")[0] for text in told] == ["step 2", "step 3", "step 5"]
     assert told[2].endswith("; further ones are not told")
     assert not [event for event in events(world, 0, Warned) if "which ran here" in event.text], "its own were fine"
+
+    told = [event.text for event in events(world, 0, Warned) if "the loss is finite" in event.text]
+    said = re.compile(
+        r"step (\d+): the loss is finite, but not the gradient of \S*layers\.3\.\w+ and of 4 more after it, "
+        r"which was made here"
+    )
+    found = [match.group(1) for text in told if (match := said.fullmatch(text))]
+    assert found == {"none": ["10"], "skip": ["8", "10"]}[on_spike], "without a guard nobody looks before the first one"
+    assert not [event for event in events(world, 1, Warned) if "the loss is finite" in event.text]
+    skipped = [event.text for event in events(world, 0, Warned) if event.text.startswith("step 8 was skipped")]
+    assert len(skipped) == (on_spike == "none")
+    assert all(re.search(r"that of \S*layers\.3\.\w+ first in backward", text) for text in skipped)
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -35,7 +35,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(90)
 def test_a_slow_worker_runs_fewer_micro_batches_and_the_losses_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     losses: dict[str, list[float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,53 @@ def train(worker: Any) -> list[float]:
     data = TensorDataset(x, x.sum(-1, keepdim=True))
     losses = [float(step(batch)) for batch in worker.batches(data, epochs=2)]
     return [*losses, worker.evaluate(model, data, F.mse_loss)["loss"]]
+
+
+class Speaks(nn.Module):
+    """As models of transformers are by default: it keeps keys for generation also while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.blocks = nn.ModuleList([Remembers() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, [] if self.config.use_cache else None)
+        return x
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kept: list[Tensor] | None) -> Tensor:
+        key = self.key(x)
+        if kept is not None:
+            kept.append(key)
+            key = torch.cat(kept, 1)
+        return x + self.out(torch.tanh(key.mean(1, keepdim=True)))
+
+
+def train_cached(worker: Any) -> tuple[list[float], bool]:
+    torch.manual_seed(1)
+    model = worker.prepare(Speaks())
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
+    step = worker.stepper(model, optim, F.mse_loss)
+    x = torch.randn(24, 5, 4, generator=torch.Generator().manual_seed(3))
+    losses = [float(step(batch)) for batch in worker.batches(TensorDataset(x, x.flip(1)), epochs=1)]
+    return losses, model.config.use_cache
+
+
+def test_a_cache_for_generation_is_not_filled_twice_by_blocks_that_run_twice(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    found = {
+        kind: world(train_cached, 1, Plan(batch=BATCH, compute=Compute(recompute=kind)), fresh=True)[0]
+        for kind in ("none", "blocks", "selective")
+    }
+    assert [use_cache for _, use_cache in found.values()] == [True, False, False]
+    assert found["blocks"][0] == found["selective"][0] == pytest.approx(found["none"][0], rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

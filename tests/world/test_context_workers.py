@@ -30,7 +30,7 @@ Gradients = dict[str, Tensor]
 def group_of(worker_rank: int, size: int, store: Path) -> TorchContext:
     """A process group that is nobody's default."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    group: Any = dist.ProcessGroupGloo(dist.FileStore(str(store), size), worker_rank, size, timedelta(seconds=30))
+    group: Any = dist.ProcessGroupGloo(dist.FileStore(str(store), size), worker_rank, size, timedelta(seconds=120))
     return TorchContext(group)
 
 

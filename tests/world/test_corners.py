@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from forked import WorkersFailed, World
 from paceline.comm.channel import ChannelClosed
 from paceline.comm.group import Alone, Group
-from paceline.errors import PlanError, SyncError
+from paceline.errors import SyncError
 from paceline.parallel.apply import place
 from paceline.plan import Batch, Cast, Compute, Plan
 from paceline.worker.buffers import BufferCombiner
@@ -94,7 +94,7 @@ def test_a_micro_batch_that_leaves_a_buffer_alone_counts_with_the_old_value() ->
     buffers.rewind()
     assert module.kept.item() == 2.0
     buffers.capture(3)
-    buffers.combine(buffers.changed(), num_samples=4, group=Alone())()
+    buffers.combine(buffers.changed(), num_samples=4, groups=[Alone()])()
     assert module.kept.item() == 4.0  # (10 + 3 * 2) / 4
 
 
@@ -291,9 +291,14 @@ def test_a_deep_copy_of_a_recomputing_model_computes_with_its_own_weights(traini
     assert all(parameter.grad is not None for parameter in twin[1].parameters())
 
 
-def test_a_lazy_module_is_refused_by_its_name() -> None:
-    with pytest.raises(PlanError, match=r"0\.weight of Sequential has no shape yet.*run one forward before prepare"):
-        place(nn.Sequential(nn.LazyLinear(4)), Plan(), device=torch.device("cpu"))
+def test_a_lazy_module_is_refused_by_its_name(world: World) -> None:
+    def work(worker: Any) -> None:
+        worker.prepare(nn.Sequential(nn.LazyLinear(4)))
+
+    with pytest.raises(
+        WorkersFailed, match=r"0\.weight of Sequential has no shape yet.*run one forward before prepare"
+    ):
+        world(work, 1)
 
 
 def test_complex_gradients_survive_the_cast(world: World) -> None:

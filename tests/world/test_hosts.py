@@ -22,7 +22,6 @@ PORT = 29471
 GONE_S = 10.0
 
 pytestmark = [
-    pytest.mark.timeout(90),
     pytest.mark.needs("ip", "unshare"),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: network namespaces are made and removed"),
 ]

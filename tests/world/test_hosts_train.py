@@ -33,8 +33,6 @@ from programs import (
 PORT = 29511
 LOST_S = 15.0  # from the death of a host to the end of the job on the other one
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:

@@ -17,8 +17,6 @@ from nbclient import NotebookClient
 from fault.launching import MARK, marked
 from programs import Announcements, child_environment, losses, record, reference_losses, the_run
 
-pytestmark = pytest.mark.timeout(90)
-
 DEFINE = """\
 import json, os, torch, paceline
 import torch.nn.functional as F

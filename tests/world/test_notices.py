@@ -40,8 +40,6 @@ MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TOKEN = {"PACELINE_TOKEN": "0123456789abcdef0123456789abcdef"}
 
-pytestmark = pytest.mark.timeout(150)
-
 
 @pytest.fixture
 def train(tmp_path: Path) -> Path:

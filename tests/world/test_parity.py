@@ -15,11 +15,10 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
+import warm
 from paceline.cli import main as cli
 from paceline.cli.parity_compare import Capture, compare
 from paceline.worker.capture import Capture as Writer
-
-pytestmark = pytest.mark.timeout(60)
 
 HEAD = """
 import sys
@@ -136,14 +135,8 @@ def parity(tmp_path: Path) -> Any:
     def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "train.py"
         path.write_text(HEAD + script)
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline", "parity", str(path), *options],
-            env=os.environ | {"TMPDIR": str(scratch)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=50,
-        )
+        words = [sys.executable, "-m", "paceline", "parity", str(path), *options]
+        done = warm.run(words, env=os.environ | {"TMPDIR": str(scratch)}, stderr=subprocess.PIPE, timeout=110)
         assert [path.name for path in scratch.iterdir() if path.name.startswith("paceline")] == []
         return done
 
@@ -212,7 +205,7 @@ def test_a_script_that_depends_on_the_number_of_workers_is_found_out(script: str
     assert done.returncode == 1, done.stdout + done.stderr
     assert row(done.stdout, "2 workers")[-1] == "DIFFERS"
     assert says in done.stdout
-    assert "Usual causes:" in done.stdout
+    assert "Usual causes:" in done.stdout and "--float64 tells" in done.stdout
     assert done.stdout.endswith("parity does not hold for 1 of 1 configurations\n")
 
 
@@ -230,12 +223,26 @@ def test_a_wire_of_16_bits_is_seen_and_may_be_allowed_for(parity: Any, tmp_path:
     assert "Cast(dtype='bf16') rounds gradients to 16 bits: allow for it with --tolerance" in done.stdout
     bf16, fp16 = (float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("2 workers  "))
     assert 1e-3 < bf16 < 1e-2
+    counted = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("parity: ")]
+    assert counted == ["1/3", "2/3", "3/3"]
     assert 1e-4 < fp16 < 2e-3, "fp16 keeps three bits more"
     names = ["plan_1_reference", "plan_1_workers_2", "plan_2_workers_2"]
     assert sorted(path.name for path in kept.iterdir()) == names, "both plans have the same reference"
     assert (kept / "plan_1_workers_2" / "captured" / "gradients_1.safetensors").exists()
 
     assert parity(PLAIN, "--workers", "2", *wires[:2], "--tolerance", "1e-2").returncode == 0
+
+
+def test_a_plan_that_is_refused_or_fails_has_its_row_and_the_others_are_compared(parity: Any) -> None:
+    raises = "    if worker.plan.batch.size == 9: raise ValueError('no')\n    for batch"
+    plans = [text for size in (1, 9, 12) for text in ("--plan", f"batch(size={size},micro=3)")]
+    done = parity(PLAIN.replace("    for batch", raises), "--workers", "2", "--steps", "1", *plans)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert row(done.stdout, "2 workers")[-1] == "holds"
+    refused, failed = done.stdout.split(", not compared\n")[1:]
+    assert row(refused, "all") == ["REFUSED"] and "wants micro-batches larger than the whole batch" in refused
+    assert row(failed, "all") == ["FAILED"] and "ValueError: no" in failed
+    assert done.stdout.endswith("parity holds for what was compared; 2 could not be compared\n")
 
 
 def test_a_script_that_fails_shows_its_traceback(parity: Any) -> None:
@@ -263,7 +270,7 @@ def test_a_number_of_workers_that_the_scripts_plan_cannot_feed_is_refused_after_
         (["--workers", ""], "--workers"),
         (["--plan", "cast(dtype=fp8)"], "fp8"),
         (["--workers", "2", "--plan", "batch(size=1)"], "the job has 2 workers"),
-        (["--float64", "--plan", "cast(dtype=bf16)"], "rounds to 16 bits"),
+        (["--float64", "--plan", "cast(dtype=bf16)"], "rounds or leaves out"),
         (["--keep", "."], "is there already and not an empty directory"),
         (["--plans", "default"], "did you mean --plan?"),
     ],

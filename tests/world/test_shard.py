@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from forked import World
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.comm.split import whole
+from paceline.errors import PlanError
 from paceline.plan import Batch, Compute, Layout, Plan
 
 EXACT = Compute(precision="fp64")
@@ -198,3 +199,21 @@ def test_torchs_own_loader_reads_a_sharded_checkpoint(world: World) -> None:
         assert torch.equal(loaded[f"model.{name}"], value), name
         assert torch.equal(own[f"model.{name}"], value), name
     assert {file.name for file in path.glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp"}
+
+
+def test_units_that_are_named_are_gathered_and_recomputed_as_a_whole(world: World, oracle: dict[str, Any]) -> None:
+    def by_units(worker: Any) -> dict[str, Any]:
+        model = worker.prepare(Net(), units=["blocks.1", "head"])
+        optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
+        step = worker.stepper(model, optim, F.cross_entropy, clip_norm=0.5)
+        losses = [float(step(batch)) for batch in worker.batches(dataset(), epochs=2)]
+        units = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
+        recomputed = [name for name, module in model.named_modules() if "forward" in vars(module)]
+        with pytest.raises(PlanError, match=r"unit tied shares weight with what is outside of it: leave it out"):
+            worker.prepare(Net(), units=["blocks.*", "tied"])
+        return {"losses": losses, "units": units, "recomputed": recomputed}
+
+    plan = Plan(layout=Layout(shard=2), batch=PLAN.batch, compute=Compute(precision="fp64", recompute="blocks"))
+    for found in world(by_units, 2, plan, save_at_end=False):
+        assert found["units"] == ["", "blocks.1", "head"] and found["recomputed"] == ["blocks.1", "head"]
+        assert found["losses"] == pytest.approx(oracle["losses"], rel=1e-9)

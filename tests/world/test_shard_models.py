@@ -207,7 +207,7 @@ def test_gradients_that_travel_in_sixteen_bits_between_replicas(world: World) ->
 
 def test_bf16_is_near_and_fp32_is_nearer(world: World) -> None:
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 3e-2)):
-        plan = Plan(layout=Layout(shard=2), batch=BATCH, compute=Compute(precision=precision))  # type: ignore[arg-type]
+        plan = Plan(layout=Layout(shard=2), batch=BATCH, compute=Compute(precision=precision))  # type: ignore[arg-type]  # one of the words, as parametrized
         results = world(lambda w: steps(w, net())[0], 2, plan)
         oracle = world.one_process(lambda w: steps(w, net())[0], plan_of(plan))
         assert results[0] == pytest.approx(oracle, rel=tolerance), precision
@@ -253,7 +253,7 @@ def corrupted(worker: Any) -> Any:
         losses.append(float(step(batch)))
         if worker.step == 2 and worker.rank == 3:
             with torch.no_grad():
-                next(model.parameters()).to_local()[0, 0] += 1e-3  # type: ignore[operator]
+                next(model.parameters()).to_local()[0, 0] += 1e-3
     return losses, state_of(model)
 
 

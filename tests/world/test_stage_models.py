@@ -12,7 +12,7 @@ from torch import Tensor
 import stage_models
 from paceline.parallel.stages.cut import Cut, cut_units, keep, route
 from paceline.parallel.stages.record import record
-from paceline.parallel.stages.replay import Part, replay
+from paceline.parallel.stages.replay import Part, Replayer
 from paceline.parallel.stages.tape import Tape
 from paceline.parallel.units import find_units, seeded_units
 from stage_models import Case
@@ -40,17 +40,8 @@ def in_stages(name: str, tape: Tape, cut: Cut, place: int, seed: tuple[int, ...]
         keep(case.model, cut, [stage])
         micro, units = case.micros[place], find_units(case.model)
         received = {n: t.detach().requires_grad_(tape.values[n].has_gradient) for n, t in arrived.items()}
-        part = replay(
-            case.forward,
-            micro,
-            units=units,
-            tape=tape,
-            route=way,
-            stage=stage,
-            received=received,
-            device=CPU,
-            seed=seed,
-        )
+        replayer = Replayer(units, device=CPU)
+        part = replayer.replay(case.forward, micro, tape=tape, route=way, stage=stage, received=received, seed=seed)
         parts.append((received, part))
         arrived = part.values
     parts[-1][1].result.backward()

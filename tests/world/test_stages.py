@@ -28,8 +28,6 @@ from paceline.parallel.units import find_units, seeded_units
 from paceline.schedule.pipeline import build, in_flight_bound
 from stage_models import Case
 
-pytestmark = pytest.mark.timeout(120)
-
 CPU = torch.device("cpu")
 LIMIT_S = 90.0
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)]

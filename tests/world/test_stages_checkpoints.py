@@ -13,8 +13,6 @@ from paceline.checkpoint.reader import open_checkpoint
 from paceline.plan import Layout, Plan
 from staged_net import EXACT, RESUME, Net, Text, beside, mean_loss, train, workers_of
 
-pytestmark = pytest.mark.timeout(150)
-
 
 def test_a_checkpoint_of_any_layout_goes_on_under_any_other(world: World, tmp_path: Path) -> None:
     whole = beside(tmp_path).one_process(train, Plan(batch=RESUME, compute=EXACT))

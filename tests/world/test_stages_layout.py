@@ -35,8 +35,6 @@ from staged_net import (
     workers_of,
 )
 
-pytestmark = pytest.mark.timeout(150)
-
 LAYOUTS = [
     pytest.param(Layout(stages=2), id="stages2"),
     pytest.param(Layout(stages=3, schedule="gpipe"), id="stages3-gpipe"),

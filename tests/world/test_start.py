@@ -7,16 +7,19 @@ import json
 import os
 import pty
 import signal
+import subprocess
 import sys
 import termios
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import paceline
+import programs
 from paceline.errors import PlanError, WorkerError
 from programs import (
     GONE_S,
@@ -25,17 +28,15 @@ from programs import (
     Announcements,
     checkpoints,
     child_environment,
-    command,
     losses,
     record,
     reference_losses,
-    run,
     started_workers,
     the_run,
     write_program,
 )
 
-pytestmark = pytest.mark.timeout(90)
+command, run = partial(programs.command, cold=True), partial(programs.run, cold=True)  # as users start them
 
 # At step 14 the checkpoint of step 4 is complete: the next one, of step 8, has waited for it.
 ENDLESS = ("--epochs", "100000", "--tell-at", "14")
@@ -230,6 +231,7 @@ def test_inline_the_debugger_works_and_the_others_wait(tmp_path: Path) -> None:
     # `time.sleep` stands for somebody who thinks for longer than the job's patience.
     words = [*PACELINE, "run", train, "--launcher", "inline", "--workers", "2", "--timeout-s", "2", "--run-dir", "run"]
     with command(*words, stdin=-1) as program:
+        assert isinstance(program.process, subprocess.Popen)
         output, _ = program.process.communicate(commands, timeout=60)
         assert program.left() == []
     assert program.process.returncode == 0, output

@@ -181,10 +181,82 @@ def test_numbers_that_do_not_divide_are_refused_all_at_once() -> None:
     assert len(text.splitlines()) == 2  # 120 features of the MLP divide
 
 
-def test_a_vocabulary_that_does_not_divide_stays_whole_and_says_which_would() -> None:
-    plan = find_plan(Nano(width=40, num_heads=5), size=5)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_words_and_features_that_do_not_divide_are_cut_unevenly(sequence: bool) -> None:
+    torch.manual_seed(0)
+    model = Nano(words=101, inner=90).double()
+    plan = find_plan(model, size=4, sequence=sequence)
+    assert roles(plan) == roles(find_plan(Nano(), size=4))
+    row = {one.name: one for one in plan.rows}["h.0.mlp.c_fc"]
+    assert row.worker_bytes == 8 * 23 * (32 + 1), "23, 23, 23 and 21 features"
+
+    def loss(one: nn.Module) -> Tensor:
+        return F.cross_entropy(one(tokens()).view(-1, 101), tokens(seed=6).view(-1) + 5)
+
+    assert_same_step(model, plan, loss)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("gpt2", 101), ("bert", 99)])
+def test_models_of_transformers_are_cut_along_a_vocabulary_that_does_not_divide(kind: str, words: int) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = hugging_face(kind, vocab_size=words).double()
+    plan = find_plan(model, size=4)
+    assert [layer.role for layer in plan.layers if layer.sections == (words,)] == ["vocabulary", "head"]
+    rows = {row.role: row for row in plan.rows if row.role in ("vocabulary", "head")}
+    each = -(-words // 4)
+    assert rows["vocabulary"].worker_bytes == 8 * each * 32
+    assert rows["head"].num_bytes in (0, 8 * words), "the weight is tied: BERT's bias is left"
+    assert rows["head"].worker_bytes in (0, 8 * each)
+    assert_same_step(model, plan, lambda one: CASES[kind].loss(one, torch.float64))
+
+
+class Gated(nn.Module):
+    """Two inner vectors from one layer, of 45 features each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 90), nn.Linear(45, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+def test_sections_of_a_fused_layer_are_cut_unevenly_each() -> None:
+    torch.manual_seed(0)
+    model, x = Gated().double(), seeded((3, 8), torch.float64)
+    plan = find_plan(model, size=4, sample=(x,))
+    assert {layer.name: layer.sections for layer in plan.layers} == {"both": (45, 45), "down": (45,)}
+    assert_same_step(model, plan, lambda one: one(x).square().sum())
+
+
+def test_a_view_that_parts_uneven_features_otherwise_lets_them_be_cut_by_what_it_makes() -> None:
+    class Groups(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 18), nn.Linear(18, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).view(-1, 6, 3).softmax(-1).flatten(1))
+
+    with pytest.raises(
+        PlanError, match=r"the 6 heads of up do not divide among 4 workers\. Use tensor=1 or 2 or 3 or 6,"
+    ):
+        find_plan(Groups(), size=4)
+    x = seeded((3, 8), torch.float64)
+    plan, model = find_plan(Groups(), size=3), Groups().double()
+    assert_same_step(model, plan, lambda one: one(x).square().sum())
+
+
+def test_so_few_words_that_a_worker_would_have_none_stay_whole_and_so_few_features_are_refused() -> None:
+    plan = find_plan(Nano(words=5), size=4, sample=(torch.ones(2, 8, dtype=torch.int64),))
     assert "wte" not in roles(plan) and "h.0.mlp.c_fc" in roles(plan)
-    assert "96 tokens do not divide among 5 workers; 100 would" in str(plan)
+    assert "5 tokens leave the last of 4 workers without any" in str(plan)
+    with pytest.raises(
+        PlanError, match=r"the 6 features of .* leave the last of 4 workers without any\. Use tensor=1 or"
+    ):
+        find_plan(Nano(inner=6), size=4)
 
 
 def test_tokens_that_do_not_divide_are_refused() -> None:

@@ -30,7 +30,7 @@ Gradients = dict[str, Tensor]
 def group_of(rank: int, size: int, store: Path) -> TorchGroup:
     """A process group that is nobody's default."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    group: Any = dist.ProcessGroupGloo(dist.FileStore(str(store), size), rank, size, timedelta(seconds=30))
+    group: Any = dist.ProcessGroupGloo(dist.FileStore(str(store), size), rank, size, timedelta(seconds=120))
     return TorchGroup(group)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import pickle
 import zlib
 from collections.abc import Callable, Mapping
@@ -61,16 +62,16 @@ def read_index(data: bytes) -> dict[str, Entry]:
 
 def read_entry(directory: Path, entry: Entry, crc32: int | None) -> Tensor:
     """Read one tensor to the CPU; raises CheckpointError naming the file that is missing, short or damaged."""
-    parts = [(chunk, _read_chunk(directory / chunk.file, chunk, entry.dtype)) for chunk in entry.chunks]
-    if len(parts) == 1 and parts[0][0].sizes == entry.shape:
-        tensor = parts[0][1].contiguous()
-    else:  # written by several workers
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        if sum(part.numel() for _, part in parts) != tensor.numel():
+    if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
+        [chunk] = entry.chunks
+        tensor = _read_chunk(directory / chunk.file, chunk, entry.dtype).contiguous()
+    else:  # written by several workers: one chunk at a time is in memory beside the whole
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.shape):
             raise CheckpointError(f"the file {INDEX} lists chunks that do not cover a tensor of {list(entry.shape)}")
-        for chunk, part in parts:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        for chunk in entry.chunks:
             box = tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            tensor[box] = part
+            tensor[box] = _read_chunk(directory / chunk.file, chunk, entry.dtype)
     if crc32 is not None and zlib.crc32(bytes_of(tensor)) != crc32:
         raise CheckpointError(f"the file {entry.chunks[0].file} is damaged: a checksum does not match")
     return tensor

@@ -1,71 +1,163 @@
-"""Writes weights as safetensors, the file that other tools read.
+"""Writes a checkpoint's weights as safetensors, under the model's own names: one file, or a folder for Hugging Face.
 
-Tied tensors are stored once, the way Hugging Face does it: the alphabetically first name stays, the metadata maps
-each other name to it.
+Tensors are read and written one after the other, from whatever layout saved them, so the largest one bounds the memory.
+Tied tensors are stored once, the way Hugging Face does it: the model's first name stays, the metadata maps each other
+name to it. A folder has `model.safetensors`, or, where that would be too large, parts of it and an index:
+`from_pretrained(folder)` reads it, once the model's config.json is there, too.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from paceline.checkpoint.folder import MARK, find, sync_directory
-from paceline.checkpoint.reader import open_checkpoint
+from paceline.checkpoint.folder import MARK, find, whole_file
+from paceline.checkpoint.reader import Checkpoint, open_checkpoint
+from paceline.checkpoint.safetensors_file import About, num_bytes_of, write_safetensors
 from paceline.errors import CheckpointError
 from paceline.units import bytes_text
 
-__all__ = ["export_checkpoint", "export_safetensors", "main_export"]
+__all__ = ["MAX_SHARD_BYTES", "export_checkpoint", "export_folder", "main_export"]
+
+WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's own default
 
 
-def export_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors of any device to one file, atomically; raises CheckpointError when it cannot be written."""
-    from safetensors.torch import save_file
-
-    kept, ties = _split_ties(tensors)
-    # save_file refuses what shares memory: views of one buffer that are not ties become copies.
-    plain = {name: _alone(tensor) for name, tensor in kept.items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(plain, temporary, {"format": "pt", **ties, **(metadata or {})})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except _write_errors() as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+def export_checkpoint(checkpoint_dir: Path, path: Path, prefix: str = "model.") -> list[Path]:
+    """Write the tensors of a checkpoint whose names begin with `prefix`, without it, to one file; returns it."""
+    weights = _Weights(checkpoint_dir, prefix)
+    weights.write(path, list(weights.kept), dict(weights.ties))
+    return [path]
 
 
-def export_checkpoint(checkpoint_dir: Path, path: Path, prefix: str = "model.") -> None:
-    """Write the tensors of a checkpoint whose names begin with `prefix`, without it, as safetensors."""
-    checkpoint = open_checkpoint(checkpoint_dir)
-    names = [name for name in checkpoint.names if name.startswith(prefix)]
-    if not names:
-        present = sorted({name.partition(".")[0] + "." for name in checkpoint.names})
-        raise CheckpointError(
-            f"checkpoint {checkpoint_dir} has no tensors named {prefix}...; "
-            f"its names begin with {', '.join(present) or 'nothing'}"
-        )
-    weights = {name.removeprefix(prefix): tensor for name, tensor in checkpoint.load(names).items()}
-    export_safetensors(weights, path, {"step": str(checkpoint.step)})
+def export_folder(
+    checkpoint_dir: Path,
+    folder: Path,
+    prefix: str = "model.",
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    config: Path | None = None,
+) -> list[Path]:
+    """Write them to a folder, in files of at most `max_shard_bytes` (or one tensor); returns the files.
+
+    `config`: a config.json, or the folder that has one, to be copied. Raises CheckpointError where the folder has other
+    weights, which readers might take for these.
+    """
+    weights = _Weights(checkpoint_dir, prefix)
+    shards = _shards(weights.kept, max_shard_bytes)
+    many = len(shards)
+    files = [WHOLE] if many == 1 else [f"model-{one + 1:05}-of-{many:05}.safetensors" for one in range(many)]
+    _refuse_others(folder, {*files, INDEX} if many > 1 else set(files))
+    settings = None if config is None else _config(config)
+    done: list[Path] = []
+    for name, tensors in zip(files, shards, strict=True):
+        weights.write(folder / name, tensors, dict(weights.ties) if many == 1 else {})
+        done.append(folder / name)
+    if many > 1:
+        places = {tensor: name for name, tensors in zip(files, shards, strict=True) for tensor in tensors}
+        total = sum(map(num_bytes_of, weights.kept.values()))
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)
+        done.append(_written(folder / INDEX, f"{text}\n"))
+    if settings is not None:
+        done.append(_written(folder / CONFIG, settings))
+    return done
 
 
-def main_export(checkpoint_or_run_dir: Path, path: Path) -> int:
-    """`paceline export`: write the weights of a checkpoint, or of a run's newest; returns the exit status."""
+def main_export(
+    checkpoint_or_run_dir: Path, path: Path, *, max_shard_bytes: int | None = None, config: Path | None = None
+) -> int:
+    """`paceline export`: write the weights of a checkpoint, or of a run's newest; returns the exit status.
+
+    `path` is a folder where it is one, or has no suffix.
+    """
+    is_folder = path.is_dir() or not path.suffix
     try:
         chosen = _chosen(checkpoint_or_run_dir)
-        export_checkpoint(chosen, path)
+        if is_folder:
+            done = export_folder(chosen, path, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES, config=config)
+        else:
+            done = export_checkpoint(chosen, path)
     except CheckpointError as error:
         print(f"paceline export: {error}", file=sys.stderr)
         return 1
-    print(f"{path}  {bytes_text(path.stat().st_size)}  from {chosen}")
+    for one in done:
+        print(f"{one}  {bytes_text(one.stat().st_size)}  from {config if one.name == CONFIG else chosen}")
     return 0
+
+
+class _Weights:
+    """The tensors of a checkpoint under one prefix: what of them is stored, and which names are tied to these."""
+
+    def __init__(self, checkpoint_dir: Path, prefix: str) -> None:
+        self._checkpoint: Checkpoint = open_checkpoint(checkpoint_dir)
+        self._prefix = prefix
+        names = [name for name in self._checkpoint.names if name.startswith(prefix)]
+        if not names:
+            present = sorted({name.partition(".")[0] + "." for name in self._checkpoint.names})
+            raise CheckpointError(
+                f"checkpoint {checkpoint_dir} has no tensors named {prefix}...; "
+                f"its names begin with {', '.join(present) or 'nothing'}"
+            )
+        ties = self._checkpoint.ties(names)
+        self.ties = {name.removeprefix(prefix): first.removeprefix(prefix) for name, first in ties.items()}
+        self.kept: dict[str, About] = {
+            name.removeprefix(prefix): (self._checkpoint.dtype(name), tuple(self._checkpoint.shape(name)))
+            for name in names
+            if name not in ties
+        }
+
+    def write(self, path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
+        """Write some of what is kept to a file."""
+
+        def read(name: str) -> Tensor:
+            [tensor] = self._checkpoint.load([f"{self._prefix}{name}"]).values()
+            return tensor
+
+        about = {"format": "pt", **metadata, "step": str(self._checkpoint.step)}
+        write_safetensors(path, {name: self.kept[name] for name in names}, read, about)
+
+
+def _shards(tensors: Mapping[str, About], max_bytes: int) -> list[list[str]]:
+    """Deal names to files in their order, each of at most so many bytes, or of one tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, about in tensors.items():
+        size = num_bytes_of(about)
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _refuse_others(folder: Path, ours: set[str]) -> None:
+    others = sorted(one.name for one in folder.glob("model*.safetensors*") if one.name not in ours)
+    if others:
+        raise CheckpointError(
+            f"{folder} has other weights already ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}), which "
+            "readers might take for these: remove them, or name another folder"
+        )
+
+
+def _config(path: Path) -> str:
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+        json.loads(text)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the configuration {file} cannot be read: {error}") from error
+    return text
+
+
+def _written(path: Path, text: str) -> Path:
+    with whole_file(path) as file:
+        file.write(text.encode("utf-8"))
+    return path
 
 
 def _chosen(path: Path) -> Path:
@@ -78,29 +170,3 @@ def _chosen(path: Path) -> Path:
     if found.newest is None:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run with a complete one")
     return found.newest
-
-
-def _split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    kept: dict[str, Tensor] = {}
-    ties: dict[str, str] = {}
-    seen: dict[tuple[object, ...], str] = {}
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        first = seen.setdefault(view, name) if tensor.nbytes else name
-        if first == name:
-            kept[name] = tensor
-        else:
-            ties[name] = first
-    return kept, ties
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().cpu().contiguous()
-    return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
-
-
-def _write_errors() -> tuple[type[Exception], ...]:
-    from safetensors import SafetensorError
-
-    return (OSError, SafetensorError)

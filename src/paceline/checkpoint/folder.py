@@ -28,7 +28,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.errors import CheckpointError
 
@@ -47,6 +47,7 @@ __all__ = [
     "sync_directory",
     "tidy",
     "verify",
+    "whole_file",
     "write_mark",
 ]
 
@@ -223,6 +224,25 @@ def remove(path: Path) -> None:
     if ".removed-" not in path.name:
         path = path.rename(path.with_name(f"{path.name.partition('.')[0]}.removed-{os.getpid()}"))
     shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that is there whole and on the disk when this ends, or not at all; CheckpointError where it cannot
+    be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:

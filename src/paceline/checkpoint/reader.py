@@ -67,6 +67,12 @@ class Checkpoint:
         """The dtype of a tensor, without reading it."""
         return self._entry(name).dtype
 
+    def ties(self, names: Iterable[str]) -> dict[str, str]:
+        """Return which of these names are of a tensor that an earlier one of them has, and that one's name."""
+        first: dict[Entry, str] = {}
+        found = {name: first.setdefault(self._entry(name), name) for name in names}
+        return {name: earlier for name, earlier in found.items() if name != earlier}
+
     def load(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read tensors (None: all) to the CPU; raises CheckpointError for unknown names and damaged files."""
         wanted = list(self.names if names is None else names)

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         raise PlanError(f"{message}\nSee `{self.prog} --help`.")
 
 
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # pyright: ignore[reportPrivateUsage]
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # pyright: ignore[reportPrivateUsage]  # what add_subparsers() returns has no public name
 
 
 def add_command(

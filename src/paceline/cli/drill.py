@@ -50,7 +50,7 @@ class Request:
     steps: int = 40
     together: bool = False
     keep_plan: bool = False
-    tolerance: float = 1e-5
+    tolerance: float | None = None  # None: as the plan promises
     save_every: int | None = None  # None: an eighth of the steps
     silence_s: float = 3.0
     limit_s: float | None = None  # of each run; None: by the undisturbed one's
@@ -92,7 +92,11 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="run the script's plan as it is (default: a fixed number of replicas N becomes 1-N)",
     )
-    parser.add_argument("--tolerance", metavar="X", help="largest relative difference of a loss (default: 1e-5)")
+    parser.add_argument(
+        "--tolerance",
+        metavar="X",
+        help="largest relative difference of a loss (default: 1e-5; 0.05 where replicas are lost and the wire rounds)",
+    )
     parser.add_argument("--save-every", metavar="STEPS", help="steps between checkpoints (default: an eighth)")
     parser.add_argument(
         "--silence-s", metavar="SECONDS", help="a worker not heard of for so long is given up (default: 3)"

@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.plan import Plan
 from paceline.testing import Fault, Report
+from paceline.testing.report import LOSSY_TOLERANCE
 
 __all__ = ["Judged", "print_report", "promise", "report"]
 
@@ -17,6 +19,13 @@ ELASTIC = {
     "term": "it finishes its step and leaves; the others go on; no step is lost",
     "stop": "it is given up after --silence-s; the others go on; no step is lost, and it never commits again",
     "cut": "one side goes on after --silence-s, the other one commits nothing more; no step is lost",
+}
+BEGINS_AGAIN = "all workers begin again with the newest state in memory, or on disk where that is newer; no command"
+KEPT = {  # beside FIXED
+    "kill": BEGINS_AGAIN,
+    "stop": f"{BEGINS_AGAIN}, after the job's timeout_s",
+    "cut": "all begin again from memory, the lost host's part from its neighbour's, when a host comes in its place; on "
+    "one host the run ends with an error, and the same command goes on from the newest whole checkpoint",
 }
 FIXED = {
     "kill": "the run ends with an error that names it; the same command goes on from the newest whole checkpoint",
@@ -50,11 +59,15 @@ class Judged:
         return not self.broken
 
 
-def promise(fault: Fault, *, is_elastic: bool) -> str:
-    """What is promised for a fault, in one line."""
+def promise(fault: Fault, plan: Plan) -> str:
+    """What is promised for a fault under a plan, in one line."""
     if fault.kind == "stop" and not fault.loses_a_worker:
         return "the others wait for it, or give it up after --silence-s; no step is lost"
-    return (ALWAYS | (ELASTIC if is_elastic else FIXED))[fault.kind]
+    fixed = FIXED | KEPT if plan.keeps_snapshots else FIXED
+    told = (ALWAYS | (ELASTIC if plan.layout.is_elastic else fixed))[fault.kind]
+    if plan.layout.is_elastic and fault.loses_a_worker and not plan.wire.exact:
+        told += f"; the loss is within {LOSSY_TOLERANCE:.0%}, as the wire rounds, and what it had to send is lost"
+    return told
 
 
 def print_report(judged: Sequence[Judged], *, like: Report, as_json: bool) -> None:
@@ -69,11 +82,7 @@ def report(judged: Sequence[Judged], *, like: Report) -> str:
     shown = dataclasses.replace(plan, guard=like.plan.guard)  # what the drill has set there stands with the promises
     head = f"plan {shown}, {like.workers} workers, {len(like.losses)} steps, against the undisturbed run ({like.plan})"
     blocks = ["\n".join([head, "", *_table(lines)])]
-    promises = {
-        fault.kind: promise(fault, is_elastic=plan.layout.is_elastic)
-        for one in judged
-        for fault in one.report.programme
-    }
+    promises = {fault.kind: promise(fault, plan) for one in judged for fault in one.report.programme}
     blocks.append("\n".join(["promised:", *(f"  {kind}: {text}" for kind, text in promises.items())]))
     notes = list(dict.fromkeys(note for one in judged for note in one.report.notes))
     if notes:
@@ -102,11 +111,17 @@ def _rows(one: Judged) -> list[tuple[str, ...]]:
                 str(fault),
                 "no" if came is None else f"step {came.step}, {came.place}",
                 *(whole if number == 0 else ("", "", "")),
-                "-" if recovery_s is None else f"{recovery_s:.2f}",
+                "-" if recovery_s is None else f"{recovery_s:.2f}{_source(told) if number == 0 else ''}",
                 ("holds" if one.holds else "BROKEN") if number == 0 else "",
             )
         )
     return rows
+
+
+def _source(told: Report) -> str:
+    """Where the state came from with which all began again: " (memory)"; "" where nobody did."""
+    sources = dict.fromkeys(one.source for one in told.restarted if one is not None)
+    return f" ({', '.join(sources)})" if sources else ""
 
 
 def _facts(judged: Sequence[Judged], like: Report) -> dict[str, Any]:
@@ -121,12 +136,13 @@ def _facts(judged: Sequence[Judged], like: Report) -> dict[str, Any]:
                         "fault": str(fault),
                         "came": None if came is None else dataclasses.asdict(came),
                         "recovery_s": recovery_s,
-                        "promise": promise(fault, is_elastic=told.is_elastic),
+                        "promise": promise(fault, told.plan),
                     }
                     for fault, came, recovery_s in zip(told.programme, told.came, told.recovery_s, strict=True)
                 ],
                 "plan": str(told.plan),
                 "exit_codes": [start.exit_code for start in told.starts],
+                "began_again_from": [one.source for one in told.restarted if one is not None],
                 "steps_lost": told.steps_lost,
                 "samples_repeated": told.samples_repeated,
                 "loss_difference": difference if math.isfinite(difference) else None,

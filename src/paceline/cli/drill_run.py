@@ -34,16 +34,26 @@ def main_drill(request: Request) -> int:
         _say(f"undisturbed, {request.steps} steps")
         began = time.monotonic()
         like = _undisturbed(request, folder.path / "undisturbed")
-        limit_s = request.limit_s or LEAST_S + TIMES * (time.monotonic() - began)
-        steps, replicas = max(like.losses), (1, like.workers)
-        given_up = [] if like.is_elastic or request.keep_plan or like.workers == 1 else [replicas]
+        undisturbed_s = time.monotonic() - began
+        steps, replicas = max(like.losses), (1, like.workers // like.plan.layout.workers_each)
+        stays = like.is_elastic or request.keep_plan or replicas == (1, 1)
+        given_up = [] if stays else [replicas]
         overrides = tuple(f"plan.layout.replicas={least}-{most}" for least, most in given_up)
-        planned = programmes(request, steps=steps, workers=like.workers)
+        planned = programmes(request, steps=steps, workers=like.workers, each=like.plan.layout.workers_each)
         judged: list[Judged] = []
         for number, programme in enumerate(planned, start=1):
             _say(f"{number}/{len(planned)}  {programme}")
-            guarded = (*overrides, *guards(programme, like.plan))
-            report = _run(request, programme, folder.path / f"run_{number}", overrides=guarded, limit_s=limit_s)
+            # Each fault may cost a start of the command.
+            limit_s = request.limit_s or len(programme) * (LEAST_S + TIMES * undisturbed_s)
+            guarded = (*overrides, *guards(programme, like.plan, snapshot_every=max(1, request.steps // 16)))
+            report = _run(
+                request,
+                programme,
+                folder.path / f"run_{number}",
+                overrides=guarded,
+                limit_s=limit_s,
+                is_elastic=like.is_elastic or not stays,
+            )
             row = Judged(report=report, like=like, broken=tuple(report.broken(like, tolerance=request.tolerance)))
             judged.append(row)
             if row.holds and request.keep is None:
@@ -55,26 +65,29 @@ def main_drill(request: Request) -> int:
     return 0 if holds else 1
 
 
-def programmes(request: Request, *, steps: int, workers: int) -> list[Programme]:
-    """The faults of each run; PlanError where one cannot come."""
+def programmes(request: Request, *, steps: int, workers: int, each: int = 1) -> list[Programme]:
+    """The faults of each run; PlanError where one cannot come. `each`: workers of a replica."""
     if request.faults:
         programme = Programme.parse(request.faults)
     elif request.num_random is not None:
-        programme = Programme.random(request.seed, steps=steps, workers=workers, num=request.num_random)
+        programme = Programme.random(request.seed, steps=steps, workers=workers, num=request.num_random, each=each)
     else:
-        programme = Programme.each(request.seed, steps=steps, workers=workers)
+        programme = Programme.of_each_kind(request.seed, steps=steps, workers=workers, each=each)
     if not len(programme):
         raise PlanError(f"--faults {request.faults!r} names no fault. Write it as kill:worker=1,step=10.")
-    programme.require(steps=steps, workers=workers)
+    programme.require(steps=steps, workers=workers, each=each)
     alone = [fault for fault in programme if fault.place == "regroup"]
     if alone and not request.together:
         raise PlanError(f"{alone[0]} comes during the recovery from another loss: name that, too, and use --together.")
     return [programme] if request.together else [Programme.of(fault) for fault in programme]
 
 
-def guards(programme: Programme, plan: Plan) -> tuple[str, ...]:
-    """What a drill sets in the plan, so that numbers that go wrong are seen, and at once."""
+def guards(programme: Programme, plan: Plan, *, snapshot_every: int = 1) -> tuple[str, ...]:
+    """What a drill sets in the plan, so that numbers that go wrong are seen, and at once, and that there are snapshots
+    in so few steps, where the plan has any."""
     guard = plan.guard
+    if plan.keeps_snapshots and guard.snapshot_every is None and any(fault.loses_a_worker for fault in programme):
+        guard = dataclasses.replace(guard, snapshot_every=snapshot_every)
     if any(fault.poisons for fault in programme):
         on_spike = guard.on_spike if guard.on_spike == "rollback" else "skip"
         guard = dataclasses.replace(guard, on_spike=on_spike, window=LEAST_WINDOW, factor=FACTOR)
@@ -94,7 +107,15 @@ def _undisturbed(request: Request, folder: Path) -> Report:
     return report
 
 
-def _run(request: Request, programme: Programme, folder: Path, *, overrides: Sequence[str], limit_s: float) -> Report:
+def _run(
+    request: Request,
+    programme: Programme,
+    folder: Path,
+    *,
+    overrides: Sequence[str],
+    limit_s: float,
+    is_elastic: bool = True,
+) -> Report:
     try:
         return run_with(
             programme,
@@ -109,7 +130,7 @@ def _run(request: Request, programme: Programme, folder: Path, *, overrides: Seq
             save_every=request.save_every or max(1, request.steps // 8),
             silence_s=request.silence_s,
             tensorboard=False,
-            **({"timeout_s": TIMEOUT_S} if request.keep_plan else {}),
+            **({"timeout_s": TIMEOUT_S} if not is_elastic else {}),
         )
     except LaunchError as error:
         raise PlanError(str(error)) from error

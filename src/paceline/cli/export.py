@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from paceline.cli.arguments import Commands, add_command
 from paceline.errors import PlanError
 
 __all__ = ["add", "run"]
+
+UNITS = {
+    "": 1,
+    **{
+        f"{letter}{'I' * binary}": (1024 if binary else 1000) ** (1 + power)
+        for power, letter in enumerate("KMGT")
+        for binary in (0, 1)
+    },
+}
 
 
 def add(commands: Commands) -> None:
@@ -17,27 +27,51 @@ def add(commands: Commands) -> None:
         commands,
         "export",
         summary="write a checkpoint's model weights as safetensors",
-        description="Write the model weights of a checkpoint, or of a run's newest one, as one safetensors file.",
+        description="Write the model weights of a checkpoint, or of a run's newest one, as safetensors, under the "
+        "model's own names and from any layout: one file, or a folder that Hugging Face's from_pretrained reads. One "
+        "tensor at a time is in memory.",
         examples="  paceline export RUN model.safetensors\n"
-        "  paceline export RUN/checkpoints/step_00000100 model.safetensors",
+        "  paceline export RUN/checkpoints/step_00000100 model.safetensors\n"
+        "  paceline export RUN exported/ --config config.json --max-shard-size 2GB",
     )
     parser.add_argument(
         "source", metavar="RUN|CHECKPOINT", type=Path, help="directory of a run or of one of its checkpoints"
     )
-    parser.add_argument("target", metavar="FILE", type=Path, help="the safetensors file to write")
+    parser.add_argument(
+        "target", metavar="FILE|FOLDER", type=Path, help="the safetensors file to write, or the folder (no suffix)"
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="of a folder's files, such as 500MB or 2GB (default: 5GB)"
+    )
+    parser.add_argument(
+        "--config", metavar="PATH", type=Path, help="a config.json, or its folder, to copy to the folder"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file; returns its exit status."""
     target: Path = arguments.target
-    if target.is_dir():
-        raise PlanError(f"{target} is a directory: name the file to write, for example {target / 'model.safetensors'}.")
-    absent = [folder for folder in reversed(target.parents) if not folder.exists()]
+    size = None if arguments.max_shard_size is None else _num_bytes(arguments.max_shard_size)
+    is_file = bool(target.suffix) and not target.is_dir()
+    if is_file and (size is not None or arguments.config is not None):
+        raise PlanError(
+            f"{target} is one file: --max-shard-size and --config are for a folder, such as {target.stem}/."
+        )
+    folders = target.parents if is_file else [target, *target.parents]
+    absent = [folder for folder in reversed(folders) if not folder.exists()]
     from paceline.checkpoint.export import main_export
 
-    status = main_export(arguments.source, target)
+    status = main_export(arguments.source, target, max_shard_bytes=size, config=arguments.config)
     made = [folder for folder in absent if folder.is_dir()]
     if made:
         print(f"made {'the folder' if len(made) == 1 else 'the folders'} {', '.join(map(str, made))}")
     return status
+
+
+def _num_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    number = 0.0 if found is None else float(found[1]) * UNITS[(found[2] or "").upper()]
+    if number < 1:
+        raise PlanError(f"--max-shard-size is {text!r}; it must be a size such as 500MB, 2GB or 1.5GiB.")
+    return int(number)

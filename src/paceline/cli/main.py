@@ -30,6 +30,7 @@ examples:
   paceline run train.py --workers 8 --hosts 2 --head node1:29500 --token-file token
                                                            the same command on each of 2 hosts
   paceline plan "replicas=4+batch(size=64)"                is this plan sound, and what does it mean?
+  paceline plan train.py --check --plan "tensor=4"         can this script's models be cut so?
   paceline parity train.py --workers 1,2,4                 the same loss on 1, 2 and 4 workers?
   paceline status runs/train-20260101-120000               how is it going?
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _parser()
     try:
         script_args: tuple[str, ...] = ()
-        if words and words[0] in STARTS_A_SCRIPT:
+        if words and (words[0] in STARTS_A_SCRIPT or (words[0] == "plan" and plan.is_about_script(words[1:]))):
             words[1:], script_args = split_script(words[1:], commands.choices[words[0]])
         arguments = parser.parse_args(words)
         arguments.script_args, arguments.command_started = script_args, command_started

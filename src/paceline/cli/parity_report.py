@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.cli.parity_compare import Difference, Differences
-from paceline.plan import Plan, Raw
+from paceline.errors import PlanError, WorkerError
+from paceline.plan import Cast, Plan, Raw
 
-__all__ = ["DEFAULTS", "Judged", "Tolerance", "print_report", "report"]
+__all__ = ["DEFAULTS", "FAILED", "REFUSED", "Failed", "Judged", "Tolerance", "print_report", "report"]
 
 DEFAULTS = {"fp32": 1e-5, "fp64": 1e-9, "bf16": 1e-2}  # by precision
+FAILED, REFUSED = "FAILED", "REFUSED"  # verdicts on what could not be compared
 WIRE = 1e-2  # what a wire of 16 bits may change
 CAUSES = """\
 Usual causes: a loss that is scaled by hand, or divides by the whole batch; code that asks worker.rank or
 worker.workers; a random generator of the script's own; state that is neither in a parameter nor in a buffer.
 See docs/parity.md."""
+ROUNDING = "Or it is rounding that the training has amplified: --float64 tells, where that is nine digits smaller."
 NOT_EVEN_ONE = """\
 One worker already differs from the reference, which is the same computation: the script does not repeat itself.
 Look for a random generator that it seeds from the clock or not at all, and for an order that is left to chance."""
@@ -70,32 +73,47 @@ class Judged:
     @property
     def is_rounding_of_wire(self) -> bool:
         """Whether the wire's rounding to 16 bits explains it all."""
-        return not isinstance(self.plan.wire, Raw) and all(found.value <= WIRE for _, found, _ in self.too_large)
+        return isinstance(self.plan.wire, Cast) and all(found.value <= WIRE for _, found, _ in self.too_large)
 
     @property
     def holds(self) -> bool:
         return not self.too_large
 
 
-def print_report(judged: Sequence[Judged], *, as_json: bool) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """What could not be compared, and why."""
+
+    label: str  # "2 workers", or "all" of a plan's
+    plan: Plan | None  # None: the script's own
+    error: WorkerError | PlanError
+
+    @property
+    def verdict(self) -> str:
+        return REFUSED if isinstance(self.error, PlanError) else FAILED
+
+
+def print_report(judged: Sequence[Judged], failed: Sequence[Failed] = (), *, as_json: bool) -> None:
     """Print the table and what it means, or all of it as JSON."""
-    print(json.dumps(_facts(judged), indent=2) if as_json else report(judged))
+    print(json.dumps(_facts(judged, failed), indent=2) if as_json else report(judged, failed))
 
 
-def report(judged: Sequence[Judged]) -> str:
+def report(judged: Sequence[Judged], lost: Sequence[Failed] = ()) -> str:
     """Return the table, a sentence per failure, and the verdict."""
     blocks: list[str] = []
     for plan in dict.fromkeys(_without_replicas(row.plan) for row in judged):
         rows = [row for row in judged if _without_replicas(row.plan) == plan]
         blocks.append(_block(plan, rows))
+    blocks += [_lost_block(row) for row in lost]
     failed = [row for row in judged if not row.holds]
     for row in failed:
         blocks.append("\n".join([f"{row.label}{_wire(row)}:", *(f"  {line}" for line in _sentences(row))]))
     if any(row.workers == 1 for row in failed):
         blocks.append(NOT_EVEN_ONE)
     elif any(not row.is_rounding_of_wire for row in failed):
-        blocks.append(CAUSES)
-    blocks.append(_verdict(judged, failed))
+        may_be_rounding = all(row.plan.compute.precision != "fp64" for row in failed)
+        blocks.append(f"{CAUSES}\n{ROUNDING}" if may_be_rounding else CAUSES)
+    blocks.append(_verdict(judged, failed, lost))
     return "\n\n".join(blocks)
 
 
@@ -121,6 +139,13 @@ def _block(plan: Plan, rows: Sequence[Judged]) -> str:
     return "\n".join([head, "", *_table(lines), *dict.fromkeys(notes)])
 
 
+def _lost_block(row: Failed) -> str:
+    """What could not be compared: a row, and the whole reason below it."""
+    plan = "of the script" if row.plan is None else str(row.plan)
+    table = _table([("configuration", "verdict"), (row.label, row.verdict)])
+    return "\n".join([f"plan {plan}, not compared", "", *table, *(f"  {line}" for line in str(row.error).splitlines())])
+
+
 def _notes(row: Judged) -> list[str]:
     found, notes = row.found, list[str]()
     if row.device != row.reference_device:
@@ -144,16 +169,20 @@ def _sentences(row: Judged) -> list[str]:
         lines.append(f"{what}{where} by {_figure(difference.value)}{when} (tolerance {tolerance:.0e})")
     if row.is_rounding_of_wire:
         lines.append(f"{row.plan.wire!r} rounds gradients to 16 bits: allow for it with --tolerance {WIRE:.0e}")
+    elif not row.plan.wire.exact and not isinstance(row.plan.wire, Cast):
+        lines.append(f"{row.plan.wire!r} sends a part of each gradient: judge it by held-out losses, not by parity")
     return lines
 
 
-def _verdict(judged: Sequence[Judged], failed: Sequence[Judged]) -> str:
-    if not failed:
-        return "parity holds"
-    return f"parity does not hold for {len(failed)} of {len(judged)} configurations"
+def _verdict(judged: Sequence[Judged], failed: Sequence[Judged], lost: Sequence[Failed]) -> str:
+    said = f"parity does not hold for {len(failed)} of {len(judged)} configurations" if failed else "parity holds"
+    if not lost:
+        return said
+    here = "" if failed else " for what was compared"
+    return f"{said}{here}; {len(lost)} could not be compared"
 
 
-def _facts(judged: Sequence[Judged]) -> dict[str, Any]:
+def _facts(judged: Sequence[Judged], lost: Sequence[Failed]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for row in judged:
         found = {
@@ -170,7 +199,17 @@ def _facts(judged: Sequence[Judged]) -> dict[str, Any]:
                 "holds": row.holds,
             }
         )
-    return {"holds": all(row.holds for row in judged), "configurations": rows}
+    not_compared = [
+        {
+            "configuration": row.label,
+            "plan": None if row.plan is None else str(row.plan),
+            "verdict": row.verdict,
+            "reason": str(row.error),
+        }
+        for row in lost
+    ]
+    holds = all(row.holds for row in judged) and not lost
+    return {"holds": holds, "configurations": rows, "not_compared": not_compared}
 
 
 def _table(lines: Sequence[Sequence[str]]) -> list[str]:

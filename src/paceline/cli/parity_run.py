@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import shutil
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from paceline import config, environment
 from paceline.attempt import Attempt, error_of
 from paceline.cli.parity import Request
 from paceline.cli.parity_compare import Capture, compare
-from paceline.cli.parity_report import Judged, Tolerance, print_report
+from paceline.cli.parity_report import FAILED, REFUSED, Failed, Judged, Tolerance, print_report
 from paceline.errors import PlanError, WorkerError
 from paceline.events import WorkerStarted, decode
 from paceline.launch.local import prestart
@@ -52,6 +53,13 @@ class Trial:
             changed.append("plan.compute.precision=fp64")
         return tuple(changed)
 
+    @property
+    def label(self) -> str:
+        """Who runs, in words."""
+        if self.is_reference:
+            return "one process (reference)"
+        return f"{self.workers} worker{'s' * (self.workers > 1)}"
+
     def reference_key(self, *, float64: bool) -> str:
         """What a reference runs; of other trials, and of the script's own plan, their name."""
         if self.plan is None or not self.is_reference:
@@ -71,40 +79,64 @@ class Ended:
 def main_parity(request: Request) -> int:
     """Run everything, print the table; returns 0 where parity holds, 1 where it does not.
 
-    Raises PlanError where a plan cannot work, WorkerError where the script fails.
+    A plan that cannot work, or a run that fails, is told and does not keep the others from being compared. Where there
+    is nothing to compare at all, PlanError is raised where no plan can work, WorkerError where the script fails.
     """
-    planned = trials(request)
+    planned, refused = trials(request)
     judged: list[Judged] = []
+    failed = [Failed(label="all", plan=plan, error=error) for plan, error in refused]
+    lost: dict[str, WorkerError | PlanError] = {}  # references that failed, by what they ran
     references: dict[str, Ended] = {}  # by what they run: plans that differ in what a reference has not share one
     with _directory(request.keep) as directory, contextlib.ExitStack() as stack:
         warm = stack.enter_context(prestart())
         reference: Ended | None = None
-        for number, trial in enumerate(planned):
+        num_runs = len({trial.reference_key(float64=request.float64) for trial in planned})
+        numbers = itertools.count(1)
+        for trial in planned:
             key = trial.reference_key(float64=request.float64)
-            if key in references:
-                reference = references[key]
+            if trial.is_reference:
+                reference = references.get(key)
+                if reference is not None or key in lost:
+                    failed += [Failed(label="all", plan=trial.plan, error=lost[key])] if key in lost else []
+                    continue
+            elif reference is None:  # it failed
                 continue
-            _say(f"{number + 1}/{len(planned)}  {_label(trial)}, {request.steps} steps")
+            number = next(numbers)
+            _say(f"{number}/{num_runs}  {_label(trial)}, {request.steps} steps")
             current = warm
-            if number + 1 < len(planned):  # imports torch while this run computes
+            if number < num_runs:  # imports torch while this run computes
                 warm = stack.enter_context(prestart())
-            ended = _run(trial, request, directory, current)
-            if trial.is_reference or reference is None:
+            try:
+                ended = _run(trial, request, directory, current)
+                if trial.plan is None and trial.is_reference:
+                    _require(ended.plan, request)
+            except (WorkerError, PlanError) as error:
+                _say(f"that is {REFUSED if isinstance(error, PlanError) else FAILED}")
+                if trial.is_reference:
+                    lost[key] = error
+                failed.append(Failed(label="all" if trial.is_reference else trial.label, plan=trial.plan, error=error))
+                continue
+            if reference is None:
                 reference = references[key] = ended
-                _require(ended.plan, request)
             else:
                 judged.append(_judged(trial, ended, reference, request))
                 if request.keep is None:
                     shutil.rmtree(directory / trial.name)  # gradients of every step are many bytes
-    print_report(judged, as_json=request.json)
-    return 0 if all(row.holds for row in judged) else 1
+    if not judged:
+        raise failed[0].error
+    print_report(judged, failed, as_json=request.json)
+    return 0 if all(row.holds for row in judged) and not failed else 1
 
 
-def trials(request: Request) -> list[Trial]:
-    """The runs, a reference before what is compared with it. Numbers of workers that a layout does not take are left
-    out where it takes another one; PlanError where a plan cannot work on any, or breaks another rule."""
+def trials(request: Request) -> tuple[list[Trial], list[tuple[Plan, PlanError]]]:
+    """The runs, a reference before what is compared with it, and the plans that cannot work, with the reasons.
+
+    Numbers of workers that a layout does not take are left out where it takes another one. PlanError where no plan can
+    work.
+    """
     plans: Sequence[Plan | None] = request.plans or (None,)
     found: list[Trial] = []
+    refused: list[tuple[Plan, PlanError]] = []
     for number, plan in enumerate(plans, start=1):
         part = f"plan_{number}_" if len(plans) > 1 else ""
         rows = [Trial(name=f"{part}reference", plan=plan, workers=1, is_reference=True)]
@@ -112,12 +144,18 @@ def trials(request: Request) -> list[Trial]:
             Trial(name=f"{part}workers_{workers}", plan=plan, workers=workers, is_reference=False)
             for workers in _fitting(plan, request.workers)
         ]
-        for trial in rows:
-            if plan is not None:
-                changed = config.apply(plan, *trial.overrides(float64=request.float64))
-                changed.resolve(trial.workers).require(workers=trial.workers)
+        if plan is not None:  # the script's own is not known yet
+            try:
+                for trial in rows:
+                    changed = config.apply(plan, *trial.overrides(float64=request.float64))
+                    changed.resolve(trial.workers).require(workers=trial.workers)
+            except PlanError as error:
+                refused.append((plan, error))
+                continue
         found += rows
-    return found
+    if not found:
+        raise refused[0][1]
+    return found, refused
 
 
 def _fitting(plan: Plan | None, counts: Sequence[int]) -> Sequence[int]:
@@ -167,7 +205,7 @@ def _run(trial: Trial, request: Request, directory: Path, warm: WarmParent) -> E
     if outcome.state == "stopped":
         raise KeyboardInterrupt(outcome.reason)
     if outcome.state == "failed":
-        raise _failed(trial, attempt)
+        raise _error(trial, attempt)
     started = _started(attempt.directory / "worker_0" / "events.jsonl")
     capture = Capture(captured)
     if not capture.losses:
@@ -188,7 +226,7 @@ def _judged(trial: Trial, ended: Ended, reference: Ended, request: Request) -> J
     )
 
 
-def _failed(trial: Trial, attempt: Attempt) -> WorkerError | PlanError:
+def _error(trial: Trial, attempt: Attempt) -> WorkerError | PlanError:
     error = error_of(attempt.failures)
     message = f"the run with {_label(trial)} failed, so there is nothing to compare.\n{error}"
     if isinstance(error, PlanError):
@@ -224,8 +262,7 @@ def _directory(keep: Path | None) -> Iterator[Path]:
 
 
 def _label(trial: Trial) -> str:
-    workers = "one process (reference)" if trial.is_reference else f"{trial.workers} worker{'s' * (trial.workers > 1)}"
-    return workers if trial.plan is None else f"{workers}, {trial.plan}"
+    return trial.label if trial.plan is None else f"{trial.label}, {trial.plan}"
 
 
 def _say(text: str) -> None:

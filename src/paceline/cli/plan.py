@@ -1,29 +1,41 @@
-"""`paceline plan`: shows what a plan means on so many workers, and every rule that it breaks."""
+"""`paceline plan`: shows what a plan means on so many workers, and every rule that it breaks; of a script, also what
+stands against it in the script's models."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from paceline import config
 from paceline.cli.arguments import Commands, add_command
-from paceline.plan import Batch, Plan
+from paceline.plan import AllReduce, Batch, ParameterServer, Plan
+from paceline.schedule.allreduce.build import ALGORITHMS, build, num_chunks_of
+from paceline.schedule.allreduce.drawing import draw
 from paceline.schedule.share import deal
 
-__all__ = ["add", "run"]
+__all__ = ["add", "is_about_script", "run"]
 
 EXAMPLES = """\
   paceline plan                                            the plan of defaults
   paceline plan "replicas=4+cast(dtype=bf16)"
   paceline plan "batch(size=64,micro=4)" --workers 3 --set plan.compute.precision=bf16
+  paceline plan "allreduce(algorithm=tree)" --workers 5 --draw      who sends what to whom, round by round
+  paceline plan train.py --check --plan "tensor=4"         what of the script's models cannot be cut so, and why
+
+With a script, it is run in this process up to its first loop over batches, with models that have no memory of their
+weights, and every model that it prepares is looked at: what cannot be cut, with the remedy; what is cut how much,
+what is tied or not used; and what each worker would hold. Nothing is trained, and no other process is started.
 
 The text is parts joined by "+", defaults left out:
   replicas=N                                               as many copies of the model (default: one for each worker)
-  allreduce(bucket_bytes=N)                                how they agree
+  allreduce(algorithm=auto|ring|tree|halving|hierarchical,bucket_bytes=N)  how they agree
+  localsgd(every=N,outer=nesterov(lr=0.7,momentum=0.9))    the same, every N steps
   raw | cast(dtype=bf16) | cast(dtype=fp16)                what travels between them
   batch(size=N,micro=N,shuffle=true,drop_last=false,seed=N)  the global batch, and the micro-batches it is cut into
   compute(precision=fp32|bf16|fp64,recompute=none|blocks,compile=false)
-Exit status 2: the plan breaks a rule."""
+Exit status 2: the plan breaks a rule, or a model cannot be cut."""
 
 
 def add(commands: Commands) -> None:
@@ -32,10 +44,14 @@ def add(commands: Commands) -> None:
         commands,
         "plan",
         summary="show what a plan means, and which rules it breaks",
-        description="Show what a plan means on so many workers, as text and as Python, and every rule that it breaks.",
+        description="Show what a plan means on so many workers, as text and as Python, and every rule that it breaks; "
+        "or look at what a script prepares, and say all that stands against its plan.",
         examples=EXAMPLES,
     )
-    parser.add_argument("text", metavar="TEXT", nargs="?", default="default", help="the plan, as one line of text")
+    parser.add_argument(
+        "text", metavar="TEXT|SCRIPT", nargs="?", default="default", help="the plan, as one line of text; or a script"
+    )
+    parser.add_argument("--plan", metavar="TEXT", help="with a script: the plan, in place of the script's own")
     parser.add_argument("--workers", metavar="N", help="workers of the job (default: the plan's replicas, or 1)")
     parser.add_argument(
         "--set",
@@ -46,11 +62,26 @@ def add(commands: Commands) -> None:
         help="set one value, for example plan.batch.size=64",
     )
     parser.add_argument("--check", action="store_true", help="say only what is wrong")
+    parser.add_argument("--draw", action="store_true", help="draw how replicas sum, if the plan names an algorithm")
+    parser.add_argument("--hosts", metavar="N", help="with --draw: so many hosts (default: one for each replica)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its broken rules; returns 2 when there are any."""
+    if _is_script(arguments.text):
+        from paceline.cli.plan_look import look
+
+        return look(
+            Path(arguments.text),
+            args=arguments.script_args,
+            plan=None if arguments.plan is None else Plan.parse(arguments.plan),
+            overrides=arguments.overrides,
+            workers=_workers(arguments.workers),
+            is_short=arguments.check,
+        )
+    if arguments.plan is not None:
+        raise config.PlanError(f"--plan goes with a script; without one, write: paceline plan {arguments.plan!r}.")
     plan = config.apply(Plan.parse(arguments.text), *arguments.overrides)
     workers = _workers(arguments.workers) or plan.layout.workers or 1
     broken = plan.check(workers=workers)
@@ -62,7 +93,18 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"batch    {_batch_text(resolved.batch, workers)}")
     for rule in broken:
         print(f"paceline: {rule.says} {rule.fix}", file=sys.stderr)
+    if arguments.draw and not broken:
+        print(f"\n{_drawing(plan, workers, arguments.hosts)}")
     return 2 if broken else 0
+
+
+def is_about_script(words: Sequence[str]) -> bool:
+    """Whether the command's words name a script, whose own arguments follow it."""
+    return any(_is_script(word) for word in words)
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py")
 
 
 def _workers(text: str | None) -> int | None:
@@ -72,6 +114,27 @@ def _workers(text: str | None) -> int | None:
     if workers < 1:
         raise config.PlanError(f"--workers is {workers}; it must be at least 1.")
     return workers
+
+
+def _drawing(plan: Plan, workers: int, hosts: str | None) -> str:
+    """How replicas sum a tensor in as few chunks as the algorithm needs."""
+    if not isinstance(plan.sync, AllReduce):
+        how = "send to the servers, and get from them" if isinstance(plan.sync, ParameterServer) else "take steps alone"
+        return f"{plan.sync}: replicas {how}; there is no schedule to draw."
+    name, num_replicas = plan.sync.algorithm, workers // plan.layout.workers_each
+    if name == "auto":
+        return f"auto: timed when the run begins. Name an algorithm to see it: {', '.join(ALGORITHMS)}."
+    num_hosts = num_replicas if hosts is None else config.parse_value(hosts, int, path="--hosts")
+    if not 1 <= num_hosts <= num_replicas:
+        raise config.PlanError(f"--hosts is {num_hosts}; it must be from 1 to the number of replicas, {num_replicas}.")
+    return draw(
+        build(
+            name,
+            num_workers=num_replicas,
+            num_chunks=num_chunks_of(name, num_bytes=0, num_workers=num_replicas),
+            hosts=tuple(replica * num_hosts // num_replicas for replica in range(num_replicas)),
+        )
+    )
 
 
 def _batch_text(batch: Batch, workers: int) -> str:

@@ -43,7 +43,8 @@ OPTIONS = {
     "keep": ("N", "newest complete checkpoints that are kept (default: 3)"),
     "timeout_s": ("SECONDS", "how long a worker waits for the others before it gives up (default: 600)"),
     "balance": ("", "give persistently slower workers fewer micro-batches of each step"),
-    "silence_s": ("SECONDS", "elastic runs: a worker not heard of for so long is lost (default: 10)"),
+    "noise_scale": ("", "do not measure the gradient noise scale"),
+    "silence_s": ("SECONDS", "a host not heard of for so long is lost, and in elastic runs a worker (default: 10)"),
     "patience_s": ("SECONDS", "elastic runs: below the plan's least, wait so long, then save and end (default: 60)"),
     "grace_s": ("SECONDS", "after SIGTERM, so long to finish the step, save and leave (default: 30)"),
     "device": (

@@ -1,29 +1,89 @@
-"""What a codec is: a generator that yields what must be summed over replicas and receives the sum.
+"""What a codec is: a generator that yields what must be exchanged between replicas, and receives what came of it.
 
-A round is one `yield`. The maths knows nothing of groups or transfers, and whoever drives the generator knows nothing
-of the maths; between a yield and its answer other buckets run. Payloads are small or large tensors of any type; every
-replica yields the same shapes in the same order.
+A round is one `yield`: of a `Sum`, answered by the sum over replicas; of a `Gather`, answered by everybody's payload,
+one row for each replica, always in the same order; or of a `Scatter`, a row for each replica, answered by the rows that
+are for this one. The maths knows nothing of groups or transfers, and whoever drives the generator knows nothing of the
+maths; between a yield and its answer other buckets run. Every replica yields the same kinds and shapes in the same
+order, and ends with the same bits.
+
+What a codec remembers from step to step it changes in two moves, because a step may be dropped: `exchange` prepares,
+`settle` makes it count. A codec's memory has two parts: what is each replica's own (a residual), and what all of them
+have in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Protocol
+import dataclasses
+from collections.abc import Generator, Mapping, Sequence
+from typing import TypeAlias
 
 from torch import Tensor
 
-__all__ = ["Codec", "Rounds"]
-
-Rounds = Generator[Tensor, Tensor, None]
+__all__ = ["Codec", "Gather", "Payload", "Replica", "Rounds", "Scatter", "Sum"]
 
 
-class Codec(Protocol):
-    """The running form of a Wire."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sum:
+    """A payload of any type of numbers that may be summed on the way, in place."""
 
-    additive: bool  # the sum of payloads decodes to the sum: they may be reduced on the way
-    elementwise: bool  # valid on any slice of the buffer
-    exact: bool  # the sum is that of the buffers themselves, so other small numbers may travel with them
+    tensor: Tensor
 
-    def exchange(self, flat: Tensor) -> Rounds:
-        """Replace `flat` (1-D) by its sum over replicas, in place, by the rounds that it yields."""
-        ...
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """A payload that only its receiver can add up: 1-D, and equally long on all replicas."""
+
+    tensor: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scatter:
+    """Rows, one for each replica: row k is for replica k alone."""
+
+    tensor: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replica:
+    """Whose exchange it is: the place among so many replicas, and a seed of this replica, bucket and step."""
+
+    index: int
+    count: int
+    seed: int
+
+
+Payload: TypeAlias = Sum | Gather | Scatter
+Rounds: TypeAlias = Generator[Payload, Tensor, Tensor | None]
+
+
+class Codec:
+    """The running form of a Wire for one bucket. The defaults are those of a codec without a memory."""
+
+    additive = False  # the sum of payloads decodes to the sum: they may be reduced on the way
+    elementwise = True  # valid on any slice of a parameter
+    exact = False  # the sum is that of the buffers themselves, so other small numbers may travel with them
+    num_rounds = 1  # at most
+
+    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
+        """Replace `flat` (1-D) by its sum over replicas, in place, by the rounds that it yields.
+
+        Returns what of this replica's numbers has reached the sum, where that is not all of them.
+        """
+        raise NotImplementedError  # the one method that has no default: every codec has its own
+
+    def settle(self, used: Sequence[bool]) -> None:
+        """The step counts: what the last exchange has prepared is remembered, for parameters that anybody `used`."""
+
+    def drop(self) -> None:
+        """The step does not count: what the last exchange has prepared is forgotten."""
+
+    def own(self) -> Mapping[int, Tensor]:
+        """By a parameter's place in the bucket: what this replica has still to send of it, 1-D."""
+        return {}
+
+    def common(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """By a parameter's place in the bucket: what all replicas remember of it, by name."""
+        return {}
+
+    def fill(self, own: Mapping[int, Tensor], common: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Remember what `own` and `common` gave somewhere else."""

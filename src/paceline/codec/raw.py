@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.codec.base import Rounds
+from paceline.codec.base import Codec, Replica, Rounds, Sum
 
 __all__ = ["RawCodec"]
 
 
-class RawCodec:
+class RawCodec(Codec):
     """No change: the buffer itself is summed in place. Bytes on the wire: those of the gradient."""
 
     additive = True
-    elementwise = True
     exact = True
 
-    def exchange(self, flat: Tensor) -> Rounds:
-        total = yield flat
+    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
+        total = yield Sum(flat)
         if total is not flat:
             flat.copy_(total)
+        return None

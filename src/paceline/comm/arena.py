@@ -31,11 +31,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["ARRIVED", "DONE", "MARKS", "Arena", "Segment", "refusal"]
+__all__ = [
+    "ARRIVED",
+    "DONE",
+    "MARKS",
+    "NOTES",
+    "SENT",
+    "TAKEN",
+    "Arena",
+    "Segment",
+    "refusal",
+]
 
-ARRIVED, DONE, PID, LEFT = range(4)  # the numbers of a member's line
+# The numbers of a member's line. SENT and TAKEN are two each: for what goes to the next member, and to the one before.
+ARRIVED, DONE, PID, LEFT, SENT, TAKEN = 0, 1, 2, 3, 4, 6
 LINE = 8  # numbers of 8 bytes: one cache line, so that members do not disturb each other's
 MARKS = 256  # what a member's last collectives were: a ring of as many numbers
+NOTES = 16  # what lies in a member's mailboxes
 
 NAME = "paceline"
 SYS_FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # of x86-64; without the private flag, as the word is shared by processes
@@ -76,7 +88,7 @@ class Arena:
     def __init__(self, fd: int, *, index: int, size: int) -> None:
         self.index, self.size = index, size
         self._fd, self._pid = fd, os.getpid()
-        self._end = _pages((1 + size) * LINE * 8 + size * MARKS * 8)  # of what is reserved
+        self._end = _pages(8 * ((1 + size) * LINE + size * (MARKS + NOTES)))  # of what is reserved
         self._grow()
         self._address = _map(fd, 0, self._end)
         block = _block(self._address, self._end)
@@ -134,6 +146,10 @@ class Arena:
     def mark(self, index: int, sequence: int) -> int:
         """The place in `control` of what a member says about one of its collectives."""
         return (1 + self.size) * LINE + index * MARKS + sequence % MARKS
+
+    def note(self, index: int, number: int) -> int:
+        """The place in `control` of what a member says about a place in its mailboxes."""
+        return (1 + self.size) * LINE + self.size * MARKS + index * NOTES + number
 
     def announce(self, name: int, value: int) -> None:
         """Store a number in one's own line, behind all that was written before, and wake who sleeps on it."""

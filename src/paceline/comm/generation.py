@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.group import Alone, Disrupted, Group, Transfer, WorkerGroup, from_bytes, to_bytes
+from paceline.comm.group import Alone, Disrupted, Group, Transfer, WorkerGroup, first_line, from_bytes, to_bytes
 from paceline.comm.ring import Ring
-from paceline.comm.shared import SharedGroup
+from paceline.comm.scheduled import straight_of
 from paceline.errors import SyncError
 
 __all__ = ["GenerationGroup", "Members", "assemble", "name_of"]
@@ -42,10 +42,19 @@ class GenerationGroup(Group):
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         return self._begin(lambda: self._backend.allreduce([tensor], dist.AllreduceOptions()), what)
 
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+        return self._begin(lambda: self._backend.allgather([list(out.unbind())], [tensor]), what)
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
+        return self._begin(lambda: self._backend.alltoall_base(out.view(-1), rows.view(-1), [], []), what)
+
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         self._begin(lambda: self._backend.broadcast([tensor], options), what).wait()
+
+    def _do(self, start: Callable[[Any], dist.Work], what: str) -> None:
+        self._begin(lambda: start(self._backend), what).wait()
 
     def send(self, tensor: Tensor, *, to: int, what: str) -> None:
         """Send to one member; blocks until it is on its way."""
@@ -81,7 +90,7 @@ class GenerationGroup(Group):
                     raise SyncError(f"waited too long for the other one in {what}") from None
                 continue
             if error is not None:
-                raise Disrupted(f"lost contact with a peer during {what}: {_first_line(error)}") from error
+                raise Disrupted(f"lost contact with a peer during {what}: {first_line(error)}") from error
             return
 
     def close(self) -> None:
@@ -95,7 +104,7 @@ class GenerationGroup(Group):
         try:
             return _Watched(start(), what, self._check, self._timeout_s)
         except RuntimeError as error:  # torch has no narrower type for a lost peer
-            raise Disrupted(f"lost contact with a peer during {what}: {_first_line(error)}") from error
+            raise Disrupted(f"lost contact with a peer during {what}: {first_line(error)}") from error
 
 
 class _Watched:
@@ -112,7 +121,7 @@ class _Watched:
                 self._work.wait(SLICE)
                 self._work = None
             except RuntimeError as error:
-                text = _first_line(error)
+                text = first_line(error)
                 if "timed out" not in text.lower():
                     work, self._work = self._work, None
                     del work
@@ -153,6 +162,10 @@ class Members:
         return 1 if self._group is None else self._group.size
 
     @property
+    def shares_memory(self) -> bool:
+        return self._now().shares_memory
+
+    @property
     def is_newcomer(self) -> bool:
         return self._group is None
 
@@ -169,8 +182,36 @@ class Members:
         call = self._ring.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
         return _Noted(group.all_reduce(tensor, what=what), self._ring, call)
 
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+        group = self._now()
+        if group.size == 1:
+            return group.begin_all_gather(tensor, out, what=what)
+        call = self._ring.enter("all_gather", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
+        return _Noted(group.begin_all_gather(tensor, out, what=what), self._ring, call)
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
+        group = self._now()
+        if group.size == 1:
+            return group.begin_all_to_all(rows, out, what=what)
+        call = self._ring.enter("all_to_all", what, dtype=rows.dtype, numel=rows.numel(), group=self._name)
+        return _Noted(group.begin_all_to_all(rows, out, what=what), self._ring, call)
+
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._now().allocate(numel, dtype=dtype, device=device)
+
+    def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
+        with self._noted("all_gather", what, tensor):
+            self._now().all_gather(tensor, out, what=what)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
+        with self._noted("reduce_scatter", what, out):
+            self._now().reduce_scatter(parts, out, what=what)
+
+    def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
+        with self._noted(
+            "all_to_all", what
+        ):  # without a size: members may send as much as they have, and mean one call
+            self._now().all_to_all(parts, out, what=what)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
         with self._noted("broadcast", what, tensor):
@@ -187,6 +228,11 @@ class Members:
     def barrier(self) -> None:
         with self._noted("barrier"):
             self._now().barrier()
+
+    def meet(self, value: Any) -> list[Any]:
+        """Gather objects from those who have come to a new generation; each finds out for itself whether it holds."""
+        with self._noted("gather_objects"):
+            return self._now().gather_objects(value)
 
     def send_object(self, value: Any, *, to: int) -> None:
         """Send a picklable value, tensors and all, to one member."""
@@ -209,9 +255,9 @@ class Members:
 
     def _direct(self) -> GenerationGroup:
         """The current group's own transport, from one member to another."""
-        group = self._group.over if isinstance(self._group, SharedGroup) else self._group
+        group = straight_of(self._now())
         if not isinstance(group, GenerationGroup):
-            raise SyncError("there is no other member to send to, or to receive from")
+            raise SyncError("this group's members do not come and go: nobody is handed a state")
         return group
 
     def _now(self) -> WorkerGroup:
@@ -271,18 +317,13 @@ def assemble(store: dist.Store, *, index: int, size: int, timeout_s: float, chec
             raise met
         if isinstance(met, BaseException):
             check()
-            raise Disrupted(f"the workers could not all meet: {_first_line(met)}") from met
+            raise Disrupted(f"the workers could not all meet: {first_line(met)}") from met
         return met
 
 
 def _bury(held: list[Any]) -> None:
     """Let a thread drop the last reference to a back end: that blocks while a transfer is pending."""
     threading.Thread(target=held.clear, name="paceline-undertaker", daemon=True).start()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 ALONE = Alone()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,10 +20,13 @@ from torch import Tensor
 
 from paceline.errors import SyncError
 
-__all__ = ["Alone", "Disrupted", "Group", "Landed", "Transfer", "WorkerGroup"]
+__all__ = ["Alone", "Disrupted", "Group", "Landed", "Parcel", "Transfer", "WorkerGroup"]
 
 
 GLOO_JOKE = re.compile(r"\s*GLHF!.*", re.DOTALL)
+
+
+Parcel = tuple[int, Tensor]  # another member's index, and what goes to it or comes from it
 
 
 class Disrupted(SyncError):
@@ -49,12 +52,37 @@ class WorkerGroup(Protocol):
         """How many are in it."""
         ...
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether tensors of the CPU go through memory that all have."""
+        ...
+
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros, 1-D, at a place from which `all_reduce` is fastest; all workers must allocate the same."""
         ...
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         """Begin to replace `tensor` by its sum over the group, in place."""
+        ...
+
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+        """Begin to fill row k of `out` with the tensor of member k, 1-D and equally long everywhere; contiguous."""
+        ...
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
+        """Begin to send row k to member k, and to fill row k of `out` with what it sends here; contiguous."""
+        ...
+
+    def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
+        """Fill `out[k]` with the tensor of member k; all are contiguous, of one shape; blocks."""
+        ...
+
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
+        """Fill `out` with the sum of what all have at this member's place in `parts`; contiguous; blocks."""
+        ...
+
+    def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
+        """Send `parts[k]` to member k, and fill `out[k]` with what it sends here; contiguous; blocks."""
         ...
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
@@ -90,12 +118,30 @@ class Alone:
 
     index = 0
     size = 1
+    shares_memory = False
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         return Landed()
+
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+        out[0].copy_(tensor)
+        return Landed()
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
+        out.copy_(rows)
+        return Landed()
+
+    def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
+        out[0].copy_(tensor)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
+        out.copy_(parts[0])
+
+    def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
+        out[0].copy_(parts[0])
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
         return
@@ -120,6 +166,8 @@ class Group:
     holds CUDA tensors arrives with them on `device`, the receiver's own.
     """
 
+    shares_memory = False
+
     def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.index = process_group.rank()
         self.size = process_group.size()
@@ -135,6 +183,36 @@ class Group:
         except RuntimeError as error:  # torch has no narrower type for a lost peer
             raise _lost(what, error) from error
         return _Flight(work, what) if work is not None else Landed()
+
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+        try:
+            # `all_gather_single` is its name from torch 2.13 on, which warns of the other one.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work = gather(out.view(-1), tensor, group=self._group, async_op=True)
+        except RuntimeError as error:  # torch has no narrower type for a lost peer
+            raise _lost(what, error) from error
+        return _Flight(work, what) if work is not None else Landed()
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
+        try:
+            work = dist.all_to_all_single(out.view(-1), rows.view(-1), group=self._group, async_op=True)
+        except RuntimeError as error:  # torch has no narrower type for a lost peer
+            raise _lost(what, error) from error
+        return _Flight(work, what) if work is not None else Landed()
+
+    def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
+        self._do(lambda group: group.allgather([list(out)], [tensor]), what)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
+        self._do(lambda group: group.reduce_scatter([out], [list(parts)]), what)
+
+    def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        received = sent.new_empty(sum(one.numel() for one in out))
+        lengths = [[one.numel() for one in side] for side in (out, parts)]
+        self._do(lambda group: group.alltoall_base(received, sent, *lengths), what)
+        for one, found in zip(out, received.split(lengths[0]), strict=True):
+            one.copy_(found.view(one.shape))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
         try:
@@ -166,10 +244,32 @@ class Group:
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1), what="barrier").wait()
 
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], *, tag: int) -> list[dist.Work]:
+        """Begin transfers with single members, all at once; returns one for each, or, on a GPU, one for all.
+
+        They may not be given up: gloo takes a wait of limited time that runs out for the end of everything.
+        """
+        group: Any = self._group
+        if group is None:
+            raise SyncError("this group of workers was closed: nothing can be sent any more")
+        if self.device.type == "cpu":
+            begun = [group.recv([tensor], peer, tag) for peer, tensor in receives]
+            return begun + [group.send([tensor], peer, tag) for peer, tensor in sends]
+        each = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
+        each += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
+        return dist.batch_isend_irecv(each)
+
     def close(self) -> None:
         # The last reference joins gloo's threads. One that still drops a finished transfer's tensors while Python is
         # being finalized would end the process by std::terminate.
         self._group = None
+
+    def _do(self, start: Callable[[Any], dist.Work], what: str) -> None:
+        """Do a collective to its end; on a GPU, until the stream's later work waits for it."""
+        try:
+            start(self._group).wait()
+        except RuntimeError as error:  # torch has no narrower type for a lost peer
+            raise _lost(what, error) from error
 
 
 class _Flight:
@@ -187,9 +287,13 @@ class _Flight:
 
 
 def _lost(what: str, error: RuntimeError) -> SyncError:
-    text = GLOO_JOKE.sub("", str(error)).strip()
-    first_line = text.splitlines()[0] if text else type(error).__name__
-    return SyncError(f"lost contact with a peer during {what}: {first_line}")
+    return SyncError(f"lost contact with a peer during {what}: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what torch says, without gloo's joke."""
+    lines = GLOO_JOKE.sub("", str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def to_bytes(value: Any) -> Tensor:

@@ -28,7 +28,7 @@ def is_users(path: str) -> bool:
 
 def caller_line() -> str:
     """Return the user's innermost line on this thread's stack, "train.py:88 in load_image"; "" where there is none."""
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # documented, and named so for what it costs in other Pythons
     for _ in range(DEPTH):
         if frame is None:
             break

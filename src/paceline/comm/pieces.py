@@ -1,4 +1,4 @@
-"""Sums in shared memory that are under way, and the places there for tensors that lie elsewhere.
+"""Sums and moves in shared memory that are under way, and the places there for tensors that lie elsewhere.
 
 Such a tensor is copied into one of a few buffers, as long as it is small, or in pieces through several of them in turn.
 """
@@ -13,15 +13,16 @@ from torch import Tensor
 from paceline.comm.arena import Arena
 from paceline.comm.sums import write
 
-__all__ = ["PIECE_BYTES", "SMALL_BYTES", "Buffers", "Pieces", "Sum"]
+__all__ = ["MOVED_BYTES", "NUM_MOVED", "PIECE_BYTES", "SMALL_BYTES", "Buffers", "Pieces", "Sum"]
 
 SMALL_BYTES = 16 * 1024  # up to here, everyone sums for itself
 PIECE_BYTES = 1024 * 1024  # of tensors that lie elsewhere
 NUM_BUFFERS = 8  # of each size: so many pieces are under way
+MOVED_BYTES, NUM_MOVED = 512 * 1024, 4  # of what is read and not summed: it counts as each reader's memory, too
 
 
 class Sum:
-    """A sum that this member has announced; `wait` returns when its tensor holds the result."""
+    """A sum, or a move, that this member has announced; `wait` returns when its tensor holds the result."""
 
     def __init__(
         self,
@@ -31,12 +32,13 @@ class Sum:
         tensor: Tensor,
         *,
         is_copied: bool = False,
-        is_small: bool = False,
+        read: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
+        """`read`: makes this member's result of all parts by itself; None: each member sums its share for all."""
         self.what = what
         self.parts = parts  # flat, of each member
         self.tensor = tensor  # keeps its slot alive
-        self.is_copied, self.is_small = is_copied, is_small
+        self.is_copied, self.read = is_copied, read
         self.sequence = 0
         self.is_finished = False
         self._finish = finish
@@ -61,10 +63,10 @@ class Pieces:
 class Buffers:
     """Places in every member's slot for tensors that lie elsewhere; each is used by one sum at a time, in turn."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes  # of each place
+    def __init__(self, num_bytes: int, *, num_places: int = NUM_BUFFERS) -> None:
+        self.num_bytes, self._num_places = num_bytes, num_places  # of each place, and of them
         self._own: Tensor | None = None
-        self._users: list[Sum | None] = [None] * NUM_BUFFERS
+        self._users: list[Sum | None] = [None] * num_places
         self._next = 0
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}  # per place and member
 
@@ -75,7 +77,7 @@ class Buffers:
     def parts(self, arena: Arena, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Each member's first `numel` numbers of the next place."""
         if self._own is None:
-            self._own = arena.reserve(NUM_BUFFERS * self.num_bytes, torch.uint8, is_lasting=True)
+            self._own = arena.reserve(self._num_places * self.num_bytes, torch.uint8, is_lasting=True)
         if dtype not in self._views:
             segment = arena.segment(self._own)
             if segment is None:
@@ -86,5 +88,5 @@ class Buffers:
 
     def use(self, sum_: Sum) -> Sum:
         self._users[self._next] = sum_
-        self._next = (self._next + 1) % NUM_BUFFERS
+        self._next = (self._next + 1) % self._num_places
         return sum_

@@ -118,7 +118,7 @@ class Ring:
     def __init__(self, memory: mmap.mmap, *, worker: int, limit_s: float) -> None:
         self._memory, self._lock = memory, threading.Lock()
         self._serial, self._step, self._step_ns = 0, 0, 0
-        self._phase, self._phase_ns = b"", time.monotonic_ns()
+        self._phase, self._phase_ns, self._phase_line = b"", time.monotonic_ns(), b""
         self._work: tuple[float, ...] = (0, 0, 0.0, 0.0, 0.0, 0.0)
         self._groups: dict[str, _Group] = {}
         self._main: _Group | None = None
@@ -160,13 +160,33 @@ class Ring:
                 self._main = group
             self._now(0)
 
+    def part(self, name: str) -> None:
+        """This worker is in a group no longer."""
+        with self._lock:
+            group = self._groups.pop(name, None)
+            if group is not None:
+                self._put(GROUP_AT + group.place * GROUP.size, bytes(GROUP.size))
+
     def is_in(self, name: str) -> bool:
         """Whether this worker has joined a group of that name."""
         return name in self._groups
 
-    def enter(self, kind: str, what: str, *, dtype: object = None, numel: int = 0, group: str | None = None) -> int:
-        """Say that this worker enters a collective (of the run's own group, unless told); returns the call's serial."""
-        line = self._text(caller_line())
+    def enter(
+        self,
+        kind: str,
+        what: str,
+        *,
+        dtype: object = None,
+        numel: int = 0,
+        group: str | None = None,
+        is_of_phase: bool = False,
+    ) -> int:
+        """Say that this worker enters a collective (of the run's own group, unless told); returns the call's serial.
+
+        `is_of_phase`: no code of the user's has called it since the phase began, so its line is the phase's; to look
+        for it would cost as much as all the rest of this.
+        """
+        line = self._phase_line if is_of_phase else self._text(caller_line())
         now = time.monotonic_ns()
         with self._lock:
             self._serial = serial = self._serial + 1
@@ -207,7 +227,7 @@ class Ring:
         """Say what this worker does from now on, and for which step."""
         line = self._text(caller_line())
         with self._lock:
-            self._phase, self._phase_ns = self._text(phase), time.monotonic_ns()
+            self._phase, self._phase_ns, self._phase_line = self._text(phase), time.monotonic_ns(), line
             if step > self._step:
                 self._note_step(step)
             self._now(0)

@@ -1,24 +1,23 @@
-"""A group of workers of one host that sum tensors in memory which they share; everything else goes over torch's group.
+"""A group of workers of one host that sum and exchange tensors in memory which they share; the rest is torch's.
 
 A sum takes two announcements. Each member puts its numbers into its own slot and says that it has *arrived*; member i
 then sums the i-th part of all slots, always in the order of the members, so that all get the same bits, writes the sum
 into every slot, and says that it is *done*. When all are done, each finds the whole sum in its own slot, and nobody
 else touches that slot until its owner arrives again: there are no locks, and a slot can be used again at once. Where
-tensors are so small that a second round costs more than it saves, everyone sums all of them for itself.
+tensors are so small that a second round costs more than it saves, everyone sums all of them for itself; so it is, too,
+where tensors are not summed, or each wants another part of the sum (`comm/moves.py`).
 
 Tensors from `allocate` lie in their slots already; others are copied in and out, in pieces.
 
 There is no thread behind this. A sum moves on when a worker calls in: `all_reduce` does what has become possible and
-returns; `wait` stays until the sum is there, first looking for some microseconds, then asleep in the kernel. Whoever
-waits looks fifty times a second whether the others are alive.
+returns; `wait` stays until the sum is there (`comm/waiting.py`).
 """
 
 from __future__ import annotations
 
-import os
-import time
+import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,25 +25,45 @@ from torch import Tensor
 
 from paceline.comm import arena as memory
 from paceline.comm.arena import ARRIVED, DONE, MARKS, Arena
-from paceline.comm.group import Disrupted, Landed, Transfer, WorkerGroup
-from paceline.comm.pieces import PIECE_BYTES, SMALL_BYTES, Buffers, Pieces, Sum
-from paceline.comm.sums import BARRIER, SUMMED, is_barrier, mark_of, share_of, sum_in_place, told, total, write
+from paceline.comm.group import Landed, Transfer, WorkerGroup
+from paceline.comm.mailboxes import Mailboxes
+from paceline.comm.moves import Move, exchanges, fill, filling, flat, gathers, scatters, spreads
+from paceline.comm.pieces import MOVED_BYTES, NUM_MOVED, PIECE_BYTES, SMALL_BYTES, Buffers, Pieces, Sum
+from paceline.comm.sums import (
+    BARRIER,
+    EXCHANGED,
+    GATHERED,
+    LAST_PLACE,
+    SCATTERED,
+    SPREAD,
+    SUMMED,
+    is_barrier,
+    mark_of,
+    share_of,
+    sum_in_place,
+    told,
+    total,
+    write,
+)
+from paceline.comm.waiting import Waiting
 from paceline.errors import SyncError
 
 __all__ = ["SharedGroup", "share"]
 
-NUM_LOOKS = 700  # before going to sleep: some 50 us
-NUM_YIELDS = 20  # instead, where there are more workers than cores: the one that is awaited may need this very core
-SLICE_S = 0.02  # asleep at a time
-
 
 def share(
-    group: WorkerGroup, *, timeout_s: float, is_lost: Callable[[], str | None] | None = None
+    group: WorkerGroup,
+    *,
+    timeout_s: float,
+    is_lost: Callable[[], str | None] | None = None,
+    num_neighbours: int | None = None,
+    ranks: Sequence[int] = (),
 ) -> tuple[WorkerGroup, str | None]:
     """Return a group that sums in shared memory; or `group` itself, with the reason, where one of its workers cannot.
 
     All workers of the group must call; blocks. `is_lost`, asked while waiting, may say who is dead,
-    or raise what ends the wait.
+    or raise what ends the wait. `num_neighbours`: how many workers this host has, where the group is not all of them;
+    messages name its workers by `ranks` then.
     """
     arena, reason = None, memory.refusal()
     offer = torch.zeros(3, dtype=torch.int64)
@@ -60,7 +79,10 @@ def share(
     group.all_reduce(without, what="who shares memory").wait()
     if arena is not None and not int(without):
         arena.meet()
-        return SharedGroup(group, arena, timeout_s=timeout_s, is_lost=is_lost), None
+        shared = SharedGroup(
+            group, arena, timeout_s=timeout_s, is_lost=is_lost, num_neighbours=num_neighbours, ranks=ranks
+        )
+        return shared, None
     if arena is not None:
         arena.close()
     reasons = [f"worker {index}: {text}" for index, text in enumerate(group.gather_objects(reason)) if text is not None]
@@ -73,18 +95,32 @@ class SharedGroup:
     After a SyncError it is of no more use: close it, and make another one of those who are left.
     """
 
+    shares_memory = True
+
     def __init__(
-        self, group: WorkerGroup, arena: Arena, *, timeout_s: float, is_lost: Callable[[], str | None] | None = None
+        self,
+        group: WorkerGroup,
+        arena: Arena,
+        *,
+        timeout_s: float,
+        is_lost: Callable[[], str | None] | None = None,
+        num_neighbours: int | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         self.index, self.size = group.index, group.size
         self.over, self._arena, self._control = group, arena, arena.control
-        self._timeout_s, self._is_lost = timeout_s, is_lost
+        self._waiting = Waiting(
+            arena,
+            ranks=ranks or range(group.size),
+            timeout_s=timeout_s,
+            is_lost=is_lost,
+            num_neighbours=num_neighbours or group.size,
+        )
         self._pending: deque[Sum] = deque()  # announced, and not summed here yet
         self._sequence = 0  # of the last one that was announced
         self._settled = 0  # up to here all members are done
         self._broken: str | None = None
-        self._is_crowded = group.size > len(os.sched_getaffinity(0))
-        self._small, self._large = Buffers(SMALL_BYTES), Buffers(PIECE_BYTES)
+        self._forget_buffers()
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu" or dtype not in SUMMED:
@@ -102,7 +138,7 @@ class SharedGroup:
         if segment is not None and segment.dtype == tensor.dtype and tensor.is_contiguous():
             start, stop = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
             parts = [slot[start:stop] for slot in segment.slots]
-            last = self._announce(Sum(self._finish, what, parts, tensor), place=segment.place)
+            last = self._announce(Sum(self._finish, what, parts, tensor), place=min(segment.place, LAST_PLACE))
         elif tensor.numel():
             last = self._send_pieces(tensor, what)
         else:
@@ -115,13 +151,73 @@ class SharedGroup:
         while self._pending and self._have_all(ARRIVED, self._pending[0].sequence):
             self._sum_next()
 
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+        if tensor.device.type != "cpu":
+            self._sum_through(self._sequence)
+            return self.over.begin_all_gather(tensor, out, what=what)
+        row, targets = flat(tensor), list(map(flat, out))
+        moves = gathers(row, targets, most=MOVED_BYTES // row.itemsize)
+        return self._begin_moves(moves, row.dtype, what, kind=GATHERED) or Landed()
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
+        if rows.device.type != "cpu":
+            self._sum_through(self._sequence)
+            return self.over.begin_all_to_all(rows, out, what=what)
+        sent, targets = list(map(flat, rows)), list(map(flat, out))
+        each = [[sent[0].numel()] * self.size] * self.size
+        moves = exchanges(sent, targets, each, index=self.index, most=MOVED_BYTES // sent[0].itemsize)
+        return self._begin_moves(moves, sent[0].dtype, what, kind=EXCHANGED) or Landed()
+
+    def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
+        if tensor.device.type != "cpu":
+            self._sum_through(self._sequence)
+            return self.over.all_gather(tensor, out, what=what)
+        row, targets = flat(tensor), list(map(flat, out))
+        moves = gathers(row, targets, most=MOVED_BYTES // row.itemsize)
+        return self.move(moves, row.dtype, what, kind=GATHERED)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
+        if out.device.type != "cpu" or out.dtype not in SUMMED:
+            self._sum_through(self._sequence)
+            return self.over.reduce_scatter(parts, out, what=what)
+        moves = scatters(list(map(flat, parts)), flat(out), index=self.index, most=MOVED_BYTES // out.itemsize)
+        return self.move(moves, out.dtype, what, kind=SCATTERED)
+
+    def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
+        if parts[0].device.type != "cpu":
+            self._sum_through(self._sequence)
+            return self.over.all_to_all(parts, out, what=what)
+        sent, targets = list(map(flat, parts)), list(map(flat, out))
+        lengths = torch.empty(self.size, self.size, dtype=torch.int64)
+        self.all_gather(torch.tensor([part.numel() for part in sent]), lengths.unbind(), what=what)
+        each, dtype = lengths.tolist(), sent[0].dtype
+        if (given := [row[self.index] for row in each]) != (wanted := [one.numel() for one in targets]):
+            self._fail(
+                f"workers do not agree in {what}: {self._who(self.index)} wants {wanted} numbers and gets {given}"
+            )
+        moves = exchanges(sent, targets, each, index=self.index, most=MOVED_BYTES // dtype.itemsize)
+        return self.move(moves, dtype, what, kind=EXCHANGED)
+
+    def move(self, moves: Iterable[Move], dtype: torch.dtype, what: str, *, kind: int) -> None:
+        """Do moves to their end; all members do moves of this kind (`comm/sums.py`), type and lengths."""
+        if (last := self._begin_moves(moves, dtype, what, kind=kind)) is not None:
+            self._finish(last)
+
+    def mailboxes(self) -> Mailboxes:
+        """Return what passes single tensors between neighbours; all members must make it, and not beside another."""
+        return Mailboxes(self._arena, self._waiting)
+
     def arrivals(self) -> tuple[int, ...]:
         """Return how many sums each member has joined since the beginning, by index: who lags is awaited."""
         return tuple(self._control[self._arena.word(index, ARRIVED)] for index in range(self.size))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
-        self._sum_through(self._sequence)
-        self.over.broadcast(tensor, source=source, what=what)
+        if tensor.device.type != "cpu":
+            self._sum_through(self._sequence)
+            return self.over.broadcast(tensor, source=source, what=what)
+        with filling([tensor]) as (row,):
+            moves = spreads(row, source=source, index=self.index, most=MOVED_BYTES // row.itemsize)
+            self.move(moves, row.dtype, what, kind=SPREAD)
 
     def gather_objects(self, value: Any) -> list[Any]:
         self._sum_through(self._sequence)
@@ -141,7 +237,24 @@ class SharedGroup:
         self._pending.clear()
         self._arena.close()
         self.over.close()
-        self._small, self._large = Buffers(SMALL_BYTES), Buffers(PIECE_BYTES)  # they refer to sums, and those to this
+        self._forget_buffers()  # they refer to sums, and those to this
+
+    def _forget_buffers(self) -> None:
+        self._small, self._large = Buffers(SMALL_BYTES), Buffers(PIECE_BYTES)
+        self._moved = Buffers(MOVED_BYTES, num_places=NUM_MOVED)
+
+    def _begin_moves(self, moves: Iterable[Move], dtype: torch.dtype, what: str, *, kind: int) -> Sum | None:
+        """Join with all pieces; the last one is over when all are."""
+        if self._broken is not None:
+            raise SyncError(self._broken)
+        last: Sum | None = None
+        for move in moves:
+            parts = self._next_place(self._moved, move.numel, dtype)
+            fill(parts[self.index], move.sent)
+            last = Sum(self._finish, what, parts, parts[self.index], read=move.read)
+            self._moved.use(self._announce(last, place=kind))
+            self.progress()
+        return last
 
     def _send_pieces(self, tensor: Tensor, what: str) -> Transfer:
         """Join with a tensor that lies elsewhere, in as many sums as it takes."""
@@ -157,13 +270,18 @@ class SharedGroup:
 
     @torch.inference_mode()
     def _send_piece(self, piece: Tensor, buffers: Buffers, what: str, *, place: int = 0) -> Sum:
+        parts = self._next_place(buffers, piece.numel(), piece.dtype)
+        parts[self.index].copy_(piece)
+        read = functools.partial(_sum_into, piece) if buffers is self._small else None
+        sum_ = Sum(self._finish, what, parts, piece, is_copied=True, read=read)
+        return buffers.use(self._announce(sum_, place=place))
+
+    def _next_place(self, buffers: Buffers, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return everybody's part of the next place, once nobody reads what was there before."""
         if (before := buffers.next_user()) is not None:
             self._finish(before)
             self._settle(before.sequence, before.what)
-        parts = buffers.parts(self._arena, piece.numel(), piece.dtype)
-        parts[self.index].copy_(piece)
-        sum_ = Sum(self._finish, what, parts, piece, is_copied=True, is_small=buffers is self._small)
-        return buffers.use(self._announce(sum_, place=place))
+        return buffers.parts(self._arena, numel, dtype)
 
     def _announce(self, sum_: Sum, *, place: int) -> Sum:
         """Say that this member has arrived; `place`: the segment that its numbers lie in, 0 where they were copied."""
@@ -183,7 +301,7 @@ class SharedGroup:
         if self._broken is not None:
             raise SyncError(self._broken)
         self._sum_through(sum_.sequence)
-        if not sum_.is_small:
+        if sum_.read is None:
             self._settle(sum_.sequence, sum_.what)
             if sum_.is_copied:
                 write(sum_.tensor, sum_.parts[self.index])
@@ -207,8 +325,9 @@ class SharedGroup:
     def _sum_next(self) -> None:
         sum_ = self._pending[0]
         self._compare_marks(sum_)
-        if sum_.is_small:
-            write(sum_.tensor, total(sum_.parts))
+        if sum_.read is not None:
+            sum_.read(sum_.parts)
+            sum_.read = _is_read  # what it reads into may be large, and the place that was used remembers its last user
         else:
             sum_in_place(sum_.parts, *share_of(sum_.parts[0].numel(), self.index, self.size))
         self._pending.popleft()
@@ -221,11 +340,11 @@ class SharedGroup:
             if mark == own:
                 continue
             if is_barrier(own):  # the errors of those who sum say more: this one is their echo
-                self._fail(f"lost contact with a peer during barrier: worker {index} {told(mark)}")
+                self._fail(f"lost contact with a peer during barrier: {self._who(index)} {told(mark)}")
             else:
                 self._fail(
-                    f"workers are in different calls: in {sum_.what} worker {self.index} {told(own)}, while "
-                    f"worker {index} {told(mark)}. All workers must make the same calls in the same order: look "
+                    f"workers are in different calls: in {sum_.what} {self._who(self.index)} {told(own)}, while "
+                    f"{self._who(index)} {told(mark)}. All workers must make the same calls in the same order: look "
                     "for a branch that only some take"
                 )
 
@@ -236,46 +355,44 @@ class SharedGroup:
         """Return when a number in the lines of all members has come to `sequence`."""
         for index in range(self.size):
             word = self._arena.word(index, name)
-            if self._control[word] < sequence and not self._look(word, sequence):
-                self._sleep(index, word, sequence, what)
-
-    def _look(self, word: int, sequence: int) -> bool:
-        control = self._control
-        if not self._is_crowded:
-            return any(control[word] >= sequence for _ in range(NUM_LOOKS))
-        for _ in range(NUM_YIELDS):
-            os.sched_yield()
-            if control[word] >= sequence:
-                return True
-        return False
-
-    def _sleep(self, awaited: int, word: int, sequence: int, what: str) -> None:
-        began = time.monotonic()
-        while (seen := self._control[word]) < sequence:
-            self._arena.sleep(word, seen, SLICE_S)
             if self._control[word] >= sequence:
-                return
-            gone = dict(self._arena.gone())
-            if awaited in gone and self._control[word] < sequence:  # it may have said so last of all
-                self._fail(f"lost contact with a peer during {what}: worker {awaited} {gone[awaited]}", Disrupted)
-            if self._is_lost is not None and (lost := self._is_lost()) is not None:
-                self._fail(f"lost contact with a peer during {what}: {lost}", Disrupted)
-            if (waited_s := time.monotonic() - began) > self._timeout_s:
-                self._fail(self._overdue(word - self._arena.word(awaited, 0), sequence, what, waited_s))
+                continue
+            try:
+                self._waiting.until(
+                    word,
+                    sequence,
+                    awaited=index,
+                    what=what,
+                    overdue=lambda waited_s: self._overdue(name, sequence, what, waited_s),
+                )
+            except SyncError as error:
+                self._broken = str(error)
+                raise
 
     def _overdue(self, name: int, sequence: int, what: str, waited_s: float) -> str:
         numbers = {index: self._control[self._arena.word(index, name)] for index in range(self.size)}
         missing = {index: number for index, number in numbers.items() if number < sequence}
         verb = "joined" if name == ARRIVED else "finished"
-        told = ", ".join(f"worker {index} ({verb} {number})" for index, number in missing.items())
+        told = ", ".join(f"{self._who(index)} ({verb} {number})" for index, number in missing.items())
         return (
-            f"worker {self.index} waited {waited_s:.1f} s in {what}, sum number {sequence} of this group, for {told}: "
-            "stopped, stuck, or taking other steps than the rest. A longer timeout_s waits longer"
+            f"{self._who(self.index)} waited {waited_s:.1f} s in {what}, sum number {sequence} of this group, for "
+            f"{told}: stopped, stuck, or taking other steps than the rest. A longer timeout_s waits longer"
         )
 
-    def _fail(self, message: str, kind: type[SyncError] = SyncError) -> NoReturn:
+    def _who(self, index: int) -> str:
+        return f"worker {self._waiting.ranks[index]}"
+
+    def _fail(self, message: str) -> NoReturn:
         self._broken = message
-        raise kind(message)
+        raise SyncError(message)
+
+
+def _is_read(parts: Sequence[Tensor]) -> None:
+    """Nothing is left to be read."""
+
+
+def _sum_into(target: Tensor, parts: Sequence[Tensor]) -> None:
+    write(target, total(parts))
 
 
 def _tried(make: Callable[[], Arena]) -> tuple[Arena | None, str | None]:

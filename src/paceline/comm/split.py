@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Box",
     "Slice",
+    "Spread",
     "as_local_of",
     "boxes",
     "fill_local",
@@ -53,6 +54,39 @@ class Box:
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]
     part: Tensor  # a view of the local part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """How a DTensor lies on its workers, without the DTensor: so that its local part can become one again."""
+
+    shape: tuple[int, ...]  # of the whole
+    stride: tuple[int, ...]
+    dims: tuple[int | None, ...]  # for each dim of the mesh the tensor's that is split over it; None: all have all
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spread | None:
+        """Return that of a DTensor; None for a plain tensor."""
+        if not is_split(tensor):
+            return None
+        dims = tuple(getattr(placement, "dim", None) for placement in tensor.placements)
+        return Spread(tuple(tensor.shape), tuple(tensor.stride()), dims)
+
+    def wrap(self, local: Tensor, like: Tensor) -> Tensor:
+        """Return a DTensor on the mesh of `like` whose local part is `local`; it shares the memory where the device is
+        the mesh's."""
+        if not is_split(like):
+            raise ValueError(f"a part of a tensor of shape {self.shape} belongs to a parameter that is not split here")
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        return DTensor.from_local(
+            local,
+            like.device_mesh,
+            [Replicate() if dim is None else Shard(dim) for dim in self.dims],
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
+        )
 
 
 def is_split(tensor: Tensor) -> TypeGuard[DTensor]:

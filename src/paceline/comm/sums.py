@@ -11,7 +11,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["BARRIER", "SUMMED", "is_barrier", "mark_of", "share_of", "sum_in_place", "told", "total", "write"]
+__all__ = [
+    "BARRIER",
+    "COLLECTED",
+    "EXCHANGED",
+    "GATHERED",
+    "HANDED_OUT",
+    "LARGEST",
+    "LAST_PLACE",
+    "LEAST",
+    "MULTIPLIED",
+    "SCATTERED",
+    "SPREAD",
+    "SUMMED",
+    "SUMMED_FOR_ONE",
+    "is_barrier",
+    "mark_of",
+    "share_of",
+    "sum_in_place",
+    "told",
+    "total",
+    "write",
+]
 
 SUMMED = (  # the place in this row is the type's number in a mark
     torch.float32,
@@ -27,7 +48,21 @@ ROUNDED = (torch.float16, torch.bfloat16)  # summed in float32, and rounded once
 CACHED_BYTES = 256 * 1024  # summed at a time: two of them stay in a core's own cache
 
 TYPE_SHIFT, PLACE_SHIFT = 36, 40  # of a mark: how many numbers, then their type, then the segment
-BARRIER = 2**24 - 1  # in place of the segment
+BARRIER, GATHERED, SCATTERED, EXCHANGED = range(2**24 - 1, 2**24 - 5, -1)  # in place of the segment
+SPREAD, COLLECTED, HANDED_OUT, SUMMED_FOR_ONE, LEAST, LARGEST, MULTIPLIED = range(EXCHANGED - 1, EXCHANGED - 8, -1)
+LAST_PLACE = MULTIPLIED - 1  # of a segment, in pages; those behind it have the same mark
+VERBS = {
+    GATHERED: "gathers",
+    SCATTERED: "sums and scatters",
+    EXCHANGED: "exchanges",
+    SPREAD: "broadcasts",
+    COLLECTED: "gathers for one",
+    HANDED_OUT: "scatters",
+    SUMMED_FOR_ONE: "sums for one",
+    LEAST: "takes the least of",
+    LARGEST: "takes the largest of",
+    MULTIPLIED: "multiplies",
+}
 
 
 def share_of(numel: int, index: int, size: int) -> tuple[int, int]:
@@ -66,8 +101,9 @@ def write(target: Tensor, numbers: Tensor) -> None:
 
 
 def mark_of(part: Tensor, *, place: int) -> int:
-    """The mark of a sum. `place`: the segment that the numbers lie in, 0 where they were copied, or BARRIER."""
-    return min(place, BARRIER) << PLACE_SHIFT | SUMMED.index(part.dtype) << TYPE_SHIFT | part.numel()
+    """The mark of a collective. `place`: the segment that the numbers lie in, 0 where they were copied to be summed, or
+    one of the constants above."""
+    return place << PLACE_SHIFT | SUMMED.index(part.dtype) << TYPE_SHIFT | part.numel()
 
 
 def is_barrier(mark: int) -> bool:
@@ -80,5 +116,5 @@ def told(mark: int) -> str:
         return "waits in a barrier"
     place = mark >> PLACE_SHIFT
     numel, kind = mark & 2**TYPE_SHIFT - 1, SUMMED[mark >> TYPE_SHIFT & 2 ** (PLACE_SHIFT - TYPE_SHIFT) - 1]
-    where = f" (bucket at page {place})" if place else ""
-    return f"sums {numel:,} numbers of {str(kind).removeprefix('torch.')}{where}"
+    where = f" (bucket at page {place})" if place and place not in VERBS else ""
+    return f"{VERBS.get(place, 'sums')} {numel:,} numbers of {str(kind).removeprefix('torch.')}{where}"

@@ -39,6 +39,7 @@ class EndWorker:
     worker: int
     reason: str
     silent_s: float = 0.0  # how long nothing had been heard of it
+    is_loss: bool = True  # otherwise it is a newcomer that is not wanted any more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

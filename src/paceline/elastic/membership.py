@@ -245,7 +245,7 @@ class Membership:
             return ends
         newcomers = [one for one in asked if not one.must_leave]
         gone = {worker for replica in newcomers for worker in replica.workers}
-        ends = [end for replica in newcomers for end in self._remove(replica, reason)]
+        ends = [end for replica in newcomers for end in self._remove(replica, reason, is_loss=False)]
         return [*ends, *(self._without(gone, reason) or self._plan()), *self._refill()]
 
     # What is wanted of all.
@@ -271,7 +271,7 @@ class Membership:
                 replica.state, replica.why = State.LEAVING, f"resized to {_counted(replicas)}"
             else:
                 gone.update(replica.workers)
-                decisions += self._remove(replica, f"the run was made smaller ({replicas} replicas)")
+                decisions += self._remove(replica, f"resized to {_counted(replicas)}", is_loss=False)
         return [*decisions, *(self._without(gone, f"resized to {replicas}") or self._plan()), *self._refill()]
 
     def grow(self, replicas: int, now: float) -> list[Decision]:
@@ -389,17 +389,20 @@ class Membership:
         gone: set[int] = set()
         for replica in self._roster.all_in(State.STARTING, State.WAITING, State.MEMBER):
             if replica.state is not State.MEMBER or not self._roster.has_state(replica):
-                ends += self._remove(replica, reason)
+                ends += self._remove(replica, reason, is_loss=False)
                 gone.update(replica.workers)
         return ends, gone
 
-    def _remove(self, replica: Replica, reason: str, *, besides: Iterable[int] = ()) -> list[Decision]:
+    def _remove(
+        self, replica: Replica, reason: str, *, besides: Iterable[int] = (), is_loss: bool = True
+    ) -> list[Decision]:
         """Forget a replica, and end its workers, besides those that have ended."""
         del self._roster.replicas[replica.number]
         for worker in replica.workers:
             self._hearing.forget(worker)
         over = replica.ended.union(besides)
-        return [EndWorker(worker=worker, reason=reason) for worker in replica.workers if worker not in over]
+        ended = [worker for worker in replica.workers if worker not in over]
+        return [EndWorker(worker=worker, reason=reason, is_loss=is_loss) for worker in ended]
 
     # Whom to start, and whom to give up.
 

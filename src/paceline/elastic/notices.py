@@ -2,6 +2,8 @@
 
 worker -> head    elastic    the plan lets replicas come and go: the least and the most of them
                   begun      its first loop over batches has begun
+                  keeps      it copies its state into memory that outlives it: all can begin again from there
+                  kept       one more such copy counts; only its own host's supervisor hears that
                   ready      it has not the run's state, and waits to be taken in; `generation`: the newest it knows of
                   formed     it has joined a generation, has the run's state, and stands at this step
                   committed  its first step of a generation
@@ -22,7 +24,9 @@ from typing import Any
 
 __all__ = ["FROM_WORKERS", "PREEMPTED", "TOO_FEW", "Finish", "Form"]
 
-FROM_WORKERS = frozenset({"elastic", "begun", "ready", "formed", "committed", "stuck", "leaving", "left", "alive"})
+FROM_WORKERS = frozenset(
+    {"elastic", "begun", "keeps", "ready", "formed", "committed", "stuck", "leaving", "left", "alive"}
+)
 PREEMPTED = 75  # exit code (EX_TEMPFAIL): everything is saved, run the same command again
 TOO_FEW = 76  # exit code: fewer replicas than the plan's minimum were left; the same command goes on from the last save
 AT_ONCE = -1

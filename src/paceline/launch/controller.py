@@ -24,8 +24,9 @@ class Crews(Protocol):
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None: ...
 
-    def start(self, replica: Sequence[int], *, workers: int) -> None:
-        """Have the workers of a replica started; the run has so many `workers` then."""
+    def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
+        """Have the workers of a replica started; the run has so many `workers` then. `incarnation`: that nobody had
+        before."""
         ...
 
     def kill(self, worker: int) -> None: ...
@@ -38,7 +39,10 @@ class Crews(Protocol):
         """Whether these workers are on more than one host."""
         ...
 
-    def give_up(self, reason: str) -> None: ...
+    def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
+        """Nobody is left who has the run's state. `causes`: what has led to it; `lost`: workers that were lost by it,
+        and not ended with them."""
+        ...
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -46,6 +50,7 @@ class Incident:
     """A loss of workers, until the others have formed again."""
 
     causes: list[str]
+    lost: list[int]  # workers, but for those that were ended with them
     began: float  # time.time() when the first of them was lost, as far as can be known
     generation: int = 0
     noticed: float = 0.0  # when the last of the others knew
@@ -64,6 +69,7 @@ class Controller:
         self._incident: Incident | None = None
         self._step = 0  # the newest that anybody has committed
         self._lost_at: dict[int, float] = {}  # worker -> when its predecessor was lost
+        self._num_started = 0  # replicas, since the run began
         self._coming: set[int] = set()  # workers that were started, and have not taken a step
         self._left_at: dict[int, int] = {}  # worker -> the last step that it took part in, as it said when it left
         self._spread = (-1, False)  # the newest generation, and whether it is on more than one host
@@ -93,7 +99,7 @@ class Controller:
                 self._do(membership.formed(worker, int(notice["generation"]), now))
             case "committed":
                 membership.committed(worker, now)
-                self._note_joined(worker, int(notice["step"]))
+                self._note_joined(worker, int(notice["step"]), pid=int(notice["pid"]))
             case "leaving":
                 self._do(membership.leaving(worker, now, why=str(notice.get("signal", "SIGTERM"))))
             case "left":
@@ -105,11 +111,16 @@ class Controller:
     def lost(self, exits: Sequence[WorkerExit], *, room: int | None = None, silent_s: float = 0.0) -> None:
         """Workers have ended that were not told to, or are to end because nothing came of them for `silent_s` seconds.
         `room`: for so many replicas there are free slots (None: for all that were lost)."""
-        reasons = [cause_of(ended) for ended in exits]
-        for ended, reason in zip(exits, reasons, strict=True):
+        workers, causes = [one.worker for one in exits], dict[int, str]()
+        for ended in exits:
+            cause = cause_of(ended)
+            others = [one.worker for one in exits if cause_of(one) == cause]
+            reason = causes[self._replica(ended.worker)] = self._with_replicas(cause, others)
             self._note_lost(ended.worker, reason, ended.host, since_s=silent_s)
-        workers, reason = [one.worker for one in exits], reasons[0] if reasons else ""
-        self._do(self._membership.lost(workers, time.monotonic(), reason=reason, room=room))
+            if self._incident is not None and ended.worker in self._members:
+                self._incident.lost.append(ended.worker)
+        reason = next(iter(causes.values()), "")
+        self._do(self._membership.lost(workers, time.monotonic(), reason=reason, room=room), causes)
 
     def ended(self, worker: int, *, host: str, has_saved: bool) -> None:
         """A worker has ended in good order: it left as it was to, or its program has come to its end."""
@@ -143,26 +154,34 @@ class Controller:
 
     # What is done.
 
-    def _do(self, decisions: Sequence[Decision]) -> None:
+    def _do(self, decisions: Sequence[Decision], causes: Mapping[int, str] | None = None) -> None:
+        """`causes`: why replicas are lost, by their numbers; the rest of their workers is ended with them."""
+        told = dict(causes or {})
         for decision in decisions:
             match decision:
                 case Form():
                     self._form(decision)
                 case StartReplica():
                     self._coming.update(decision.workers)
-                    self._crews.start(decision.workers, workers=self._membership.num_workers)
+                    self._num_started += 1
+                    workers = self._membership.num_workers
+                    self._crews.start(decision.workers, workers=workers, incarnation=self._num_started)
                 case EndWorker(worker=worker):
-                    if worker in self._members:
+                    if worker in self._members and decision.is_loss:
                         host = self._crews.host_of(worker)
-                        self._note_lost(worker, decision.reason, host, since_s=decision.silent_s)
+                        own = self._with_replicas(decision.reason, [worker])
+                        reason = told.setdefault(self._replica(worker), own)
+                        self._note_lost(worker, reason, host, since_s=decision.silent_s)
                     self._crews.kill(worker)
                 case Finish():
                     for worker in self._membership.workers:
                         self._crews.tell(worker, decision.to_json())
                 case GiveUp():
-                    causes = self._incident.causes if self._incident is not None else []
-                    before = ", ".join(cause for cause in causes if cause not in decision.reason)
-                    self._crews.give_up(decision.reason + (f"; before it {before}" if before else ""))
+                    earlier = self._incident.causes if self._incident is not None else []
+                    before = ", ".join(cause for cause in earlier if cause not in decision.reason)
+                    reason = decision.reason + (f"; before it {before}" if before else "")
+                    lost = [] if self._incident is None else self._incident.lost
+                    self._crews.give_up(reason, causes=earlier or [decision.reason], lost=lost)
 
     def _form(self, form: Form) -> None:
         self._members = set(form.members)
@@ -181,7 +200,7 @@ class Controller:
         if worker not in self._members:
             return
         if self._incident is None:
-            self._incident = Incident(causes=[reason], began=now, at_step=self._step)
+            self._incident = Incident(causes=[reason], lost=[], began=now, at_step=self._step)
         elif reason not in self._incident.causes:
             self._incident.causes.append(reason)
 
@@ -205,8 +224,26 @@ class Controller:
                 regrouped_s=round(max(0.0, incident.formed - incident.noticed), 3),
                 steps_lost=max(0, incident.at_step - incident.goes_on_at),
                 holds=self._membership.form.holds,
+                workers_each=self.workers_each,
             )
         )
+
+    def replicas_of(self, workers: Collection[int]) -> frozenset[int]:
+        """All workers of the replicas that these are of."""
+        each = self.workers_each
+        firsts = {self._replica(worker) * each for worker in workers}
+        return frozenset(worker for first in firsts for worker in range(first, first + each))
+
+    def _replica(self, worker: int) -> int:
+        return worker // self.workers_each
+
+    def _with_replicas(self, cause: str, workers: Collection[int]) -> str:
+        """Return "worker 3 was killed, and with it replica 1 (workers 2, 3)"; of single workers, the cause alone."""
+        if self.workers_each == 1:
+            return cause
+        numbers = sorted({self._replica(worker) for worker in workers})
+        named = [f"{number} (workers {_spelled(self.replicas_of([number * self.workers_each]))})" for number in numbers]
+        return f"{cause}, and with it replica{'s' * (len(named) > 1)} {', '.join(named)}"
 
     def _note_left(self, worker: int, host: str, *, has_saved: bool) -> None:
         """Say that the others go on without a worker; where everybody saves and leaves, the run's end tells that."""
@@ -225,13 +262,17 @@ class Controller:
             )
         )
 
-    def _note_joined(self, worker: int, step: int) -> None:
+    def _note_joined(self, worker: int, step: int, *, pid: int) -> None:
         if worker not in self._coming:
             return
         self._coming.discard(worker)
         lost_at = self._lost_at.pop(worker, None)
         after_s = None if lost_at is None else round(time.time() - lost_at, 3)
-        self._emit(WorkerJoined(rank=worker, step=step, after_s=after_s))
+        self._emit(WorkerJoined(rank=worker, step=step, after_s=after_s, pid=pid))
+
+
+def _spelled(workers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(workers)))
 
 
 def cause_of(ended: WorkerExit) -> str:

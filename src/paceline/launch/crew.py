@@ -5,6 +5,7 @@ It decides nothing about the job: the side (`paceline.launch.head`, `paceline.la
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import signal
@@ -18,10 +19,12 @@ from paceline.comm.ring import STACK_SIGNAL
 from paceline.errors import LaunchError
 from paceline.launch.link import Link
 from paceline.launch.loop import Loop
-from paceline.launch.outcome import WorkerExit, lost, read_error
+from paceline.launch.outcome import STUCK, WorkerExit, lost, read_error
 from paceline.launch.parent import WarmParent
 from paceline.launch.place import worker_dir
-from paceline.plan.job import Assignment
+from paceline.launch.stock import Kept
+from paceline.launch.vaults import Vaults
+from paceline.plan.job import ERROR_SPARE, Assignment
 
 __all__ = ["Crew", "Listener"]
 
@@ -57,10 +60,16 @@ class Crew:
         loop: Loop,
         listener: Listener,
         say: Callable[[str], None],
+        vaults: Vaults | None = None,
+        kept: Callable[[int], None] | None = None,
+        waits: bool = False,
     ) -> None:
+        """`kept(worker)`: it has kept a snapshot. `waits`: workers are not forked before `begin`."""
         self.alive = {assignment.rank: assignment for assignment in assignments}
         self._template = template
         self._parent, self._loop, self._listener, self._say = parent, loop, listener, say
+        self._vaults, self._kept = vaults, kept
+        self._waits, self._is_ready = waits, False
         self._links: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
         self._retired: set[int] = set()  # pids of workers that were killed one by one
@@ -77,12 +86,23 @@ class Crew:
         """How long workers may take to save and leave."""
         return self._template.job.grace_s
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether every worker that was ever started has ended, also those that were killed one by one."""
+        return not (self.alive or self._retired or any(self._doomed.values()))
+
     def start(self) -> None:
         """Make the workers' directories, and fork them as soon as the warm parent is ready."""
         for assignment in self.alive.values():
             self._make_directory(assignment)
         if self._parent is not None:
             self._parent.attach(self._loop, on_message=self._heard, on_lost=self._parent_lost)
+
+    def begin(self) -> None:
+        """What the workers begin with is there."""
+        self._waits = False
+        if self._is_ready and not self._told and not self._forked:
+            self._fork_all()
 
     def seat(self, worker: int, channel: socket.socket) -> None:
         """Serve a worker that runs in this very process; it is sent no signals, and `left` tells its end."""
@@ -99,8 +119,9 @@ class Crew:
         if worker in self._links:
             self._links[worker].send(message)
 
-    def add(self, worker: int, *, workers: int) -> None:
-        """Start one more worker, of a run that has `workers` then: it joins the others between two of their steps."""
+    def add(self, worker: int, *, workers: int, incarnation: int) -> None:
+        """Start one more worker, of a run that has `workers` then: it joins the others between two of their steps.
+        `incarnation`: its replica's."""
         if self._told or self._parent is None:
             return
         taken = {assignment.local_rank for assignment in self.alive.values()}
@@ -113,6 +134,8 @@ class Crew:
             worker_dir=str(worker_dir(Path(self._template.run_dir), self._template.attempt, worker)),
             command_started=time.time(),
             joins=True,
+            begins_at=None,  # the others have the newest state
+            incarnation=incarnation,
         )
         self._make_directory(assignment)
         self.alive[worker] = assignment
@@ -138,6 +161,16 @@ class Crew:
         if worker in self._links:
             self._links.pop(worker).close()
 
+    @property
+    def stock(self) -> tuple[Kept, ...]:
+        """What this host has in memory."""
+        return () if self._vaults is None else self._vaults.stock
+
+    def drop_state(self, worker: int) -> None:
+        """A worker has left for good: what it has kept counts no more."""
+        if self._vaults is not None:
+            self._vaults.drop(worker)
+
     def ask_stack(self, worker: int) -> None:
         """Have a worker write its Python stacks into its directory (a worker in this very process has a debugger)."""
         if worker in self._pids and worker in self.alive and self._parent is not None:
@@ -160,16 +193,20 @@ class Crew:
 
     def tick(self, now: float) -> None:
         """Do what has become due."""
+        if self._vaults is not None:
+            self._vaults.tidy()
         if self._kill_at is not None and now >= self._kill_at:
             self.kill()
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = None
             for worker in [*self.alive.keys() - self._guests]:
-                self._lost(worker, "WorkerStuck", f"worker {worker} did not end within {LAST_S:.0f} s of SIGKILL")
+                self._lost(worker, STUCK, f"worker {worker} did not end within {LAST_S:.0f} s of SIGKILL")
 
-    def close(self) -> None:
-        """End everything; bounded in time."""
-        if self._parent is not None:
+    def close(self, *, keeps_parent: bool = False) -> None:
+        """End everything; bounded in time. `keeps_parent`: all workers have ended, and others are to be forked."""
+        if self._parent is not None and keeps_parent and not self._gone:
+            self._parent.detach()
+        elif self._parent is not None:
             self._parent.close()
         while self._links:
             self._links.popitem()[1].close()
@@ -199,7 +236,8 @@ class Crew:
                 "(ulimit -n), or use fewer workers on this host."
             ) from error
         self._serve(assignment.rank, ours)
-        self._parent.fork(assignment, theirs)
+        vault = () if self._vaults is None else self._vaults.fds_for(assignment.rank, step=assignment.begins_at)
+        self._parent.fork(assignment, theirs, vault=vault)
 
     def _serve(self, worker: int, channel: socket.socket) -> None:
         def closed(error: Exception) -> None:
@@ -215,13 +253,18 @@ class Crew:
     def _requested(self, worker: int, request: Mapping[str, Any]) -> None:
         if request.get("op") == "begun" and self._parent is not None:
             self._parent.let_orphans_finish(self.grace_s)
+        if request.get("op") == "kept":  # the memory is this host's, and nobody else's business
+            if self._kept is not None:
+                self._kept(worker)
+            return
         self._listener.request(worker, request)
 
     def _heard(self, message: Mapping[str, Any]) -> None:
         match message["op"]:
             case "ready":
                 self._check_ready(message)
-                if not self._told:
+                self._is_ready = True
+                if not self._told and not self._waits:
                     self._fork_all()
             case "failed":
                 what = f"{message['kind']} while importing what workers need: {message['message']}"
@@ -263,7 +306,10 @@ class Crew:
                 self._exited(worker, None, signum, 0)  # there is no such process, and none will come
 
     def _exited(self, worker: int, exit_code: int | None, signum: int | None, peak_memory_bytes: int) -> None:
-        error = read_error(Path(self.alive[worker].worker_dir)) if exit_code != 0 else None
+        directory = Path(self.alive[worker].worker_dir)
+        error = read_error(directory) if exit_code != 0 else None
+        with contextlib.suppress(OSError):  # of one that was killed; a hidden file of a few blocks is left
+            (directory / ERROR_SPARE).unlink(missing_ok=True)
         self._report(
             WorkerExit(
                 worker=worker,
@@ -292,6 +338,7 @@ class Crew:
 
     def _report(self, ended: WorkerExit) -> None:
         del self.alive[ended.worker]
+        self._pids.pop(ended.worker, None)  # a successor that is killed before its start is heard of has another one
         self._listener.exited(ended)
 
     def _parent_lost(self, how: str) -> None:

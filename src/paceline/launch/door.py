@@ -115,6 +115,7 @@ class Door:
         self._waiting: list[Introduction] = []
         self._refused: Counter[str] = Counter()  # by address
         self._open_again_at: float | None = None
+        self._is_closed = False
         sock.setblocking(False)
         loop.watch(sock, READ, self._accept)
 
@@ -126,17 +127,21 @@ class Door:
             self._open_again_at = None
             self._loop.watch(self._sock, READ, self._accept)
 
-    def close(self) -> None:
-        """Close it, and say how many were refused; safe to repeat."""
-        if self._sock.fileno() < 0:
-            return
+    def close(self, *, stays_open: bool = False) -> socket.socket | None:
+        """Close it, and say how many were refused; safe to repeat. `stays_open`: the listening socket is returned, and
+        whoever comes waits there for the next door."""
+        if self._is_closed:
+            return None
+        self._is_closed = True
         for introduction in self._waiting:
             introduction.close()
         self._loop.forget(self._sock)
-        self._sock.close()
+        if not stays_open:
+            self._sock.close()
         for address, times in self._refused.items():
             if times > SHOWN:
                 self._say(f"refused {times} connections from {address} in all")
+        return self._sock if stays_open else None
 
     def _accept(self, _: int) -> None:
         try:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,12 +32,18 @@ LEAVING_S = 5.0  # a failed worker's exit functions may take this long: the othe
 FLUSH_FAILED = 120  # the status that Python itself uses
 
 
-def run_worker(request: Mapping[str, Any], *, channel_fd: int, warm_pid: int, mask: Iterable[int]) -> NoReturn:
+def run_worker(
+    request: Mapping[str, Any], *, channel_fd: int, vault_fds: Sequence[int], warm_pid: int, mask: Iterable[int]
+) -> NoReturn:
     """Be the worker that `request` describes, and end this process; called right after the fork, in the child."""
     status = 1
     try:
         _become_independent(warm_pid, request["worker"], mask)
-        assignment = dataclasses.replace(assignment_from_json(request["assignment"]), channel_fd=channel_fd)
+        for fd in vault_fds:
+            os.set_inheritable(fd, False)
+        assignment = dataclasses.replace(
+            assignment_from_json(request["assignment"]), channel_fd=channel_fd, vault_fds=tuple(vault_fds)
+        )
         status = _work(assignment, request)
     except BaseException as error:  # the process boundary: nothing may go on into the warm parent's code
         traceback.print_exc()
@@ -90,7 +96,7 @@ def _redirect(worker_dir: Path) -> None:
         os.dup2(opened, fd)
         os.close(opened)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]  # both are files by now
 
 
 def _write_error(request: Mapping[str, Any], error: BaseException) -> None:
@@ -123,7 +129,7 @@ def _leave(status: int) -> NoReturn:
             limit = threading.Timer(LEAVING_S, os._exit, (status,))
             limit.daemon = True
             limit.start()
-        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # a forked child ends by os._exit, which runs none
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:  # of the flush: the disk is full

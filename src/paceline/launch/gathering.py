@@ -13,8 +13,10 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.launch.again import Again
+from paceline.launch.carrying import At, Carrying
 from paceline.launch.door import Door
-from paceline.launch.guests import FAREWELL_S, PING_S, SILENCE_S, Guest
+from paceline.launch.guests import FAREWELL_S, HEAD, PING_S, SILENCE_S, Guest
 from paceline.launch.head import Head
 from paceline.launch.link import Link
 from paceline.launch.loop import Loop
@@ -27,14 +29,27 @@ __all__ = ["Gathering"]
 class Gathering:
     """Turns connections that have proved the token into guests."""
 
-    def __init__(self, listener: socket.socket, terms: Terms, loop: Loop, say: Callable[[str], None]) -> None:
-        self._terms, self._loop, self._say = terms, loop, say
+    def __init__(
+        self,
+        listener: socket.socket,
+        terms: Terms,
+        loop: Loop,
+        say: Callable[[str], None],
+        *,
+        carrying: Carrying | None = None,
+        again: Again | None = None,
+    ) -> None:
+        """`again`: those who were lost begin again, on hosts that come back."""
+        self._terms, self._loop, self._say, self._again = terms, loop, say, again
+        self._carrying = carrying
         self._guests: list[Guest] = []  # that the job begins with
         self._unnamed: set[Link] = set()  # have proved the token and not said hello yet
         self._turned_away: set[str] = set()  # what was said of them is said once
         self._head: Head | None = None
         self._next_ping = 0.0
         self._address = str(listener.getsockname()[0])
+        if carrying is not None:
+            carrying.open(self._address)
         self._door = Door(listener, terms.token, loop, on_proved=self._came, say=say)
         name = terms.at[0]
         if self._address.startswith("127.") and name not in ("localhost", self._address):
@@ -45,12 +60,16 @@ class Gathering:
 
     @property
     def complete(self) -> bool:
-        return len(self._guests) == self._terms.job.hosts - 1
+        return len(self._guests) == self._num_guests
+
+    @property
+    def _num_guests(self) -> int:
+        return (self._terms.job.hosts if self._again is None else len(self._again.ranks)) - 1
 
     @property
     def doing(self) -> str:
         """What is waited for."""
-        more = self._terms.job.hosts - 1 - len(self._guests)
+        more = self._num_guests - len(self._guests)
         here = ", ".join([self._terms.host, *(guest.host for guest in self._guests)])
         return f"waiting at {self._terms.point} for {more} more host{'' if more == 1 else 's'}; here: {here}"
 
@@ -67,9 +86,11 @@ class Gathering:
     def welcome(self) -> Head:
         """Deal the ranks, tell every guest its place, and go over into the job."""
         terms = self._terms
-        ranks = deal(terms.job.workers or 0, terms.job.hosts)
-        for index, guest in enumerate(self._guests, start=1):
-            guest.index, guest.slots, guest.workers = index, len(ranks[index]), set(ranks[index])
+        if self._again is None:
+            ranks = deal(terms.job.workers or 0, terms.job.hosts)
+            for index, guest in enumerate(self._guests, start=1):
+                guest.index, guest.slots, guest.workers = index, len(ranks[index]), set(ranks[index])
+        for guest in self._guests:
             self._welcome(guest)
         self._head = Head(
             host=terms.host,
@@ -80,13 +101,23 @@ class Gathering:
             attempt=terms.attempt,
             run_dir=terms.run_dir,
             say=self._say,
+            doors=self.doors,
+            again=self._again,
         )
         return self._head
 
     def _welcome(self, guest: Guest) -> None:
         place = {"host_index": guest.index, "ranks": sorted(guest.workers), "slots": guest.slots}
         run = {"attempt": self._terms.attempt, "run_dir": self._terms.run_dir}
-        guest.link.send({"op": "welcome", "head": f"{self._terms.host} ({self._address})", **place, **run})
+        doors = [[index, *at] for index, at in self.doors.items()]
+        head = f"{self._terms.host} ({self._address})"
+        guest.link.send({"op": "welcome", "head": head, **place, **run, "doors": doors})
+
+    @property
+    def doors(self) -> dict[int, At]:
+        """Where each host gives what others' workers begin with."""
+        found = {guest.index: (guest.address, guest.port) for guest in self._guests if guest.port}
+        return found | ({} if self._carrying is None else {HEAD: (self._address, self._carrying.port)})
 
     def give_up(self, reason: str) -> None:
         """Send those who came home."""
@@ -96,11 +127,11 @@ class Gathering:
             guest.link.close()
         self.close()
 
-    def close(self) -> None:
-        """Close the door; guests stay."""
+    def close(self, *, stays_open: bool = False) -> socket.socket | None:
+        """Close the door; guests stay. `stays_open`: hosts come again soon, and wait at the socket that is returned."""
         while self._unnamed:
             self._unnamed.pop().close()
-        self._door.close()
+        return self._door.close(stays_open=stays_open)
 
     def _came(self, sock: socket.socket) -> None:
         """A connection has proved the token."""
@@ -144,15 +175,30 @@ class Gathering:
             host=str(message.get("host")),
             address=str(message.get("address")),
             index=len(self._guests) + 1 if self._head is None else self._head.guests.next_index,
-            slots=share_of(self._terms.job),
+            slots=share_of(self._terms.asked),
+            port=int(message.get("port") or 0),
         )
-        if self._head is None:
+        if self._head is None and self._again is not None:
+            if not self._comes_back(guest, message.get("host_index"), self._again):
+                self._turn_away(link, who, "all are about to begin again after a loss", again=True)
+                return None
+            self._guests.append(guest)
+        elif self._head is None:
             self._guests.append(guest)
             self._say(f"{guest.name} has come: {len(self._guests) + 1} of {self._terms.job.hosts}")
         else:
             self._welcome(guest)
             self._head.join(guest)
         return guest
+
+    def _comes_back(self, guest: Guest, host_index: Any, again: Again) -> bool:
+        """Give a host the place that it had; False where it had none."""
+        taken = {HEAD, *(other.index for other in self._guests)}
+        if not isinstance(host_index, int) or host_index not in again.ranks or host_index in taken:
+            return False
+        guest.index, guest.slots = host_index, again.slots[host_index]
+        guest.workers = set(again.ranks[host_index])
+        return True
 
     def _turn_away(self, link: Link, who: str, reason: str, *, again: bool) -> None:
         link.send({"op": "refused", "reason": reason, "again": again})

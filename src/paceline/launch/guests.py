@@ -1,9 +1,10 @@
 """The other hosts of a job, as the head sees them, and which worker is where: whoever wants a worker asks here.
 
     member -> head    said (a worker's request or notice), started, exited (with what is in error.json), leaving, ping,
-                      barren (it can start no more workers)
+                      barren (it can start no more workers), gone (all its workers, and what it has in memory)
     head -> member    tell (a worker), stop (in how many seconds SIGKILL follows), kill, ping, start and kill_worker
-                      (elastic runs), end (the outcome: of the run, or of this host alone)
+                      (elastic runs), again (kill all: they begin again), neighbour (where copies of what is in memory
+                      go), drop (what a worker has kept that left), end (the outcome: of the run, or of this host alone)
     for whoever looks out for hangs: member -> head  doing (its workers)      head -> member  stack (ask a worker)
 
 A guest that closes its connection, is silent for long, or says what makes no sense is lost, and its workers with it.
@@ -16,12 +17,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from paceline.launch.carrying import Carrying
 from paceline.launch.crew import Crew
 from paceline.launch.link import Link
 from paceline.launch.outcome import WorkerExit, lost
 from paceline.launch.slots import Slots
+from paceline.launch.stock import HostLeft
 
-__all__ = ["FAREWELL_S", "PING_S", "SILENCE_S", "Guest", "Guests", "Host"]
+__all__ = ["FAREWELL_S", "HEAD", "PING_S", "SILENCE_S", "Guest", "Guests", "Host"]
 
 PING_S = 1.0
 SILENCE_S = 15.0  # a host that has said nothing for so long is lost
@@ -38,6 +41,7 @@ class Guest:
     address: str  # as its peers see it
     index: int
     slots: int  # workers that it has room for
+    port: int = 0  # at which it takes in copies of what other hosts have in memory; 0: it does not
     workers: set[int] = dataclasses.field(default_factory=set[int])  # ranks that are, or were, on it
     pids: dict[int, int] = dataclasses.field(default_factory=dict)
     former: dict[int, int] = dataclasses.field(default_factory=dict)  # predecessors' pids, of workers started anew
@@ -57,6 +61,10 @@ class Host(Protocol):
 
     def exited(self, ended: WorkerExit) -> None: ...
 
+    def guest_gone(self, guest: Guest, left: HostLeft) -> None:
+        """It has ended its workers, so that all can begin again."""
+        ...
+
     def guest_leaves(self, guest: Guest, signum: int, *, at_once: bool) -> None:
         """Somebody stopped its supervisor; `at_once`: for the second time, and it kills its workers."""
         ...
@@ -69,15 +77,15 @@ class Host(Protocol):
 class Guests:
     """Finds each worker's host, its own crew's or a guest's, and says there what is to be said."""
 
-    def __init__(self, guests: Sequence[Guest], *, own: Collection[int], host: Host, name: str) -> None:
-        """`own` are the ranks of the head itself, whose `name` is that of its host."""
+    def __init__(self, guests: Sequence[Guest], *, own: Collection[int], slots: int, host: Host, name: str) -> None:
+        """`own` are the ranks of the head itself, which has so many `slots`, and whose `name` is that of its host."""
         self.here = set(own)  # ranks that have their files on the head
         self.heard_doing: Callable[[Sequence[Mapping[str, Any]], float], None] = _unheard  # of other hosts' workers
         self._host, self._name = host, name
         self._crew: Crew | None = None
         self._guests: dict[int, Guest] = {}
         self._slots = Slots()
-        self._slots.open(HEAD, len(own), own)
+        self._slots.open(HEAD, slots, own)
         self._num_hosts = 1  # that were ever there
         self._next_ping = 0.0
         self._released: list[Link] = []  # of guests that have left; they close them
@@ -125,9 +133,9 @@ class Guests:
         """The head itself can start no more workers."""
         self._slots.shut(HEAD)
 
-    def room(self, workers_each: int) -> int:
-        """For how many more replicas of so many workers there are free slots."""
-        return self._slots.room(workers_each)
+    def room(self, workers_each: int, *, without: Collection[int] = ()) -> int:
+        """For how many more replicas of so many workers there are free slots, when those `without` are gone."""
+        return self._slots.room(workers_each, without=without)
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
         """Say something to a worker."""
@@ -137,8 +145,9 @@ class Guests:
         elif self._crew is not None:
             self._crew.tell(worker, message)
 
-    def start(self, replica: Sequence[int], *, workers: int) -> None:
+    def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
         """Have the workers of a replica started, where there is most room; the run has so many `workers` then."""
+        numbers = {"workers": workers, "incarnation": incarnation}
         self._slots.place(replica)
         for worker in replica:
             guest = self._guest_of(worker)
@@ -146,10 +155,10 @@ class Guests:
                 self.here.discard(worker)
                 guest.workers.add(worker)
                 guest.former[worker] = guest.pids.pop(worker, 0)
-                guest.link.send({"op": "start", "worker": worker, "workers": workers})
+                guest.link.send({"op": "start", "worker": worker, **numbers})
             elif self._crew is not None:
                 self.here.add(worker)
-                self._crew.add(worker, workers=workers)
+                self._crew.add(worker, **numbers)
 
     def kill(self, worker: int) -> None:
         """Send SIGKILL to one worker."""
@@ -170,6 +179,9 @@ class Guests:
     def forget(self, worker: int, *, for_good: bool) -> None:
         """A worker is there no longer. Where it was lost, and not `for_good`, its successor goes where it was."""
         if for_good:
+            if self._crew is not None:
+                self._crew.drop_state(worker)
+            self.tell_all({"op": "drop", "worker": worker})
             self._slots.leave(worker)
         else:
             self._slots.lose(worker)
@@ -186,6 +198,18 @@ class Guests:
         self._slots.close(guest.index)
         self._released.append(guest.link)  # closed here, it could lose the message
         guest.link.send(message)
+
+    def link_up(self, address: str, own: Carrying) -> None:
+        """Say to each host where copies of what it has in memory go: to the next one. The head has this address."""
+        at = {guest.index: (guest.address, guest.port) for guest in self if guest.port} | {HEAD: (address, own.port)}
+        ring = sorted(at)
+        for index, to in zip(ring, [*ring[1:], ring[0]], strict=True):
+            goes_to = at[to] if to != index else None
+            name = self._name if to == HEAD else self._guests[to].host
+            if index == HEAD:
+                own.go_to(goes_to, name)
+            else:
+                self._guests[index].link.send({"op": "neighbour", "at": goes_to, "name": name})
 
     def tell_all(self, message: Mapping[str, Any]) -> None:
         for guest in self:
@@ -264,6 +288,8 @@ class Guests:
                 is_former = ended.pid != 0 and ended.pid == guest.former.get(ended.worker)  # was on its way meanwhile
                 if self._is_on(guest, ended.worker) and not is_former:
                     self._host.exited(ended)
+            case "gone":
+                self._host.guest_gone(guest, HostLeft.from_json(message["left"]))
             case "barren":
                 self._slots.shut(guest.index)
             case "doing":

@@ -1,34 +1,41 @@
 """The side of the first host, which holds the board and decides for the whole job; the only one on a single host.
 
 It decides little: the job has finished when all workers ended well; when one failed, the others get a moment to say
-what they know, and are ended. In an elastic run (the workers say so: the plan may be in the script) lost workers are no
-failure, nor is a lost host: the controller has the others go on, and hosts that come later are taken in. SIGTERM has
-everybody save and leave, if they are at work on steps; on another host only its own workers leave, where enough others
-are left. `paceline.launch.guests` reaches workers and other hosts.
+what they know, and are ended. Where one was lost and their states outlive them, all are ended at once, to begin again.
+In an elastic run (the workers say so: the plan may be in the script) lost workers are no failure, nor is a lost host:
+the controller has the others go on, and hosts that come later are taken in; all begin again where nobody is left who
+could. SIGTERM has everybody save and leave, if they are at work on steps; on another host only its own workers leave,
+where enough others are left. `paceline.launch.guests` reaches workers and other hosts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import signal
+import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.checkpoint.folder import find
 from paceline.comm.board import Board
 from paceline.elastic.membership import Limits
 from paceline.elastic.notices import FROM_WORKERS, PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event, Warned
+from paceline.launch.again import Again
+from paceline.launch.another_start import AnotherStart, Needs
+from paceline.launch.carrying import At, Carrying
 from paceline.launch.controller import Controller
 from paceline.launch.crew import Crew
-from paceline.launch.guests import SILENCE_S, Guest, Guests
-from paceline.launch.outcome import Outcome, WorkerExit, interrupted, left, lost, verdict
+from paceline.launch.ends import Ends
+from paceline.launch.guests import HEAD, Guest, Guests
+from paceline.launch.outcome import Broken, Outcome, WorkerExit, interrupted, is_root_loss, lost
 from paceline.launch.place import deal
+from paceline.launch.sentences import have_text, leave_text, more_text, next_time
+from paceline.launch.stock import HostLeft
 from paceline.plan.job import Job
 
-__all__ = ["GATHER_S", "REPORT_S", "STOP_S", "TERMINATE_S", "Head"]
+__all__ = ["GATHER_S", "REPORT_S", "STOP_S", "TERMINATE_S", "Head", "next_time"]
 
 GATHER_S = 1.0  # after the first failure: the others may say what they know of it
 TERMINATE_S = 3.0  # after a failure, from SIGTERM to SIGKILL
@@ -41,7 +48,7 @@ class Entrance(Protocol):
 
     def tick(self, now: float) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, stays_open: bool = False) -> socket.socket | None: ...
 
 
 class Head:
@@ -58,33 +65,40 @@ class Head:
         attempt: int,
         run_dir: str,
         say: Callable[[str], None],
+        doors: Mapping[int, At] | None = None,
+        again: Again | None = None,
     ) -> None:
-        self.host, self.address, self.host_index = host, address, 0
+        """`again`: the workers of the attempt before were lost, and begin again in this way; `doors`: where other hosts
+        give what this one's workers begin with."""
+        self.host, self.address, self.host_index = host, address, HEAD
         self.attempt, self.run_dir = attempt, run_dir
-        self.ranks = deal(job.workers or 0, job.hosts)[0]  # with which this host begins
-        self.guests = Guests(guests, own=self.ranks, host=self, name=host)
+        # With which this host begins, and for how many workers it has room.
+        self.ranks: Sequence[int] = deal(job.workers or 0, job.hosts)[HEAD] if again is None else again.ranks[HEAD]
+        self.slots = len(self.ranks) if again is None else again.slots[HEAD]
+        self.judge: Callable[[Outcome], Again | None] | None = None  # says whether, and how, all begin again
+        self.doors = dict(doors or {})
+        self.carrying: Carrying | None = None  # to and from other hosts, what this one has in memory
+        self.guests = Guests(guests, own=self.ranks, slots=self.slots, host=self, name=host)
         self.outcome: Outcome | None = None
         self._crew: Crew | None = None
         self._job, self._door, self._say = job, door, say
-        self._expected = set(range(job.workers or 0))  # workers whose end is to be waited for
+        self._ends = Ends(range(job.workers or 0))
         self._controller: Controller | None = None
         self._emit: Callable[[Event], None] = _nowhere
         self._has_begun = False  # some worker is at work on steps
-        self._finish_told: Finish | None = None
+        self._keeps_state = again is not None  # in memory that outlives the workers: all can begin again
+        self._needs = Needs(
+            most=job.workers or 0 if again is None else again.most,
+            workers_each=None if again is None else again.workers_each,
+            least=1 if again is None else again.least,
+        )
         self._board = Board()
-        self._exits: dict[int, WorkerExit] = {}
         self._num_signals = 0  # to this supervisor
-        self._signum: int | None = None  # somebody stopped the job
-        self._by = ""  # where, when it was not here
         self._leave_by: float | None = None  # workers that were asked to leave have done so by then
         self._end_at: float | None = None  # workers get SIGTERM
         self._ending = False
+        self._another_start: AnotherStart | None = None  # all are ended to begin again
         self._lost_at: float | None = None  # members must have reported by then
-
-    @property
-    def slots(self) -> int:
-        """How many workers this host has room for."""
-        return len(self.ranks)
 
     @property
     def here(self) -> Collection[int]:
@@ -95,6 +109,7 @@ class Head:
         """Take over the workers of this host; `emit` takes events for the run's record."""
         self._crew, self._emit = crew, emit
         self.guests.lead(crew)
+        self._tell_neighbours()
 
     # What whoever looks out for hangs wants done.
 
@@ -103,15 +118,22 @@ class Head:
         self.guests.ask_stack(worker)
 
     def can_do_without(self, workers: Sequence[int]) -> bool:
-        """Whether the job is elastic, and others than these workers are there."""
-        return self._controller is not None and bool(self._expected - self._exits.keys() - set(workers))
+        """Whether the job goes on when these workers are ended: it is elastic, and others are there, or all can begin
+        again."""
+        return self._keeps_state or self._survives(workers)
+
+    def _survives(self, workers: Sequence[int]) -> bool:
+        controller = self._controller
+        if controller is None:
+            return False
+        return bool(self._ends.missing - controller.replicas_of(workers))
 
     def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
         """These workers hold up the others, for longer than the job waits: end the job. Where it `goes_on` without
         them, and is elastic, only they are killed: a loss like any other, for which `error["cause"]` is the reason."""
         if self._ending or self.outcome is not None:
             return
-        if goes_on and self.can_do_without(workers):
+        if goes_on and self._survives(workers):
             hosts = {worker: self.guests.host_of(worker) for worker in workers}
             for worker in workers:
                 self.guests.kill(worker)
@@ -120,9 +142,12 @@ class Head:
                 silent_s=float(error["waited_s"]),
             )
             return
-        culprit = int(error["worker"])
-        ended = lost(culprit, host=error["host"], pid=error["pid"], kind=error["kind"], message=error["message"])
-        self._exits[culprit] = dataclasses.replace(ended, error=error)
+        if goes_on and self._keeps_state:
+            self._ends.accuse(int(error["worker"]), error)
+            self._end_for_another_start()
+            return
+        self._keeps_state = False  # all would come to the same place again
+        self._ends.note_hang(error)
         self._end_all(TERMINATE_S)
 
     # What the crew tells (its Listener), and other hosts of their workers.
@@ -137,16 +162,23 @@ class Head:
         """Nothing to do: the crew knows its own."""
 
     def exited(self, ended: WorkerExit) -> None:
-        if self.outcome is not None or ended.worker in self._exits or ended.worker not in self._expected:
+        if self.outcome is not None or not self._ends.is_news(ended):
             return
-        if self._controller is not None and not self._ending and self._goes_on(self._controller, ended):
+        is_over = self._ending or self._end_at is not None  # who is lost after a failure is so because of it
+        if self._controller is not None and not is_over and self._goes_on(self._controller, ended):
             return
+        ended = self._ends.judged(ended)
         self.guests.forget(ended.worker, for_good=False)
-        self._exits[ended.worker] = ended
-        if ended.failed and not self._ending and self._end_at is None:
-            self._end_at = time.monotonic() + GATHER_S
+        self._ends.note(ended)
+        if self._keeps_state and is_root_loss(ended) and not self._ending and self._leave_by is None:
+            self._end_for_another_start()
+        elif ended.failed and not self._ending and self._end_at is None:
+            # Who only lost a peer may say so before its host is known to be lost.
+            is_echo = self._keeps_state and bool((ended.error or {}).get("echo")) and bool(tuple(self.guests))
+            self._end_at = time.monotonic() + (self._job.silence_s + 1.0 if is_echo else GATHER_S)
 
     def barren(self) -> None:
+        self._keeps_state = False  # there is nobody to fork workers from
         self.guests.barren()
 
     # What the supervisor tells.
@@ -192,25 +224,25 @@ class Head:
 
     def tick(self, now: float) -> None:
         """Decide what is due; signals that came as well have been told before."""
-        if self._exits.keys() >= self._expected:
-            exits = [self._exits[worker] for worker in sorted(self._exits)]
-            told = self._finish_told
-            if self._signum is None and told is not None and exits and all(ended.has_left for ended in exits):
-                self._say(f"{told.reason}: everything is saved; run the same command again to go on")
-                self._finish(left(told, exits))
-            else:
-                self._finish(verdict(exits) if self._signum is None else interrupted(self._signum, exits, by=self._by))
+        if self._another_start is not None:
+            self._judge_another_start(self._another_start, now)
+            return
+        if not self._ends.missing:
+            outcome = self._ends.outcome
+            if self._ends.have_left:
+                self._say(f"{outcome.reason}: everything is saved; run the same command again to go on")
+            self._finish(outcome)
             return
         if self._controller is not None and not self._ending:
             self._controller.tick(now)
             self._note_finish(self._controller.finish)
         if self._leave_by is not None and now >= self._leave_by and not self._ending:
-            late = _workers(self._expected - self._exits.keys())
+            late = have_text(self._ends.missing)
             self._emit(Warned(text=f"{late} not left within {self._job.grace_s:.0f} s: they are ended"))
             self._stop(signal.SIGTERM)
         if self._door is not None:
             self._door.tick(now)
-        self.guests.tick(now, silence_s=SILENCE_S if self._controller is None else self._job.silence_s)
+        self.guests.tick(now, silence_s=self._job.silence_s)
         for guest in self.guests:
             if guest.leave_by is not None:
                 self._see_off(guest, now)
@@ -223,13 +255,18 @@ class Head:
 
     def close(self) -> None:
         self.guests.close()
-        if self._door is not None:
-            self._door.close()
+        self.close_door()
+
+    def close_door(self, *, stays_open: bool = False) -> socket.socket | None:
+        """Let nobody in any more; `stays_open`: who comes waits at the socket that is returned."""
+        return None if self._door is None else self._door.close(stays_open=stays_open)
 
     # What happens to other hosts (their Host).
 
     def refusal(self) -> tuple[str, bool] | None:
         """Why a host that comes now cannot join, and whether it may try again later; None where it can."""
+        if self._another_start is not None and self._another_start.is_waiting and self.outcome is None:
+            return None
         if self._ending or self._leave_by is not None or self.outcome is not None:
             return "the run is about to end", True
         if self._controller is not None:
@@ -244,8 +281,13 @@ class Head:
     def join(self, guest: Guest) -> None:
         """One more host has come while the run goes on."""
         self.guests.add(guest)
+        if self._another_start is not None:
+            self._say(f"{guest.name} has come")
+            guest.link.send({"op": "again"})
+            return
+        self._tell_neighbours()
         gained = 0 if self._controller is None else self._controller.grow(guest.slots)
-        self._say(f"{guest.name} has joined: {_more(gained) if gained else 'its slots are spare'}")
+        self._say(f"{guest.name} has joined: {more_text(gained) if gained else 'its slots are spare'}")
 
     def guest_leaves(self, guest: Guest, signum: int, *, at_once: bool) -> None:
         if at_once and self._controller is not None:
@@ -261,6 +303,7 @@ class Head:
         if self.outcome is not None:
             return
         self._say(message)
+        self._tell_neighbours()
         if self._controller is not None and not self._ending and self._survived(exits, silent_s=silent_s):
             return
         for ended in exits:
@@ -271,15 +314,13 @@ class Head:
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
         self.guests.tell(worker, message)
 
-    def start(self, replica: Sequence[int], *, workers: int) -> None:
-        self._expected.update(replica)
-        for worker in replica:
-            self._exits.pop(worker, None)
-        self.guests.start(replica, workers=workers)
+    def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
+        self._ends.expect(replica)
+        self.guests.start(replica, workers=workers, incarnation=incarnation)
 
     def kill(self, worker: int) -> None:
         """Kill a worker that may not go on; its end is no news then."""
-        self._expected.discard(worker)
+        self._ends.forget(worker)
         self.guests.kill(worker)
         self.guests.forget(worker, for_good=False)
 
@@ -289,15 +330,47 @@ class Head:
     def is_spread(self, workers: Collection[int]) -> bool:
         return self.guests.is_spread(workers)
 
-    def give_up(self, reason: str) -> None:
-        """Nobody is left who could go on."""
-        step = find(Path(self.run_dir) / "checkpoints").step
-        if step:
-            again = f"run the same command again to go on from the newest checkpoint, of step {step}"
-        else:
-            again = "nothing was saved; run the same command again to begin at step 1"
-        self._say(f"{reason}: {again}")
-        self._finish(Outcome(state="stopped", exit_code=TOO_FEW, reason=reason))
+    def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
+        given_up = Outcome(state="stopped", exit_code=TOO_FEW, reason=reason)
+        if self._ends.has_failures:  # by its own program: the others only followed
+            self._end_all(TERMINATE_S)
+            return
+        if not self._keeps_state or self._leave_by is not None:
+            self._say(f"{reason}: {next_time(Path(self.run_dir))}")
+            self._finish(given_up)
+            return
+        broken = Broken(causes=tuple(causes), lost=tuple(lost))
+        self._end_for_another_start(dataclasses.replace(given_up, broken=broken))
+
+    def _judge_another_start(self, start: AnotherStart, now: float) -> None:
+        """The attempt is over when all processes are gone, on all hosts."""
+        late = [guest for guest in self.guests if not start.has_heard_of(guest.index)]
+        is_here = bool(self._ends.missing) or (self._crew is not None and not self._crew.is_gone)
+        if (late or is_here) and now < start.gone_by:
+            return
+        for guest in late if not start.is_waiting else ():  # otherwise it has just come
+            self.guests.lose(guest, "it was told to end its workers and did not report their ends")
+        is_gone = not self._ends.missing and (self._crew is None or self._crew.is_gone)
+        start.keep_only({HEAD, *(guest.index for guest in self.guests)})
+        stock = () if self._crew is None else self._crew.stock
+        start.hear(HostLeft(index=HEAD, slots=self.slots, workers=tuple(self.ranks), stock=stock))
+        if self._ends.stopped is not None:
+            self._finish(self._ends.stopped)
+            return
+        outcome = start.outcome(self._ends.by_worker, is_clean=is_gone and self._keeps_state, now=now)
+        if outcome is None:
+            self.guests.tick(now, silence_s=self._job.silence_s)
+            if self._door is not None:
+                self._door.tick(now)
+            return
+        if not outcome.may_begin_again and outcome.exit_code == TOO_FEW:
+            self._say(f"{outcome.reason}: {next_time(Path(self.run_dir))}")
+        self._finish(outcome)
+
+    def guest_gone(self, guest: Guest, left: HostLeft) -> None:
+        """A host has ended its workers, so that all can begin again."""
+        if self._another_start is not None:
+            self._another_start.hear(left)
 
     def _heard(self, worker: int, notice: Mapping[str, Any]) -> None:
         """A worker's notice."""
@@ -307,11 +380,13 @@ class Head:
                     self._begin_elastic(int(notice["least"]), int(notice["most"]), int(notice["workers_each"]))
             case "begun":
                 self._has_begun = True
+            case "keeps":
+                self._keeps_state = True
             case "leaving" if not self._has_begun:
                 self._stop(signal.SIGTERM, by=f" to worker {worker}")
             case "leaving" if self._controller is None:
                 self._ask_to_leave(f"worker {worker} was asked to leave by SIGTERM")
-            case _ if self._controller is not None and worker in self._expected:
+            case _ if self._controller is not None and self._ends.is_expected(worker):
                 self._controller.heard(worker, notice)
                 self._note_finish(self._controller.finish)
             case _:
@@ -325,13 +400,13 @@ class Head:
             silence_s=self._job.silence_s,
             patience_s=self._job.patience_s,
         )
+        self._needs = dataclasses.replace(self._needs, workers_each=workers_each, least=least)
         self._controller = Controller(limits, workers=self._job.workers or 1, crews=self, emit=self._emit)
-        early = [ended for ended in self._exits.values() if ended.failed]
+        early = self._ends.take_failures()
         if early:
             self._end_at = None
-            for ended in early:
-                del self._exits[ended.worker]
-                self.exited(ended)
+        for ended in early:
+            self.exited(ended)
 
     def _goes_on(self, controller: Controller, ended: WorkerExit) -> bool:
         """Tell the controller how a worker of an elastic run has ended; returns whether the run goes on without it."""
@@ -339,7 +414,7 @@ class Head:
             return self._survived([ended])
         has_left = not controller.is_member(ended.worker) and not ended.has_left
         if has_left:
-            self._expected.discard(ended.worker)
+            self._ends.forget(ended.worker)
             self.guests.forget(ended.worker, for_good=True)
         controller.ended(ended.worker, host=ended.host, has_saved=ended.has_left)
         return has_left
@@ -356,18 +431,19 @@ class Head:
         if not controller.leave(workers, reason, room=self.guests.room(controller.workers_each)):
             return False
         guest.leave_by = time.monotonic() + self._job.grace_s
-        self._say(f"{reason} ({guest.address}): {_leave(workers)}the run goes on without this host")
+        self._say(f"{reason} ({guest.address}): {leave_text(workers)}the run goes on without this host")
         return True
 
     def _see_off(self, guest: Guest, now: float) -> None:
         """A host that leaves alone ends when its workers have left; who has not in time is killed, and lost."""
-        if self._ending or self._leave_by is not None or self._exits:
+        if self._ending or self._leave_by is not None or self._ends.by_worker:
             return  # the run ends, and this host with it
         workers = self.guests.workers_of(guest)
         if not workers:
             reason = f"host {guest.host} was asked to leave, and the run goes on without it"
             gone = Outcome(state="stopped", exit_code=PREEMPTED, reason=reason)
             self.guests.release(guest, {"op": "end", "outcome": gone.to_json()})
+            self._tell_neighbours()
         elif guest.leave_by is not None and now >= guest.leave_by:
             guest.leave_by = now + self._job.grace_s  # until their ends are known
             self._say(f"the workers on {guest.name} have not left within {self._job.grace_s:.0f} s: they are ended")
@@ -381,14 +457,15 @@ class Head:
         controller = self._controller
         if controller is None:
             return False
-        if not all(map(_is_loss, exits)):
+        if not all(ended.is_loss for ended in exits):
             return False
         for ended in exits:
-            self._expected.discard(ended.worker)
+            self._ends.forget(ended.worker)
             self.guests.forget(ended.worker, for_good=False)
         # Who is lost alone leaves its slot free; who is lost with its host, or with its slots, needs one elsewhere.
         is_alone = bool(exits) and all(self.guests.has_place(ended.worker) for ended in exits)
-        room = None if is_alone else self.guests.room(controller.workers_each)
+        ending = controller.replicas_of([ended.worker for ended in exits])
+        room = None if is_alone else self.guests.room(controller.workers_each, without=ending)
         controller.lost(exits, room=room, silent_s=silent_s)
         return True
 
@@ -404,22 +481,36 @@ class Head:
             return
         finish = Finish(exit_code=PREEMPTED, reason=reason)
         self._note_finish(finish)
-        for worker in self._expected - self._exits.keys():
+        for worker in self._ends.missing:
             self.guests.tell(worker, finish.to_json())
 
     def _note_finish(self, finish: Finish | None) -> None:
-        if finish is not None and self._finish_told is None:
-            self._finish_told = finish
+        if finish is not None and self._ends.finish is None:
+            self._ends.finish = finish
             self._leave_by = self._leave_by or time.monotonic() + self._job.grace_s
 
     def _stop(self, signum: int, *, by: str = "") -> None:
         if self._ending:
+            if self._another_start is not None:
+                self._ends.stop(signum, by=by, anyway=True)
             return
-        # A job that has failed already stays so; but who stops a whole cgroup, say, sends workers the same signal.
-        failures = [ended for ended in self._exits.values() if ended.failed]
-        if all(ended.signal == signum or ended.exit_code == 128 + signum for ended in failures):
-            self._signum, self._by = signum, by
+        self._ends.stop(signum, by=by)
         self._end_all(STOP_S)
+
+    def _end_for_another_start(self, given_up: Outcome | None = None) -> None:
+        """Workers were lost, and what all have done is kept: nobody needs time to save."""
+        self._ending = True
+        self._another_start = AnotherStart(
+            self._needs, given_up=given_up, patience_s=self._job.patience_s, judge=self.judge, say=self._say
+        )
+        self.guests.tell_all({"op": "again"})
+        if self._crew is not None:
+            self._crew.kill()
+
+    def _tell_neighbours(self) -> None:
+        """Say to each host where copies of what it has in memory go."""
+        if self.carrying is not None:
+            self.guests.link_up(self.address, self.carrying)
 
     def _end_all(self, grace_s: float) -> None:
         self._ending = True
@@ -432,27 +523,6 @@ class Head:
         if self.outcome is None:
             self.outcome = outcome
             self.guests.farewell({"op": "end", "outcome": outcome.to_json()})
-
-
-def _is_loss(ended: WorkerExit) -> bool:
-    """Whether a worker was lost, and did not fail by its own program: killed, gone with its host, or cut off."""
-    return ended.failed and (ended.exit_code is None or bool((ended.error or {}).get("echo")))
-
-
-def _more(replicas: int) -> str:
-    return f"{replicas} more replica{'s' if replicas > 1 else ''}"
-
-
-def _leave(workers: Sequence[int]) -> str:
-    if not workers:
-        return ""
-    who = f"worker {workers[0]} leaves" if len(workers) == 1 else f"workers {', '.join(map(str, workers))} leave"
-    return f"{who} between two steps, "
-
-
-def _workers(ranks: Collection[int]) -> str:
-    names = ", ".join(map(str, sorted(ranks)))
-    return f"worker {names} has" if len(ranks) == 1 else f"workers {names} have"
 
 
 def _nowhere(event: Event) -> None:

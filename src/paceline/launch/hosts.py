@@ -5,6 +5,9 @@
 what it was started for. When as many hosts are there as the job has, all started for the same job, the head deals the
 worker ranks: its own first, the others' in the order in which they came. Nobody has to be started first.
 
+Where workers were lost and all begin again, the hosts that are left meet in the same way, each with the number that it
+had: the head still listens there, and nobody else may.
+
 Who comes when an elastic job is at work joins it with the same command (`Head.join`). So a job that begins on one host
 has a meeting point too, where `--head` names one.
 """
@@ -18,11 +21,14 @@ from collections.abc import Callable
 
 from paceline import environment
 from paceline.errors import LaunchError
+from paceline.launch.again import Again
+from paceline.launch.carrying import Carrying
 from paceline.launch.gathering import Gathering
 from paceline.launch.head import Head
 from paceline.launch.loop import Loop
 from paceline.launch.member import Member
 from paceline.launch.signals import Signals
+from paceline.launch.staying import Staying
 from paceline.launch.terms import Terms
 from paceline.launch.visit import Visit
 from paceline.plan.job import Job, head_address
@@ -30,6 +36,7 @@ from paceline.plan.job import Job, head_address
 __all__ = ["LONGEST_MEETING_S", "meet"]
 
 LONGEST_MEETING_S = 300.0  # where job.timeout_s is longer
+AGAIN_S = 30.0  # for hosts that were there just now
 RETRY_S = 0.5
 TELL_S = 5.0  # between two messages that say what is waited for
 TURN_S = 0.1
@@ -45,8 +52,15 @@ def meet(
     loop: Loop,
     say: Callable[[str], None],
     signals: Signals,
+    asked: Job | None = None,
+    again: Again | None = None,
+    stays: Staying | None = None,
+    carrying: Carrying | None = None,
 ) -> Head | Member:
     """Wait until all hosts are there, and return this host's side.
+
+    `asked`: the job as the user started it, where it begins `again` with fewer workers or hosts; `stays` says then
+    which host this one was. `carrying` is made known to the other hosts.
 
     Raises LaunchError where they do not come in time or do not fit together, Interrupted where a signal comes first.
     """
@@ -65,6 +79,7 @@ def meet(
             attempt=attempt,
             run_dir=run_dir,
             say=say,
+            again=again,
         )
     if job.head is None:
         raise LaunchError(
@@ -72,17 +87,28 @@ def meet(
         )
     token = environment.token(job)
     at = head_address(job.head)
-    terms = Terms(job=job, plan=plan, attempt=attempt, run_dir=run_dir, host=host, token=token, at=at)
-    return _hold(terms, loop, say, _Patience(terms, loop, say, signals))
+    terms = Terms(
+        job=job, asked=asked or job, plan=plan, attempt=attempt, run_dir=run_dir, host=host, token=token, at=at
+    )
+    patience = _Patience(terms, loop, say, signals, limit_s=AGAIN_S if again is not None else LONGEST_MEETING_S)
+    meeting = _Meeting(terms, loop, say, patience, carrying=carrying, again=again)
+    if again is None or stays is None:
+        return meeting.hold()
+    if stays.listener is None:
+        return meeting.join(stays.host_index)
+    listener, stays.listener = stays.listener, None
+    return meeting.gather(listener)
 
 
 class _Patience:
     """Lets things happen, says what is waited for, and ends the waiting."""
 
-    def __init__(self, terms: Terms, loop: Loop, say: Callable[[str], None], signals: Signals) -> None:
+    def __init__(
+        self, terms: Terms, loop: Loop, say: Callable[[str], None], signals: Signals, *, limit_s: float
+    ) -> None:
         self._terms, self._loop, self._say, self._signals = terms, loop, say, signals
         self._began = time.monotonic()
-        self._limit_s = min(terms.job.timeout_s, LONGEST_MEETING_S)
+        self._limit_s = min(terms.job.timeout_s, limit_s)
         self._tell_at = self._began + TELL_S
 
     def turn(self, doing: str) -> None:
@@ -101,38 +127,79 @@ class _Patience:
             self._say(f"{doing} ({passed:.0f} s)")
 
 
-def _hold(terms: Terms, loop: Loop, say: Callable[[str], None], patience: _Patience) -> Head | Member:
-    """Try to be the head, else to join it, until one of them succeeds or `patience` ends."""
-    number = 0
-    while True:
-        listener = _listen(terms)
-        if listener is not None:
-            gathering = Gathering(listener, terms, loop, say)
-            try:
-                while not gathering.complete:
-                    patience.turn(gathering.doing)
-                    gathering.tick(time.monotonic())
-                return gathering.welcome()
-            except BaseException as error:  # also Interrupted and KeyboardInterrupt: nothing stays open
-                gathering.give_up(str(error) or type(error).__name__)
-                raise
-        number += 1
-        visit = Visit(terms, loop, say, number=number)
+class _Meeting:
+    """This host's part in the meeting."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        loop: Loop,
+        say: Callable[[str], None],
+        patience: _Patience,
+        *,
+        carrying: Carrying | None,
+        again: Again | None,
+    ) -> None:
+        self._terms, self._loop, self._say, self._patience = terms, loop, say, patience
+        self._carrying, self._again = carrying, again
+        self._num_visits = 0
+
+    def hold(self) -> Head | Member:
+        """Try to be the head, else to join it, until one of them succeeds or the patience ends."""
+        while True:
+            listener = _listen(self._terms)
+            if listener is not None:
+                return self.gather(listener)
+            member = self._visit(None)
+            if member is not None:
+                return member
+
+    def join(self, host_index: int) -> Member:
+        """Join the head again."""
+        while (member := self._visit(host_index)) is None:
+            pass
+        return member
+
+    def gather(self, listener: socket.socket) -> Head:
+        """Be the head."""
+        gathering = Gathering(listener, self._terms, self._loop, self._say, carrying=self._carrying, again=self._again)
+        try:
+            while not gathering.complete:
+                self._patience.turn(gathering.doing)
+                gathering.tick(time.monotonic())
+            return gathering.welcome()
+        except BaseException as error:  # also Interrupted and KeyboardInterrupt: nothing stays open
+            gathering.give_up(str(error) or type(error).__name__)
+            raise
+
+    def _visit(self, host_index: int | None) -> Member | None:
+        """Try once to join the head; None, after a while, where that failed and may be tried again."""
+        self._num_visits += 1
+        point = self._terms.point
+        visit = Visit(
+            self._terms,
+            self._loop,
+            self._say,
+            number=self._num_visits,
+            carrying=self._carrying,
+            host_index=host_index,
+        )
         try:
             while visit.member is None and not visit.failed:
-                patience.turn(visit.doing)
+                self._patience.turn(visit.doing)
                 visit.tick(time.monotonic())
             if visit.member is not None:
                 if visit.member.is_late:
-                    say(f"joined the run {visit.member.run_dir} at {terms.point}; waiting for work")
+                    self._say(f"joined the run {visit.member.run_dir} at {point}; waiting for work")
                 return visit.member
         finally:
             visit.close()
         if visit.final:
-            raise LaunchError(f"This host cannot join the job at {terms.point}: {visit.failed}")
+            raise LaunchError(f"This host cannot join the job at {point}: {visit.failed}")
         again_at = time.monotonic() + RETRY_S
         while time.monotonic() < again_at:
-            patience.turn(f"connecting to the head at {terms.point}; last try: {visit.failed}")
+            self._patience.turn(f"connecting to the head at {point}; last try: {visit.failed}")
+        return None
 
 
 def _listen(terms: Terms) -> socket.socket | None:

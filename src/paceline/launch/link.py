@@ -7,7 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.comm.channel import LineBuffer, encode
 from paceline.launch.loop import READ, WRITE, Loop
@@ -15,6 +15,14 @@ from paceline.launch.loop import READ, WRITE, Loop
 __all__ = ["Link"]
 
 CHUNK_BYTES = 1 << 16
+
+
+class Passed(Protocol):
+    """What is handed over with a message: a socket, or a file."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class Link:
@@ -35,15 +43,15 @@ class Link:
         self._sock, self._loop = sock, loop
         self._on_message, self._on_close = on_message, on_close
         self._lines = LineBuffer()
-        self._outgoing: deque[tuple[bytes, Sequence[socket.socket]]] = deque()
+        self._outgoing: deque[tuple[bytes, Sequence[Passed]]] = deque()
         self._blocked = False  # the system took no more: also waiting until it can be written to
         self.closed = False
         self.heard = time.monotonic()  # when something last came in
         sock.setblocking(False)
         loop.watch(sock, READ, self._ready)
 
-    def send(self, message: Mapping[str, Any], *, passing: Sequence[socket.socket] = ()) -> None:
-        """Send a message as soon as the other end takes it; `passing`: sockets handed over with it, and closed here."""
+    def send(self, message: Mapping[str, Any], *, passing: Sequence[Passed] = ()) -> None:
+        """Send a message as soon as the other end takes it; `passing` is handed over with it, and closed here."""
         if self.closed:
             _close_all(passing)
             return
@@ -55,6 +63,13 @@ class Link:
         deadline = time.monotonic() + timeout_s
         while self._outgoing and not self.closed and (left := deadline - time.monotonic()) > 0:
             self._loop.turn(left)
+
+    def release(self) -> socket.socket:
+        """Let go of the socket, which stays open: the next link over it hears what comes from now on."""
+        self.closed = True
+        self._loop.forget(self._sock)
+        self._drop()
+        return self._sock
 
     def close(self) -> None:
         """Close this end; nothing is called any more."""
@@ -99,7 +114,7 @@ class Link:
             while self._outgoing:
                 data, passing = self._outgoing[0]
                 if passing:  # they travel with the first byte of the message
-                    sent = socket.send_fds(self._sock, [data], [sock.fileno() for sock in passing])
+                    sent = socket.send_fds(self._sock, [data], [one.fileno() for one in passing])
                     _close_all(passing)
                 else:
                     sent = self._sock.send(data)
@@ -126,7 +141,7 @@ class Link:
         self._on_close(error)
 
 
-def _close_all(sockets: Sequence[socket.socket]) -> None:
-    for sock in sockets:
+def _close_all(passed: Sequence[Passed]) -> None:
+    for one in passed:
         with contextlib.suppress(OSError):
-            sock.close()
+            one.close()

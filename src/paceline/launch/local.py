@@ -8,7 +8,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from paceline import environment
 from paceline.errors import LaunchError, PacelineError
+from paceline.launch.again import Again
+from paceline.launch.carrying import Carrying
 from paceline.launch.control import Control
 from paceline.launch.head import Head
 from paceline.launch.hosts import meet
@@ -19,7 +22,9 @@ from paceline.launch.outcome import Outcome, interrupted
 from paceline.launch.parent import ENTRY, WarmParent
 from paceline.launch.place import assign, template
 from paceline.launch.signals import Interrupted, Signals
+from paceline.launch.staying import Staying
 from paceline.launch.supervisor import Observer, Supervisor, Witness
+from paceline.launch.vaults import Vaults
 from paceline.plan.job import Job
 
 __all__ = ["launch", "prestart"]
@@ -43,28 +48,40 @@ def launch(
     met: Callable[[Head | Member], Path] | None = None,
     command_started: float,
     warm: WarmParent | None = None,
+    stays: Staying | None = None,
+    asked: Job | None = None,
+    again: Again | None = None,
+    judge: Callable[[Outcome], Again | None] | None = None,
 ) -> Outcome:
     """Run the job's workers of this host, and return how the whole job ended.
 
     `job.workers` must be known. `program` is the pickled function of `paceline.run(fn)`; workers look for it as
     RUN/attempt_n/program.pkl. `met` is called when all hosts are there and before anything is written, with this
     host's side of the job: it knows the head's `attempt` and `run_dir`, and `met` returns the run's directory on this
-    host (without it, `run_dir`). `warm`, where given, is used and closed. Blocks until every process is gone. While it
-    runs, Ctrl-C, SIGTERM and SIGHUP end the workers and are told in the Outcome (but for launcher "inline", where
-    Ctrl-C is worker 0's). Raises LaunchError where the job could not be started; a failure after that is an Outcome.
+    host (without it, `run_dir`). `warm`, where given, is used, and closed unless the Outcome may begin again. Blocks
+    until every worker is gone. While it runs, Ctrl-C, SIGTERM and SIGHUP end the workers and are told in the Outcome
+    (but for launcher "inline", where Ctrl-C is worker 0's); `stays`, where given, notes them already, and has workers'
+    states from one launch to the next. `judge(outcome)` says on the head whether all begin again where workers were
+    lost, and `again` is what it has said after the launch before; `asked` is the job as the user started it then.
+    Raises LaunchError where the job could not be started; a failure after that is an Outcome.
     """
     is_inline = job.launcher == "inline"
     with contextlib.ExitStack() as stack:
-        if warm is not None:
-            stack.callback(warm.close)
-        signals = Signals()
-        if not is_inline:
-            stack.enter_context(signals)
+        vaults = None if is_inline or stays is None else stays.vaults  # without, nobody begins again
+        if stays is None:
+            stays = stack.enter_context(contextlib.closing(Staying(signals=Signals())))
+            if not is_inline:
+                stack.enter_context(stays.signals)
+        signals = stays.signals
         loop = stack.enter_context(contextlib.closing(Loop()))
         parent = _parent(job, warm)
+        ending = stack.enter_context(contextlib.ExitStack())
         if parent is not None:
-            stack.callback(parent.close)
+            ending.callback(parent.close)
         witness = Witness(observer, signals)
+        carrying = _carrying(job, vaults, loop, witness.say)
+        if carrying is not None:
+            stack.callback(carrying.close)
         try:
             side = meet(
                 job,
@@ -74,10 +91,17 @@ def launch(
                 loop=loop,
                 say=witness.say,
                 signals=signals,
+                asked=asked,
+                again=again,
+                stays=stays,
+                carrying=carrying,
             )
         except Interrupted as early:
             return interrupted(early.signum, ())
         stack.callback(side.close)
+        stays.host_index, side.carrying = side.host_index, carrying
+        if isinstance(side, Head):
+            side.judge = judge
         if met is not None:
             run_dir = _told(side, met)
         run_dir = run_dir.absolute()
@@ -94,16 +118,37 @@ def launch(
             plan=plan,
             overrides=overrides,
             given=given,
+            begins_at=None if again is None else again.begins_at,
         )
         stack.callback(Control(loop, side.asked).close)
         assignments = assign(alike, side.ranks)
         supervisor = Supervisor(
-            assignments, template=alike, side=side, parent=parent, loop=loop, observer=witness, signals=signals
+            assignments,
+            template=alike,
+            side=side,
+            parent=parent,
+            loop=loop,
+            observer=witness,
+            signals=signals,
+            vaults=vaults,
+            again=again,
         )
         if is_inline:
             entry = warm.entry if warm is not None else ENTRY
             return run_inline(supervisor, assignments[0], entry=entry, loop=loop, signals=signals)
-        return supervisor.run()
+        outcome = supervisor.run()
+        if outcome.may_begin_again:
+            ending.pop_all()
+            if isinstance(side, Head):
+                stays.listener = side.close_door(stays_open=True)
+        return outcome
+
+
+def _carrying(job: Job, vaults: Vaults | None, loop: Loop, say: Callable[[str], None]) -> Carrying | None:
+    """What takes workers' states from host to host; None where this host is alone."""
+    if vaults is None or job.head is None:
+        return None
+    return Carrying(vaults, environment.token(job), loop, say)
 
 
 def _told(side: Head | Member, met: Callable[[Head | Member], Path]) -> Path:

@@ -14,11 +14,13 @@ from typing import Any
 
 from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event
+from paceline.launch.carrying import At, Carrying
 from paceline.launch.crew import Crew
 from paceline.launch.guests import FAREWELL_S, PING_S, SILENCE_S
 from paceline.launch.head import REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.link import Link
 from paceline.launch.outcome import Outcome, WorkerExit, interrupted, left, lost
+from paceline.launch.stock import HostLeft
 
 __all__ = ["Member"]
 
@@ -39,12 +41,18 @@ class Member:
         attempt: int,
         run_dir: str,
         say: Callable[[str], None],
+        doors: Mapping[int, At] | None = None,
     ) -> None:
+        """`doors`: where other hosts give what this one's workers begin with."""
         self.host, self.address, self.host_index = host, address, host_index
         self.ranks, self.slots = tuple(ranks), slots  # with which this host begins; for how many it has room
         self.here = set(ranks)  # that have their files on this host; follows them as they come
         self.attempt, self.run_dir = attempt, run_dir  # the head's: the run has one number and one name on all hosts
         self.outcome: Outcome | None = None
+        self.carrying: Carrying | None = None  # to and from other hosts, what this one has in memory
+        self.doors = dict(doors or {})
+        self._is_barren = False
+        self._is_for_another_start = False  # all are ended to begin again
         self._crew: Crew | None = None
         self.before_stack: Callable[[int], None] = _unheard  # told of each worker that is asked for its stack
         self._link, self._head, self._say = link, head, say
@@ -92,6 +100,7 @@ class Member:
         self._link.send({"op": "exited", "exit": dataclasses.asdict(ended)})
 
     def barren(self) -> None:
+        self._is_barren = True
         self._link.send({"op": "barren"})
 
     # What the supervisor tells.
@@ -131,6 +140,11 @@ class Member:
             self._link.send({"op": "ping"})
         if not self._head_lost and now - self._link.heard > SILENCE_S:
             self.head_lost(f"it said nothing for {SILENCE_S:.0f} s")
+        if self._is_for_another_start and self._crew.is_gone:
+            self._is_for_another_start = False
+            slots = 0 if self._is_barren else self.slots
+            left = HostLeft(index=self.host_index, slots=slots, workers=self.ranks, stock=self._crew.stock)
+            self._link.send({"op": "gone", "left": dataclasses.asdict(left)})
         if self._patience is not None and now >= self._patience and not self._head_lost:
             self.head_lost("it did not end the job")
         if self._leave_by is not None and now >= self._leave_by:
@@ -186,7 +200,8 @@ class Member:
                 crew.tell(int(message["worker"]), message["message"])
             case "start":
                 self.here.add(int(message["worker"]))
-                crew.add(int(message["worker"]), workers=int(message["workers"]))
+                numbers = {name: int(message[name]) for name in ("workers", "incarnation")}
+                crew.add(int(message["worker"]), **numbers)
             case "kill_worker":
                 crew.kill_worker(int(message["worker"]))
             case "stack":
@@ -196,6 +211,15 @@ class Member:
                 crew.terminate(float(message["grace_s"]))
             case "kill":
                 crew.kill()
+            case "again":
+                self._is_for_another_start = True
+                crew.kill()
+            case "neighbour":
+                if self.carrying is not None:
+                    at = message["at"]
+                    self.carrying.go_to(None if at is None else (str(at[0]), int(at[1])), str(message["name"]))
+            case "drop":
+                crew.drop_state(int(message["worker"]))
             case "end":
                 self.outcome = self._own(Outcome.from_json(message["outcome"]))
                 if self._signum == signal.SIGTERM and self.outcome.exit_code == PREEMPTED:

@@ -11,11 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish
+from paceline.launch.again import Again
+from paceline.launch.stock import HostLeft
 
 # What the exit code of a run means to whoever starts runs: these, do it again; 1 and 2, do not.
-__all__ = ["Failure", "Outcome", "WorkerExit", "interrupted", "left", "lost", "read_error", "verdict"]
+__all__ = [
+    "STUCK",
+    "Broken",
+    "Failure",
+    "Outcome",
+    "WorkerExit",
+    "interrupted",
+    "is_root_loss",
+    "left",
+    "lost",
+    "read_error",
+    "verdict",
+]
 
 ERROR_BYTES = 1 << 20  # of an error.json, at most: a longer one is not what Paceline writes
+STUCK = "WorkerStuck"  # the kind of error of a process that is still there after SIGKILL
 TEXT_CHARS = 8192  # of a text in it: hundreds of workers' errors travel in one message; the file holds the whole
 
 
@@ -41,6 +56,19 @@ class WorkerExit:
     def failed(self) -> bool:
         return self.exit_code != 0 and not self.has_left
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether it was lost, and did not fail by its own program: killed, gone with its host, or cut off."""
+        return self.failed and (self.exit_code is None or bool((self.error or {}).get("echo")))
+
+    @property
+    def cause(self) -> str:
+        """Return "worker 2 (pid 4711) killed by signal 9", or what is known of a loss without a signal."""
+        if self.signal is not None:
+            return f"worker {self.worker} (pid {self.pid}) killed by signal {self.signal}"
+        error = self.error or {}
+        return str(error.get("cause") or error.get("message") or f"worker {self.worker} was lost")
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerExit:
         """Read what `dataclasses.asdict` wrote; raises TypeError where it is not that."""
@@ -55,6 +83,19 @@ Failure = WorkerExit  # one that `failed`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Broken:
+    """What was lost where nobody who is left can go on, though the run keeps what it takes to begin again."""
+
+    causes: tuple[str, ...]
+    lost: tuple[int, ...]  # workers, but for those that were ended because of others
+    workers_each: int | None = None  # of replicas that come and go, and hold the same; None: their number is fixed
+    least: int = 1  # of such replicas
+    workers: int = 0  # that may begin again
+    hosts: tuple[HostLeft, ...] = ()  # on which they do, and what is in memory there
+    lost_at: float = dataclasses.field(default=0.0, compare=False)  # time.time()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """How the job ended on all hosts. Exit codes: 0, 1 failed, 2 a usage error, 75 and 76 saved and to
     be run again (`paceline.elastic.notices`), 128 + n stopped by signal n."""
@@ -64,32 +105,62 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     reason: str = ""  # one sentence, where `failures` do not say it all
     exits: tuple[WorkerExit, ...] = ()  # of all workers, by worker
+    broken: Broken | None = None  # workers were lost, nobody has failed, and all may begin again
+    again: Again | None = None  # and do so, in this way
+
+    @property
+    def may_begin_again(self) -> bool:
+        return self.broken is not None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, from which `from_json` makes the outcome again; only `failures` keep what was in error.json."""
         exits = tuple(dataclasses.replace(ended, error=None) for ended in self.exits)  # failures hold the errors
-        return dataclasses.asdict(dataclasses.replace(self, exits=exits))
+        again = None if self.again is None else self.again.to_json()
+        return {**dataclasses.asdict(dataclasses.replace(self, exits=exits, broken=None, again=None)), "again": again}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """Read it back; raises TypeError or KeyError where it is not one."""
+        again = None if data["again"] is None else Again.from_json(data["again"])
         return cls(
             state=data["state"],
             exit_code=data["exit_code"],
             failures=tuple(map(WorkerExit.from_json, data["failures"])),
             reason=data["reason"],
             exits=tuple(map(WorkerExit.from_json, data["exits"])),
+            broken=None if again is None else Broken(causes=tuple(again.restarted.causes), lost=()),
+            again=again,
         )
 
 
-def verdict(exits: Sequence[WorkerExit]) -> Outcome:
-    """The outcome when all workers have ended and nobody stopped the job."""
+def verdict(exits: Sequence[WorkerExit], *, keeps_state: bool = False) -> Outcome:
+    """The outcome when all workers have ended and nobody stopped the job. `keeps_state`: it can begin again where
+    workers were only lost."""
     failures = tuple(exit for exit in exits if exit.failed)
     if not failures:
         return Outcome(state="finished", exit_code=0, exits=tuple(exits))
     causes = [exit.error or {} for exit in failures if not exit.sent_by_us and not (exit.error or {}).get("echo")]
     usage = bool(causes) and all(error.get("usage") for error in causes)
-    return Outcome(state="failed", exit_code=2 if usage else 1, failures=failures, exits=tuple(exits))
+    roots = [ended for ended in exits if is_root_loss(ended)]
+    broken = Broken(causes=tuple(ended.cause for ended in roots), lost=tuple(ended.worker for ended in roots))
+    return Outcome(
+        state="failed",
+        exit_code=2 if usage else 1,
+        failures=failures,
+        exits=tuple(exits),
+        broken=broken if keeps_state and _only_lost(failures) else None,
+    )
+
+
+def is_root_loss(ended: WorkerExit) -> bool:
+    """Whether this worker was lost by itself, and not because of another one."""
+    return ended.is_loss and not ended.sent_by_us and not (ended.error or {}).get("echo")
+
+
+def _only_lost(failures: Sequence[Failure]) -> bool:
+    """Whether some were lost, nobody failed by itself, and all processes are gone."""
+    is_gone = all((ended.error or {}).get("kind") != STUCK for ended in failures)
+    return is_gone and any(map(is_root_loss, failures)) and all(one.is_loss or one.sent_by_us for one in failures)
 
 
 def left(finish: Finish, exits: Sequence[WorkerExit]) -> Outcome:
@@ -114,7 +185,7 @@ def lost(
         "worker": worker,
         "host": host,
         "pid": pid,
-        "step": 0,
+        "step": None,  # nobody has heard
         "time": time.time(),
         "usage": False,
         "echo": echo,

@@ -50,6 +50,7 @@ class WarmParent:
         self.entry = entry
         self._process, self._sock, self._output, self._family = process, sock, output, family
         self._link: Link | None = None
+        self._ready: dict[str, Any] | None = None  # what it said when it was
         self._asked = False  # for any worker
         self._closed = False
 
@@ -96,17 +97,31 @@ class WarmParent:
     def attach(
         self, loop: Loop, *, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]
     ) -> None:
-        """Hear what it says (see `paceline.launch.warm`) from `loop`; `on_lost(how)` when it has ended by itself."""
+        """Hear what it says (see `paceline.launch.warm`) from `loop`; `on_lost(how)` when it has ended by itself. Who
+        comes after somebody else hears at once that it is ready."""
 
         def gone(_: Exception) -> None:
             how = self._how_it_ended()
             self._kill()
             on_lost(how)
 
-        self._link = Link(self._sock, loop, on_message=on_message, on_close=gone)
+        def heard(message: dict[str, Any]) -> None:
+            if message["op"] == "ready":
+                self._ready = message
+            on_message(message)
 
-    def fork(self, assignment: Assignment, channel: socket.socket) -> None:
-        """Ask for a worker; `channel` is its end of the socket to the supervisor, and is closed here."""
+        self._link = Link(self._sock, loop, on_message=heard, on_close=gone)
+        if self._ready is not None:
+            on_message(self._ready)
+
+    def detach(self) -> None:
+        """Nobody listens any more, until somebody else attaches; all its workers must have ended."""
+        self._attached().release()
+        self._link = None
+
+    def fork(self, assignment: Assignment, channel: socket.socket, *, vault: Sequence[int] = ()) -> None:
+        """Ask for a worker; `channel` is its end of the socket to the supervisor, and is closed here. `vault`: files
+        that it is handed as well, which stay open here."""
         self._asked = True
         request = {
             "op": "fork",
@@ -116,8 +131,9 @@ class WarmParent:
             "folder": os.getcwd(),
             "paths": _paths(),
             "argv": sys.argv,
+            "num_files": len(vault),
         }
-        self._attached().send(request, passing=[channel])
+        self._attached().send(request, passing=[channel, *(_File(os.dup(fd)) for fd in vault)])
 
     def signal(self, worker: int, signum: int, *, alone: bool = False) -> None:
         """Send a signal to a worker's process group, or to it alone, where the worker has not ended."""
@@ -184,6 +200,19 @@ class WarmParent:
             return f"ended with exit code {code}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
         return f"was killed by signal {-code} ({name})"
+
+
+class _File:
+    """An open file on its way to a worker."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def _paths() -> list[str]:

@@ -35,6 +35,7 @@ def template(
     plan: str | None = None,
     overrides: Sequence[str] = (),
     given: Sequence[str] = (),
+    begins_at: int | None = None,
 ) -> Assignment:
     """What all workers of one host are told alike, but for their numbers; `job.workers` must be known."""
     if job.workers is None:
@@ -57,6 +58,7 @@ def template(
         plan=plan,
         overrides=tuple(overrides),
         given=tuple(given),
+        begins_at=begins_at,
     )
 
 

@@ -36,17 +36,21 @@ class Slots:
         self._slots.pop(host_index, None)
 
     def place(self, workers: Sequence[int]) -> None:
-        """Find places for the workers of a replica: where their predecessors were, else where most slots are free.
-
-        They stay together where a host has room for all of them. Where no host can start workers, they get no place.
+        """Find places for the workers of a replica: together on one host where any has room for all of them, else each
+        by itself; where their predecessors were, else where most slots are free. Where no host can start workers, they
+        get no place.
         """
         if not self._slots:
             return
-        new = [worker for worker in workers if not self._return(worker)]
-        together = self._emptiest()
-        is_roomy = self._free(together) >= len(new)
-        for worker in new:
-            self._take(worker, together if is_roomy else self._emptiest())
+        before = [self._place[worker] for worker in workers if self._place.get(worker) in self._slots]
+        for host_index in (*dict.fromkeys(before), self._emptiest()):
+            if self._free(host_index) >= len(workers):
+                for worker in workers:
+                    self._take(worker, host_index)
+                return
+        for worker in workers:
+            if not self._return(worker):
+                self._take(worker, self._emptiest())
 
     def lose(self, worker: int) -> None:
         """A worker is there no longer; a successor goes where it was, where that host can start any."""
@@ -67,9 +71,10 @@ class Slots:
         """The workers that are there."""
         return frozenset(worker for worker in self._there if self._place[worker] == host_index)
 
-    def room(self, workers_each: int) -> int:
-        """For how many more replicas there are free slots, each on one host."""
-        return sum(max(0, self._free(host_index)) // workers_each for host_index in self._slots)
+    def room(self, workers_each: int, *, without: Collection[int] = ()) -> int:
+        """For how many more replicas there are free slots, each on one host, when those `without` are gone."""
+        free = (self._free(index) + len(self.workers_on(index).intersection(without)) for index in self._slots)
+        return sum(max(0, slots) // workers_each for slots in free)
 
     def is_spread(self, workers: Collection[int]) -> bool:
         """Whether these workers are on more than one host."""

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from paceline.errors import LaunchError
 from paceline.events import Event
+from paceline.launch.again import Again
+from paceline.launch.carrying import At
 from paceline.launch.crew import Crew
 from paceline.launch.head import Head
 from paceline.launch.loop import Loop
@@ -21,6 +23,7 @@ from paceline.launch.member import Member
 from paceline.launch.outcome import Outcome, interrupted
 from paceline.launch.parent import WarmParent
 from paceline.launch.signals import Signals
+from paceline.launch.vaults import Vaults
 from paceline.plan.job import Assignment
 
 __all__ = ["Observer", "Supervisor", "Witness"]
@@ -83,8 +86,26 @@ class Supervisor:
         loop: Loop,
         observer: Observer,
         signals: Signals,
+        vaults: Vaults | None = None,
+        again: Again | None = None,
     ) -> None:
-        self.crew = Crew(assignments, template=template, parent=parent, loop=loop, listener=side, say=observer.say)
+        """`again`: the workers begin with what is in `vaults`, here or on other hosts."""
+        self._is_missing = ""  # what the workers were to begin with, and why it has not come
+        self._carrying = side.carrying
+        wanted = _wanted(side, again)
+        self.crew = Crew(
+            assignments,
+            template=template,
+            parent=parent,
+            loop=loop,
+            listener=side,
+            say=observer.say,
+            vaults=vaults,
+            kept=None if self._carrying is None else self._carrying.kept,
+            waits=bool(wanted),
+        )
+        if self._carrying is not None and again is not None and again.begins_at is not None and wanted:
+            self._carrying.fetch(wanted, again.begins_at, done=self.crew.begin, failed=self._did_not_come)
         self._side, self._loop, self._observer, self._signals = side, loop, observer, signals
         self._observe_at = 0.0
         side.lead(self.crew, observer.emit)
@@ -92,7 +113,8 @@ class Supervisor:
     def run(self) -> Outcome:
         """Start the workers and return when the job has ended, on all hosts.
 
-        Raises LaunchError where workers could not be started. Ends all processes on every path.
+        Raises LaunchError where workers could not be started. Ends all processes on every path, but for the warm parent
+        where all may begin again.
         """
         try:
             self.crew.start()
@@ -103,6 +125,10 @@ class Supervisor:
                     self._side.interrupted(signum)
                 now = time.monotonic()
                 self._side.tick(now)
+                if self._carrying is not None:
+                    self._carrying.tick(now)
+                if self._is_missing:
+                    raise LaunchError(self._is_missing)
                 self.crew.tick(now)
             return self._side.outcome
         except LaunchError as error:
@@ -112,10 +138,23 @@ class Supervisor:
                 return interrupted(signals[0], ())
             raise
         finally:
-            self.crew.close()
+            outcome = self._side.outcome
+            self.crew.close(keeps_parent=outcome is not None and outcome.may_begin_again)
+
+    def _did_not_come(self, reason: str) -> None:
+        self._is_missing = reason
 
     def _observe(self) -> None:
         now = time.monotonic()
         if now >= self._observe_at:
             self._observe_at = now + OBSERVE_S
             self._observer.poll()
+
+
+def _wanted(side: Head | Member, again: Again | None) -> dict[At, list[int]]:
+    """Whose states this host has to get, by the host that gives them."""
+    found: dict[At, list[int]] = {}
+    for errand in () if again is None else again.errands:
+        if errand.to == side.host_index:
+            found.setdefault(side.doors[errand.source], []).append(errand.worker)
+    return found

@@ -11,14 +11,15 @@ from paceline.plan.job import Job
 
 __all__ = ["Terms", "mismatch"]
 
-PROTOCOL = 2  # of the messages between hosts; counted up when they change
+PROTOCOL = 3  # of the messages between hosts; counted up when they change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
     """This host's view of the job."""
 
-    job: Job
+    job: Job  # as it begins now
+    asked: Job  # as this host's user started it
     plan: str | None
     attempt: int
     run_dir: str  # as this host's user wrote it
@@ -37,8 +38,8 @@ class Terms:
         return {
             "protocol": PROTOCOL,
             "program": Path(self.job.program).name or "(a function)",
-            "workers": self.job.workers,
-            "hosts": self.job.hosts,
+            "workers": self.asked.workers,
+            "hosts": self.asked.hosts,
             "plan": self.plan or "(the script's)",
         }
 

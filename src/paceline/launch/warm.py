@@ -4,7 +4,8 @@ The supervisor starts it as a fresh interpreter (`paceline.launch.parent` holds 
 but what the supervisor asks for over one inherited socket:
 
     <- {"op": "ready", "threads": [], ...}                 or {"op": "failed", ...}: an import went wrong
-    -> {"op": "fork", "worker": k, "assignment": ...}      with one file descriptor: the worker's end of its channel
+    -> {"op": "fork", "worker": k, "assignment": ...}      with file descriptors: the worker's end of its channel,
+                                                           and as many more as "num_files" says
     <- {"op": "started", "worker": k, "pid": p}            or {"op": "not_started", ...}
     -> {"op": "signal", "worker": k, "signal": 15}         to the worker's whole process group ("alone": to it alone)
     <- {"op": "exited", "worker": k, "exit_code": 0, "signal": null, "peak_memory_bytes": n}
@@ -193,10 +194,10 @@ class _Server:
         if not data:
             return False
         if flags & socket.MSG_CTRUNC:
-            raise OSError("a worker's channel was lost on the way: this process may open no more files (ulimit -n)")
+            raise OSError("a file of a worker's was lost on the way: this process may open no more files (ulimit -n)")
         for request in self._lines.feed(data):
             if request["op"] == "fork":
-                self._fork(request, self._fds.popleft())
+                self._fork(request, [self._fds.popleft() for _ in range(1 + request.get("num_files", 0))])
             elif request["op"] == "signal":
                 self._signal(request["worker"], request["signal"], alone=request.get("alone", False))
             elif request["op"] == "orphans":
@@ -213,7 +214,7 @@ class _Server:
             self._reap()
         return os.getppid() == self._supervisor
 
-    def _fork(self, request: Mapping[str, Any], channel_fd: int) -> None:
+    def _fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
         worker: int = request["worker"]
         # A signal that comes before the child has its own dispositions waits for them, also one that is ignored here.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HEARD, *IGNORED))
@@ -225,8 +226,9 @@ class _Server:
             pid = -1
         if pid == 0:
             self._forget_all()
-            run_worker(request, channel_fd=channel_fd, warm_pid=warm_pid, mask=mask)
-        os.close(channel_fd)
+            run_worker(request, channel_fd=fds[0], vault_fds=fds[1:], warm_pid=warm_pid, mask=mask)
+        for fd in fds:
+            os.close(fd)
         if pid > 0:
             self._workers[pid] = worker
             self.tell({"op": "started", "worker": worker, "pid": pid})

@@ -38,21 +38,24 @@ class Books:
         self._log, self._watch, self._record, self._since = log, watch, record, since
         self._untold: list[RunFileError] = []
 
-    def close(self, state: str, exit_code: int, failures: tuple[Failure, ...] = ()) -> int:
-        """Write everybody's last words; returns the exit status: 1 for a good run whose files are not whole."""
+    def close(self, state: str, exit_code: int, failures: tuple[Failure, ...] = (), *, goes_on: bool = False) -> int:
+        """Write everybody's last words; returns the exit status: 1 for a good run whose files are not whole.
+
+        `goes_on`: the next attempt begins at once, tells the user of this one's end, and notes it in the record.
+        """
         try:
             if self._watch is not None:
                 self._watch.poll()
                 failures = self._watch.located(failures)
             self._emit(*(_worker_failed(failure, follows=follows(failure, failures)) for failure in failures))
             if self._watch is not None:
-                exit_code = self._watch.finish(state, exit_code, failures)["exit_code"]
+                exit_code = self._watch.finish(state, exit_code, failures, goes_on=goes_on)["exit_code"]
             exit_code = self._tell(exit_code)
             duration_s = round(time.time() - self._since, 3)
             self._emit(RunFinished(state=state, exit_code=exit_code, duration_s=duration_s))
             self._close_log()
         finally:
-            if self._record is not None:
+            if self._record is not None and not goes_on:
                 with self._kept_back(self._record.run_dir / "run.json"):
                     self._record.end_attempt(state, exit_code)
         exit_code = self._tell(exit_code)

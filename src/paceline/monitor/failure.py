@@ -43,7 +43,7 @@ class Failure:
     exit_code: int | None = None  # one of these two is set
     signal: int | None = None
     error: Mapping[str, Any] | None = None  # its error.json
-    step: int = 0  # last step it had committed; error.json knows better
+    step: int = 0  # last step it had committed; error.json knows better, where there is one
     time: float | None = None  # when its end was seen, time.time()
     peak_memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
@@ -187,7 +187,8 @@ def _when(failure: Failure) -> float:
 
 
 def _step(failure: Failure) -> int:
-    return int((failure.error or {}).get("step", failure.step))
+    step = (failure.error or {}).get("step")
+    return failure.step if step is None else int(step)
 
 
 def _after(failure: Failure) -> str:

@@ -27,7 +27,7 @@ class Growing:
         """Return the lines completed since the last call; reads about `limit_bytes` (None: to the end of the file)."""
         if self._file is None:
             try:
-                self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+                self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
             except FileNotFoundError:
                 return []
         pieces: list[bytes] = []
@@ -54,7 +54,7 @@ class Growing:
 def last_lines(path: Path) -> Iterator[str]:
     """Yield the complete lines of a file from the last to the first, read from its end; none where there is no file."""
     try:
-        file = open(path, "rb")  # noqa: SIM115
+        file = open(path, "rb")  # noqa: SIM115  # closed below, when it has been read
     except FileNotFoundError:
         return
     with file:

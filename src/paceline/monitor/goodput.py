@@ -8,6 +8,7 @@ next: what the worker measured goes to its accounts, the rest is the script's ow
    until it takes part in a step;
  - the survivors' step that was disturbed counts like the undisturbed one before it: what it took longer is recovery. So
    is what the step took longer at which a successor was taken in;
+ - where all began again at once after a loss (`Restarted`), what it took until their first step is recovery;
  - steps that were taken again from an older state are repeated, the whole of them; steps that a rollback undid, and
    those that were left out because of a spike or of gradients that are not finite, are undone.
 
@@ -36,7 +37,7 @@ from paceline.events import (
     WorkerLost,
     WorkerStarted,
 )
-from paceline.monitor.goodput_incidents import Incident, Rewinds, incidents_of
+from paceline.monitor.goodput_incidents import Incident, Rewinds, incidents_of, restart_of
 from paceline.monitor.goodput_log import AttemptLog
 from paceline.monitor.goodput_place import ACCOUNTS, USEFUL, Place
 
@@ -94,6 +95,12 @@ class Ledger:
         return self.ended - self.began
 
     @property
+    def num_lost(self) -> int:
+        """Workers whose loss the run survived: others went on, or all began again at once."""
+        survived = (one for one in self.incidents if one.kind == "loss" or one.source is not None)
+        return sum(len(one.workers) for one in survived)
+
+    @property
     def goodput(self) -> float:
         """The share of the wall time in useful work: the accounts of USEFUL, in steps that counted."""
         return sum(self.wall_s[account] for account in USEFUL) / self.duration_s if self.duration_s > 0 else 0.0
@@ -115,10 +122,13 @@ def keep_ledger(attempts: Sequence[AttemptLog]) -> Ledger:
     workers: dict[int, dict[str, float]] = {}
     wall_s = dict.fromkeys(ACCOUNTS, 0.0)
     books: list[AttemptBook] = []
+    before: Incident | None = None  # that ended the attempt before
     for log, own, later in itertools.zip_longest(attempts, found, attempts[1:]):
         stretches.begin(log.began)
         walls = _Walls(log)
-        book = _attempt_book(log, own, rewinds, (stretches, walls))
+        begun_by = before if restart_of(log) is not None else None
+        book = _attempt_book(log, own, rewinds, (stretches, walls), begun_by=begun_by)
+        before = own[-1] if own else None
         stretches.end(log.ended)
         books.append(book)
         for account, seconds in walls.taken().items():
@@ -157,7 +167,12 @@ def _in_turn(attempts: Sequence[AttemptLog]) -> list[AttemptLog]:
 
 
 def _attempt_book(
-    log: AttemptLog, incidents: Sequence[Incident], rewinds: Rewinds, takers: tuple[_Stretches, _Walls]
+    log: AttemptLog,
+    incidents: Sequence[Incident],
+    rewinds: Rewinds,
+    takers: tuple[_Stretches, _Walls],
+    *,
+    begun_by: Incident | None = None,
 ) -> AttemptBook:
     def note(began: float, ended: float, parts: Mapping[str, float]) -> None:
         for taker in takers:
@@ -174,7 +189,7 @@ def _attempt_book(
                 own.setdefault(worker, []).append(record)
             case _:
                 pass
-    places = {worker: Place(worker, log, incidents, rewinds, note) for worker in sorted(own)}
+    places = {worker: Place(worker, log, incidents, rewinds, note, begun_by=begun_by) for worker in sorted(own)}
     for worker, place in places.items():
         for item in heapq.merge(log.steps(worker), own[worker], key=operator.attrgetter("time")):
             place.take(item)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from paceline.events import (
     Regrouped,
+    Restarted,
     SpikeSeen,
     WeightsDiffer,
     WorkerFailed,
@@ -24,7 +25,7 @@ from paceline.events import (
 from paceline.monitor.goodput_log import AttemptLog
 from paceline.monitor.wording import CAUSES, spike_cause
 
-__all__ = ["Incident", "Joined", "Rewinds", "incidents_of"]
+__all__ = ["Incident", "Joined", "Rewinds", "incidents_of", "restart_of"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class Incident:
     at_step: int | None = None  # of a spike and of differing weights: the step in hand
     steps_undone: int = 0  # by a rollback; their samples are not used again
     joined: list[Joined] = dataclasses.field(default_factory=list[Joined])
+    source: str | None = None  # of an end after which all began again at once: where the state was (`Restarted`)
     costs: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
@@ -118,6 +120,11 @@ def resumed_from_step(log: AttemptLog) -> int | None:
     """The committed steps that an attempt began with; None where it did not come so far."""
     started = [record.event.resumed_from_step for record in log.records if isinstance(record.event, WorkerStarted)]
     return started[0] if started else None
+
+
+def restart_of(log: AttemptLog) -> Restarted | None:
+    """How an attempt began where the workers of the one before were lost, and all began again at once; else None."""
+    return next((record.event for record in log.records if isinstance(record.event, Restarted)), None)
 
 
 class Rewinds:
@@ -209,6 +216,9 @@ def _end(log: AttemptLog, later: AttemptLog | None, resumed_from: int | None) ->
     moments = [record.time for record in log.records if isinstance(record.event, WorkerFailed)]
     incident = Incident(kind="end", attempt=log.attempt, began=min([*moments, log.ended]), step=log.last_step)
     incident.causes, incident.workers = reasons, [event.rank for event in failed]
+    restarted = None if later is None else restart_of(later)
+    if restarted is not None:
+        incident.source, incident.causes, incident.workers = restarted.source, [*restarted.causes], [*restarted.lost]
     if later is not None:
         incident.went_on = later.began
         if resumed_from is not None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline.events import CheckpointSaved, Evaluated, Record, WorkerFinished, WorkerLeft, WorkerLost, WorkerStarted
+from paceline.events import (
+    CheckpointSaved,
+    Evaluated,
+    Record,
+    StateKept,
+    WorkerFinished,
+    WorkerLeft,
+    WorkerLost,
+    WorkerStarted,
+)
 from paceline.monitor.goodput_incidents import Incident, Rewinds
 from paceline.monitor.goodput_log import AttemptLog, StepTime
 from paceline.monitor.steps import OTHER, PHASES
@@ -18,7 +27,7 @@ ACCOUNTS: dict[str, str] = {
     "data": "waiting for data",
     "communication": "waiting for other workers in a step",
     "evaluation": "worker.evaluate",
-    "checkpoint": "standing still for a save",
+    "checkpoint": "standing still for a save, or a snapshot in memory",
     "start_up": "from the command to the first step",
     "recovery": "dropped work, regrouping, successors' start",
     "repeated": "steps that had to be taken again",
@@ -43,16 +52,19 @@ class Place:
         incidents: Sequence[Incident],
         rewinds: Rewinds,
         note: Callable[[float, float, Mapping[str, float]], None],
+        *,
+        begun_by: Incident | None = None,
     ) -> None:
+        """`begun_by`: the loss after which all began again, as this attempt."""
         self.first_step: int | None = None
         self.last_step: int | None = None
         self._worker, self._log, self._rewinds, self._note = worker, log, rewinds, note
         self._accounts = dict.fromkeys(ACCOUNTS, 0.0)
         self._until = log.began  # everything before is booked
         self._state = "new"  # new | starting | at work | vacant | finished | given up
-        self._incident: Incident | None = None  # that emptied the place
+        self._incident = begun_by  # that emptied the place
         self._usual: dict[str, float] = {}  # an undisturbed step's seconds, by account
-        self._evaluation_s = self._stall_s = 0.0  # since the last step was told
+        self._evaluation_s = self._stall_s = self._keep_s = 0.0  # since the last step was told
         losses = [incident for incident in incidents if incident.kind == "loss"]
         self._own_losses = [incident for incident in losses if worker in incident.workers]
         self._leavings = [one for one in incidents if one.kind == "left" and worker in one.workers]
@@ -61,6 +73,8 @@ class Place:
         self._disturbed = _disturbed(losses, worker)
         saves = [record for record in log.records if isinstance(record.event, CheckpointSaved)]
         self._stalls = {_save(record).step: _save(record).stall_s for record in saves}
+        events = (record.event for record in log.records)
+        self._keeps = {event.step: event.seconds for event in events if isinstance(event, StateKept)}
         self._own_saves = {_save(record).step: _save(record) for record in saves if record.worker == worker}
 
     def take(self, item: Record | StepTime) -> None:
@@ -101,7 +115,7 @@ class Place:
             case "vacant":
                 self._book(ended, {"vacant": rest}, self._incident)
             case "new":
-                self._book(ended, {"start_up": rest})
+                self._book(ended, {"recovery" if self._incident else "start_up": rest}, self._incident)
             case "starting":
                 self._book(ended, {"recovery" if self._incident else "start_up": rest}, self._incident)
             case _ if self._end is not None:
@@ -146,6 +160,7 @@ class Place:
         elif told.skipped:
             parts, owner = _for_nothing(parts, "undone"), self._left_out.get(told.step)
         self._evaluation_s, self._stall_s = 0.0, self._stalls.get(told.step, 0.0)
+        self._keep_s = self._keeps.get(told.step, 0.0)
         self.first_step, self.last_step = self.first_step or told.step, told.step
         self._book(when, parts, owner)
 
@@ -167,7 +182,9 @@ class Place:
         else:
             parts["checkpoint"] = min(self._stall_s, parts["communication"])
             parts["communication"] -= parts["checkpoint"]
-        parts[OTHER] = rest
+        kept_s = min(self._keep_s, rest)  # all workers at the same time
+        parts["checkpoint"] += kept_s
+        parts[OTHER] = rest - kept_s
 
     def _last_words(self, when: float) -> None:
         """Book what came after the last step: an evaluation, the last save, and whatever the script does then."""

@@ -48,7 +48,7 @@ class MetricsFile:
         if self._file is None:
             written = drop_later_steps(self.path, last_step)
             missing = steps_between(self.path.parent, before_attempt=self._attempt, after=written, until=last_step)
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
             self._file.writelines(map(_text, missing))
         return self._file
 
@@ -63,6 +63,8 @@ def metrics_line(row: Step) -> dict[str, Any]:
         "loss": real(row.loss),
         "samples_per_s": None if row.samples_per_s is None else round(row.samples_per_s, 3),
         "skipped": row.skipped,
+        **({"wire_ratio": round(row.num_wire_bytes / row.num_raw_bytes, 6)} if row.num_raw_bytes else {}),
+        **({"noise_scale": round(row.noise_scale, 3)} if row.noise_scale is not None else {}),
         "seconds": {name: round(value, 6) for name, value in row.seconds.items()},
         **{name: real(value) for name, value in row.metrics.items()},
     }

@@ -50,7 +50,6 @@ def _header(report: Report, name: str) -> str:
 
 def _tiles(report: Report) -> str:
     ledger, curves = report.ledger, report.curves
-    lost = sum(len(incident.workers) for incident in ledger.incidents if incident.kind == "loss")
     tiles = [
         ("good", f"{ledger.goodput:.1%}", "goodput: time in useful steps"),
         ("", duration_text(ledger.duration_s), f"in {_count(len(ledger.attempts), 'attempt')}"),
@@ -62,7 +61,8 @@ def _tiles(report: Report) -> str:
     if curves.speed_mean is not None:
         tiles.append(("", rate_text(curves.speed_mean), "samples/s while it trained"))
     bad = "bad" if any(incident.kind != "left" for incident in ledger.incidents) else ""
-    tiles.append((bad, str(len(ledger.incidents)), f"incidents, {_count(lost, 'worker')} lost"))
+    num = len(ledger.incidents)
+    tiles.append((bad, str(num), f"incident{'s' * (num != 1)}, {_count(ledger.num_lost, 'worker')} lost"))
     return (
         '<div class="tiles">'
         + "".join(f'<div class="tile {kind}"><b>{value}</b><span>{name}</span></div>' for kind, value, name in tiles)

@@ -36,8 +36,12 @@ class PrometheusEndpoint:
         about = "Steps that no worker took because gradients were not finite."
         self._skipped = Counter("paceline_skipped_steps", about, registry=registry)
         self._samples = Counter("paceline_samples", "Samples used in committed steps.", registry=registry)
-        about = "Bytes of gradients that the workers of this host handed to the wire."
+        about = "Bytes that the workers of this host sent to others."
         self._sent = Counter("paceline_sent_bytes", about, registry=registry)
+        about = "Of these, bytes of gradients between replicas."
+        self._wire = Counter("paceline_wire_bytes", about, registry=registry)
+        about = "What the gradients between replicas would have been without a codec."
+        self._raw = Counter("paceline_raw_bytes", about, registry=registry)
         about = "Seconds between two commits, mean over workers, by phase; the phases add up to the whole."
         self._seconds = Summary("paceline_step_seconds", about, ["phase"], registry=registry)
         about = "Seconds of a checkpoint, by part: stall (training stood still) or write (in the background)."
@@ -45,6 +49,7 @@ class PrometheusEndpoint:
         self._checkpoint_bytes = Gauge("paceline_checkpoint_bytes", "Size of the newest checkpoint.", registry=registry)
         self._failures = Counter("paceline_checkpoint_failures", "Checkpoints that failed.", registry=registry)
         self._loss = Gauge("paceline_loss", "Loss of the last step, over its global batch.", registry=registry)
+        self._noise: Gauge | None = None  # once it is known
         about = "Last value of a reported metric, mean over the workers that reported it."
         self._metric = Gauge("paceline_metric", about, ["name"], registry=registry)
         about = "Last evaluation, exact over all workers, by measure."
@@ -100,10 +105,16 @@ class PrometheusEndpoint:
         self._skipped.inc(row.skipped)
         self._samples.inc(row.num_samples)
         self._sent.inc(row.num_bytes_sent)
+        self._wire.inc(row.num_wire_bytes)
+        self._raw.inc(row.num_raw_bytes)
         self._epoch.set(row.epoch)
         self._commit_time.set(row.time)
         if row.loss is not None:
             self._loss.set(row.loss)
+        if row.noise_scale is not None:
+            about = "Gradient noise scale, in samples: larger batches pay up to about that size."
+            self._noise = self._noise or Gauge("paceline_noise_scale", about, registry=self._registry)
+            self._noise.set(row.noise_scale)
         for phase, seconds in parts_of(row.seconds).items():
             self._seconds.labels(phase).observe(seconds)
         for name, value in row.metrics.items():

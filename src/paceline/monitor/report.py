@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import writing
-from paceline.events import WorkerStarted
+from paceline.events import StateKept, WorkerStarted
 from paceline.monitor.files import local_path, replace_text
 from paceline.monitor.goodput import ACCOUNTS, USEFUL, Incident, Ledger, keep_ledger
-from paceline.monitor.goodput_log import read_attempts
+from paceline.monitor.goodput_log import AttemptLog, read_attempts
 from paceline.monitor.once import workers_text
 from paceline.monitor.report_curves import Curves, read_curves
+from paceline.monitor.report_memory import Held, held_by_worker, held_lines
 from paceline.monitor.run_record import RunRecord
-from paceline.units import duration_text
+from paceline.units import bytes_text, duration_text
 
 __all__ = [
     "Report",
@@ -32,6 +33,7 @@ __all__ = [
 
 WIDTH = 100
 MOST_LISTED = 20  # incidents, and workers, that the table shows; the page and the JSON have all
+SOURCES = {"memory": "from memory", "disk": "from disk", "nothing": "nothing was kept"}
 COLUMNS = ("useful", "data", "communication", "checkpoint", "start_up", "recovery", "vacant", "idle")  # of a worker
 
 
@@ -47,6 +49,20 @@ class Report:
     curves: Curves
     first_step: int | None
     last_step: int | None
+    kept: Kept | None = None  # None: no snapshots in memory
+    held: Mapping[int, Held] = dataclasses.field(default_factory=dict[int, Held])  # by worker
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What snapshots in memory have cost: all of them, of all attempts."""
+
+    num: int
+    every: int  # steps, in the end
+    seconds: float  # that training stood still
+    share: float  # of the time in steps, the standing still included
+    num_bytes: int  # of a host's memory
+    travel_s: float = 0.0  # that a copy took to the next host at most; 0: none went there
 
 
 def read_report(run_dir: Path | str) -> Report:
@@ -65,6 +81,8 @@ def read_report(run_dir: Path | str) -> Report:
         curves=read_curves(record.run_dir / "metrics.jsonl", ledger.elapsed),
         first_step=min(steps, default=None),
         last_step=max(steps, default=None),
+        kept=_kept(logs, ledger),
+        held=held_by_worker(logs),
     )
 
 
@@ -118,6 +136,8 @@ def report_facts(report: Report) -> dict[str, Any]:
         ],
         "incidents": [dataclasses.asdict(incident) for incident in ledger.incidents],
         "elsewhere": list(ledger.elsewhere),
+        "memory": {worker: dataclasses.asdict(held) for worker, held in report.held.items()},
+        "snapshots": None if report.kept is None else dataclasses.asdict(report.kept),
         "members": [[round(when, 3), count] for when, count in ledger.members],
     }
 
@@ -138,8 +158,34 @@ def report_text(report: Report) -> str:
             "",
             *_accounts_lines(ledger),
             *_workers_lines(ledger),
+            *held_lines(report.held, most=MOST_LISTED),
+            *([f"\n{kept_text(report.kept)}"] if report.kept is not None else []),
             *_incidents_lines(ledger),
         ]
+    )
+
+
+def kept_text(kept: Kept) -> str:
+    """Return "snapshots in memory: every 40 steps, 0.4 % of the time, 1.2 GiB per host"."""
+    text = f"snapshots in memory: every {kept.every} steps, {kept.share:.1%} of the steps' time"
+    away = f", on the next host after {duration_text(kept.travel_s)}" if kept.travel_s else ""
+    return f"{text}, {bytes_text(kept.num_bytes)} per host{away}"
+
+
+def _kept(logs: Sequence[AttemptLog], ledger: Ledger) -> Kept | None:
+    events = [record.event for log in logs for record in log.records if isinstance(record.event, StateKept)]
+    if not events:
+        return None
+    seconds = sum(event.seconds for event in events)
+    apart = ("start_up", "recovery", "vacant", "idle", "down")
+    in_steps = sum(wall for account, wall in ledger.wall_s.items() if account not in apart)
+    return Kept(
+        num=len(events),
+        every=events[-1].every,
+        seconds=seconds,
+        share=seconds / in_steps if in_steps else 0.0,
+        num_bytes=max(event.num_bytes for event in events),
+        travel_s=max(event.travel_s for event in events),
     )
 
 
@@ -157,6 +203,8 @@ def incident_text(incident: Incident) -> str:
         if incident.went_on is None:
             return after
         went_on = f"attempt {incident.attempt + 1} went on from step {incident.step}"
+        if incident.source is not None:
+            went_on += f" ({SOURCES[incident.source]})"
         return f"{after}; {went_on}, steps lost {incident.steps_lost}"
     if incident.kind == "spike":
         undone = f"rolled back to step {incident.step}, steps undone {incident.steps_undone}"

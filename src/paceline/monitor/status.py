@@ -14,6 +14,7 @@ from typing import Any
 from paceline.events import (
     Record,
     Regrouped,
+    Restarted,
     StepDone,
     WorkerFailed,
     WorkerFinished,
@@ -151,6 +152,12 @@ def _text(run: RunStatus) -> str:
     if run.state == RUNNING:
         lines += [f"  {run.progress.still_text()}"] if run.stands_still else []
         lines += [f"  {run.trouble.warning_text()}"] if run.trouble.warning else []
+        halted = [worker for worker in run.workers if worker.state == "halted"]
+        lines += [
+            f"  worker {worker.rank} (pid {worker.pid}) is halted (SIGSTOP, a debugger) and keeps the others waiting: "
+            f"kill -CONT {worker.pid} has it go on"
+            for worker in halted
+        ]
     lines += [f"  plan {run.plan}"] if run.plan else []
     lines += [f"  metrics at {run.metrics_url}"] if run.metrics_url else []
     if run.workers_lost:
@@ -206,6 +213,9 @@ class _Changes:
                     changes.replaced.add(worker)
                     changes.num_lost += 1
                     changes.last_text = reason
+                case Restarted(lost=lost) as restarted:  # with workers of their own
+                    changes.num_lost += len(lost)
+                    changes.last_text = event_line(restarted)
                 case Regrouped(members=members) as regrouped:
                     changes.members = set(members)
                     changes.last_text = event_line(regrouped)

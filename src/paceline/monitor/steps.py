@@ -3,23 +3,26 @@
 All workers commit a step together, but each writes its own line, and the files are read one after the other. Nobody
 finishes step k + 2 before everybody has written down step k (they agree in every step), so a row is given out when
 all members have spoken, or when anybody was two steps ahead of it *before* this reading of the files began: what is
-still missing then will not come. Members come and go in an elastic run: `regroup`, `join` and `leave` tell.
+still missing then will not come. Replicas that take steps by themselves are waited for until they have spoken or left.
+Members come and go in an elastic run: `regroup`, `join` and `leave` tell.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from paceline.events import Record, StepDone
 
-__all__ = ["OTHER", "PHASES", "Idle", "Step", "StepMerger", "parts_of", "real"]
+__all__ = ["OTHER", "PHASES", "Idle", "Step", "StepMerger", "loss_of", "parts_of", "real"]
 
 PHASES = ("data", "compute", "communication", "optimizer", "recovery")  # the last one only where members came or went
 OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, bookkeeping
 AHEAD = 2  # steps: see above
-OWN_NAMES = frozenset({"step", "epoch", "time", "num_samples", "samples_per_s", "skipped", "seconds"})
+OWN_NAMES = frozenset(
+    {"step", "epoch", "time", "num_samples", "samples_per_s", "skipped", "wire_ratio", "noise_scale", "seconds"}
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,9 @@ class Step:
     workers: tuple[int, ...]  # who spoke
     waited_s: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])  # for the others, by worker
     took_s: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])  # the whole step, by worker
+    num_wire_bytes: int = 0  # gradients between replicas, of all workers together
+    num_raw_bytes: int = 0  # what these would have been without a codec
+    noise_scale: float | None = None  # of gradients, in samples
 
 
 class Idle:
@@ -72,7 +78,9 @@ class StepMerger:
         self._given = 0  # last step that was given out
         self._newest = 0  # that anybody has spoken of
         self._newest_before = 0  # the same when `rows` was last called
+        self._alone: list[Record] = []  # words on steps of one worker: nobody else will speak of them
         self._last_time: float | None = None
+        self._ahead: float = AHEAD
         self.last_steps: dict[int, int] = {}  # worker -> last step it has spoken of
 
     def regroup(self, members: Collection[int]) -> None:
@@ -93,20 +101,29 @@ class StepMerger:
         if not isinstance(event, StepDone) or record.worker is None:
             return
         self.last_steps[record.worker] = event.step
-        if event.step > self._given:
+        if event.num_here is not None:
+            self._ahead = math.inf
+        if event.alone:
+            self._alone.append(record)
+        elif event.step > self._given:
             self._open.setdefault(event.step, {}).setdefault(record.worker, record)
             self._newest = max(self._newest, event.step)
 
     def rows(self) -> list[Step]:
         """Return the rows that have become complete; call it once after each reading of all files."""
         complete = [step for step, said in self._open.items() if self._workers <= said.keys()]
-        end = max(max(complete, default=0), self._newest_before - AHEAD)
+        end = int(max(max(complete, default=0), self._newest_before - self._ahead))
         self._newest_before = self._newest
-        return self._give_until(end)
+        return [*self._give_alone(), *self._give_until(end)]
 
     def rest(self) -> list[Step]:
         """Return what is left, complete or not: for when nobody writes any more."""
-        return self._give_until(self._newest)
+        return [*self._give_alone(), *self._give_until(self._newest)]
+
+    def _give_alone(self) -> list[Step]:
+        """Steps of single workers, in the order of their ends."""
+        alone, self._alone = sorted(self._alone, key=lambda record: record.time), []
+        return [self._merge({record.worker: record}) for record in alone if record.worker is not None]
 
     def _give_until(self, end: int) -> list[Step]:
         rows = [self._merge(self._open.pop(step)) for step in sorted(step for step in self._open if step <= end)]
@@ -119,7 +136,7 @@ class StepMerger:
         seconds = _means([event.seconds for event in events.values()])
         passed = when - self._last_time if self._last_time is not None else seconds.get("total", 0.0)
         self._last_time = when
-        loss, metrics = _named(first.loss, _means([event.metrics for event in events.values()]))
+        loss, metrics = _named(loss_of(list(events.values())), _means([event.metrics for event in events.values()]))
         return Step(
             step=first.step,
             epoch=first.epoch,
@@ -133,6 +150,9 @@ class StepMerger:
             num_bytes_sent=sum(event.num_bytes_sent for event in events.values()),
             workers=tuple(events),
             waited_s={worker: event.seconds.get("communication", 0.0) for worker, event in events.items()},
+            num_wire_bytes=sum(event.num_wire_bytes for event in events.values()),
+            num_raw_bytes=sum(event.num_raw_bytes for event in events.values()),
+            noise_scale=first.noise_scale,
             took_s={worker: event.seconds.get("total", 0.0) for worker, event in events.items()},
         )
 
@@ -151,6 +171,16 @@ def parts_of(seconds: Mapping[str, float]) -> dict[str, float]:
 def real(value: float | None) -> float | None:
     """Return a finite number or None: JSON has no NaN and no infinity."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def loss_of(events: Sequence[StepDone]) -> float | None:
+    """The loss of the global batch: all say the same, or each replica that of its own samples."""
+    weights = [event.num_samples if event.num_here is None else event.num_here for event in events]
+    known = [(event.loss, weight) for event, weight in zip(events, weights, strict=True) if event.loss is not None]
+    if not known or all(event.num_here is None for event in events):
+        return events[0].loss
+    total = sum(weight for _, weight in known)
+    return sum(loss * weight for loss, weight in known) / total if total else None
 
 
 def _means(reports: list[Mapping[str, float]]) -> dict[str, float]:

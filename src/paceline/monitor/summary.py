@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -18,8 +19,10 @@ from paceline.events import (
     Evaluated,
     Record,
     Regrouped,
+    Restarted,
     RunStarted,
     SpikeSeen,
+    WireJudged,
     WorkerFinished,
     WorkerJoined,
     WorkerLeft,
@@ -45,19 +48,24 @@ class Summary:
         self.seconds: dict[str, float] = {}  # sums over steps
         self.first: Step | None = None
         self.last: Step | None = None
+        self._newest = 0
         self.num_steps = self.num_samples = self.num_skipped = self.num_bytes_sent = 0
+        self.num_wire_bytes = self.num_raw_bytes = 0
+        self._batch_size = 0  # the largest of a step
         self._opened = time.time()
         self._commanded: float | None = None  # when the user's command began, told by the workers' start-up times
         self._started: RunStarted | None = None
         self._devices: dict[str, None] = {}
         self._ranks: set[int] = set()  # of workers that have started
         self._num_lost = self._num_joined = self._num_steps_lost = 0
+        self._judged: dict[str, Any] | None = None  # what holds of the wire
+        self._begun_again: dict[str, Any] | None = None  # as this attempt: after whose loss, from where
         self._left: list[dict[str, Any]] = []  # who left the run to the others, by time
         self._num_undone = self._rolled_back_at = 0  # steps that rollbacks undid; the step of the last one
         self._resumed_from_step = 0
         self._num_checkpoints = self._num_failed_checkpoints = 0
         self._peaks: dict[int, int] = {}
-        self._state_bytes = 0
+        self._state_bytes: dict[int, int] = {}
         self._epochs: set[int] = set()
         self._speeds = array("d")  # samples per second, by step
         self._losses: list[float | None] = [None, None]
@@ -78,9 +86,11 @@ class Summary:
                 self._num_failed_checkpoints += 1
             case WorkerFinished(rank=worker, peak_memory_bytes=peak, state_bytes=state):
                 self.peak_memory(worker, peak)
-                self._state_bytes = max(self._state_bytes, state)
+                self._state_bytes[worker] = state
             case RunStarted() as started:
                 self._started = started
+            case Restarted(lost=lost, at_step=at_step, step=step, source=source):
+                self._begun_again = {"lost": list(lost), "at_step": at_step, "step": step, "source": source}
             case WorkerLost():
                 self._num_lost += 1
             case Regrouped(steps_lost=steps_lost):
@@ -89,6 +99,8 @@ class Summary:
                 self._num_joined += 1
             case WorkerLeft(rank=worker, step=step, reason=reason):
                 self._left.append({"worker": worker, "step": step, "reason": reason})
+            case WireJudged(kind=kind) as judged:
+                self._judged = None if kind == "none" else dataclasses.asdict(judged)
             case SpikeSeen(step=step, action="rollback", to_step=int(to_step)):
                 # A second rollback to the same snapshot undoes only what came after the first one.
                 self._num_undone += max(0, step - 1 - max(to_step, self._rolled_back_at))
@@ -125,6 +137,7 @@ class Summary:
         """Return what `summary.json` holds, were the attempt to end now in this state."""
         first, last, now = self.first, self.last, time.time()
         begun = self._commanded or self._opened
+        most = max(self._peaks, key=self._peaks.__getitem__, default=0)  # the worker with most
         first_began = None if first is None else first.time - first.seconds.get("total", 0.0)
         return {
             "state": state,
@@ -136,7 +149,7 @@ class Summary:
             "devices": list(self._devices),
             "attempt": self.attempt,
             "resumed_from_step": self._resumed_from_step,
-            "step": last.step if last else self._resumed_from_step,
+            "step": self._newest if last else self._resumed_from_step,
             "steps": self.num_steps,
             "max_steps": self._max_steps,
             "skipped_steps": self.num_skipped,
@@ -145,8 +158,9 @@ class Summary:
             "workers_lost": self._num_lost,
             "workers_joined": self._num_joined,
             "steps_lost": self._num_steps_lost,
+            "begun_again": self._begun_again,
             "left": self._left,
-            "steps_unsaved": 0 if state == "finished" or last is None else max(0, last.step - self._saved_step),
+            "steps_unsaved": 0 if state == "finished" or last is None else max(0, self._newest - self._saved_step),
             "epochs": len(self._epochs),
             "first_loss": real(self._losses[0]),
             "last_loss": real(self._losses[1]),
@@ -160,13 +174,19 @@ class Summary:
             "share_communication": _rounded(self.shares.get("communication"), 4),
             "shares": {phase: _rounded(share, 4) for phase, share in self.shares.items()},
             "num_bytes_sent": self.num_bytes_sent,
+            "num_wire_bytes": self.num_wire_bytes,
+            "wire_ratio": _rounded(self.num_wire_bytes / self.num_raw_bytes, 4) if self.num_raw_bytes else None,
+            "noise_scale": None if last is None else _rounded(real(last.noise_scale)),
+            "batch_size": self._batch_size,
+            "wire_judged": self._judged,
             "startup_s": _rounded(self.startup_s),
             "first_step_began_s": None if first_began is None else _rounded(first_began - begun),
             "first_commit_s": None if first is None else _rounded(first.time - begun),
             "started": round(begun, 3),
             "duration_s": _rounded(now - begun),
             "peak_memory_bytes": max(self._peaks.values(), default=None),
-            "state_bytes": self._state_bytes or None,  # of the model and its optimizer, in one worker
+            "state_bytes": self._state_bytes.get(most, 0) or None,  # of the model and its optimizer, in that worker
+            "states_bytes": sorted(filter(None, self._state_bytes.values())),  # of all who have told
             "checkpoint": self.checkpoint.path if self.checkpoint else None,
             "checkpoint_step": self.checkpoint.step if self.checkpoint else None,
             "checkpoints_saved": self._num_checkpoints,
@@ -193,10 +213,14 @@ class Summary:
 
     def _step(self, row: Step) -> None:
         self.first, self.last = self.first or row, row
+        self._newest = max(self._newest, row.step)  # replicas that take turns end them in any order
         self.num_steps += 1
         self.num_skipped += row.skipped
         self.num_samples += row.num_samples
         self.num_bytes_sent += row.num_bytes_sent
+        self.num_wire_bytes += row.num_wire_bytes
+        self.num_raw_bytes += row.num_raw_bytes
+        self._batch_size = max(self._batch_size, row.num_samples)
         self._epochs.add(row.epoch)
         if row.samples_per_s is not None:
             self._speeds.append(row.samples_per_s)

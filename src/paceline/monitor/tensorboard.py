@@ -97,7 +97,7 @@ class TensorBoardFile:
         # TensorBoard reads a directory's files in the order of their names: the time, to the nanosecond, comes first.
         seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
         path = self.directory / f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}"
-        writer = RecordWriter(open(path, "wb"))  # noqa: SIM115
+        writer = RecordWriter(open(path, "wb"))  # noqa: SIM115  # the writer closes it
         writer.write(self._event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         if self._resumed_from_step:  # points of later steps in earlier files are void: they are taken again
             start = messages.SessionLog(status=messages.SessionLog.START)
@@ -109,6 +109,7 @@ class TensorBoardFile:
 def _scalars(row: Step) -> dict[str, float]:
     scalars = {"loss": row.loss, **row.metrics, "samples_per_second": row.samples_per_s, "progress/epoch": row.epoch}
     scalars["progress/workers"] = len(row.workers)
+    scalars["noise_scale"] = row.noise_scale
     scalars.update(_below("seconds", {**row.seconds, **parts_of(row.seconds)}))
     scalars.update(_below("idle", _idle(row)))
     return {name: value for name, value in scalars.items() if value is not None and not math.isinf(value)}

@@ -21,6 +21,7 @@ from paceline.events import (
     Record,
     Regrouped,
     Reported,
+    Restarted,
     SpikeSeen,
     StepDone,
     StreamOpened,
@@ -131,6 +132,7 @@ class Watch:
         self.unwritten: dict[str, str] = {}  # files of the run that are not whole, and why
         self._told = ""  # what the user has read of that
         self._is_ending = False
+        self._begins_by: Restarted | None = None  # until its first step is committed
         self._endpoint: PrometheusEndpoint | None = None
         self.metrics_url: str | None = None
         if job.metrics_port is not None and record:
@@ -163,11 +165,19 @@ class Watch:
             self._told += error.reason
             self._screen.show(f"warning: {error}" + ("" if self._is_ending else " The run goes on without it."))
 
-    def finish(self, state: str, exit_code: int, failures: Sequence[Failure] = ()) -> dict[str, Any]:
+    def catch_up(self) -> int:
+        """Read all that the workers have written; returns the last step that any of them has told of."""
+        self._take(self._tail.poll(limit_bytes=None), time.monotonic())
+        return max(self._merger.last_steps.values(), default=0)
+
+    def finish(
+        self, state: str, exit_code: int, failures: Sequence[Failure] = (), *, goes_on: bool = False
+    ) -> dict[str, Any]:
         """Read all that is left, close everything, write summary.json, say how it went; return the summary.
 
         `state` is "finished", "failed" or "stopped". The workers must have ended. A second call returns the summary.
-        Where a file of the run is not whole, a good exit code becomes 1.
+        Where a file of the run is not whole, a good exit code becomes 1. `goes_on`: the next attempt begins at once,
+        and says what became of this one.
         """
         if self._facts is not None:
             return self._facts
@@ -177,13 +187,13 @@ class Watch:
         self._warnings.release(now, everything=True)
         self._notes.release(now, everything=True)
         self._give(self._merger.rest())
-        self._output.finish(now, failed={failure.worker for failure in failures})
+        self._output.finish(now, failed=set() if goes_on else {failure.worker for failure in failures})
         self.failures = self.located(failures)
         for failure in self.failures:
             self._summary.peak_memory(failure.worker, failure.peak_memory_bytes or 0)
         self._tail.close()
         self._screen.close()
-        if self.failures and self._explains:
+        if self.failures and self._explains and not goes_on:
             explained = explain(self.failures)
             self._told += "\n".join([explained, *(str((each.error or {}).get("message")) for each in self.failures)])
             self._screen.show(f"\n{explained}\n")
@@ -197,9 +207,10 @@ class Watch:
             with self._dropping(self._summary):
                 self._summary.write(self._facts)
         self.exit_note = _exit_note(self._facts, self.failures)
-        self._screen.show(
-            ("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record)
-        )
+        if not goes_on:
+            self._screen.show(
+                ("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record)
+            )
         return self._facts
 
     def located(self, failures: Sequence[Failure]) -> tuple[Failure, ...]:
@@ -229,6 +240,8 @@ class Watch:
                     self._warnings.add(text, record.worker, now)
                 case Warned(text=text):
                     self._screen.show(f"warning: {text}")
+                case Restarted() as restarted:
+                    self._begins_by = restarted
                 case WorkerStarted() as started:
                     self._worker_started(started)
                 case Regrouped() | WorkerJoined() | WorkerLeft() | WorkerFinished() as change:
@@ -290,6 +303,11 @@ class Watch:
 
     def _give(self, rows: list[Step]) -> None:
         for row in rows:
+            if self._begins_by is not None:
+                self._screen.show(
+                    f"step {row.step} is committed, {row.time - self._begins_by.lost_at:.2f} s after the loss"
+                )
+                self._begins_by = None
             self._pass_on(row)
 
     def _pass_on(self, item: Record | Step) -> None:
@@ -307,9 +325,13 @@ class Watch:
             self.not_written(error, is_book=sink is not self._tensorboard)
 
     def _located(self, failure: Failure) -> Failure:
-        """Note the last step of a worker that had no time to tell it itself: a killed one."""
-        step = self._merger.last_steps.get(failure.worker, 0)
-        return failure if failure.error or failure.step else dataclasses.replace(failure, step=step)
+        """Note the last step of a worker that had no time to tell it itself: a killed one, or one on a lost host, whose
+        events are there, and which was not further than the others."""
+        if failure.step or (failure.error and failure.error.get("step") is not None):
+            return failure
+        last_steps = self._merger.last_steps
+        furthest = max(last_steps.values(), default=0)
+        return dataclasses.replace(failure, step=last_steps.get(failure.worker, furthest))
 
     def _worker_started(self, started: WorkerStarted) -> None:
         worker = started.rank
@@ -328,7 +350,7 @@ class Watch:
 
     def _say_what_is_lost(self, resumed_from: int) -> None:
         """Say which steps of earlier attempts are taken again; with `fresh` that was asked for."""
-        if self._record and not self._is_fresh:
+        if self._record and not self._is_fresh and self._begins_by is None:  # that says it itself
             text = again_text(self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from)
             if text:
                 self._screen.show(text)

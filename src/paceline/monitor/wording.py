@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from paceline.events import (
+    AllReduceChosen,
     CheckpointFailed,
     CheckpointSaved,
     CheckpointSkipped,
@@ -17,15 +18,18 @@ from paceline.events import (
     Event,
     Regrouped,
     Reported,
+    Restarted,
     SpikeSeen,
     StreamOpened,
     WeightsDiffer,
+    WireJudged,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
     WorkerStarted,
 )
 from paceline.monitor.files import local_path
+from paceline.monitor.once import workers_text
 from paceline.monitor.steps import OTHER, PHASES, Idle, Step
 from paceline.monitor.summary import shares
 from paceline.units import bytes_text, duration_text
@@ -40,10 +44,12 @@ __all__ = [
     "ending_text",
     "event_line",
     "idle_texts",
+    "judged_text",
     "number_text",
     "rate_text",
     "ready_line",
     "regrouped_text",
+    "restarted_text",
     "shares_text",
     "spike_cause",
     "spike_text",
@@ -167,6 +173,8 @@ def event_line(event: Event) -> str | None:
             return f"{reason} before it had joined"
         case Regrouped(causes=causes, step=step) as regrouped:
             return f"{', '.join(causes)} after step {step}: {regrouped_text(regrouped)}"
+        case Restarted() as restarted:
+            return restarted_text(restarted)
         case WorkerLeft(rank=worker, reason=reason, step=step, members=members):
             go_on = "1 worker goes on" if len(members) == 1 else f"{len(members)} workers go on"
             return f"worker {worker} has left ({reason}) after step {step}: {go_on}"
@@ -174,22 +182,85 @@ def event_line(event: Event) -> str | None:
             return spike_text(spike)
         case WeightsDiffer() as differ:
             return differ_text(differ)
-        case WorkerJoined(rank=worker, step=step, after_s=after_s):
-            return f"worker {worker} joined at step {step}" + (f", {after_s:.2f} s after the loss" if after_s else "")
+        case AllReduceChosen() as chosen:
+            return chosen_text(chosen)
+        case WireJudged(kind=kind) as judged if kind != "none":
+            return f"after step {judged.step}: {judged_text(judged)}"
+        case WorkerJoined(rank=worker, step=step, after_s=after_s, pid=pid):
+            who = f"worker {worker}" + (f" (pid {pid})" if pid is not None else "")
+            return f"{who} joined at step {step}" + (f", {after_s:.2f} s after the loss" if after_s else "")
         case _:
             return None
 
 
+def chosen_text(chosen: AllReduceChosen) -> str:
+    """Return "all-reduce among 4 workers on 2 hosts: tree up to 64 KB, above ring (timed in 0.31 s)"."""
+    runs: list[tuple[str, int]] = []  # an algorithm, and the largest size for which it was the best
+    for size, name in sorted((int(size), name) for size, name in chosen.chosen.items()):
+        name = "the back end's own" if name == "backend" else name
+        if runs and runs[-1][0] == name:
+            runs.pop()
+        runs.append((name, size))
+    ways = [f"{name} up to {bytes_text(size)}" for name, size in runs[:-1]] + [name for name, _ in runs[-1:]]
+    told = ", above ".join(ways) if len(ways) < 3 else ", ".join(ways[:-1]) + f", above {ways[-1]}"
+    hosts = f" on {chosen.hosts} hosts" if chosen.hosts > 1 else ""
+    return f"all-reduce among {chosen.members} workers{hosts}: {told} (timed in {duration_text(chosen.took_s)})"
+
+
+def judged_text(judged: WireJudged) -> str:
+    """Return "the link needs 3.00 ms of a 400 ms step: PowerSGD(rank=4) takes 12.0 ms for encoding, and costs 9.50 ms
+    more than it saves. Raw() is faster here"."""
+    step, encoding = duration_text(judged.step_s), duration_text(judged.encoding_s)
+    if judged.kind == "memory":
+        return (
+            f"these workers share their host's memory, where {judged.wire} saves nothing: encoding takes {encoding} of "
+            f"a {step} step. Raw() is faster here; codecs are for networks"
+        )
+    link = f"the link needs {duration_text(judged.link_s)} of a {step} step"
+    if judged.kind == "pays":
+        saves = f"{judged.wire} would save about {duration_text(judged.saved_s)} of it"
+        return f"{link}: {saves} (encoding takes {encoding})"
+    return (
+        f"{link}: {judged.wire} takes {encoding} for encoding, and costs {duration_text(-judged.saved_s)} more than it "
+        "saves. Raw() is faster here"
+    )
+
+
+def restarted_text(restarted: Restarted) -> str:
+    """Return "worker 2 (pid 4711) killed by signal 9 after step 812: all 4 workers start again at step 810 from this
+    host's memory, 2 steps are done again, no disk read"."""
+    num_again = max(0, restarted.at_step - restarted.step)
+    again = f"{num_again} step{' is' if num_again == 1 else 's are'} done again"
+    several = "both workers start" if restarted.workers == 2 else f"all {restarted.workers} workers start"
+    who = several if restarted.workers > 1 else "the worker starts"
+    came = f"after step {restarted.at_step}" if restarted.at_step else "before the first step"
+    memory = "this host's memory" if restarted.hosts == 1 else "each host's own memory"
+    if restarted.lent:
+        lent = f"{'workers' if len(restarted.lent) > 1 else 'worker'} {', '.join(map(str, restarted.lent))}"
+        memory = (
+            "a neighbour's memory"
+            if len(restarted.lent) == restarted.workers
+            else f"{memory}, {lent} from a neighbour's"
+        )
+    how = {
+        "memory": f"at step {restarted.step} from {memory}, {again}, no disk read",
+        "disk": f"from the checkpoint of step {restarted.step} on disk: {again}",
+    }.get(restarted.source, f"at the beginning, nothing was kept or saved: {again}")
+    return f"{', '.join(restarted.causes)} {came}: {who} again {how}"
+
+
 def regrouped_text(regrouped: Regrouped) -> str:
     """Return "detected in 0.01 s, regrouped in 0.03 s; 3 workers go on, steps lost 0, samples repeated 0"."""
-    count, lost = len(regrouped.members), regrouped.steps_lost
+    count, lost = len(regrouped.members) // regrouped.workers_each, regrouped.steps_lost
+    noun = "worker" if regrouped.workers_each == 1 else "replica"
     what = "for others" if regrouped.holds else "on"
     verb = "wait" if regrouped.holds else "go"
-    who = f"1 worker {verb}{'s' if regrouped.holds else 'es'}" if count == 1 else f"{count} workers {verb}"
+    who = f"1 {noun} {verb}{'s' if regrouped.holds else 'es'}" if count == 1 else f"{count} {noun}s {verb}"
+    source = "" if regrouped.workers_each == 1 else "; state from a living replica"
     repeated = "0" if not lost else "those of 1 step" if lost == 1 else f"those of {lost} steps"
     return (
         f"detected in {regrouped.detected_s:.2f} s, regrouped in {regrouped.regrouped_s:.2f} s; "
-        f"{who} {what}, steps lost {lost}, samples repeated {repeated}"
+        f"{who} {what}, steps lost {lost}, samples repeated {repeated}{source}"
     )
 
 
@@ -267,7 +338,7 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
         if facts["last_loss"] is not None:
             first = "" if facts["first_loss"] is None else f"{number_text(facts['first_loss'])} -> "
             rows.append(("loss", first + number_text(facts["last_loss"])))
-    if facts["workers_lost"]:
+    if facts["workers_lost"] or facts.get("begun_again"):
         rows.append(("incidents", _incidents_text(facts)))
     if facts.get("left"):
         rows.append(("left", _left_text(facts["left"])))
@@ -278,6 +349,16 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
         state = facts.get("state_bytes")
         of_it = f", {bytes_text(state)} of it parameters and optimizer state" if state else ""
         rows.append(("peak memory", f"{bytes_text(facts['peak_memory_bytes'])} in one worker{of_it}"))
+        all_states = facts.get("states_bytes") or [0]
+        if all_states[-1] > 1.01 * all_states[0]:
+            rows.append(("state", f"{bytes_text(all_states[0])} to {bytes_text(all_states[-1])} in each worker"))
+    if facts.get("wire_ratio") not in (None, 1.0):
+        sent = bytes_text(facts["num_wire_bytes"])
+        rows.append(("wire", f"{sent} between replicas, {facts['wire_ratio']:.3g} of what gradients are"))
+    if facts.get("noise_scale"):
+        rows.append(("noise scale", _noise_text(facts["noise_scale"], facts["batch_size"])))
+    if facts.get("wire_judged"):
+        rows.append(("wire advice", judged_text(WireJudged(**facts["wire_judged"]))))
     unsaved = facts.get("steps_unsaved", 0)
     if facts["checkpoints_saved"]:
         after = f" ({_steps_are(unsaved, 'after it ')} lost)" if unsaved and is_head else ""
@@ -292,6 +373,15 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
     rows += [("logs", local_path(facts["log_dir"])), ("run", local_path(facts["run_dir"]))]
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _noise_text(samples: float, batch_size: int) -> str:
+    """What the gradients' noise says about larger batches; two digits, which is more than it is worth."""
+    digits = max(0, len(str(round(samples))) - 2)
+    about = f"about {_counted(max(1, int(round(samples, -digits))), 'sample')}; the batch is {batch_size:,}"
+    if samples > batch_size:
+        return f"{about}: larger ones, on more workers, pay up to about that size"
+    return f"{about}: still larger ones, on more workers, would hardly save steps"
 
 
 def ending_text(facts: Mapping[str, Any]) -> str:
@@ -359,10 +449,20 @@ def _steps_are(count: int, which: str = "") -> str:
 
 
 def _incidents_text(facts: Mapping[str, Any]) -> str:
-    lost, back = facts["workers_lost"], facts["workers_joined"]
-    steps = facts["steps_lost"] + facts.get("steps_unsaved", 0)
-    text = f"{lost} worker{'s' * (lost != 1)} lost, {back} taken in again, {steps} step{'s' * (steps != 1)} lost"
-    return f"{text} (more: paceline report {local_path(facts['run_dir'])})"
+    told: list[str] = []
+    if again := facts.get("begun_again"):
+        steps = again["at_step"] - again["step"]
+        begun = f"again from {again['source']} after step {again['step']}" if again["step"] else "anew"
+        told.append(f"{workers_text(again['lost'])} lost: all began {begun}, {_counted(steps, 'step')} done again")
+    if lost := facts["workers_lost"]:
+        steps = facts["steps_lost"] + facts.get("steps_unsaved", 0)
+        told.append(f"{_counted(lost, 'worker')} lost, {facts['workers_joined']} taken in again")
+        told[-1] += f", {_counted(steps, 'step')} lost"
+    return f"{'; '.join(told)} (more: paceline report {local_path(facts['run_dir'])})"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _left_text(left: Sequence[Mapping[str, Any]]) -> str:

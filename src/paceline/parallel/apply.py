@@ -5,17 +5,16 @@ The model stays the user's own object; everything is done to it in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from paceline.comm.group import WorkerGroup
-from paceline.errors import PlanError
 from paceline.parallel.precision import convert
 from paceline.parallel.recompute import recompute_blocks
+from paceline.parallel.units import blocks_of
 from paceline.plan import Plan
 
 __all__ = ["place", "send_from_first"]
@@ -30,22 +29,22 @@ def place(
     plan: Plan,
     *,
     device: torch.device,
+    units: Sequence[str] = (),
     cut: Callable[[nn.Module], None] = lambda _: None,
     split: Callable[[nn.Module], T] = lambda _: None,
 ) -> T:
     """Convert, move, cut, wrap, split and compile `model`; returns what `split(model)` does.
 
-    `cut` cuts its layers, or keeps some of its stages. Weights are made equal by `send_from_first`: afterwards, or by
-    `cut` or `split`, whichever is the first to make something smaller than the whole.
+    It must be fit (`require_fit`). `units` are names of modules that are recomputed as a whole, in place of repeated
+    blocks. `cut` cuts its layers, or keeps some of its stages. Weights are made equal by `send_from_first`: afterwards,
+    or by `cut` or `split`, whichever is the first to make something smaller than the whole.
     """
-    _refuse_lazy(model)
-    _refuse_sparse(model)
-    _refuse_meta(model)
     convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
     model.to(device)  # 2. before anything keeps a reference to a parameter's storage
     cut(model)  # 3. while each layer still has its own forward
     if plan.compute.recompute != "none":  # 4. inside the compiled region, so that the compiler sees it
-        recompute_blocks(model, keep="inputs" if plan.compute.recompute == "blocks" else "costly")
+        keep = "inputs" if plan.compute.recompute == "blocks" else "costly"
+        recompute_blocks(model, keep=keep, blocks=blocks_of(model, units))
     done = split(model)  # 5. outside of recomputation, which calls a block's forward alone and finds it gathered
     if plan.compute.compile:
         model.compile()  # 6. last: in place, lazily compiled at the first forward
@@ -78,31 +77,3 @@ def _send(tensors: list[Tensor], group: WorkerGroup) -> None:
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.size()))
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor):
-            raise PlanError(
-                f"{name} of {type(model).__name__} has no shape yet (a lazy module): run one forward before prepare, "
-                "on inputs of the right shape, as in model(torch.zeros(1, ...)); or give the module its sizes"
-            )
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if empty:
-        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        raise PlanError(
-            f"{empty[0]}{more} of {type(model).__name__} have no data (made on the meta device), and to fill a model "
-            "piece by piece is not built yet. Make it on the CPU: each worker holds it whole until it is prepared."
-        )
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise PlanError(
-                f"{name} = {module} makes sparse gradients, which are not averaged yet. Use sparse=False (and an "
-                "optimizer for dense gradients)."
-            )

@@ -7,6 +7,7 @@ forward stays on one host where it can. A group along an axis is of the workers 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -42,10 +43,11 @@ class Mesh:
             number = number * size + place[axis]
         return number
 
-    def group(self, axis: str, worker_rank: int) -> tuple[int, ...]:
-        """Return the workers along `axis` through this one, in order."""
-        place = self.place(worker_rank)
-        return tuple(self.rank({**place, axis: index}) for index in range(self.sizes[axis]))
+    def group(self, axis: str | tuple[str, ...], worker_rank: int) -> tuple[int, ...]:
+        """Return the workers along `axis`, or several, through this one, in order."""
+        place, axes = self.place(worker_rank), (axis,) if isinstance(axis, str) else axis
+        places = itertools.product(*(range(self.sizes[one]) for one in axes))
+        return tuple(self.rank({**place, **dict(zip(axes, indices, strict=True))}) for indices in places)
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Return all groups along `axis`: every worker is in one of them."""
@@ -59,6 +61,7 @@ def mesh_of(layout: Layout, workers: int) -> Mesh:
         {
             "replica": workers // layout.workers_each,
             "shard": layout.shard,
+            "experts": layout.experts,
             "stages": layout.stages,
             "context": layout.context,
             "tensor": layout.tensor,

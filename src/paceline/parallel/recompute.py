@@ -1,7 +1,7 @@
 """Recompute activations in backward instead of keeping them.
 
 It is done to each of a model's repeated blocks: the members of a ModuleList or Sequential of two or more modules of one
-class. Random state is kept, so dropout repeats exactly.
+class; or to the modules that the user names. Random state is kept, so dropout repeats exactly.
 
     blocks       a block keeps only its inputs (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016)
     selective    also the results of operations that are costly: matrix products, convolutions, attention, collectives
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline.errors import PlanError
 
-__all__ = ["is_costly", "recompute_blocks", "repeated_blocks"]
+__all__ = ["is_costly", "recompute_blocks", "repeated_blocks", "turn_caches_off"]
 
 # Names of ATen's operations, in all their overloads; what this build of torch does not have is just not met.
 COSTLY = frozenset(
@@ -72,21 +72,40 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def recompute_blocks(model: nn.Module, *, keep: Literal["inputs", "costly"] = "inputs") -> None:
+def recompute_blocks(
+    model: nn.Module,
+    *,
+    keep: Literal["inputs", "costly"] = "inputs",
+    blocks: Sequence[tuple[str, nn.Module]] | None = None,
+) -> None:
     """Make every repeated block recompute in backward, in place; raises PlanError where there is none.
 
-    `keep`: what of a block is kept from its forward to its backward: its inputs, or also what is costly to compute.
+    `blocks`: others in their place, with their names. `keep`: what of a block is kept from its forward to its backward:
+    its inputs, or also what is costly to compute.
     """
-    blocks = repeated_blocks(model)
+    blocks = repeated_blocks(model) if blocks is None else blocks
     if not blocks:
         word = "blocks" if keep == "inputs" else "selective"
         raise PlanError(
             f"Compute(recompute='{word}') found no repeated blocks in {type(model).__name__}: it looks for a "
             "ModuleList or Sequential "
-            "of two or more modules of one class. Use recompute='none', or put the model's layers into a ModuleList."
+            "of two or more modules of one class. Use recompute='none', put the model's layers into a ModuleList, or "
+            "name them: worker.prepare(model, units=[...])."
         )
     for _, block in blocks:
         block.forward = _recomputed(block, keep)
+
+
+def turn_caches_off(model: nn.Module) -> bool:
+    """Have models of transformers keep no keys and values for generation in their forward; returns whether any did.
+
+    A block that runs again in backward would put its own into the cache a second time.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    found = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in found:
+        config.use_cache = False
+    return bool(found)
 
 
 def is_costly(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,7 +22,15 @@ from paceline.errors import PlanError
 from paceline.parallel.recompute import repeated_blocks
 from paceline.schedule.order import mix
 
-__all__ = ["Unit", "find_units", "replaced_forward", "seed_generators", "seeded_units"]
+__all__ = [
+    "Draws",
+    "Unit",
+    "blocks_of",
+    "find_units",
+    "names_matching",
+    "replaced_forward",
+    "seeded_units",
+]
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -59,6 +68,45 @@ def find_units(model: nn.Module, *, named: Sequence[str] = ()) -> list[Unit]:
     return list(walk("", model))
 
 
+def names_matching(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the modules that are to be units, in order of registration: "layers.*" is all of layers' own
+    members, and "*" stands for one part of a name, or a piece of it.
+
+    Raises PlanError with all that is wrong: patterns that no module has, modules without parameters or without a
+    forward, and units inside of units.
+    """
+    modules = dict(model.named_modules())
+    found = [name for name in modules if any(_matches(name, pattern) for pattern in patterns)]
+    idle = [pattern for pattern in patterns if not any(_matches(name, pattern) for name in modules)]
+    if idle:
+        held = (name for name, module in modules.items() if name and any(True for _ in module.parameters()))
+        known = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in held)
+        raise PlanError(
+            f"units={', '.join(map(repr, idle))} {'names' if len(idle) == 1 else 'name'} no module of "
+            f"{type(model).__name__}, which has {', '.join(known) or 'none with parameters'}."
+        )
+    _check_names(model, modules, found)
+    lists = [name for name in found if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))]
+    if lists:
+        raise PlanError(
+            f"{lists[0]} of {type(model).__name__} is a {type(modules[lists[0]]).__name__}, which has no forward, and "
+            f"so it cannot be a unit: name its members, {lists[0] + '.*'!r}."
+        )
+    return tuple(found)
+
+
+def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
+    """Return the modules with their names that are gathered, or recomputed, as a whole: those that the user has named,
+    or else the repeated blocks."""
+    modules = dict(model.named_modules())
+    return [(name, modules[name]) for name in named] if named else repeated_blocks(model)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
 def _contains(module: nn.Module, others: set[nn.Module]) -> bool:
     return any(inner in others for inner in module.modules() if inner is not module)
 
@@ -84,54 +132,77 @@ def replaced_forward(
     units: Sequence[Unit], replace: Callable[[int, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     """While it lasts, calling unit k runs `replace(k, its forward)`; what the modules had is put back afterwards."""
+    # Not by setattr: that of a module looks through all that it has, and this is done for every micro-batch.
     former = [unit.module.__dict__.get("forward") for unit in units]
     try:
         for index, unit in enumerate(units):
-            unit.module.forward = replace(index, unit.module.forward)
+            unit.module.__dict__["forward"] = replace(index, unit.module.forward)
         yield
     finally:
         for unit, forward in zip(units, former, strict=True):
             if forward is None:
                 unit.module.__dict__.pop("forward", None)
             else:
-                unit.module.forward = forward
+                unit.module.__dict__["forward"] = forward
+
+
+class Draws:
+    """The random numbers of a forward: each call of a unit draws those of (seed, number of the call), wherever it runs.
+
+    torch's generators are seeded when a call begins, and again when it ends, so what follows does not depend on how
+    many numbers the unit drew. Python's `random` goes on between units as if no unit had drawn: seeding it costs more
+    than a unit that is elsewhere may cost.
+    """
+
+    def __init__(self, *seed: int) -> None:
+        self._seed, self._num_calls = mix(*seed), 0
+        random.seed(self._seed)
+        self._seed_torch(after=True)
+
+    def pass_by(self) -> None:
+        """Go on as after a unit's call, which happens elsewhere."""
+        self._num_calls += 1
+        self._seed_torch(after=True)
+
+    @contextlib.contextmanager
+    def unit(self) -> Iterator[None]:
+        """While it lasts, a unit's call draws its own numbers."""
+        self._num_calls += 1
+        state = random.getstate()
+        random.seed(self._seed_torch(after=False))
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            self._seed_torch(after=True)
+
+    def _seed_torch(self, *, after: bool) -> int:
+        """Seed what modules draw from, on the CPU and on CUDA; returns the seed."""
+        seed = mix(self._seed, self._num_calls, int(after))
+        torch.random.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+        return seed
 
 
 @contextlib.contextmanager
 def seeded_units(units: Sequence[Unit], *seed: int) -> Iterator[None]:
-    """Give each call of a unit its own random numbers: those of (seed, number of the call), wherever it runs.
-
-    The generators are seeded when the call begins, and again when it ends, so what follows does not depend on how many
-    numbers the unit drew. One process with this draws what stages with the same seed draw.
-    """
-    calls = 0
-    depth = 0
+    """Give each call of a unit its own random numbers: one process then draws what stages with the same seed draw."""
+    draws, is_inside = Draws(*seed), False
 
     def replace(_: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls, depth
-            if depth:  # a unit that another one calls is part of it
+            nonlocal is_inside
+            if is_inside:  # a unit that another one calls is part of it
                 return forward(*args, **kwargs)
-            calls += 1
-            seed_generators(*seed, calls, 0)
-            number, depth = calls, 1
+            is_inside = True
             try:
-                return forward(*args, **kwargs)
+                with draws.unit():
+                    return forward(*args, **kwargs)
             finally:
-                depth = 0
-                seed_generators(*seed, number, 1)
+                is_inside = False
 
         return call
 
-    seed_generators(*seed, 0, 1)
     with replaced_forward(units, replace):
         yield
-
-
-def seed_generators(*numbers: int) -> None:
-    """Seed what modules draw from: torch on the CPU and on CUDA, and Python's `random`."""
-    seed = mix(*numbers)
-    torch.random.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
-    random.seed(seed)

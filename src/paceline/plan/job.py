@@ -9,7 +9,7 @@ from typing import Literal
 from paceline import config
 from paceline.errors import PlanError
 
-__all__ = ["Assignment", "Job", "assignment_from_json", "assignment_to_json", "head_address"]
+__all__ = ["ERROR_SPARE", "Assignment", "Job", "assignment_from_json", "assignment_to_json", "head_address"]
 
 # Launchers that are known but not built yet: what to use until they are.
 LAUNCHERS_NOT_BUILT = {
@@ -39,8 +39,10 @@ class Job:
     keep: int = 3  # newest complete checkpoints that are kept
     timeout_s: float = 600.0  # a worker waits this long for its peers
     balance: bool = False  # give persistently slower workers fewer micro-batches of each step
-    silence_s: float = 10.0  # elastic runs: a worker that is not heard of for so long is lost
-    patience_s: float = 60.0  # elastic runs: with fewer replicas than the plan's least, for so long, save and end
+    noise_scale: bool = True  # measure the gradient noise scale: how large a batch, on how many workers, still pays
+    silence_s: float = 10.0  # a host that is not heard of for so long is lost, and in elastic runs a worker
+    patience_s: float = 60.0  # elastic runs: with fewer replicas than the plan's least, for so long, save and end;
+    # and so long a run that could begin again waits for another host in place of a lost one
     grace_s: float = 30.0  # after SIGTERM the workers may take so long to finish the step, save and leave
     device: Literal["auto", "cpu", "cuda"] = (
         "auto"  # "auto": a GPU for each worker if the host has enough, else the CPU
@@ -91,6 +93,10 @@ class Job:
         return None
 
 
+# In a worker's directory: space that is kept for its error.json, which may have to tell of a full disk.
+ERROR_SPARE = ".error.spare"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """What one worker is told by whoever started it. Travels as JSON, holds no secrets."""
@@ -112,7 +118,12 @@ class Assignment:
     plan: str | None = None  # --plan or the job file's plan, as text; overrides the script's
     overrides: tuple[str, ...] = ()  # --set plan.wire.dtype=fp16, applied to whichever plan is used
     given: tuple[str, ...] = ()  # Job fields that the command or job file set: they win over the script's
+    vault_fds: tuple[
+        int, ...
+    ] = ()  # inherited: memory for its snapshots, and what it begins with (paceline.comm.vault)
+    begins_at: int | None = None  # with the state after this step, which is in the last of them
     joins: bool = False  # it comes later: the others are at work, and it is taken in between two of their steps
+    incarnation: int = 0  # of its replica: how many were started before, of any number
 
 
 def head_address(head: str) -> tuple[str, int]:

@@ -14,7 +14,7 @@ __all__ = ["Layout"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Layout(Part):
-    """`replicas` copies of the model, each over shard x stages x context x tensor workers; None: as many as there are.
+    """`replicas` copies of the model, each over the product of the other axes' workers; None: as many as there are.
 
     A pair (least, most) makes the run elastic: replicas may be lost, join and leave while it goes on.
 
@@ -45,6 +45,11 @@ class Layout(Part):
     `context` workers share each sequence: one holds the whole model and 1 / context of the tokens, and so of what is
     kept for backward. Attention sees all tokens, by an all-to-all between tokens and heads (Jacobs et al., "DeepSpeed
     Ulysses", 2023), or, where heads do not divide, with keys and values going round a ring (Liu et al., 2023).
+
+    `experts` workers hold 1 / experts of the experts of each routed block, and all else whole; each has micro-batches
+    of its own, and its tokens travel to their experts and back (Lepikhin et al., "GShard", 2020): twice in a block's
+    forward, and twice in its backward. No token is dropped. Beside `shard`, rows of all else are split over shard x
+    experts workers, and those of an expert over shard.
     """
 
     replicas: int | tuple[int, ...] | None = None
@@ -56,6 +61,7 @@ class Layout(Part):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     stages_per_worker: int = 1
     context: int = 1
+    experts: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -86,6 +92,10 @@ class Layout(Part):
         if self.context < 1:
             raise PlanError(
                 f"Layout.context is {self.context}; it must be at least 1: each worker has whole sequences."
+            )
+        if self.experts < 1:
+            raise PlanError(
+                f"Layout.experts is {self.experts}; it must be at least 1: each worker has all experts of a block."
             )
 
     def _check_stages(self) -> None:
@@ -118,7 +128,7 @@ class Layout(Part):
     @property
     def workers_each(self) -> int:
         """Workers of one replica."""
-        return self.shard * self.stages * self.context * self.tensor
+        return self.shard * self.experts * self.stages * self.context * self.tensor
 
     def takes(self, workers: int) -> bool:
         """Whether a run of this layout may begin with so many workers."""

@@ -38,8 +38,8 @@ class Part:
 
     @classmethod
     def refusal(cls, name: str, value: object) -> str | None:
-        """Return why `name` (a field, its value, or a kind of sync or wire) is refused; None where it is unknown."""
-        return not_built.field(cls.__name__, name, value) or not_built.kind(name)
+        """Return why `name` (a field, or its value) is refused; None where it is unknown."""
+        return not_built.field(cls.__name__, name, value)
 
 
 def _remade(cls: type[Part], fields: dict[str, Any]) -> Part:

@@ -20,10 +20,9 @@ from paceline.plan.batch import Batch
 from paceline.plan.compute import Compute
 from paceline.plan.guard import Guard
 from paceline.plan.layout import Layout
-from paceline.plan.not_built import kind
 from paceline.plan.part import Part
 from paceline.plan.rules import Broken, Facts, broken_rules
-from paceline.plan.sync import AllReduce, Sync
+from paceline.plan.sync import AllReduce, Gossip, LocalSGD, ParameterServer, Sync
 from paceline.plan.wire import Raw, Wire
 
 __all__ = ["Plan"]
@@ -83,6 +82,22 @@ class Plan(Part):
             parts["layout"] = _read_layout(layout)
         return cls(**parts)
 
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether every worker's state also lies in memory that outlives it, where a supervisor has started it."""
+        every = self.guard.snapshot_every
+        return self.layout.workers_each > 1 if every is None else every > 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replicas take steps by themselves, so that their weights differ until they agree."""
+        return isinstance(self.sync, LocalSGD | Gossip)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each replica takes whole batches, and none waits for a common step."""
+        return isinstance(self.sync, ParameterServer) and self.sync.staleness != 0
+
     def check(self, *, workers: int | None = None) -> tuple[Broken, ...]:
         """Return all rules that this plan breaks with so many workers; rules about what is not given hold."""
         return broken_rules(Facts(plan=self, workers=workers))
@@ -130,8 +145,6 @@ def _field_of(term: str, text: str) -> str:
             if choice.lower() == folded:
                 return field
             known.append(choice.lower())
-    if refused := kind(name):
-        raise PlanError(refused)
     if folded == "auto":
         raise PlanError(
             f"plan='auto': a planner that chooses the plan is not built yet. Use {DEFAULT!r}, or write the plan."

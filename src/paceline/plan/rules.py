@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from paceline.plan.wire import Cast
+from paceline.plan.sync import Gossip, LocalSGD, ParameterServer
+from paceline.plan.wire import Cast, Raw
 
 if TYPE_CHECKING:
     from paceline.plan.plan import Plan
@@ -54,7 +55,7 @@ def broken_rules(facts: Facts) -> tuple[Broken, ...]:
     )
 
 
-AXES = ("shard", "stages", "context", "tensor")  # of a replica, as fields of Layout
+AXES = ("shard", "experts", "stages", "context", "tensor")  # of a replica, as fields of Layout
 
 
 def _layout_does_not_fit(facts: Facts) -> bool:
@@ -92,10 +93,6 @@ def _layout_fix(facts: Facts) -> str:
     return f"Use workers={needed}, or Layout({other})."
 
 
-def _cut_is_elastic(facts: Facts) -> bool:
-    return facts.plan.layout.is_elastic and facts.plan.layout.workers_each > 1
-
-
 def _cut_is_compiled(facts: Facts) -> bool:
     return facts.plan.layout.tensor > 1 and facts.plan.compute.compile
 
@@ -116,6 +113,8 @@ def _micro_fix(facts: Facts) -> str:
 
 def _workers_would_idle(facts: Facts) -> bool:
     shares = _num_shares(facts)
+    if facts.plan.takes_turns:  # each replica takes a whole batch
+        return False
     return shares is not None and not _micro_exceeds_size(facts) and facts.plan.batch.num_micro < shares
 
 
@@ -152,17 +151,39 @@ def _idle_fix(facts: Facts) -> str:
 
 
 def _reference_is_rounded(facts: Facts) -> bool:
-    return facts.plan.compute.precision == "fp64" and isinstance(facts.plan.wire, Cast)
+    return facts.plan.compute.precision == "fp64" and not facts.plan.wire.exact
 
 
-def _context_is_mixed(facts: Facts) -> bool:
+def _slices_are_sent(facts: Facts) -> bool:
+    return facts.plan.layout.shard > 1 and not facts.plan.wire.elementwise
+
+
+def _combines(facts: Facts) -> bool:
+    return getattr(facts.plan.sync, "op", "mean") == "adasum"
+
+
+def _combined_are_coded(facts: Facts) -> bool:
+    wire = facts.plan.wire
+    return _combines(facts) and (type(wire).__name__ not in ("Raw", "Cast") or wire.feedback)
+
+
+def _combined_are_parts(facts: Facts) -> bool:
     layout = facts.plan.layout
-    return layout.context > 1 and layout.workers_each > layout.context
+    return _combines(facts) and layout.workers_each > 1 and layout.workers_each in (layout.experts, layout.context)
+
+
+def _tokens_are_cut_twice(facts: Facts) -> bool:
+    return facts.plan.layout.context > 1 and facts.plan.layout.sequence
 
 
 def _context_is_changed(facts: Facts) -> bool:
     compute = facts.plan.compute
     return facts.plan.layout.context > 1 and (compute.compile or compute.offload == "all")
+
+
+def _experts_are_changed(facts: Facts) -> bool:
+    compute = facts.plan.compute
+    return facts.plan.layout.experts > 1 and (compute.compile or compute.offload == "all")
 
 
 def _has_stages(facts: Facts) -> bool:
@@ -173,6 +194,60 @@ def _streams(facts: Facts) -> bool:
     return facts.plan.compute.offload == "all"
 
 
+def _is_served(facts: Facts) -> bool:
+    return isinstance(facts.plan.sync, ParameterServer)
+
+
+def _served_are_cut(facts: Facts) -> bool:
+    return _is_served(facts) and facts.plan.layout.workers_each > 1
+
+
+def _turns_are_elastic(facts: Facts) -> bool:
+    return facts.plan.takes_turns and facts.plan.layout.is_elastic
+
+
+def _turns_are_compared(facts: Facts) -> bool:
+    return facts.plan.takes_turns and facts.plan.guard.check_every > 0
+
+
+def _bound_keeps_replicas_idle(facts: Facts) -> bool:
+    return _staleness(facts) > 0 and _num_replicas(facts) > _staleness(facts) + 1
+
+
+def _staleness(facts: Facts) -> int:
+    return facts.plan.sync.staleness or 0 if isinstance(facts.plan.sync, ParameterServer) else 0
+
+
+def _num_replicas(facts: Facts) -> int:
+    """As far as it is known; 1 where it is not."""
+    replicas = facts.plan.layout.replicas
+    if isinstance(replicas, int):
+        return replicas
+    return 1 if facts.workers is None else facts.workers
+
+
+def _served_are_coded(facts: Facts) -> bool:
+    wire = facts.plan.wire
+    return _is_served(facts) and not (isinstance(wire, Raw) or (isinstance(wire, Cast) and not wire.feedback))
+
+
+def _served_go_back(facts: Facts) -> bool:
+    guard = facts.plan.guard
+    return _is_served(facts) and (guard.on_spike == "rollback" or bool(guard.snapshot_every))
+
+
+def _goes_back_alone(facts: Facts) -> bool:
+    return facts.plan.is_local and facts.plan.guard.on_spike == "rollback"
+
+
+def _fragments_travel(facts: Facts) -> bool:
+    return isinstance(facts.plan.sync, LocalSGD) and facts.plan.sync.streams
+
+
+def _shown(facts: Facts) -> str:
+    return str(getattr(facts.plan.sync, "staleness", None))
+
+
 def _count(number: int | None, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
@@ -180,15 +255,6 @@ def _count(number: int | None, noun: str) -> str:
 
 RULES = (
     Rule(name="layout-fits-workers", broken_when=_layout_does_not_fit, says=_layout_says, fix=_layout_fix),
-    Rule(
-        name="cut-replicas-stay",
-        broken_when=_cut_is_elastic,
-        says=lambda facts: (
-            f"{facts.plan.layout!r} lets replicas of several workers come and go, which is not built yet: replicas of "
-            "one worker can."
-        ),
-        fix=lambda facts: "Use replicas=n in place of the pair, or leave shard, stages, context and tensor out.",
-    ),
     Rule(
         name="cut-layers-are-not-compiled",
         broken_when=_cut_is_compiled,
@@ -199,25 +265,13 @@ RULES = (
         fix=lambda facts: "Use compile=False, or tensor=1.",
     ),
     Rule(
-        name="stages-are-cut-alone",
-        broken_when=lambda facts: _has_stages(facts) and facts.plan.layout.shard * facts.plan.layout.tensor > 1,
+        name="tokens-are-shared-out-once",
+        broken_when=_tokens_are_cut_twice,
         says=lambda facts: (
-            f"Layout(stages={facts.plan.layout.stages}) with shard={facts.plan.layout.shard}, "
-            f"tensor={facts.plan.layout.tensor}: a stage is not split further yet."
+            f"Layout(context={facts.plan.layout.context}) with sequence=True: each worker has a slice of the tokens "
+            "already, and would cut it once more between layers."
         ),
-        fix=lambda facts: (
-            "Use replicas=n in place of shard and tensor, beside stages; or "
-            f"stages={facts.plan.layout.workers_each} alone."
-        ),
-    ),
-    Rule(
-        name="sequences-are-shared-alone",
-        broken_when=_context_is_mixed,
-        says=lambda facts: (
-            f"{facts.plan.layout!r}: workers that share sequences (context) hold the whole model; to split it as well "
-            "is not built yet."
-        ),
-        fix=lambda facts: "Use replicas=n beside context, or context=1.",
+        fix=lambda facts: "Use sequence=False, or context=1.",
     ),
     Rule(
         name="shared-sequences-are-run-as-written",
@@ -227,6 +281,15 @@ RULES = (
             "that come unit by unit, do not go with slices of sequences yet."
         ),
         fix=lambda facts: "Use compile=False and offload='none' or 'optimizer', or context=1.",
+    ),
+    Rule(
+        name="spread-experts-are-run-as-written",
+        broken_when=_experts_are_changed,
+        says=lambda facts: (
+            f"Layout(experts={facts.plan.layout.experts}) with {facts.plan.compute!r}: the compiler does not see "
+            "through the exchange of tokens, and parameters of spread experts do not come to the device unit by unit."
+        ),
+        fix=lambda facts: "Use compile=False and offload='none' or 'optimizer', or experts=1.",
     ),
     Rule(
         name="stages-are-not-compiled",
@@ -239,12 +302,14 @@ RULES = (
     ),
     Rule(
         name="stages-stay-on-the-device",
-        broken_when=lambda facts: _has_stages(facts) and facts.plan.compute.offload != "none",
+        broken_when=lambda facts: _has_stages(facts) and _streams(facts),
         says=lambda facts: (
-            f"Compute(offload={facts.plan.compute.offload!r}) with Layout(stages={facts.plan.layout.stages}): the "
-            "state of a stage is not moved to the host yet."
+            f"Compute(offload='all') with Layout(stages={facts.plan.layout.stages}): each micro-batch would bring all "
+            "parameters of a stage to the device twice, one after the other, while the other stages wait."
         ),
-        fix=lambda facts: f"Use offload='none', or shard={facts.plan.layout.stages} in place of stages.",
+        fix=lambda facts: (
+            f"Use offload='optimizer', more stages, or shard={facts.plan.layout.stages} in place of stages."
+        ),
     ),
     Rule(
         name="streaming-replicas-stay",
@@ -273,14 +338,152 @@ RULES = (
         ),
         fix=lambda facts: f"Use offload='optimizer', or shard={facts.plan.layout.tensor} in place of tensor.",
     ),
+    Rule(
+        name="replicas-go-back-together",
+        broken_when=_goes_back_alone,
+        says=lambda facts: (
+            f"{facts.plan.sync!r} has each replica judge its own losses, and Guard(on_spike='rollback') would take one "
+            "of them back to weights that the others have left."
+        ),
+        fix=lambda facts: "Use on_spike='skip' (the replica leaves out its step) or 'stop', or sync=AllReduce().",
+    ),
+    Rule(
+        name="fragments-travel-between-replicas-that-stay",
+        broken_when=lambda facts: _fragments_travel(facts) and facts.plan.layout.is_elastic,
+        says=lambda facts: (
+            f"{facts.plan.sync!r} has fragments of the weights under way while steps are taken, and with "
+            f"{facts.plan.layout!r} a replica may be lost in between: there is no step at which all agree on all."
+        ),
+        fix=lambda facts: "Use fragments=1, overlap=0 and mixing=0, or replicas=n in place of the pair.",
+    ),
+    Rule(
+        name="fragments-are-of-whole-layers",
+        broken_when=lambda facts: (
+            _fragments_travel(facts) and max(facts.plan.layout.tensor, facts.plan.layout.experts) > 1
+        ),
+        says=lambda facts: (
+            f"{facts.plan.sync!r} divides parameters into fragments by their sizes, and with {facts.plan.layout!r} "
+            "the workers of a replica have parts of different sizes."
+        ),
+        fix=lambda facts: "Use fragments=1, overlap=0 and mixing=0, or shard=n in place of tensor and experts.",
+    ),
+    Rule(
+        name="gossip-sends-weights",
+        broken_when=lambda facts: isinstance(facts.plan.sync, Gossip) and not isinstance(facts.plan.wire, Raw),
+        says=lambda facts: (
+            f"{facts.plan.sync!r} sends weights, and wire={facts.plan.wire!r} is for what may come later, or rounded."
+        ),
+        fix=lambda facts: "Use wire=Raw(), or sync=LocalSGD(every=n), which goes with every wire.",
+    ),
+    Rule(
+        name="streaming-replicas-agree-in-each-step",
+        broken_when=lambda facts: _streams(facts) and facts.plan.is_local,
+        says=lambda facts: (
+            f"Compute(offload='all') keeps parameters on the host, and {facts.plan.sync!r} needs those that all agreed "
+            "on beside them, which does not work together yet."
+        ),
+        fix=lambda facts: "Use offload='optimizer', or sync=AllReduce().",
+    ),
     Rule(name="micro-fits-size", broken_when=_micro_exceeds_size, says=_micro_says, fix=_micro_fix),
     Rule(name="work-for-every-worker", broken_when=_workers_would_idle, says=_idle_says, fix=_idle_fix),
     Rule(
         name="reference-travels-whole",
         broken_when=_reference_is_rounded,
         says=lambda facts: (
-            f"Compute(precision='fp64') is the exact reference, but wire={facts.plan.wire!r} rounds to 16 bits."
+            f"Compute(precision='fp64') is the exact reference, but wire={facts.plan.wire!r} rounds or leaves out a "
+            "part of each gradient."
         ),
         fix=lambda facts: "Use wire=Raw(), or precision='fp32'.",
+    ),
+    Rule(
+        name="combined-gradients-are-not-coded",
+        broken_when=_combined_are_coded,
+        says=lambda facts: (
+            f"AllReduce(op='adasum') with wire={facts.plan.wire!r}: what this wire does not send it sends later, but "
+            "what is combined is no sum, to which one could add."
+        ),
+        fix=lambda facts: "Use wire=Raw() or Cast(dtype='bf16'), or op='mean'.",
+    ),
+    Rule(
+        name="combined-gradients-are-whole-replicas",
+        broken_when=_combined_are_parts,
+        says=lambda facts: (
+            f"AllReduce(op='adasum') with {facts.plan.layout!r}: there all workers of all replicas sum their gradients "
+            "at once, and what one replica's are nobody knows."
+        ),
+        fix=lambda facts: "Use shard, tensor or stages, alone or beside these axes, or op='mean'.",
+    ),
+    Rule(
+        name="served-replicas-are-whole",
+        broken_when=_served_are_cut,
+        says=lambda facts: (
+            f"ParameterServer(...) with {facts.plan.layout!r}: servers hold whole parameters, and each worker of "
+            "such a replica has a part of them, which it cannot push yet."
+        ),
+        fix=lambda facts: "Use sync=AllReduce(), or replicas of one worker.",
+    ),
+    Rule(
+        name="turns-are-taken-by-those-who-began",
+        broken_when=_turns_are_elastic,
+        says=lambda facts: (
+            f"ParameterServer(staleness={_shown(facts)}) with {facts.plan.layout!r}: replicas that do not wait for "
+            "each other cannot come and go yet."
+        ),
+        fix=lambda facts: "Use staleness=0, or replicas=n in place of the pair.",
+    ),
+    Rule(
+        name="turns-have-no-common-weights",
+        broken_when=_turns_are_compared,
+        says=lambda facts: (
+            f"ParameterServer(staleness={_shown(facts)}) with Guard(check_every={facts.plan.guard.check_every}): "
+            "replicas that do not wait for each other have different weights, so there is nothing to compare."
+        ),
+        fix=lambda facts: "Use check_every=0, or staleness=0.",
+    ),
+    Rule(
+        name="a-bound-leaves-work-for-all",
+        broken_when=_bound_keeps_replicas_idle,
+        says=lambda facts: (
+            f"ParameterServer(staleness={_shown(facts)}) with {_count(_num_replicas(facts), 'replica')}: when each has "
+            f"a batch, the last update is {_num_replicas(facts) - 1} behind, so only {_staleness(facts) + 1} of them "
+            "could ever work at a time."
+        ),
+        fix=lambda facts: f"Use staleness={_num_replicas(facts) - 1} or more, None, or 0.",
+    ),
+    Rule(
+        name="servers-get-gradients-as-they-are",
+        broken_when=_served_are_coded,
+        says=lambda facts: (
+            f"ParameterServer(...) with wire={facts.plan.wire!r}: servers add up gradients as they are or rounded, and "
+            "know no other codec yet."
+        ),
+        fix=lambda facts: "Use wire=Raw() or Cast(dtype='bf16'), or sync=AllReduce().",
+    ),
+    Rule(
+        name="served-state-is-elsewhere",
+        broken_when=lambda facts: _is_served(facts) and facts.plan.compute.offload != "none",
+        says=lambda facts: (
+            f"ParameterServer(...) with Compute(offload={facts.plan.compute.offload!r}): the optimizer's state is on "
+            "the servers already, so there is nothing to put elsewhere."
+        ),
+        fix=lambda facts: "Use offload='none'.",
+    ),
+    Rule(
+        name="servers-do-not-go-back",
+        broken_when=_served_go_back,
+        says=lambda facts: (
+            f"ParameterServer(...) with {facts.plan.guard!r}: snapshots are taken of what a worker has, and the "
+            "optimizer's state is on the servers."
+        ),
+        fix=lambda facts: "Use on_spike='skip' or 'stop' without snapshot_every, or sync=AllReduce().",
+    ),
+    Rule(
+        name="rows-travel-number-by-number",
+        broken_when=_slices_are_sent,
+        says=lambda facts: (
+            f"wire={facts.plan.wire!r} looks at whole matrices, and under Layout(shard={facts.plan.layout.shard}) each "
+            "worker has only some rows of each."
+        ),
+        fix=lambda facts: "Use a wire for single numbers (Cast, Int8, OneBit or TopK), or shard=1.",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, TypeAlias
 
 from paceline.config import check_fields
@@ -10,26 +11,181 @@ from paceline.errors import PlanError
 from paceline.plan.part import Part
 from paceline.units import MiB
 
-__all__ = ["AllReduce", "Sync"]
+__all__ = ["AllReduce", "Gossip", "LocalSGD", "Nesterov", "ParameterServer", "Sync"]
+
+Algorithm: TypeAlias = Literal["auto", "ring", "tree", "halving", "hierarchical"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class AllReduce(Part):
-    """Every replica gets the weighted sum of all gradients, in buckets that travel while backward still runs.
+    """Every replica gets the weighted mean of all gradients, in buckets that travel while backward still runs.
 
-    `bucket_bytes` counts gradients as they are in memory, before the wire shrinks them. `algorithm="auto"` leaves the
-    choice to the communication library.
+    `bucket_bytes` counts gradients as they are in memory, before the wire shrinks them. `algorithm` says how a bucket
+    is summed: in a "ring", over two trees ("tree"), by recursive "halving", or "hierarchical": inside each host first.
+    "auto" sums in memory where all workers are on one host, and else takes what it has measured to be the fastest.
+    `op="adasum"` combines the replicas' own gradients in place of adding them up: what they have in common counts once,
+    what they have not adds up.
     """
 
-    algorithm: Literal["auto"] = "auto"
+    op: Literal["mean", "adasum"] = "mean"
+    algorithm: Algorithm = "auto"
     bucket_bytes: int = 8 * MiB
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.bucket_bytes < 1:
+        _require_bytes(self, self.bucket_bytes)
+        if self.op == "adasum" and self.algorithm != "auto":
             raise PlanError(
-                f"AllReduce.bucket_bytes is {self.bucket_bytes}; it must be at least 1 (the default is {8 * MiB})."
+                f"AllReduce.algorithm is {self.algorithm!r} with op='adasum', which has an algorithm of its own. Leave "
+                "algorithm out, or use op='mean'."
             )
 
 
-Sync: TypeAlias = AllReduce
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ParameterServer(Part):
+    """Parameters and optimizer live on `servers` processes; replicas send them gradients, and get weights.
+
+    `staleness` says how many updates the weights may have had, at most, between those that a gradient was computed on
+    and those that it is applied to. 0: all replicas share each batch, and every step is one update, as with AllReduce.
+    s: each replica takes a whole batch at a time, and each is one update. None: the same, without a bound.
+    `bucket_bytes` counts the gradients that travel together while backward still runs.
+    """
+
+    servers: int = 1
+    staleness: int | None = 0
+    bucket_bytes: int = 8 * MiB
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _require_bytes(self, self.bucket_bytes)
+        if self.servers < 1:
+            raise PlanError(f"ParameterServer.servers is {self.servers}; it must be at least 1.")
+        if self.staleness is not None and self.staleness < 0:
+            raise PlanError(
+                f"ParameterServer.staleness is {self.staleness}; it must be 0 (synchronous), the number of updates "
+                "that weights may be behind, or None (no bound)."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Nesterov(Part):
+    """An outer optimizer for `LocalSGD`: SGD with Nesterov's momentum, on how far the replicas have moved on average.
+
+    DiLoCo (Douillard et al. 2023) is `LocalSGD(every=500, outer=Nesterov(lr=0.7, momentum=0.9))`. With lr=1 and
+    momentum=0 the weights become the average of the replicas', as without an outer optimizer.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 < self.lr < math.inf:
+            raise PlanError(f"Nesterov.lr is {self.lr}; it must be more than 0 (0.7 is the paper's).")
+        if not 0 <= self.momentum < 1:
+            raise PlanError(f"Nesterov.momentum is {self.momentum}; it must be from 0 to below 1 (0.9 is the paper's).")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class LocalSGD(Part):
+    """Each replica takes `every` steps by itself, on its share of each global batch; then they agree on weights.
+
+    They become the average of the replicas' weights (McMahan et al. 2017, Stich 2019), weighted by the samples that
+    each has used, or what an `outer` optimizer makes of it. Nothing travels between replicas before that.
+
+    Streaming (Douillard et al. 2025): with `fragments=n` the parameters are divided into n parts of about the same
+    size, each with a place of its own within the `every` steps; what is agreed about one travels while the next
+    `overlap` steps are taken, and when it lands the share `mixing` of the replica's own weights stays.
+
+    `algorithm` and `bucket_bytes` say how the sums travel, as in `AllReduce`.
+    """
+
+    every: int
+    outer: Nesterov | None = None
+    fragments: int = 1
+    overlap: int = 0
+    mixing: float = 0.0
+    algorithm: Algorithm = "auto"
+    bucket_bytes: int = 8 * MiB
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _require_bytes(self, self.bucket_bytes)
+        if self.every < 1:
+            raise PlanError(f"LocalSGD.every is {self.every}; it must be at least 1 (64 is a good beginning).")
+        if not 1 <= self.fragments <= self.every:
+            raise PlanError(
+                f"LocalSGD.fragments is {self.fragments}; it must be from 1 to every={self.every}: each fragment has a "
+                "step of its own."
+            )
+        if not 0 <= self.overlap < self.every:
+            raise PlanError(
+                f"LocalSGD.overlap is {self.overlap}; it must be from 0 to below every={self.every}: what is agreed "
+                "about a fragment lands before it is sent again."
+            )
+        if not 0 <= self.mixing < 1:
+            raise PlanError(
+                f"LocalSGD.mixing is {self.mixing}; it must be from 0 (what was agreed replaces the replica's own "
+                "weights) to below 1 (it would be dropped)."
+            )
+
+    @property
+    def streams(self) -> bool:
+        """Whether what is agreed travels in parts, or while steps are taken, or leaves replicas with other weights."""
+        return self.fragments > 1 or self.overlap > 0 or self.mixing > 0
+
+    @property
+    def sums(self) -> AllReduce:
+        """How its sums travel."""
+        return AllReduce(algorithm=self.algorithm, bucket_bytes=self.bucket_bytes)
+
+    @property
+    def num_round_steps(self) -> int:
+        """After so many steps all replicas have the same weights."""
+        return self.every
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Gossip(Part):
+    """Each replica takes steps by itself, and every `every` of them mixes its weights with those of a few others.
+
+    `peers="ring"`: the mean of itself and its two neighbours; "random": of pairs that are drawn anew each time. Every
+    `average_every` steps all take the average of all; where that is needed, earlier. `bucket_bytes` says how that sum
+    travels, as in `AllReduce`.
+    """
+
+    peers: Literal["ring", "random"] = "ring"
+    every: int = 1
+    average_every: int = 64
+    bucket_bytes: int = 8 * MiB
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _require_bytes(self, self.bucket_bytes)
+        if self.every < 1:
+            raise PlanError(f"Gossip.every is {self.every}; it must be at least 1.")
+        if self.average_every < self.every:
+            raise PlanError(
+                f"Gossip.average_every is {self.average_every}; it must be at least every={self.every} (the default is "
+                "64)."
+            )
+
+    @property
+    def sums(self) -> AllReduce:
+        """How the sums of averages travel."""
+        return AllReduce(bucket_bytes=self.bucket_bytes)
+
+    @property
+    def num_round_steps(self) -> int:
+        """After so many steps all replicas have the same weights."""
+        return self.average_every
+
+
+Sync: TypeAlias = AllReduce | ParameterServer | LocalSGD | Gossip
+
+
+def _require_bytes(part: Part, bucket_bytes: int) -> None:
+    if bucket_bytes < 1:
+        raise PlanError(
+            f"{type(part).__name__}.bucket_bytes is {bucket_bytes}; it must be at least 1 (the default is {8 * MiB})."
+        )

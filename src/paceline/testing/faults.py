@@ -162,18 +162,19 @@ class Programme:
 
     @classmethod
     def random(
-        cls, seed: int, *, steps: int, workers: int, kinds: Sequence[str] = tuple(KINDS), num: int = 1
+        cls, seed: int, *, steps: int, workers: int, kinds: Sequence[str] = tuple(KINDS), num: int = 1, each: int = 1
     ) -> Programme:
-        """Draw `num` faults for a run of so many steps; the same for the same arguments.
+        """Draw `num` faults for a run of so many steps; the same for the same arguments. `each`: workers of a replica.
 
-        One worker, drawn as well, is never lost, so that the run's state is never gone with the last of them; with one
-        worker only faults are drawn that it survives.
+        One worker, drawn as well, is never lost, nor any of its replica where there are others, so that the run's state
+        is never gone with the last of them; with one worker only faults are drawn that it survives.
         """
         draw = random.Random(f"{seed} {steps} {workers} {num}")
         survivor = draw.randrange(workers)
-        others = [worker for worker in range(workers) if worker != survivor]
-        possible = [kind for kind in kinds if _can_come(kind, steps=steps, workers=workers)]
-        if num > 1 and workers == MAJORITY:  # another fault may just have taken one
+        others = [worker for worker in range(workers) if worker // each != survivor // each]
+        others = others or [worker for worker in range(workers) if worker != survivor]
+        possible = [kind for kind in kinds if _can_come(kind, steps=steps, workers=workers, each=each)]
+        if num > 1 and workers // each == MAJORITY:  # another fault may just have taken one
             possible = [kind for kind in possible if kind != "flip"]
         if not possible or steps < 4 or num < 1:
             raise PlanError(
@@ -187,27 +188,31 @@ class Programme:
         return cls(tuple(found))
 
     @classmethod
-    def each(cls, seed: int, *, steps: int, workers: int) -> Programme:
-        """Draw one fault of each kind that can be survived by so many workers; for runs of their own."""
-        kinds = [kind for kind in KINDS if _can_come(kind, steps=steps, workers=workers)]
+    def of_each_kind(cls, seed: int, *, steps: int, workers: int, each: int = 1) -> Programme:
+        """Draw one fault of each kind that can be survived by so many workers, `each` of them a replica; for runs of
+        their own."""
+        kinds = [kind for kind in KINDS if _can_come(kind, steps=steps, workers=workers, each=each)]
         return cls(
             tuple(
                 fault
                 for number, kind in enumerate(kinds)
-                for fault in cls.random(seed * len(KINDS) + number, steps=steps, workers=workers, kinds=[kind])
+                for fault in cls.random(
+                    seed * len(KINDS) + number, steps=steps, workers=workers, kinds=[kind], each=each
+                )
             )
         )
 
-    def require(self, *, steps: int, workers: int) -> None:
-        """Raise PlanError where a fault cannot come in a run of so many steps and workers."""
+    def require(self, *, steps: int, workers: int, each: int = 1) -> None:
+        """Raise PlanError where a fault cannot come in a run of so many steps and workers, `each` of them a replica."""
         for fault in self.faults:
             if fault.step > steps or fault.worker >= workers:
                 raise PlanError(
                     f"{fault} cannot come: the run has steps 1 to {steps} and workers 0 to {workers - 1}. "
                     "Name others, or use more of them (--steps, --workers)."
                 )
-            if not _can_come(fault.kind, steps=steps, workers=workers):
-                raise PlanError(f"{fault} needs {MAJORITY} workers, so that a majority says whose weights are right.")
+            if not _can_come(fault.kind, steps=steps, workers=workers, each=each):
+                who = "workers" if each == 1 else "replicas"
+                raise PlanError(f"{fault} needs {MAJORITY} {who}, so that a majority says whose weights are right.")
 
     def __iter__(self) -> Iterator[Fault]:
         return iter(self.faults)
@@ -219,11 +224,13 @@ class Programme:
         return "; ".join(map(str, self.faults))
 
 
-def _can_come(kind: str, *, steps: int, workers: int) -> bool:
+def _can_come(kind: str, *, steps: int, workers: int, each: int) -> bool:
     """Whether a run of so many steps and workers could keep what is promised for a kind of fault."""
     if kind == "spike":
         return steps >= SPIKE_FROM
-    return workers >= (MAJORITY if kind == "flip" else 2 if kind in LOSES_A_WORKER else 1)
+    if kind == "flip":
+        return workers // each >= MAJORITY
+    return workers >= (2 if kind in LOSES_A_WORKER else 1)
 
 
 def _drawn(draw: random.Random, kind: str, workers: Sequence[int], between: tuple[int, int]) -> Fault:

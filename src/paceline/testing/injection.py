@@ -40,10 +40,18 @@ WRITER = "paceline.checkpoint.writer"
 ASKED_S = 30.0  # for what is asked of another process
 
 
-def arm(path: Path, *, worker_rank: int, ring: Ring) -> None:
-    """From now on the faults of the programme in `path` that are this worker's come."""
+def arm(path: Path, *, worker_rank: int, ring: Ring, num_alike: int = 1) -> None:
+    """From now on the faults of the programme in `path` that are this worker's come.
+
+    `num_alike` neighbours in number cut layers together, and all have a micro-batch's output. The first of them says
+    what its loss is, so wrong numbers of any of them are made there.
+    """
     notes = Notes(path)
-    faults = {number: fault for number, fault in enumerate(notes.programme) if fault.worker == worker_rank}
+    faults = {
+        number: fault
+        for number, fault in enumerate(notes.programme)
+        if worker_rank == fault.worker - (fault.worker % num_alike if fault.poisons else 0)
+    }
     if not faults:
         return
     doom = _Doom(faults, notes)

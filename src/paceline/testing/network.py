@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["Host", "cut", "mend", "refusal", "two_hosts"]
+__all__ = ["TOOLS", "Host", "cut", "hosts_file", "mend", "refusal", "run_tool", "two_hosts"]
 
 NAMES = ("near", "far")
 TOOLS = os.pathsep.join([os.defpath, "/usr/sbin", "/sbin", "/usr/bin", "/bin"])
@@ -65,7 +65,7 @@ def two_hosts(
             address=addresses[name],
             namespace=f"paceline-{os.getpid()}-{number}-{name}",
             device=f"pd{os.getpid()}{number % 10}{end}",
-            hosts_file=_hosts_file(
+            hosts_file=hosts_file(
                 folder / f"hosts.{name}", addresses | ({name: "127.0.1.1"} if own_name_is_loopback else {})
             ),
         )
@@ -73,37 +73,39 @@ def two_hosts(
     )
     try:
         for host in (near, far):
-            _ip("netns", "add", host.namespace)
+            run_tool("ip", "netns", "add", host.namespace)
         cable = ["link", "add", near.device, "netns", near.namespace, "type", "veth"]
-        _ip(*cable, "peer", far.device, "netns", far.namespace)
+        run_tool("ip", *cable, "peer", far.device, "netns", far.namespace)
         for host in (near, far):
-            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.device)
+            run_tool("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.device)
             for device in ("lo", host.device):
-                _ip("-n", host.namespace, "link", "set", device, "up")
+                run_tool("ip", "-n", host.namespace, "link", "set", device, "up")
         yield near, far
     finally:
         for host in (near, far):
-            _ip("netns", "delete", host.namespace, check=False)
+            run_tool("ip", "netns", "delete", host.namespace, check=False)
 
 
 def cut(host: Host) -> None:
     """Pull the cable out of a host, with everything that goes on there unharmed."""
-    _ip("-n", host.namespace, "link", "set", host.device, "down")
+    run_tool("ip", "-n", host.namespace, "link", "set", host.device, "down")
 
 
 def mend(host: Host) -> None:
     """Put the cable back."""
-    _ip("-n", host.namespace, "link", "set", host.device, "up")
+    run_tool("ip", "-n", host.namespace, "link", "set", host.device, "up")
 
 
-def _hosts_file(path: Path, addresses: Mapping[str, str]) -> Path:
+def hosts_file(path: Path, addresses: Mapping[str, str]) -> Path:
+    """Write what a host knows as /etc/hosts."""
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def _ip(*words: str, check: bool = True) -> None:
-    program = shutil.which("ip", path=TOOLS) or "ip"
-    done = subprocess.run([program, *words], capture_output=True, text=True)
+def run_tool(program: str, *words: str, check: bool = True) -> None:
+    """Run a program of the system's to its end; RuntimeError with what it said where it fails, unless not `check`."""
+    found = shutil.which(program, path=TOOLS) or program
+    done = subprocess.run([found, *words], capture_output=True, text=True)
     if check and done.returncode != 0:
-        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{program} {' '.join(words)}: {done.stderr.strip()}")

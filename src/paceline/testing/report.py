@@ -8,24 +8,29 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paceline.elastic.notices import PREEMPTED
 from paceline.events import (
     CheckpointFailed,
     CheckpointSkipped,
     Record,
     Regrouped,
+    Restarted,
     StepDone,
     WeightsDiffer,
     WorkerStarted,
 )
 from paceline.monitor.audit import AuditResult, audit
+from paceline.monitor.run_record import RunRecord
+from paceline.monitor.steps import loss_of
 from paceline.monitor.stream import Tail
 from paceline.plan import Plan
 from paceline.testing.faults import Fault, Programme
 from paceline.testing.notes import Came, Notes
 
-__all__ = ["TOLERANCE", "Report", "Start", "read_report", "recovery_s"]
+__all__ = ["LOSSY_TOLERANCE", "TOLERANCE", "Report", "Start", "read_report", "recovery_s"]
 
 TOLERANCE = 1e-5  # of losses, relative
+LOSSY_TOLERANCE = 0.05  # where a wire keeps what is still to be sent, and it was lost with a replica
 NO_CHECK = "The plan has to say so: Guard(check_every=1)."
 NO_GUARD = "The plan has to say so: Guard(on_spike='skip'), with a window that is half full by then."
 
@@ -49,8 +54,9 @@ class Report:
     programme: Programme
     came: tuple[Came | None, ...]  # for each fault of the programme
     starts: tuple[Start, ...]
-    resumed_from: tuple[int, ...]  # of each start: the step that it went on from
-    committed: tuple[int, ...]  # of each start: the last step
+    resumed_from: tuple[int, ...]  # of each attempt: the step that it went on from
+    committed: tuple[int, ...]  # of each attempt: the last step
+    restarted: tuple[Restarted | None, ...]  # of each attempt that began by itself, because workers were lost: how
     plan: Plan  # as it ran
     workers: int  # at the beginning
     losses: dict[int, float]  # by step
@@ -102,9 +108,17 @@ class Report:
         came = zip(self.programme, self.came, strict=True)
         return [when.step for fault, when in came if fault.poisons and when is not None]
 
-    def broken(self, like: Report, *, tolerance: float = TOLERANCE) -> list[str]:
+    def broken(self, like: Report, *, tolerance: float | None = None) -> list[str]:
         """The promises that were not kept, a sentence each; `like`: an undisturbed run."""
-        return [*self._unhappened(), *self._ends(), *self._numbers(like, tolerance), *self._restarts()]
+        numbers = self._numbers(like, self.tolerance if tolerance is None else tolerance)
+        return [*self._unhappened(), *self._ends(), *numbers, *self._restarts()]
+
+    @property
+    def tolerance(self) -> float:
+        """By how much losses may differ: where a wire rounds, sums over fewer replicas are rounded otherwise, and what
+        a lost one had still to send is lost with it."""
+        goes_on_without = self.is_elastic and any(fault.loses_a_worker for fault in self.programme)
+        return LOSSY_TOLERANCE if goes_on_without and not self.plan.wire.exact else TOLERANCE
 
     @property
     def is_elastic(self) -> bool:
@@ -115,6 +129,12 @@ class Report:
         """Whether what came may end the run, to be started again by the same command."""
         kinds = {fault.kind for fault in self.programme if not self.is_elastic and fault.loses_a_worker}
         return bool(kinds) or any(fault.ends_the_run for fault in self.programme)
+
+    def _is_left_by_all(self, start: Start) -> bool:
+        """Whether everybody saved and left because a notice came while others were being replaced: too few were left
+        to go on without the one who was to leave. No step is lost by that."""
+        losses = [fault for fault, came in zip(self.programme, self.came, strict=True) if came and fault.loses_a_worker]
+        return start.exit_code == PREEMPTED and len(losses) > 1 and any(fault.kind == "term" for fault in losses)
 
     def _unhappened(self) -> Iterator[str]:
         for fault, came in zip(self.programme, self.came, strict=True):
@@ -137,7 +157,7 @@ class Report:
             yield "the run did not come to its end in time, and was ended"
         elif last.exit_code != 0:
             yield f"the run ended with exit code {last.exit_code}: {_last_words(last.output)}"
-        if len(self.starts) > 1 and not self.may_restart:
+        if any(not self._is_left_by_all(start) for start in self.starts[:-1]) and not self.may_restart:
             yield f"the run had to be started {len(self.starts)} times"
 
     def _numbers(self, like: Report, tolerance: float) -> Iterator[str]:
@@ -162,9 +182,14 @@ class Report:
             yield f"{self.steps_lost} committed steps were lost"
 
     def _restarts(self) -> Iterator[str]:
-        for start, resumed in zip(self.starts[1:], self.resumed_from[1:], strict=False):
+        begun = list(zip(self.restarted, self.resumed_from, strict=True))
+        by_command = [resumed for restarted, resumed in begun if restarted is None]
+        for start, resumed in zip(self.starts[1:], by_command[1:], strict=False):
             if resumed != start.resumable_step:
                 yield f"a start went on from step {resumed}; the newest whole checkpoint is of {start.resumable_step}"
+        for restarted, resumed in begun:
+            if restarted is not None and resumed != restarted.step:
+                yield f"the workers began again at step {resumed}, and were to begin at step {restarted.step}"
         torn = any(fault.ends_the_run and came for fault, came in zip(self.programme, self.came, strict=True))
         if torn and not self.passed_over:
             yield "the start after that did not name the checkpoints that it passed over"
@@ -174,7 +199,8 @@ def read_report(
     folder: Path, run_dir: Path, *, notes: Notes, starts: Sequence[Start], how: Sequence[str], like: str
 ) -> Report:
     """Read what a run has left. `like`: the plan's text where no worker came so far as to say it."""
-    attempts = [_records(run_dir, number) for number in range(1, len(starts) + 1)]
+    num_attempts = max(len(starts), RunRecord.load(run_dir).attempt)
+    attempts = [_records(run_dir, number) for number in range(1, num_attempts + 1)]
     records = [record for attempt in attempts for record in attempt]
     began = [record.event for record in records if isinstance(record.event, WorkerStarted)]
     came = tuple(notes.when(number) for number in range(len(notes.programme)))
@@ -185,7 +211,8 @@ def read_report(
         came=came,
         starts=tuple(starts),
         resumed_from=tuple(_resumed_from(attempt) for attempt in attempts),
-        committed=tuple(_committed(run_dir / f"attempt_{number}") for number in range(1, len(starts) + 1)),
+        committed=tuple(_committed(run_dir / f"attempt_{number}") for number in range(1, num_attempts + 1)),
+        restarted=tuple(map(_restarted, attempts)),
         plan=Plan.parse(began[0].plan if began else like),
         workers=began[0].workers if began else 0,
         losses=_losses(attempts),
@@ -219,6 +246,11 @@ def _resumed_from(records: Sequence[Record]) -> int:
     return started[0].resumed_from_step if started else 0
 
 
+def _restarted(records: Sequence[Record]) -> Restarted | None:
+    """How an attempt began that nobody had to start."""
+    return next((record.event for record in records if isinstance(record.event, Restarted)), None)
+
+
 def _committed(directory: Path) -> int:
     """The last step that a worker's ledger of an attempt has."""
     last = 0
@@ -238,10 +270,13 @@ def _losses(attempts: Sequence[Sequence[Record]]) -> dict[int, float]:
     """
     told: dict[int, float] = {}
     for records in attempts:
+        said: dict[int, dict[int | None, StepDone]] = {}
         for record in records:
             event = record.event
             if isinstance(event, StepDone) and event.loss is not None:
-                told[event.step] = event.loss
+                said.setdefault(event.step, {})[record.worker] = event
+        means = {step: loss_of(list(events.values())) for step, events in said.items()}
+        told.update((step, loss) for step, loss in means.items() if loss is not None)
     return dict(sorted(told.items()))
 
 

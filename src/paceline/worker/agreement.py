@@ -6,6 +6,9 @@ others *regroup*: they form the next generation, and compare where they stand. I
 of them hold the result, everybody takes it; otherwise nobody does, and the operation is done again. So two members are
 never more than one operation apart, and never disagree about whether a step was committed.
 
+With replicas of several workers those of one replica act as one: in an operation they compare what has failed
+(`paceline.comm.lockstep`), so they drop it together, and they have formed a generation when each of them has.
+
 Who joins gets its state from a member, between two steps.
 
 All may also leave between two steps: because the head has said so to everybody, because one of them was asked to where
@@ -16,6 +19,7 @@ the present generation have said that they leave after this same step: a part of
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -24,6 +28,7 @@ import torch
 
 from paceline.comm.generation import Members
 from paceline.comm.group import Disrupted, WorkerGroup
+from paceline.comm.lockstep import Lockstep
 from paceline.elastic.notices import PREEMPTED, Finish, Form
 from paceline.errors import SyncError
 from paceline.worker.notice import Notice
@@ -32,6 +37,8 @@ from paceline.worker.orders import Orders
 __all__ = ["Agreement", "Elastic", "Holder", "Leaving", "Together"]
 
 T = TypeVar("T")
+
+END_S = 3.0  # within which the head has heard of a death, and acted on it
 
 
 class Leaving(SystemExit):
@@ -79,6 +86,13 @@ class Elastic:
     build: Callable[[Form, bool], WorkerGroup]
     """The group of a generation, and whether the others are awaited in a hurry; Disrupted where it is over already."""
 
+    has_formed: Callable[[int, bool], bool]
+    """Whether all workers of this replica have formed a generation; all whom its members have met say what they know of
+    themselves. Who says no does not wait for the others."""
+
+    lockstep: Lockstep  # of the workers of this replica
+    workers_each: int  # of a replica
+
 
 class Agreement:
     """Does operations for one worker; without `elastic` they are simply done, and a lost member is an error.
@@ -97,6 +111,7 @@ class Agreement:
         elastic: Elastic | None = None,
     ) -> None:
         self.elastic = elastic
+        self._lockstep = Lockstep() if elastic is None else elastic.lockstep
         self.holds = False  # too few members to take steps
         self.recovery_s = 0.0  # that changes of the members have cost this worker: dropped work, regrouping
         self._holder: Holder | None = None
@@ -106,12 +121,23 @@ class Agreement:
         self._is_change_due = False
         self._tells_commit = False
         self._is_dismissed = False  # all have agreed to go on without this one
+        self._come: Callable[[], None] = lambda: None
 
     def attach(self, holder: Holder) -> None:
         """Say whose state it is."""
         self._holder = holder
         if self._orders is not None:
             self._orders.step = lambda: holder.step
+
+    @property
+    def generation(self) -> int:
+        """The number of the present generation; a fixed number of replicas has only one."""
+        return self._members.generation
+
+    def check(self) -> None:
+        """Raise Disrupted where the present generation is over, though no transfer has failed."""
+        if self.elastic is not None and self._orders is not None:
+            self._orders.check(self._members.generation)
 
     @property
     def is_newcomer(self) -> bool:
@@ -132,21 +158,33 @@ class Agreement:
             return
         try:
             self._members.take(elastic.build(form, False), 0, ranks=members)
-            orders.tell("formed", generation=0, noticed=time.time())
+            has_formed = True
         except Disrupted:
-            self._members.generation = 0
-            self.regroup(holds_result=False)
+            self._members.generation, has_formed = 0, False
+        if elastic.has_formed(0, has_formed):
+            orders.tell("formed", generation=0, noticed=time.time())
+        else:
+            self._regroup(orders, elastic, holds_result=False)
+
+    def come_by(self, come: Callable[[], None]) -> None:
+        """Have `come()` called before each operation: where replicas take steps by themselves, they come together."""
+        self._come = come
 
     def run(self, operation: Callable[[], T]) -> T:
         """Do an operation to its end, through as many generations as it takes; newcomers leave it out."""
+        self._come()
+        return self.do(operation)
+
+    def do(self, operation: Callable[[], T]) -> T:
+        """The same, of replicas that have come together."""
         while True:
             began = time.perf_counter()
             try:
                 value = operation()
-            except Disrupted:
+            except Disrupted as disruption:
                 if self.elastic is None:
                     raise
-                self.regroup(holds_result=False)
+                self.drop(disruption)
             else:
                 if self.vote():
                     return value
@@ -156,23 +194,37 @@ class Agreement:
         """Wait until all members have the operation's result; False: it is void, and has to be done again."""
         if self.elastic is not None and not self.is_newcomer:
             try:
+                self._lockstep.settle()
+            except Disrupted as disruption:  # sums between replicas have failed: there is no result
+                self.drop(disruption)
+                return False
+            try:
                 self._members.all_reduce(torch.zeros(1), what="the vote").wait()
-            except Disrupted:
-                if not self.regroup(holds_result=True):
+            except Disrupted as disruption:
+                # Where others of the replica have got past it, all members hold the result, and find that out.
+                if not self.drop(disruption, holds_result=True):
                     return False
         self._position = None if self._position is None else self._position + 1
         return True
 
-    def regroup(self, *, holds_result: bool, is_between_steps: bool = False) -> bool:
-        """Form the next generation; returns whether the operation under way counts as done.
+    def drop(self, disruption: Disrupted, *, holds_result: bool = False) -> bool:
+        """Leave the operation under way, with all workers of this replica, and form the next generation; returns
+        whether the operation counts as done. Raises Leaving where this worker is not in that generation."""
+        orders, elastic = self._needed()
+        self._lockstep.part(disruption)
+        return self._regroup(orders, elastic, holds_result=holds_result)
 
-        `is_between_steps`: there is none, and all who stand in this generation do the same. Raises Leaving where this
-        worker is not in the next one.
-        """
-        orders, elastic, members = self._orders, self.elastic, self._members
-        if orders is None or elastic is None:
+    def _change_over(self) -> None:
+        """Form the next generation between two steps, as all who stand in this one do. Raises Leaving as `drop`."""
+        self._regroup(*self._needed(), holds_result=False, is_between_steps=True)
+
+    def _needed(self) -> tuple[Orders, Elastic]:
+        if self._orders is None or self.elastic is None:
             raise SyncError("a member was lost, and this run has a fixed number of replicas")
-        noticed = time.time()
+        return self._orders, self.elastic
+
+    def _regroup(self, orders: Orders, elastic: Elastic, *, holds_result: bool, is_between_steps: bool = False) -> bool:
+        members, noticed = self._members, time.time()
         if not is_between_steps:
             self._tell_stuck(orders)
         while True:
@@ -188,17 +240,22 @@ class Agreement:
                 self._depart(orders)
             try:
                 members.take(elastic.build(form, not is_newcomer), form.generation, ranks=form.members)
-                stands: list[Standing] = members.gather_objects(Standing(self._position, holds_result, self._step))
+                stands: list[Standing] = members.meet(Standing(self._position, holds_result, self._step))
                 is_done = _is_done(stands, self._position, holds_result)
-                self._hand_over(stands)
+                received = self._hand_over(stands, elastic.workers_each)
             except Disrupted:
                 members.generation = max(members.generation, form.generation)
-                if is_newcomer:
-                    orders.tell("ready", generation=form.generation)
-                else:
+                elastic.has_formed(form.generation, False)
+                if not is_newcomer:
                     self._tell_stuck(orders)
-                continue
-            break
+            else:
+                if elastic.has_formed(form.generation, True):
+                    break
+            if is_newcomer:
+                orders.tell("ready", generation=form.generation)
+        if received is not None and self._holder is not None:
+            self._position, state = received
+            self._holder.fill(state)
         self.holds = form.holds
         self._tells_commit = True
         orders.tell("formed", generation=form.generation, noticed=noticed)
@@ -217,32 +274,64 @@ class Agreement:
         if orders.newest <= self._members.generation:
             orders.tell("stuck", generation=self._members.generation)
 
-    def begin_steps(self) -> None:
-        """The first loop over batches begins: a newcomer waits until it is taken in, and has a member's state then."""
+    def begin_steps(self, *, keeps: bool = False) -> None:
+        """The first loop over batches begins: a newcomer waits until it is taken in, and has a member's state then.
+
+        `keeps`: what this worker does is kept in memory that outlives it.
+        """
         if self._notice is not None:
             self._notice.begin_steps()
         if self._orders is None:
             return
         self._orders.tell("begun")
+        if keeps:
+            self._orders.tell("keeps")
         if self.is_newcomer:
             self._orders.tell("ready", generation=self._orders.newest)
-            self.regroup(holds_result=False, is_between_steps=True)
+            self._change_over()
             self.hold()
+
+    def kept(self) -> None:
+        """One more snapshot counts, in memory that outlives this worker."""
+        if self._orders is not None:
+            self._orders.tell_kept()
 
     def hold(self) -> None:
         """Wait, where there are too few members, until there are enough; a newcomer may be taken in meanwhile."""
         while self.holds and self._orders is not None:
             finish = self._orders.wait_for_change(self._members.generation)
-            if finish is not None:
+            if self._lockstep.all_say(finish is not None) and finish is not None:
                 self.run(lambda: self._members.gather_objects(None))  # all are there, or nobody saves
                 self._leave(finish)
-            self.regroup(holds_result=False, is_between_steps=True)
+            self._change_over()
 
     def committed(self) -> None:
         """A step is committed: the first one of a generation is told."""
         if self._tells_commit and self._orders is not None:
             self._tells_commit = False
-            self._orders.tell("committed")
+            self._orders.tell("committed", pid=os.getpid())
+
+    @property
+    def rank(self) -> int:
+        """This worker's, of the whole run."""
+        return self._rank
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the present generation is: a member was lost."""
+        return self._orders is not None and self._orders.is_over(self._members.generation)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether this worker knows of something that cannot wait for long: a lost member, or who is asked to leave."""
+        if self._notice is not None and self._notice.came:
+            return True
+        orders = self._orders
+        if orders is None:
+            return False
+        planned = orders.planned(self._members.generation)
+        leaves = planned is not None and not set(self.ranks) <= set(planned.members)
+        return leaves or self.is_over or orders.finish is not None
 
     @property
     def wants_change(self) -> bool:
@@ -255,7 +344,7 @@ class Agreement:
         return orders.finish is not None or orders.planned(self._members.generation) is not None
 
     def change_is_due(self) -> None:
-        """The members have told each other, in a step's tally, that one of them wants a change."""
+        """All members know, by a step's tally or a pause that all make, that one of them wants a change."""
         self._is_change_due = True
 
     def between_steps(self) -> None:
@@ -270,7 +359,7 @@ class Agreement:
             self._is_change_due = False
             if self._orders is not None:
                 self._change(self._orders)
-            else:  # the tally, the same on all, has said that somebody was asked: that is agreement enough
+            else:  # the tally, the same on all, or a pause of all says that somebody was asked: that is enough
                 self._leave(Finish(exit_code=PREEMPTED, reason="a worker was asked to leave"))
         self.hold()
 
@@ -290,7 +379,7 @@ class Agreement:
             self._leave(orders.finish)
         generations = {generation for _, generation in known}
         if len(generations) == 1 and max(generations) > self._members.generation:
-            self.regroup(holds_result=False, is_between_steps=True)
+            self._change_over()
 
     def _leave(self, finish: Finish) -> NoReturn:
         """Save, together with the others, and end this worker."""
@@ -299,28 +388,37 @@ class Agreement:
             self._holder.settle()
         raise Leaving(finish.exit_code)
 
+    def await_end(self) -> None:
+        """Where this worker has lost contact within its replica, leave it to the head to say why: it knows who died,
+        and kills the others of that replica. Returns where it does not."""
+        if self.elastic is not None and self.elastic.workers_each > 1:
+            time.sleep(END_S)  # also when the channel is closed meanwhile: the signal is on its way then
+
     @property
     def _step(self) -> int:
         return 0 if self._holder is None else self._holder.step
 
-    def _hand_over(self, stands: list[Standing]) -> None:
-        """The first of those who have the state sends it to newcomers, one after the other."""
+    def _hand_over(self, stands: list[Standing], workers_each: int) -> tuple[int, Any] | None:
+        """Of the workers at each place of a replica, the first who has the state sends it to newcomers, one after the
+        other. Returns what came for this worker."""
         newcomers = [index for index, one in enumerate(stands) if one.position is None]
         if not newcomers or self._holder is None:
-            return
+            return None
         positions = [one.position for one in stands if one.position is not None]
         if not positions:
             raise Disrupted("none of those who met has the run's state")
-        source = next(index for index, one in enumerate(stands) if one.position == max(positions))
+        ranks, place, newest = self._members.ranks, self._rank % workers_each, max(positions)
+        alike = [index for index in range(len(stands)) if ranks[index] % workers_each == place]
+        source = next(index for index in alike if stands[index].position == newest)
         if self._members.index == source:
             at = stands[source]
-            state = (max(positions) + _is_done(stands, at.position, at.holds_result), self._holder.snapshot())
-            for index in newcomers:
-                self._members.send_object(state, to=index)
+            state = (newest + _is_done(stands, at.position, at.holds_result), self._holder.snapshot())
+            for index in alike:
+                if index in newcomers:
+                    self._members.send_object(state, to=index)
         elif self._position is None:
-            position, state = self._members.receive_object(source=source)
-            self._holder.fill(state)
-            self._position = position
+            return self._members.receive_object(source=source)
+        return None
 
 
 def _is_done(stands: list[Standing], position: int | None, holds_result: bool) -> bool:

@@ -2,15 +2,22 @@
 
 The groups are those along the axes of the mesh, beside the whole run's (`Place.group`): *across*, at the same place in
 each replica, who hold the same numbers and sum their gradients; *inside*, who split the rows of a replica's state;
-*stages*, who have its units one after the other; *context*, who share its sequences; and *tensor*, who cut its layers.
-Those of the last three run the same micro-batches. Where a layout does not cut a replica, a worker is alone in all but
-across, which is everybody; so it is, too, where sequences are shared, as whoever shares them holds the whole model.
+*experts*, who have the experts of its routed blocks; *stages*, who have its units one after the other; *context*, who
+share its sequences; *tensor*, who cut its layers; and all of it, the *whole*. Stages, context and tensor run the same
+micro-batches. Where a
+layout does not cut a replica, a worker is alone in all but across, which is everybody; so it is, too, where only
+sequences are shared, as whoever shares them holds the whole model. In mixtures those who share sequences sum their
+gradients among themselves, after those across. Who spread experts hold all else whole: across is everybody, and experts
+are summed over the *twins*, who are at the same place in each replica and hold the very same state. In mixtures those
+across are the twins, and who spread experts sum what else they hold among themselves, afterwards; beside rows all of
+them are inside, and split the rows of what is not of experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,17 +25,18 @@ import torch.distributed as dist
 from paceline.comm.generation import Members
 from paceline.comm.group import Alone, Group, WorkerGroup
 from paceline.comm.ring import Ring
-from paceline.comm.shared import share
+from paceline.comm.shared import SharedGroup, share
 from paceline.parallel.mesh import Mesh, mesh_of
-from paceline.parallel.stages.link import Link, TorchLink
-from paceline.plan import Layout
-from paceline.worker.cutters import Cutters, Sharers
+from paceline.parallel.shard import Rows
+from paceline.parallel.stages.link import Link, NearLink, TorchLink
+from paceline.plan import Layout, Plan
+from paceline.worker.cutters import Cutters, Exchangers, Sharers
+from paceline.worker.home import Home
 from paceline.worker.links import NotedLink
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+__all__ = ["Axes", "axes_of", "default_group", "replica_of", "spans", "sums_over_everybody", "unsplit", "workers_of"]
 
-__all__ = ["Axes", "axes_of", "unsplit"]
+JOINT = {"rows": ("shard", "experts"), "parts": ("experts", "stages")}  # groups along two neighbouring axes at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +48,24 @@ class Axes:
     tensor: WorkerGroup
     stages: WorkerGroup
     context: WorkerGroup
+    experts: WorkerGroup
+    twins: WorkerGroup  # but for experts, those across
+    parted: WorkerGroup  # those of a replica who have different tensors of its state: stages, experts, or both
+    whole: WorkerGroup  # all of the replica; alone where it takes no steps by itself
     link: Link | None = None  # between the stages' workers; None: there is one stage
-    mesh: DeviceMesh | None = None  # torch's own, of one dim, over the workers inside; None: rows are not split
+    rows: Rows | None = None  # the workers inside, as models use them; None: rows are not split
+    expert_rows: Rows | None = None  # those of them who have the same experts; None: experts are not spread
     cutters: Cutters | None = None  # the tensor group, as layers use it; None: layers are not cut
     sharers: Sharers | None = None  # the context group, as models use it; None: each worker has whole sequences
-    shard_name: str = ""  # what the ring calls the workers inside
+    exchangers: Exchangers | None = None  # the experts group, as models use it; None: each worker has all experts
     each: int = 1  # workers of a replica
+    life: str = ""  # tells this replica from all others of the attempt, where they come and go
+    deciders: WorkerGroup  # who find out together how a model is cut: all who prepare it at the same time
+    spans_context: bool = False  # those across are also those who share sequences
+
+    def by_itself(self) -> Axes:
+        """Return the axes of the same replica in a run that has no other one."""
+        return dataclasses.replace(self, across=self.whole if self.sums_alone else Alone(), twins=Alone())
 
     @property
     def sign(self) -> int:
@@ -54,7 +74,26 @@ class Axes:
 
     @property
     def is_split(self) -> bool:
-        return self.each > 1 or self.mesh is not None
+        return self.each > 1 or self.rows is not None
+
+    @property
+    def abreast(self) -> WorkerGroup:
+        """Those of a replica who are at the same place of it but run different micro-batches, and must make as many
+        runs as each other."""
+        return self.inside if self.inside.size > 1 else self.experts
+
+    @property
+    def sums_alone(self) -> bool:
+        """Whether experts are spread and nothing else is, so that all else of the model is summed over everybody."""
+        return self.each == self.experts.size > 1
+
+    def place_of(self, home: Home) -> int:
+        """The place of who has the word among those who have different tensors of the state."""
+        return (home.expert or 0) * self.stages.size + home.stage
+
+    def is_at(self, home: Home) -> bool:
+        """Whether this worker is where a tensor is, or a part of it; of those who cut layers all are."""
+        return home.stage == self.stages.index and home.expert in (None, self.experts.index)
 
     @property
     def counts(self) -> bool:
@@ -64,18 +103,31 @@ class Axes:
 
     @property
     def writers(self) -> int:
-        """How many workers write checkpoints, each what it holds: the first ones."""
+        """How many workers write checkpoints, each what it holds: those of the first replica, and of those who share
+        sequences, who hold the same, the first."""
         return self.each // self.context.size
+
+    def writer(self, index: int) -> int | None:
+        """Which of the writers the worker is that has this index in the run; None: it writes nothing."""
+        if not 0 <= index < self.each or self.context.index > 0:
+            return None
+        before, place = divmod(index, self.context.size * self.tensor.size)
+        return before * self.tensor.size + place
 
     @property
     def waited_s(self) -> float:
         """Seconds that layers have waited here for the others of the replica, in all."""
-        return sum(one.waited_s for one in (self.cutters, self.sharers) if one is not None)
+        return sum(one.waited_s for one in self.users)
 
     @property
     def num_bytes_sent(self) -> int:
         """Bytes that layers have given to others of the replica, in all."""
-        return sum(one.num_bytes_sent for one in (self.cutters, self.sharers) if one is not None)
+        return sum(one.num_bytes_sent for one in self.users)
+
+    @property
+    def users(self) -> list[Cutters]:
+        """The groups that models themselves use."""
+        return [one for one in (self.cutters, self.sharers, self.exchangers) if one is not None]
 
     def share_of(self, group: WorkerGroup) -> tuple[int, int]:
         """Return (index, size) of this worker among those who run different micro-batches, of the whole run's group."""
@@ -85,18 +137,35 @@ class Axes:
     def close(self) -> None:
         """Let go of the transports."""
         if self.is_split:
-            own = (self.inside, self.tensor, self.stages, self.context)
-            for group in own if self.context.size > 1 else (*own, self.across):
+            rows = [one.group for one in (self.rows, self.expert_rows) if one is not None]
+            own = (
+                *(self.inside, self.tensor, self.stages, self.context, self.experts),
+                *(self.parted, self.whole, self.deciders),
+            )
+            for group in dict.fromkeys((*own, *rows)):
                 group.close()
+            if not self.spans_context:  # otherwise those across are everybody, who are closed by themselves
+                self.twins.close()
 
 
 def unsplit(group: WorkerGroup) -> Axes:
     """Return the axes of a run whose replicas are single workers."""
-    return Axes(inside=Alone(), across=group, tensor=Alone(), stages=Alone(), context=Alone())
+    return Axes(
+        inside=Alone(),
+        across=group,
+        twins=group,
+        tensor=Alone(),
+        stages=Alone(),
+        context=Alone(),
+        experts=Alone(),
+        parted=Alone(),
+        whole=Alone(),
+        deciders=group,
+    )
 
 
 def axes_of(
-    layout: Layout,
+    plan: Plan,
     group: WorkerGroup,
     *,
     worker_rank: int,
@@ -105,62 +174,159 @@ def axes_of(
     timeout_s: float,
     is_one_host: bool,
     streams: bool = False,
+    across: WorkerGroup | None = None,
+    num_workers: int | None = None,
+    on_way: Callable[[WorkerGroup, str, tuple[int, ...]], WorkerGroup] | None = None,
 ) -> Axes:
-    """Build the groups that a layout needs beside the whole run's; all workers must call; blocks.
+    """Build the groups that a layout needs beside the whole run's, over torch's default one; all of its workers must
+    call; blocks.
 
     `streams`: parameters come to the device unit by unit, so there is a mesh also over a worker that is alone inside.
+    `across`: torch's default group is this replica's alone, and this one is between replicas, which come and go; the
+    run has about so many workers (`num_workers`) then, and `group` nobody yet. `on_way` has the group of those across,
+    of this name and these workers, sum as the plan says.
     """
+    layout = plan.layout
     if layout.workers_each == 1 and not streams:
         return unsplit(group)
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = mesh_of(layout, group.size)
+    mesh = mesh_of(layout, group.size if across is None else layout.workers_each)
+    first = 0 if across is None else worker_rank - worker_rank % layout.workers_each  # of the workers in the mesh
+
+    def along(name: str) -> tuple[int, ...]:
+        return tuple(first + number for number in mesh.group(joint.get(name, name), worker_rank - first))
+
     meeting = ring.enter("meeting", "the workers of each replica find each other")
     ring.wait(meeting)
-    over_torch = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
+    over_torch: Any = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
+    meshes = {axis: over_torch[axis] for axis in mesh.sizes}
+    joint: dict[str, tuple[str, ...]] = {
+        name: axes for name, axes in JOINT.items() if all(mesh.sizes[axis] > 1 for axis in axes)
+    }
+    of_replica = tuple(axis for axis, size in mesh.sizes.items() if axis != "replica" and size > 1)
+    if plan.is_local and across is None and len(of_replica) > 1 and of_replica not in joint.values():
+        joint["whole"] = of_replica
+    meshes |= {name: over_torch[axes]._flatten(name) for name, axes in joint.items()}
     ring.leave()
     groups: dict[str, WorkerGroup] = {}
-    for axis, size in mesh.sizes.items():
-        members = mesh.group(axis, worker_rank)
+    in_memory: dict[str, SharedGroup | None] = {}
+    spans_context = spans(plan)
+    for axis, of_torch in meshes.items():
+        members, size = along(axis), of_torch.size()
         groups[axis] = Alone()
         if size > 1 or axis == "shard":  # a worker alone inside may have its parameters brought unit by unit
             ring.join(_name(axis, members), members)
-        if axis == "replica" and layout.context > 1:  # there is no other axis beside these two
+        if axis == "replica" and spans_context:
             groups[axis] = group
         elif size > 1:
-            one: Any = Group(over_torch.get_group(axis), device=device)
+            one: Any = Group(of_torch.get_group(), device=device)
             if is_one_host and device.type == "cpu":
-                one, _ = share(one, timeout_s=timeout_s)  # why it cannot be is told of the run's own group
+                # Why it cannot be is told of the run's own group.
+                one, _ = share(one, timeout_s=timeout_s, num_neighbours=num_workers or group.size, ranks=members)
+            in_memory[axis] = one if isinstance(one, SharedGroup) else None
+            if axis == "replica" and on_way is not None:
+                one = on_way(one, _name(axis, members), members)
             groups[axis] = Members(one, generation=0, ring=ring, name=_name(axis, members))
+    if across is not None:
+        groups["replica"] = across
+    whole: WorkerGroup = Alone()
+    if plan.is_local and across is None and of_replica:
+        whole = groups[next((name for name, axes in joint.items() if axes == of_replica), of_replica[0])]
     cutters: Cutters | None = None
     if layout.tensor > 1:
-        name = _name("tensor", mesh.group("tensor", worker_rank))
-        cutters = Cutters(groups["tensor"], over_torch.get_group("tensor"), ring=ring, name=name)
+        cutters = Cutters(groups["tensor"])
     sharers: Sharers | None = None
     if layout.context > 1:
-        name = _name("context", mesh.group("context", worker_rank))
-        sharers = Sharers(groups["context"], over_torch.get_group("context"), ring=ring, name=name)
+        sharers = Sharers(groups["context"])
+    exchangers: Exchangers | None = None
+    if layout.experts > 1:
+        exchangers = Exchangers(groups["experts"])
     link: Link | None = None
     if layout.stages > 1:
-        members = mesh.group("stages", worker_rank)
+        members = along("stages")
         rising = over_torch.get_group("stages")
         falling = _second(mesh, members) if device.type == "cuda" else None
         index = members.index(worker_rank)
-        straight = TorchLink(rising, falling, worker_index=index, limit_s=timeout_s)
+        neighbours = in_memory["stages"]
+        straight: Link = TorchLink(rising, falling, worker_index=index, limit_s=timeout_s)
+        if neighbours is not None:
+            straight = NearLink(neighbours.mailboxes(), straight, worker_index=index)
         link = NotedLink(straight, members=members, index=index, ring=ring)
+
+    def rows(axis: str) -> Rows:
+        return Rows(mesh=meshes[axis], group=groups[axis], name=_name(axis, along(axis)))
+
+    splits = layout.shard > 1 or streams
+    inside = "rows" if "rows" in meshes else "shard"
+    parted = "parts" if "parts" in meshes else "stages" if layout.stages > 1 else "experts"
     return Axes(
-        inside=groups["shard"],
-        across=groups["replica"],
+        inside=groups[inside],
+        across=group if layout.workers_each == layout.experts > 1 else groups["replica"],
+        twins=groups["replica"],
+        parted=groups[parted],
+        whole=whole,
         tensor=groups["tensor"],
         stages=groups["stages"],
         context=groups["context"],
         sharers=sharers,
+        experts=groups["experts"],
+        exchangers=exchangers,
         link=link,
-        mesh=over_torch["shard"] if layout.shard > 1 or streams else None,
+        rows=rows(inside) if splits else None,
+        expert_rows=rows("shard") if splits and layout.experts > 1 else None,
         cutters=cutters,
-        shard_name=_name("shard", mesh.group("shard", worker_rank)),
         each=layout.workers_each,
+        deciders=group,
+        spans_context=spans_context,
     )
+
+
+def sums_over_everybody(plan: Plan) -> bool:
+    """Whether the group of the whole run sums gradients, some of them at least."""
+    each = plan.layout.workers_each
+    return each == 1 or spans(plan) or (each == plan.layout.experts and not plan.is_local)
+
+
+def spans(plan: Plan) -> bool:
+    """Whether those across are everybody, those who share sequences among them: there is no other axis, and replicas
+    take no steps by themselves."""
+    return plan.layout.workers_each == plan.layout.context > 1 and not plan.is_local
+
+
+def replica_of(
+    layout: Layout,
+    *,
+    worker_rank: int,
+    device: torch.device,
+    ring: Ring,
+    timeout_s: float,
+    host: str,
+    num_workers: int,
+) -> tuple[Members, bool]:
+    """Return the group of all workers of this replica, over torch's default group, which has no others, and whether
+    they are on one host; `host` names this worker's, and `num_workers` are about those of the run."""
+    name = _name("replica", members := workers_of(layout, worker_rank))
+    ring.join(name, members)
+    whole: Any = Group(default_group(), device=device)
+    is_one_host = len(set(whole.gather_objects(host))) == 1
+    if is_one_host and device.type == "cpu":
+        whole, _ = share(whole, timeout_s=timeout_s, num_neighbours=num_workers, ranks=members)
+    return Members(whole, generation=0, ring=ring, name=name), is_one_host
+
+
+def workers_of(layout: Layout, worker_rank: int) -> tuple[int, ...]:
+    """The workers of the replica that a worker is of."""
+    first = worker_rank - worker_rank % layout.workers_each
+    return tuple(range(first, first + layout.workers_each))
+
+
+def default_group() -> dist.ProcessGroup:
+    """torch's default process group; RuntimeError where there is none."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed has no default group")
+    return group
 
 
 def _second(mesh: Mesh, members: tuple[int, ...]) -> dist.ProcessGroup:

@@ -23,8 +23,9 @@ class StepBatch:
     `ends_epoch` says whether it is the last of its epoch (None: an iterable dataset does not tell).
 
     `step` is the number that the step gets when it is committed, `num_samples` counts the real samples of the whole
-    global batch, and `len()` the micro-batches of this worker, which may be none. It can be walked over again (for a
-    second optimizer); the data is kept.
+    global batch, `num_here` those that the step's mean is over: where replicas take steps by themselves, this one's
+    share of them, else all. `len()` counts the micro-batches of this worker, which may be none. It can be walked over
+    again (for a second optimizer); the data is kept.
 
     Where a replica is split over several workers, all of them run as many micro-batches: a walk may have void ones at
     its end, which are run for the others' sake and count for nothing. `is_void` tells while one is under way.
@@ -44,13 +45,17 @@ class StepBatch:
         walk: Callable[[StepBatch], Iterator[Any]],
         num_runs: int | None = None,
         spare: Micro | None = None,
+        num_here: int | None = None,
+        dealt: Mapping[int, tuple[Micro, ...]] | None = None,
     ) -> None:
         self.stream, self.step, self.epoch = stream, step, epoch
         self.start, self.stop, self.ends_epoch = start, stop, ends_epoch
         self.micros = tuple(micros)
         self.num_samples = stop - start
+        self.num_here = self.num_samples if num_here is None else num_here
         self.num_runs = len(self.micros) if num_runs is None else num_runs  # in a walk; beyond the micro-batches: void
         self.spare = spare  # what the void ones run where this worker has none of its own
+        self.dealt = dealt or {}  # where replicas take steps by themselves: what each of them runs, by their numbers
         self.is_void = False  # the one under way
         self.num_walks = 0
         self.serial = 0  # which one of all batches that this worker was given; set by the worker
@@ -82,6 +87,33 @@ class StepBatch:
             self._kept.append(self._fetch())
             self.data_s += time.perf_counter() - began
         return self._kept[place]
+
+    def part(
+        self,
+        micros: Sequence[Micro],
+        *,
+        num_runs: int,
+        spare: Micro | None,
+        num_here: int,
+        fetch: Callable[[], Any],
+    ) -> StepBatch:
+        """Return some more micro-batches of the same step, in a walk of their own; `fetch` gives their data."""
+        part = StepBatch(
+            stream=self.stream,
+            step=self.step,
+            epoch=self.epoch,
+            start=self.start,
+            stop=self.stop,
+            micros=micros,
+            ends_epoch=self.ends_epoch,
+            fetch=fetch,
+            walk=self._walk,
+            num_runs=num_runs,
+            spare=spare,
+            num_here=num_here,
+        )
+        part.serial = self.serial
+        return part
 
     def redeal(self, micros: Sequence[Micro], fetch: Callable[[], Any]) -> None:
         """Begin again with another share; `fetch` gives its data."""
@@ -121,6 +153,6 @@ def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any
 def _rebuilt(original: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
     """A mapping of the original's class, where that can be made from a dict."""
     try:
-        return type(original)(moved)  # type: ignore[call-arg]
+        return type(original)(moved)  # type: ignore[call-arg]  # tried: of a class that does not take a dict the next line is for
     except TypeError:
         return moved

@@ -15,9 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from paceline.events import Reported, StepDone, Warned
+from paceline.sync.buckets import WireBytes
 from paceline.worker.batch import StepBatch
 from paceline.worker.cursor import Cursor
 from paceline.worker.record import RunFiles
+from paceline.worker.rounds import Rounds
 from paceline.worker.walk import Outcome
 
 __all__ = ["Books", "OpenStep"]
@@ -39,34 +41,41 @@ class OpenStep:
 
     @property
     def is_skipped(self) -> bool:
-        return self.outcome is None or not self.outcome.is_taken
+        return self.outcome is None or not (self.outcome.is_taken or self.outcome.is_idle)
 
 
 class Books:
-    """Keeps count for one worker. `num_bytes_sent()` is what went to the wire so far."""
+    """Keeps count for one worker. `num_bytes_sent()` went to others so far, `wire_bytes()` of it to other replicas."""
 
     def __init__(
         self,
         files: RunFiles,
         num_bytes_sent: Callable[[], int],
+        wire_bytes: Callable[[], WireBytes],
         *,
         is_elastic: bool,
         add_work: Callable[[int, Mapping[str, float]], None],
         counts: bool,
         recovery_s: Callable[[], float],
+        rounds: Rounds,
+        is_alone: bool = False,
     ) -> None:
-        """`counts`: whether this worker's word does; others may run the same micro-batches. `recovery_s()` is what
-        changes of the members have cost so far."""
+        """`is_alone`: no other worker takes part in this one's steps. `counts`: whether this worker's word does; others
+        may run the same micro-batches. `recovery_s()` is what changes of the members have cost so far. `rounds` hears
+        which steps are committed here."""
         self.step = 0  # committed steps, of all attempts
         self.latest: OpenStep | None = None  # the batch that was handed out or walked over last
         self._files, self._num_bytes_sent, self._is_elastic = files, num_bytes_sent, is_elastic
-        self._counts = counts
+        self._counts, self._is_alone = counts, is_alone
         self._add_work = add_work  # of micro-batches, and the seconds of a step: for whoever looks for stragglers
         self._open: dict[str, OpenStep] = {}  # by stream
         self._num_batches = self._num_skips = 0
         self._recovery_s, self._recovery_told_s = recovery_s, 0.0
         self._told_at, self._bytes_told = time.perf_counter(), 0
+        self._wire_bytes, self._wire_told = wire_bytes, WireBytes()
         self._warned: set[str] = set()
+        self._rounds = rounds
+        self.told: StepDone | None = None  # the last step
 
     def plain(self) -> dict[str, int]:
         """The counts, for a newcomer, which begins with the batch that is under way here."""
@@ -98,6 +107,8 @@ class Books:
         if outcome.is_empty:
             return
         step.outcome = step.outcome or outcome
+        if outcome.is_idle:
+            return
         self._count_skips(step.batch.step, outcome)
         if outcome.finite and math.isnan(outcome.loss):
             self.warn(f"step {step.batch.step}: the loss is not a number (a total count of 0?)")
@@ -116,7 +127,10 @@ class Books:
         self._num_skips = 0 if outcome.finite else self._num_skips + 1
         if 0 < self._num_skips <= SKIPS_TOLD:
             more = "; further ones in a row are not told" if self._num_skips == SKIPS_TOLD else ""
-            text = f"step {number} was skipped on all workers: its gradients are not finite (loss {outcome.loss:.4g})"
+            who = "by this replica" if self._rounds.is_local else "on all workers"
+            text = f"step {number} was skipped {who}: its gradients are not finite (loss {outcome.loss:.4g})"
+            if outcome.broken:
+                text += f", that of {outcome.broken} first in backward"
             self.warn(text + more)
         if self._num_skips >= SKIPS_ALLOWED:
             raise RuntimeError(
@@ -132,15 +146,15 @@ class Books:
         now = time.perf_counter()
         step.optimizer_s += now - step.agreed_at
         step.agreed_at = now
-        if not step.is_committed and step.outcome is not None:
+        if step.is_committed:
+            self._rounds.stepped_again(batch)
+        elif step.outcome is not None:
             self._commit(step)
 
-    def close(self, stream: str) -> None:
-        """The loop asks for the stream's next batch: everything the user does in a step has been done."""
-        step = self._open.pop(stream, None)
-        if step is None:
-            return
-        if not step.is_committed:
+    def end(self, stream: str) -> None:
+        """The loop asks for the stream's next batch, so no optimizer will step for this one any more: it is done."""
+        step = self._open.get(stream)
+        if step is not None and not step.is_committed:
             self.warn(
                 f"no prepared optimizer stepped for batch {step.batch.serial}: its samples count as used, its "
                 "gradients "
@@ -150,6 +164,13 @@ class Books:
             )
             step.outcome = None
             self._commit(step)
+
+    def close(self, stream: str) -> None:
+        """Everything that belongs to the stream's batch has been done."""
+        self.end(stream)
+        step = self._open.pop(stream, None)
+        if step is None:
+            return
         self._tell(step)
         if self.latest is step:
             self.latest = None
@@ -197,8 +218,14 @@ class Books:
         step.is_committed = True
         step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
         micros = batch.micros if self._counts else ()
+        self._rounds.stepped(batch)
         self._files.ledger.committed(
-            batch, micros, step=batch.step, skipped=step.is_skipped, is_elastic=self._is_elastic
+            batch,
+            micros,
+            step=batch.step,
+            skipped=step.is_skipped and not self._rounds.is_open,  # there it is this replica alone
+            is_whole=self._is_elastic or self._is_alone,
+            waits=self._rounds.is_open,
         )
 
     def _tell(self, step: OpenStep) -> None:
@@ -206,7 +233,7 @@ class Books:
             return
         step.is_told = True
         batch, outcome = step.batch, step.outcome
-        now, num_bytes = time.perf_counter(), self._num_bytes_sent()
+        now, num_bytes, wire = time.perf_counter(), self._num_bytes_sent(), self._wire_bytes()
         if self._files.capture is not None and outcome is not None:
             self._files.capture.loss(batch.step, outcome.loss)
         seconds = {
@@ -221,19 +248,23 @@ class Books:
             seconds["recovery"] = recovery_s - self._recovery_told_s
             self._recovery_told_s = recovery_s
         self._add_work(len(batch), seconds)
-        self._files.emit(
-            StepDone(
-                step=batch.step,
-                epoch=batch.epoch,
-                num_samples=batch.num_samples,
-                loss=None if outcome is None else outcome.loss,
-                metrics={name: float(value) for name, value in step.metrics.items() if not _is_elsewhere(value)},
-                seconds=seconds,
-                skipped=step.is_skipped,
-                num_bytes_sent=num_bytes - self._bytes_told,
-            )
+        self.told = StepDone(
+            step=batch.step,
+            epoch=batch.epoch,
+            num_samples=batch.num_samples,
+            loss=None if outcome is None or outcome.is_idle else outcome.loss,
+            num_here=None if batch.num_here == batch.num_samples else batch.num_here,
+            metrics={name: float(value) for name, value in step.metrics.items() if not _is_elsewhere(value)},
+            seconds=seconds,
+            skipped=step.is_skipped,
+            num_bytes_sent=num_bytes - self._bytes_told,
+            num_wire_bytes=wire.num_sent - self._wire_told.num_sent,
+            num_raw_bytes=wire.num_raw - self._wire_told.num_raw,
+            noise_scale=None if outcome is None else outcome.noise_scale,
+            alone=self._is_alone,
         )
-        self._told_at, self._bytes_told = now, num_bytes
+        self._files.emit(self.told)
+        self._told_at, self._bytes_told, self._wire_told = now, num_bytes, wire
 
 
 def _is_elsewhere(value: Tensor | float) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]  # the class that all batch norms share has no other name
 
 from paceline.comm.group import WorkerGroup
 
@@ -80,11 +80,14 @@ class BufferCombiner:
                 else:
                     slot.rewind()
 
-    def undo(self) -> None:
-        """Put back what a run made of the buffers that counts for nothing."""
+    def undo(self, *, afresh: bool = False) -> None:
+        """Put back what a run made of the buffers that counts for nothing; `afresh` as for `rewind`."""
         self._look()
         for slot in self._slots:
-            slot.rewind()
+            if afresh:
+                slot.renew()
+            else:
+                slot.rewind()
 
     def capture(
         self, num_samples: int, *, among: Callable[[nn.Module], bool] = lambda _: True, is_new: bool = True
@@ -100,19 +103,32 @@ class BufferCombiner:
             if slot.has_moved() and among(slot.module):
                 slot.capture(num_samples)
 
+    def capture_anew(self, num_samples: int) -> None:
+        """Take the buffers as they are for what so many samples have made of them, in place of what was captured."""
+        for slot in self._slots:
+            slot.forget()
+        self._num_captured = 0
+        self.capture(num_samples)
+
+    def floating(self) -> list[Tensor]:
+        """The buffers that are followed, and are no counts."""
+        found = (slot.current() for slot in self._slots if not slot.is_cache)
+        return [buffer for buffer in found if buffer is not None and buffer.is_floating_point()]
+
     def changed(self) -> list[bool]:
         """Which buffers changed here, in an order that is the same on all workers."""
         return [slot.num_changed > 0 or slot.has_news for slot in self._slots]
 
     def combine(
-        self, changed: Sequence[bool], *, num_samples: int, group: WorkerGroup, counts: bool = True
+        self, changed: Sequence[bool], *, num_samples: int, groups: Sequence[WorkerGroup], counts: bool = True
     ) -> Callable[[], None]:
         """Combine the buffers that changed anywhere, and return what sets them; all must call it, with the same
-        `changed`. `counts`: whether this worker's word does; of those that ran the same samples one's must."""
+        `changed`. `groups`: over which the micro-batches were spread, one after the other. `counts`: whether this
+        worker's word does; of those that ran the same samples one's must."""
         self._refuse_new_names()
         pairs = zip(self._slots, changed, strict=True)
         slots = [slot for slot, is_changed in pairs if is_changed and not slot.is_absent]
-        _agree_on_forms([slot for slot in slots if not slot.is_certain], group)
+        _agree_on_forms([slot for slot in slots if not slot.is_certain], groups)
         by_device: dict[torch.device, list[_Slot]] = {}
         for slot in (slot for slot in slots if not slot.is_cache):
             by_device.setdefault(slot.known_form().device, []).append(slot)
@@ -122,7 +138,8 @@ class BufferCombiner:
             flat = torch.cat(shares)
             if not counts:
                 flat.zero_()
-            group.all_reduce(flat, what="all_reduce of buffers").wait()
+            for group in groups:
+                group.all_reduce(flat, what="all_reduce of buffers").wait()
             combined += zip(some, flat.split([share.numel() for share in shares]), strict=True)
 
         def commit() -> None:
@@ -371,11 +388,13 @@ class _Slot:
         return current is not self._tensor or _version(current) != self._version
 
 
-def _agree_on_forms(slots: Sequence[_Slot], group: WorkerGroup) -> None:
+def _agree_on_forms(slots: Sequence[_Slot], groups: Sequence[WorkerGroup]) -> None:
     """Let all workers know what buffers that some changed have become; these are few or none."""
     if not slots:
         return
-    told = group.gather_objects([(slot.form, slot.is_cache) for slot in slots])
+    told = [[(slot.form, slot.is_cache) for slot in slots]]
+    for group in groups:
+        told = [one for some in group.gather_objects(told) for one in some]
     for slot, answers in zip(slots, zip(*told, strict=True), strict=True):
         slot.agree([form for form, _ in answers], is_cache=any(is_cache for _, is_cache in answers))
 
@@ -436,11 +455,11 @@ def _here(device: torch.device) -> torch.device:
 
 def _buffer_names(module: nn.Module) -> tuple[str, ...]:
     # torch lists buffers that are None, and says which persist, nowhere else
-    return tuple(module._buffers.keys())  # pyright: ignore[reportPrivateUsage]
+    return tuple(module._buffers.keys())  # pyright: ignore[reportPrivateUsage]  # see above
 
 
 def _is_persistent(module: nn.Module, name: str) -> bool:
-    return name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    return name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]  # see above
 
 
 def _full_name(prefix: str, name: str) -> str:

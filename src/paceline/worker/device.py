@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+
 import torch
 
 from paceline.errors import PlanError
 
-__all__ = ["backend_for", "choose_device", "why_no_gpu"]
+__all__ = ["backend_for", "choose_device", "peak_memory_bytes", "why_no_gpu"]
 
 
 def choose_device(wanted: str, *, local_rank: int, local_workers: int) -> torch.device:
@@ -36,6 +38,13 @@ def why_no_gpu(wanted: str, *, local_workers: int) -> str | None:
         f"all {local_workers} workers of this host compute on the CPU: {gpus} not enough for one each. "
         f"Use workers={num_devices} on this host, or say device='cpu' (--device cpu)"
     )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this worker had: on a GPU what torch allocated there, elsewhere what the process held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def backend_for(device: torch.device) -> str:

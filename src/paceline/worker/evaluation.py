@@ -117,7 +117,8 @@ def _through_stages(
     buffers: BufferCombiner,
     seeds: tuple[int, ...],
 ) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    """(number of samples, (output, target)) of each run, on the last stage's worker; some are under way at once."""
+    """(number of samples, (output, target)) of each run that counts, on the last stage's worker; some are under way at
+    once."""
 
     @contextlib.contextmanager
     def around(some: list[tuple[int, int, Any, bool]], number: int) -> Iterator[None]:
@@ -131,8 +132,9 @@ def _through_stages(
             [moved for _, _, moved, _ in some],
             around=functools.partial(around, some),
         )
-        for (_, count, _, _), output in zip(some if outputs else (), outputs, strict=True):
-            yield count, output
+        for (_, count, _, is_void), output in zip(some if outputs else (), outputs, strict=True):
+            if not is_void:
+                yield count, output
 
 
 def _micros(
@@ -141,7 +143,7 @@ def _micros(
     """(index, number of samples, collated data, is void) of this worker's runs."""
     micros = micro_batches(0, len(dataset), micro)
     index, size = axes.share_of(group)
-    each = axes.inside.size
+    each = axes.abreast.size
     share = deal_to_replicas(len(micros), replicas=size // each, each=each)[index]
     data: Any = None
     for number in range(share.num_runs):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.comm.channel import ChannelClosed
 from paceline.errors import PacelineError, PlanError, SyncError
-from paceline.plan.job import Assignment
+from paceline.plan.job import ERROR_SPARE, Assignment
 
 __all__ = ["is_echo", "keep_spare", "remove_spare", "write_error"]
 
@@ -25,7 +25,7 @@ PEER_GONE = re.compile(
 )
 TORCH_SAYS = re.compile(r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore")  # in a plain RuntimeError of torch.distributed
 LONG, TALL = 4000, 60  # characters and lines of one message that are kept; stderr.log has all of it
-SPARE, SPARE_BYTES = ".error.spare", 8192  # a file of this size, to be written over when the disk is full
+SPARE_BYTES = 8192  # of a file that is written over when the disk is full
 
 
 def write_error(error: BaseException, assignment: Assignment, *, step: int) -> None:
@@ -61,19 +61,19 @@ def write_error(error: BaseException, assignment: Assignment, *, step: int) -> N
 
 def keep_spare(worker_dir: Path) -> None:
     """Take the disk space that error.json may need, while there is some: a full disk is the error that it tells of."""
-    (worker_dir / SPARE).write_bytes(b" " * SPARE_BYTES)
+    (worker_dir / ERROR_SPARE).write_bytes(b" " * SPARE_BYTES)
 
 
 def remove_spare(worker_dir: Path) -> None:
     """Give the space back."""
     with contextlib.suppress(OSError):  # a hidden file of a few blocks is left
-        (worker_dir / SPARE).unlink(missing_ok=True)
+        (worker_dir / ERROR_SPARE).unlink(missing_ok=True)
 
 
 def _write_over_spare(path: Path, fields: dict[str, Any], problem: OSError) -> None:
     """Write the error without its traceback into blocks that the spare file has already."""
     short = {**fields, "message": str(fields["message"])[: SPARE_BYTES // 8], "traceback": ""}
-    spare = path.parent / SPARE
+    spare = path.parent / ERROR_SPARE
     try:
         with open(spare, "r+b") as file:
             file.write(json.dumps(short).encode()[:SPARE_BYTES])

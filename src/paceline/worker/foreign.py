@@ -5,9 +5,9 @@ the program's own modules have imported from there. Calls by Paceline and torch 
 are functional collectives (`torch.distributed._functional_collectives`, DTensor), point-to-point transfers, and
 functions that were taken from `torch.distributed.distributed_c10d`.
 
-An elastic run has no default process group that they could use: a member may be lost in the middle of a call, when some
-have its result and others have not, and torch knows no vote by which all would do it again. There they say what to call
-instead.
+An elastic run has no default process group that they could use, or only that of the workers of a replica: a member may
+be lost in the middle of a call, when some have its result and others have not, and torch knows no vote by which all
+would do it again. There they say what to call instead.
 """
 
 from __future__ import annotations
@@ -62,16 +62,19 @@ KEYWORDS = {"all_gather_into_tensor": "input_tensor", "reduce_scatter": "output"
 
 
 @contextlib.contextmanager
-def followed(ring: Ring, function: Callable[..., Any], *, is_elastic: bool = False) -> Iterator[None]:
+def followed(
+    ring: Ring, function: Callable[..., Any], *, is_elastic: bool = False, is_split: bool = False
+) -> Iterator[None]:
     """Note the user's own collectives in `ring` while entered; `function` is the program's training function.
 
-    In an elastic run they raise RuntimeError with the remedy instead, unless the program has made a group of its own.
+    In an elastic run they raise RuntimeError with the remedy instead, unless the program has made a group of its own;
+    `is_split`: the default group is that of the workers of one replica.
     """
     wrappers: dict[str, tuple[Any, Any]] = {}
     for name in (*COLLECTIVES, *(MORE if is_elastic else ())):
         original = getattr(dist, name, None)
         if original is not None:
-            wrapper = _refused(original, name) if is_elastic else _wrapped(original, name, ring)
+            wrapper = _refused(original, name, is_split=is_split) if is_elastic else _wrapped(original, name, ring)
             wrappers[name] = (original, wrapper)
     places: list[dict[str, Any]] = [dist.__dict__, *_programs_names(function)]
     put: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -89,15 +92,17 @@ def followed(ring: Ring, function: Callable[..., Any], *, is_elastic: bool = Fal
                 names[key] = original
 
 
-def _refused(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _refused(original: Callable[..., Any], name: str, *, is_split: bool) -> Callable[..., Any]:
+    what = "reaches the workers of this replica alone" if is_split else "has no process group here"
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         # See `_wrapped` for the frame.
-        is_own = is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
-        if not is_own or dist.is_initialized():
+        is_own = is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]  # documented, and named so for what it costs in other Pythons
+        if not is_own or (dist.is_initialized() and not is_split):
             return original(*args, **kwargs)
         raise RuntimeError(
-            f"torch.distributed.{name}() has no process group here: in a run whose workers may come and go "
+            f"torch.distributed.{name}() {what}: in a run whose workers may come and go "
             f"(Layout(replicas=(least, most))) a call that a worker is lost in would be half done. Use "
             f"{INSTEAD.get(name, 'worker.gather(x)')}, which is done again with those who are left, or a fixed number, "
             "Layout(replicas=n)"
@@ -114,7 +119,7 @@ def _wrapped(original: Callable[..., Any], name: str, ring: Ring) -> Callable[..
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         # The only way to the caller's file at the cost of an attribute; `inspect` reads source, for milliseconds.
-        if not is_users(sys._getframe(1).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
+        if not is_users(sys._getframe(1).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]  # documented, and named so for what it costs in other Pythons
             return original(*args, **kwargs)
         joined = _join(ring, args[group_at] if len(args) > group_at else kwargs.get("group"))
         if joined is None:

@@ -9,7 +9,7 @@ large models do (PaLM, Chowdhery et al. 2022, section 5.1). The ledger says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,17 @@ class Guarding:
     """Guards the numbers of one worker; all methods are called by all workers, at the same places."""
 
     def __init__(
-        self, guard: Guard, *, losses: LossGuard, registry: Registry, files: RunFiles, comparison: Comparison
+        self,
+        guard: Guard,
+        *,
+        losses: LossGuard,
+        registry: Registry,
+        files: RunFiles,
+        comparison: Comparison,
+        forget: Callable[[], None],
     ) -> None:
+        """`forget()` drops what the wire has still to send."""
+        self._forget = forget
         self._guard, self._losses, self._registry, self._files = guard, losses, registry, files
         self._comparison = comparison
         self._snapshot: Snapshot | None = None
@@ -89,21 +98,31 @@ class Guarding:
             more = "; further ones are not told" if self._num_told == BROKEN_TOLD else ""
             self._files.emit(Warned(text=broken_text(batch, micros, order) + more))
 
-    def keep(self, step: int, cursors: Mapping[str, Cursor]) -> None:
-        """Between two steps: take a snapshot, where one is due."""
+    def broken_gradients(self, step: int, names: Sequence[str]) -> None:
+        """Say which of this worker's own gradients were not finite, though the loss was, a few times."""
+        self._num_told += 1
+        if self._num_told <= BROKEN_TOLD:
+            others = f" and of {len(names) - 1} more after it" if len(names) > 1 else ""
+            more = "; further ones are not told" if self._num_told == BROKEN_TOLD else ""
+            text = f"step {step}: the loss is finite, but not the gradient of {names[0]}{others}, which was made here"
+            self._files.emit(Warned(text=text + more))
+
+    def keep(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
+        """Between two steps: take a snapshot, where one is due; returns whether."""
         if self._guard.on_spike != "rollback":
-            return
+            return False
         places = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
         self._starts = {**places, **self._starts}  # a stream that was opened since
         registry = self._registry
         names = (*registry.models, *registry.optimizers, *registry.objects)
-        is_due = step - self._kept_at >= self._guard.snapshot_every
+        is_due = step - self._kept_at >= self._guard.rollback_every
         if self._snapshot is not None and not is_due and names == self._names:
-            return
+            return False
         self._snapshot = Snapshot.take(registry, step=step, instead_of=self._snapshot)
         self._names, self._known = names, self._losses.plain()
         self._starts = places
         self._kept_at, self._num_rollbacks = step, 0
+        return True
 
     def settle(self, step: int, cursors: Mapping[str, Cursor]) -> None:
         """A step is over, with all of the user's code for it: go back, where it was a spike."""
@@ -117,6 +136,7 @@ class Guarding:
         if not self._goes_back or snapshot is None:
             return
         snapshot.put_back(self._registry)
+        self._forget()
         self._losses.fill(self._known)
         if self._is_noted:
             return
@@ -134,7 +154,7 @@ class Guarding:
     def compare(self, step: int, *, is_save_due: bool) -> None:
         """Between two steps: compare the weights of all workers, where that is due; always before a regular save."""
         every = self._guard.check_every
-        if not every or step == self._compared_at or (step % every and not is_save_due):
+        if not every or step == self._compared_at or (step // every == self._compared_at // every and not is_save_due):
             return
         self._comparison.run(step, since_step=self._compared_at)
         self._compared_at = step

@@ -16,6 +16,7 @@ from paceline.comm.split import Slice, boxes, local_part
 from paceline.errors import CheckpointError
 from paceline.events import Event
 from paceline.worker.axes import Axes
+from paceline.worker.home import Home
 from paceline.worker.mail import WritersMail
 
 __all__ = ["Keeper"]
@@ -41,11 +42,11 @@ class Keeper:
         self._staging = staging
         self._directory, self._keep, self._on_event, self._index = directory, keep, on_event, index
         self._tidies = tidies
-        self._has_first_cut = axes.tensor.index == 0  # what is not cut, the others have as well
+        self._axes = axes
         self._parts: Parts | None = None
-        if axes.writers > 1 or axes.mesh is not None:
-            place = directory.parent / f"attempt_{attempt}" / "mail"
-            mail = WritersMail(store, prefix=f"paceline/save_{attempt}", folder=place)
+        if axes.writers > 1 or axes.rows is not None:
+            place = directory.parent / f"attempt_{attempt}" / f"mail{axes.life}"
+            mail = WritersMail(store, prefix=f"paceline/save_{attempt}{axes.life}", folder=place)
             self._parts = Parts(index=index, count=axes.writers, mail=mail, timeout_s=timeout_s)
         self._writer: Writer | PartWriter | None = None
 
@@ -54,7 +55,7 @@ class Keeper:
         """Whether there is nothing to do ahead of a save, or it has been done."""
         return self._writer is not None
 
-    def warm(self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Slice], homes: Mapping[str, int]) -> None:
+    def warm(self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Slice], homes: Mapping[str, Home]) -> None:
         """Get memory for saves in the background."""
         self._opened().warm(self._mine(tensors, cuts, homes)[0])
 
@@ -63,7 +64,7 @@ class Keeper:
         step: int,
         tensors: Mapping[str, Tensor],
         cuts: Mapping[str, Slice],
-        homes: Mapping[str, int],
+        homes: Mapping[str, Home],
         state: Mapping[str, Any],
         about: Mapping[str, Any],
     ) -> None:
@@ -102,21 +103,35 @@ class Keeper:
         return self._writer
 
     def _mine(
-        self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Slice], homes: Mapping[str, int]
+        self, tensors: Mapping[str, Tensor], cuts: Mapping[str, Slice], homes: Mapping[str, Home]
     ) -> tuple[dict[str, Tensor], dict[str, Where]]:
-        """What this worker writes: its pieces of split tensors, and whole ones of which it is the home."""
+        """What this worker writes: its pieces of split tensors, and whole ones of which it is the home.
+
+        Workers along an axis on which a tensor is not split hold the same of it: the home has the word.
+        """
         if self._parts is None:
             return dict(tensors), {}
         mine: dict[str, Tensor] = {}
         where: dict[str, Where] = {}
         for name, tensor in tensors.items():
+            home = homes.get(name) or Home(tensor=None if name in cuts else 0)
+            if not self._axes.is_at(home):
+                continue
             try:
                 found = boxes(tensor, cuts.get(name))
             except ValueError as error:
                 raise CheckpointError(f"cannot store {name}: {error}") from None
-            if found is None and self._index == homes.get(name, 0):
+            if found is None and self._is_first(home):
                 mine[name] = local_part(tensor)
-            for number, box in enumerate(found or () if name in cuts or self._has_first_cut else ()):
+            has_part = home.tensor in (None, self._axes.tensor.index)
+            for number, box in enumerate(found or () if has_part else ()):
                 key = piece_key(name, number)
                 mine[key], where[key] = box.part, Where(name, box.shape, box.offsets)
         return mine, where
+
+    def _is_first(self, home: Home) -> bool:
+        """Whether this worker has the word on what is whole."""
+        axes = self._axes
+        same = axes.inside if axes.expert_rows is None else axes.expert_rows.group  # their rows are of one tensor
+        at = (home.expert or 0, home.tensor or 0)
+        return same.index == 0 and at == (axes.experts.index, axes.tensor.index)

@@ -34,6 +34,7 @@ class Ledger:
     def __init__(self, path: Path, *, attempt: int, origin: Origin | None) -> None:
         """`origin` is None for a worker that joins a run under way, perhaps in the place of one that was lost."""
         self._path, self._attempt = path, attempt
+        self._waiting: dict[int, tuple[dict[str, Any], list[Micro]]] = {}  # by step, until a round of them counts
         with writing(path):
             self._file = open_log(path)
         if origin is None:
@@ -53,23 +54,45 @@ class Ledger:
         self._write({"stream": stream, **about})
 
     def committed(
-        self, batch: StepBatch, micros: Sequence[Micro], *, step: int, skipped: bool, is_elastic: bool
+        self,
+        batch: StepBatch,
+        micros: Sequence[Micro],
+        *,
+        step: int,
+        skipped: bool,
+        is_whole: bool,
+        waits: bool = False,
     ) -> None:
         """Note the micro-batches that this worker ran for a step; a skipped one used them without changing the weights.
 
-        In an elastic run each member also notes the whole step's positions: a member that is lost after its gradients
-        were summed, and before it could write them down, leaves no gap.
+        `is_whole`: note the whole step's positions, too. In an elastic run each member does: one that is lost after its
+        gradients were summed, and before it could write them down, leaves no gap. So does a replica that has run all of
+        a step by itself, which is in nobody else's ledger. A step that `waits` is written by `settle`.
         """
         line: dict[str, Any] = {
             "step": step,
             "stream": batch.stream,
             "epoch": batch.epoch,
-            "ranges": _ranges(micros),
+            "ranges": [],
             "skipped": skipped,
         }
-        if is_elastic:
+        if is_whole:
             line["whole"] = [batch.start, batch.stop]
-        self._write(line)
+        self._waiting[step] = line, list(micros)
+        if not waits:
+            self.settle()
+
+    def ran_more(self, step: int, micros: Sequence[Micro]) -> None:
+        """Add to a step that waits micro-batches that a lost member should have run; of one that was written already
+        they were noted."""
+        if step in self._waiting:
+            self._waiting[step][1].extend(micros)
+
+    def settle(self) -> None:
+        """Write the steps that waited, in order: they count now."""
+        for line, micros in self._waiting.values():
+            self._write({**line, "ranges": _ranges(micros)})
+        self._waiting.clear()
 
     def rolled_back(self, *, from_step: int, to_step: int, skips: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Note that after `from_step` the state became that of `to_step` again, and the steps between are undone.

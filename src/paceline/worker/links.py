@@ -25,6 +25,11 @@ class NotedLink:
     def __init__(self, link: Link, *, members: Sequence[int], index: int, ring: Ring) -> None:
         """`members`: the worker ranks of the stages' workers, of whom this is the one at `index`."""
         self._link, self._members, self._index, self._ring = link, tuple(members), index, ring
+        self._names: dict[tuple[str, tuple[int, int]], str | None] = {}
+
+    def make_room(self, num_bytes: int) -> None:
+        """Be told that tensors have up to so many bytes from now on."""
+        self._link.make_room(num_bytes)
 
     def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> Pending:
         """Begin to send; the tensor may not change before the end."""
@@ -50,17 +55,18 @@ class NotedLink:
     def _enter(self, tensor: Tensor, what: str, group: str | None) -> int | None:
         if group is None:
             return None
-        return self._ring.enter(KIND, what, dtype=tensor.dtype, numel=tensor.numel(), group=group)
+        return self._ring.enter(KIND, what, dtype=tensor.dtype, numel=tensor.numel(), group=group, is_of_phase=True)
 
     def _group(self, way: str, pair: tuple[int, int]) -> str | None:
         """The ring's group for a way; None: it is not noted."""
-        stages = [int(word) for word in way.split() if word.isdecimal()]
-        if max(stages, default=0) >= NUM_FOLLOWED * len(self._members):
-            return None
-        ranks = [self._members[index] for index in pair]
-        name = f"{way}, workers {ranks[0]} to {ranks[1]}"
-        if not self._ring.is_in(name):
-            self._ring.join(name, sorted(ranks))
+        if (way, pair) not in self._names:
+            stages = [int(word) for word in way.split() if word.isdecimal()]
+            is_followed = max(stages, default=0) < NUM_FOLLOWED * len(self._members)
+            first, second = (self._members[index] for index in pair)
+            self._names[way, pair] = f"{way}, workers {first} to {second}" if is_followed else None
+        name = self._names[way, pair]
+        if name is not None and not self._ring.is_in(name):
+            self._ring.join(name, sorted(self._members[index] for index in pair))
         return name
 
 

@@ -6,6 +6,7 @@ dealt anew, snapshots and checkpoints are taken; all workers come to these place
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -13,24 +14,31 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.group import Disrupted
+from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.events import Note, StreamOpened
-from paceline.plan import Plan
+from paceline.plan import ParameterServer, Plan
+from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
+from paceline.schedule.share import deal_to_replicas
 from paceline.sync.allreduce import GradientSum
+from paceline.worker.advising import Advising
 from paceline.worker.balance import Balance
 from paceline.worker.batch import StepBatch
 from paceline.worker.books import Books
 from paceline.worker.cursor import Cursor
 from paceline.worker.guarding import Guarding
+from paceline.worker.memories import Gathered, Memories
 from paceline.worker.models import Models
 from paceline.worker.place import Place
 from paceline.worker.preparing import Preparation
 from paceline.worker.record import RunFiles
+from paceline.worker.rounds import Portion, Rounds
 from paceline.worker.stream import Source, Stream
+from paceline.worker.vaulting import Vaulting
 from paceline.worker.walk import Again, Outcome, Walks
 
 if TYPE_CHECKING:
     from paceline.worker.pipelined import Pipelined
+    from paceline.worker.stepper import Stepper
 
 __all__ = ["Loop"]
 
@@ -43,31 +51,50 @@ class Loop:
         plan: Plan,
         *,
         place: Place,
+        everybody: WorkerGroup,
         walks: Walks,
         models: Models,
         prepared: Preparation,
+        memories: Memories,
         guarding: Guarding,
+        vaulting: Vaulting,
+        rounds: Rounds,
         files: RunFiles,
     ) -> None:
         self.walks, self.streams = walks, dict[str, Stream]()
         self.books = Books(
             files,
             models.num_bytes_sent,
+            models.wire_bytes,
             is_elastic=plan.layout.is_elastic,
             add_work=place.ring.add_work,
             counts=place.axes.counts,
             recovery_s=lambda: self._agreement.recovery_s,
+            rounds=rounds,
+            is_alone=plan.takes_turns,
         )
+        self._advising = Advising(plan, place=place, models=models, emit=files.emit)
         self.saved_at_step = -1
         self.is_stopped = False  # by max_steps
         self._plan, self._files, self._models = plan, files, models
-        self._prepared, self._guarding = prepared, guarding
+        self._prepared, self._guarding, self._vaulting = prepared, guarding, vaulting
+        self._memories, self._rounds = memories, rounds
+        # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
+        self._equal_before = self._equal_at = 0
+        self._is_deal_due = False  # when the round is over
+        self._is_stepping = False
+        # An operation may look at what the step that was taken brings: an end that is due comes before it.
+        place.agreement.come_by(lambda: self.end_round(is_wanted=rounds.is_over(files.is_save_due)))
+        self._takers: dict[int, list[Stepper]] = {}  # who took which of the round's steps
         self._group, self._agreement, self._ring = place.group, place.agreement, place.ring
         self._balance, self._balanced_at = Balance(is_on=files.balances and not place.axes.is_split), -1
         if files.balances and place.axes.is_split and place.group.index == 0:
             files.emit(Note(text="balance is not used: the workers of a replica run in step with each other"))
         self._axes = place.axes
+        self._takes_turns, self._everybody = plan.takes_turns, everybody
+        self._turn_of: tuple[Stream, int, Cursor] | None = None  # whose batches are dealt, and where it began
         self._landed: GradientSum | None = None  # the gradients of the last walk
+        self._unsettled: list[GradientSum] = []  # those of walks whose step is to be taken
 
     @property
     def step(self) -> int:
@@ -91,8 +118,10 @@ class Loop:
             balance=self._balance,
             timeout_s=timeout_s,
             axes=self._axes,
+            replicas=self._rounds.replicas if self._rounds.is_local else None,
         )
         self.streams[source.name] = stream
+        self._follow_trained()
         self._prepared.begin_training()
         self._say_what_goes_on(stream)
         self._files.ledger.opened(source.name, **stream.about())
@@ -100,7 +129,7 @@ class Loop:
         self._files.emit(
             StreamOpened(name=source.name, num_samples=stream.num_samples, epochs=source.epochs, last_step=last_step)
         )
-        return self._steps(stream)
+        return self._turns(stream) if self._takes_turns else self._steps(stream)
 
     def _say_what_goes_on(self, stream: Stream) -> None:
         """Tell what of a stream is not as it was when its checkpoint was saved."""
@@ -121,14 +150,15 @@ class Loop:
         steps = stream.steps(lambda: self.step + 1)
         while True:
             self._ring.begin("between two steps", self.step)
-            self._agreement.between_steps()
-            self._rebalance()
-            self._guarding.keep(self.step, self.cursors)
+            if not self._rounds.is_open:
+                self._between_steps()
             self._ring.begin("waiting for data", self.step + 1)
             batch = next(steps, None)
             if batch is None:
+                self._end_last_round(stream)
                 return
             if self._files.is_last_step(self.step):
+                self._end_last_round()
                 self._stop()
                 return
             self.books.open(batch, stream.cursor)
@@ -139,18 +169,108 @@ class Loop:
                 self.books.leave(name)
                 self._guarding.settle(self.step, self.cursors)
                 raise
+            self.books.end(name)
+            self._follow_steps()
             self.books.close(name)
+            if self.books.told is not None:
+                self._advising.note(self.books.told)
             self._guarding.settle(self.step, self.cursors)
             self._ring.begin("between two steps", self.step)
-            self._guarding.compare(self.step, is_save_due=self._files.is_save_due(self.step))
-            if self._files.is_save_due(self.step) and self.saved_at_step != self.step:
-                self.save()
-            elif self._files.saves_regularly:
-                self._prepared.warm()
+            if not self._rounds.is_open:
+                self._after_step()
+
+    def _between_steps(self) -> None:
+        """What is due where all have equal weights."""
+        self._agreement.between_steps()
+        self._rebalance()
+        is_kept = self._guarding.keep(self.step, self.cursors)
+        self._vaulting.keep(self.step, is_rollback_kept=is_kept)
+        if self.step > self._equal_at:
+            self._equal_before, self._equal_at = self._equal_at, self.step
+
+    def _after_step(self) -> None:
+        """The same, of what belongs to the step that was taken."""
+        is_save_due = self._came_by(self._files.is_save_due)
+        self._guarding.compare(self.step, is_save_due=is_save_due)
+        if is_save_due and self.saved_at_step != self.step:
+            self.save()
+        elif self._files.saves_regularly:
+            self._prepared.warm()
+
+    def _came_by(self, is_due: Callable[[int], bool]) -> bool:
+        """Whether something was due at one of the steps since all had equal weights the last time before now."""
+        since = self._equal_at if self.step > self._equal_at else self._equal_before
+        return any(is_due(step) for step in range(since + 1, self.step + 1))
+
+    def _turns(self, stream: Stream) -> Iterator[StepBatch]:
+        """As `_steps`, where each replica takes whole batches as they are dealt, and nobody waits for a common step."""
+        if self._turn_of is not None:
+            raise RuntimeError(
+                f"the loop over {stream.source.name!r} began inside of the one over {self._turn_of[0].source.name!r}: "
+                "under ParameterServer(staleness=...) batches are dealt of one stream at a time, so that there are "
+                "places where nobody has one in hand. Have one loop after the other, or use staleness=0"
+            )
+        name, first, gradients, files = stream.source.name, self.step, self._models.turns, self._files
+        begun, limit = Cursor(stream.cursor.epoch, stream.cursor.position), stream.num_left()
+        if files.max_steps is not None:
+            limit = max(0, min(limit, files.max_steps - first))
+        every = files.save_every
+        saves = (limit + 1, limit + 1, 1) if every is None else (every - first % every, limit + 1, every)
+        self._agreement.run(lambda: gradients.meet(index=self._everybody.index, size=self._everybody.size))
+        ranks = self._agreement.ranks
+        dealt = Dealt(stream=name, limit=limit, workers=len(ranks), saves=saves, writer=ranks[0])
+        self._turn_of = stream, first, begun
+        while True:
+            self._ring.begin("waiting for a batch", self.step)
+            match gradients.next(dealt, wants_pause=lambda: self._agreement.wants_change):
+                case Turn(number=number):
+                    self.books.step = first + number
+                    batch = stream.batch_at(number, begun=begun, step=first + number + 1)
+                case Save(number=number):
+                    self.save()
+                    gradients.saved(number)
+                    continue
+                case Pause(number=number):  # all workers are told so
+                    self._stand(number)
+                    self._ring.begin("between two steps", self.step)
+                    self._agreement.change_is_due()
+                    self._agreement.between_steps()
+                    continue
+                case Over():
+                    self._stand(limit)
+                    self._turn_of = None
+                    if files.is_last_step(self.step):
+                        self._stop()
+                    return
+            self.books.open(batch, Cursor())
+            gradients.behind = None
+            try:
+                yield batch
+            except GeneratorExit:
+                self.books.leave(name)
+                del self.streams[name]  # nobody knows a step at which all stand: nothing is saved
+                self._turn_of = None
+                gradients.leave()
+                raise
+            if gradients.behind is not None:
+                self.books.report({"behind": gradients.behind})
+            self.books.close(name)
+
+    @property
+    def is_dealing(self) -> bool:
+        """Whether batches go to whoever asks: replicas take different ones, and different numbers of them."""
+        return self._turn_of is not None
+
+    def _stand(self, number: int) -> None:
+        """All batches before this number are done, and their updates are here."""
+        if self._turn_of is not None:
+            stream, first, begun = self._turn_of
+            self.books.step = first + number
+            stream.stand_after(number, begun=begun)
 
     def _rebalance(self) -> None:
         """Where a look is due, compare what a micro-batch takes each worker, and deal them anew if that gains."""
-        if not self._balance.is_due(self.step) or self.step == self._balanced_at:
+        if not self._came_by(self._balance.is_due) or self.step == self._balanced_at:
             return
         self._balanced_at = self.step
         measured, num_micro = self._balance.measured(), self._plan.batch.num_micro
@@ -171,18 +291,28 @@ class Loop:
     def _stop(self) -> None:
         """A loop ends at max_steps: what a later start goes on from is the state of now. Code after the loop will run
         there too, in its time, so what it does today is not saved at the end."""
-        is_saved = self._files.is_save_due(self.step)  # by the save that was due after this very step
-        if self._files.saves_at_end and not self.is_stopped and self.step > self._prepared.step and not is_saved:
+        is_saved = self._came_by(self._files.is_save_due)  # by the save that was due after this very step
+        prepared = self._prepared
+        is_newer = prepared.is_recalled or prepared.has_taken_over or self.step > prepared.step
+        if self._files.saves_at_end and not self.is_stopped and is_newer and not is_saved:
             self.save()
         self.is_stopped = True
 
-    def save(self) -> None:
-        """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
+    def save(self, gathered: Gathered | None = None) -> None:
+        """Save a checkpoint of the state after the last committed step; writing goes on in the background.
+
+        All workers must call it; within an operation of all of them, with what they have `gathered` there.
+        """
+        self.end_round()
+        if self.is_dealing:  # nobody has a batch in hand
+            self._stand(self._models.turns.stand())
         self.walks.shards.close()
         self._ring.begin("saving", self.step)
         self._guarding.put_back(self.step, self.cursors)
         self.saved_at_step = self.step
-        self._prepared.save(step=self.step, cursors=self.cursors)
+        if gathered is None:
+            gathered = self._agreement.run(self._memories.gather) if self._memories.is_kept else Gathered()
+        self._prepared.save(step=self.step, cursors=self.cursors, gathered=gathered)
 
     # One step.
 
@@ -217,6 +347,19 @@ class Loop:
                 "all micro-batches are one run through the stages. Write: step = worker.stepper(model, optim, loss), "
                 "and in the loop over batches: loss = step(batch)"
             )
+        if isinstance(self._plan.sync, ParameterServer):
+            raise RuntimeError(
+                "a plain loop over a batch under ParameterServer(...): optimizers run on the servers, so optim.step() "
+                "has nothing to do here. Write: step = worker.stepper(model, optim, loss), and in the loop over "
+                "batches: loss = step(batch)"
+            )
+        if self._rounds.is_local and self._agreement.elastic is not None:
+            raise RuntimeError(
+                f"a plain loop over a batch under {self._plan.sync!r}, with replicas that come and go: "
+                "what a lost replica should have run, the others run at the next agreement, and only a stepper can be "
+                "asked to. Write: step = worker.stepper(model, optim, loss), and in the loop over batches: "
+                "loss = step(batch)"
+            )
         gradients = self._models.sum_over(models)
         return self._timed_walk(
             batch, gradients, lambda: self.walks.run(batch, gradients), names_unused=len(models) == 1
@@ -227,6 +370,9 @@ class Loop:
     ) -> Iterator[Any]:
         """Walk by `run`, again where a member was lost meanwhile, and book what it took."""
         step = self.books.begin_walk(batch)
+        if batch.num_walks == 0:
+            self._unsettled.clear()
+        self._begin_round()
         self._ring.begin("forward and backward", batch.step)
         began, data_s = time.perf_counter(), batch.data_s
         while True:
@@ -237,7 +383,7 @@ class Loop:
                 if self._agreement.elastic is None:
                     raise
                 if not isinstance(disruption, Again):
-                    self._agreement.regroup(holds_result=False)
+                    self._agreement.drop(disruption)
             # The same step comes again, with new shares: its samples, and so its gradient, are the same.
             if batch.num_walks == 0:
                 self._agreement.hold()
@@ -246,11 +392,15 @@ class Loop:
             began, data_s = time.perf_counter(), batch.data_s
         outcome = cast("Outcome", self.walks.outcome)
         self._landed = gradients
+        if outcome.is_taken:
+            self._unsettled.append(gradients)
         step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
         self._ring.begin("optimizer and the loop's code", batch.step)
         self._balance.note(time.perf_counter() - began - outcome.communication_s, len(batch))
         if self.walks.broken:
             self._guarding.broken(batch, self.walks.broken, self.cursors[batch.stream].of)
+        if self.walks.own_broken:
+            self._guarding.broken_gradients(batch.step, self.walks.own_broken)
         if outcome.spike is not None:
             self._guarding.spiked(batch.step, outcome.spike)
         self.books.end_walk(step, outcome, names_unused=names_unused)
@@ -268,15 +418,127 @@ class Loop:
             gradients.clip(max_norm, norm)
         return norm
 
-    def commit(self, batch: StepBatch) -> None:
-        """End the transaction of a batch: steppers call it, and prepared optimizers in the plain loop."""
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Meanwhile a stepper calls prepared optimizers, and commits when all have stepped."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def commit(self, batch: StepBatch, *, by: Stepper | None = None) -> None:
+        """End the transaction of a batch, taken by a stepper; without one it was a prepared optimizer in the plain
+        loop."""
         self.books.commit(batch)
+        for gradients in self._unsettled:
+            gradients.settle()
+        self._unsettled.clear()
         self._agreement.committed()
+        if by is not None and self._rounds.is_open:
+            self._takers.setdefault(batch.step, []).append(by)
+
+    # Rounds of steps that replicas take by themselves.
+
+    def _follow_steps(self) -> None:
+        """Do what is due after the steps that were taken, since the user's code has done with them: before, another
+        optimizer may step."""
+        rounds = self._rounds
+        rounds.advance()
+        if rounds.is_over(self._files.is_save_due):
+            self.end_round()
+        elif rounds.is_mixing_due(self.step):
+            self.end_round(is_wanted=False)
+        rounds.followed()
+
+    def _end_last_round(self, ended: Stream | None = None) -> None:
+        """No more steps come: end the round, and do what has waited for its end. `ended`: the stream that has no more
+        data."""
+        was_open = self._rounds.is_open
+        self.end_round()
+        if ended is not None and self._rounds.is_local and not ended.num_samples:
+            self._rounds.end_of_data(self.step)
+        if was_open:
+            self._ring.begin("between two steps", self.step)
+            self._after_step()
+
+    def end_round(self, *, is_wanted: bool = True) -> None:
+        """Have the replicas agree, where they have taken steps by themselves and one of them wants to; all must call
+        it."""
+        if not self._rounds.is_open:
+            return
+        if is_wanted:
+            self._ring.begin("the replicas agree", self.step)
+        if not self._rounds.end(self.step, run_more=self._run_more, is_wanted=is_wanted):
+            return
+        self._files.ledger.settle()
+        self._takers.clear()
+        if self._is_deal_due:
+            self._deal_anew()
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Have the mean of all replicas' weights in the models meanwhile; all must call it, in an operation."""
+        return self._rounds.averaged()
+
+    def _begin_round(self) -> None:
+        if self._rounds.is_local and not self._rounds.is_open:
+            self._follow_trained()
+            self._rounds.begin()
+
+    def _follow_trained(self) -> None:
+        """Have replicas agree on everything that prepared optimizers train."""
+        agreeing = self._rounds.prepare(self._prepared.trained())
+        if agreeing:
+            self._prepared.agreeing(agreeing)
+
+    def _run_more(self, portion: Portion) -> None:
+        """Take a step of this replica on micro-batches that a lost member should have run."""
+        batch, each = portion.batch, self._axes.abreast.size
+        share = deal_to_replicas(len(portion.micros), replicas=1, each=each)[self._place_abreast]
+        read = portion.micros[share.reads.start : share.reads.stop]
+        items = self.streams[batch.stream].read(batch, read)
+        more = batch.part(
+            portion.micros[share.own.start : share.own.stop],
+            num_runs=share.num_runs,
+            spare=None if share.spare is None else portion.micros[share.spare],
+            num_here=portion.num_samples,
+            fetch=lambda: next(items),
+        )
+        self._ring.begin("forward and backward", portion.step)
+        with self.stepping():
+            for one in self._takers.get(portion.step, ()):
+                one.run_more(more)
+        self._files.ledger.ran_more(portion.step, more.micros if self._axes.counts else ())
+
+    @property
+    def _place_abreast(self) -> int:
+        """This worker's among those of its replica who run different micro-batches."""
+        return self._axes.share_of(self._group)[0] % self._axes.abreast.size
+
+    def walk_aside(
+        self,
+        batch: StepBatch,
+        gradients: GradientSum,
+        loss_of: Callable[[Any], Any],
+        *,
+        is_finite: Callable[[], bool] | None,
+        pipelined: Pipelined | None = None,
+    ) -> Outcome:
+        """Walk over what is in no book: a part of a batch that another replica should have walked over."""
+        if pipelined is not None:
+            self.walks.run_in_stages(batch, gradients, pipelined, is_finite=is_finite)
+        else:
+            for micro in self.walks.run(batch, gradients, is_finite=is_finite):
+                self.walks.backward(loss_of(micro))
+        self._landed = gradients
+        return cast("Outcome", self.walks.outcome)
 
     def follow(self, optimizer: Optimizer) -> None:
         """A prepared optimizer's `step()` ends the transaction in plain loops, and is refused where it comes too
         early."""
         self._models.check(optimizer)
+        if isinstance(self._plan.sync, ParameterServer):
+            return  # it steps on the servers
         optimizer.register_step_pre_hook(self._before_optimizer)
         optimizer.register_step_post_hook(self._after_optimizer)
 
@@ -299,6 +561,7 @@ class Loop:
             raise RuntimeError(
                 "the last walk over this batch called no worker.backward(): there is nothing for optim.step() to apply"
             )
+        self._begin_round()  # where this batch's was ended in between
         if self._landed is not None:
             self._landed.check_unchanged()
         if self._files.capture is not None:
@@ -307,7 +570,7 @@ class Loop:
             self._files.capture.gradients(step.batch.step, parameters, self._models.whole)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.books.latest is not None:
+        if self.books.latest is not None and not self._is_stepping:
             self.commit(self.books.latest.batch)
 
     # When the members are others.
@@ -315,20 +578,35 @@ class Loop:
     def members_changed(self) -> None:
         """Forget what was made for the old ones."""
         self._models.members_changed()
+        self._is_deal_due = (
+            self._rounds.is_open
+        )  # until its end all run what they were dealt, and then what others lost
+        if not self._is_deal_due:
+            self._deal_anew()
+
+    def _deal_anew(self) -> None:
+        """Deal the steps that come to the members of now."""
+        self._is_deal_due = False
         for stream in self.streams.values():
             stream.members_changed()
         self._balance.forget()
 
     def plain(self) -> dict[str, Any]:
         """The counts, for a newcomer."""
-        return {"books": self.books.plain(), "balanced_at": self._balanced_at}
+        return {
+            "books": self.books.plain(),
+            "balanced_at": self._balanced_at,
+            "equal": (self._equal_before, self._equal_at),
+        }
 
     def fill(self, state: dict[str, Any]) -> None:
         """Count on from a member's counts."""
         self.books.fill(state["books"])
         self.saved_at_step, self._balanced_at = self.books.step, state["balanced_at"]
+        self._equal_before, self._equal_at = state["equal"]
 
     def begin_at(self, step: int) -> None:
         """The run goes on from a checkpoint."""
-        self.books.step = self.saved_at_step = step
+        self.books.step = self.saved_at_step = self._equal_before = self._equal_at = step
         self._guarding.begin(step)
+        self._vaulting.begin(step)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,32 +14,41 @@ from torch.optim import Optimizer
 
 from paceline.comm.group import WorkerGroup
 from paceline.comm.ring import Ring
-from paceline.comm.split import whole
+from paceline.comm.split import Slice, is_split, whole
 from paceline.errors import PlanError, SyncError
 from paceline.parallel.apply import place, send_from_first
+from paceline.parallel.check.hints import Hints
+from paceline.parallel.fit import require_fit, require_open
+from paceline.parallel.recompute import turn_caches_off
 from paceline.parallel.shard import ShardedModel, Shards
-from paceline.plan import Plan
-from paceline.sync.allreduce import CutGradients, GradientSum, Spread
-from paceline.sync.buckets import Named
+from paceline.parallel.units import names_matching
+from paceline.plan import AllReduce, Gossip, LocalSGD, ParameterServer, Plan, Raw, Sync
+from paceline.sync.agreeing import Agreeing
+from paceline.sync.allreduce import GradientSum
+from paceline.sync.buckets import Named, WireBytes
+from paceline.sync.memory import Memory
+from paceline.sync.spread import CutGradients, Spread
+from paceline.worker.agreement import Together
 from paceline.worker.axes import Axes
-from paceline.worker.cutters import Sharers
+from paceline.worker.cutters import Cutters, Exchangers, Sharers
+from paceline.worker.home import Home
 
 if TYPE_CHECKING:
-    from paceline.parallel.tensor.plan import ParameterCut
+    from paceline.parallel.check.look import Look
+    from paceline.parallel.context.plan import ContextPlan
+    from paceline.parallel.experts.find import RoutedExperts
+    from paceline.parallel.stages.find import StagesPlan
+    from paceline.parallel.stages.link import Link
+    from paceline.parallel.tensor.plan import ParameterCut, TensorPlan
+    from paceline.parallel.tensor.team import Team
+    from paceline.sync.servers import Servers
+    from paceline.sync.turns import TurnGradients
     from paceline.worker.pipelined import Pipelined
     from paceline.worker.stages import StagedModel
 
-__all__ = ["Hints", "Models"]
+__all__ = ["Models"]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Hints:
-    """What a script says of a model, for layouts that have to look into it."""
-
-    sample: Any = None  # arguments of a small forward: (x,) or {"input_ids": x}
-    cut: Mapping[str, str] | None = None  # its own roles for layers: {"layers.*.attn.q": "column", ...}
-    stages: Sequence[str] = ()  # the units that stages after the first begin with
-    tokenwise: Sequence[str] = ()  # modules that treat each token by itself though nobody can see it: "layers.*.moe"
+AGREED = "agreed"  # what codecs remember is filed under it where replicas take steps by themselves
 
 
 class Models:
@@ -51,20 +62,39 @@ class Models:
         axes: Axes,
         shards: Shards,
         ring: Ring,
+        together: Together,
         note: Callable[[str], None],
+        servers: Servers | None = None,
+        generation: Callable[[], int] = lambda: 0,
+        worker_rank: int = 0,
     ) -> None:
-        """`note` is told how a model is cut, in words."""
+        """`together` does an operation of the whole run; `note` is told how a model is cut, in words. `servers`: where
+        the plan has some; `generation()` tells that of the members."""
+        self._servers, self._generation, self._worker_rank = servers, generation, worker_rank
+        self._turns: TurnGradients | None = None
+        self._together = together
         self._plan, self._group, self._axes, self._shards, self._ring = plan, group, axes, shards, ring
+        self._in_step = axes.by_itself() if plan.is_local else axes  # who sum gradients
+        self._all_in_step = axes.whole if plan.is_local else group
+        self._agreeing: Sequence[Agreeing] = ()  # where replicas take steps by themselves, from the first one on
         self._note = note
         self._cuts: dict[nn.Module, Mapping[str, ParameterCut]] = {}
-        self._cut_names: dict[str, ParameterCut] = {}  # by full names
+        self._expert_cuts: dict[nn.Module, Mapping[str, ParameterCut]] = {}  # parameters of which each has some experts
+        self._cut_names: dict[str, tuple[ParameterCut, Cutters]] = {}  # by full names, with those who have the parts
         self._parts: set[int] = set()  # ids of parameters that are cut
+        self._of_experts: set[int] = set()  # and of those that belong to experts
         self._partial: set[int] = set()  # and of whole ones of whose gradients each worker has a part
         self._staged: dict[nn.Module, StagedModel] = {}
-        self._homes: dict[str, int] = {}  # by full names: which stage's worker has the word on a tensor
+        self._spread: dict[nn.Module, Sequence[RoutedExperts]] = {}
+        self._owners: dict[nn.Module, Mapping[str, int]] = {}  # of parameters of experts in lists: who has them
+        self._homes: dict[str, Home] = {}  # by full names
         self._parameters: dict[nn.Module, list[Named]] = {}  # of each model, as they were then
         self._sums: dict[tuple[int, ...], GradientSum] = {}  # by the models that a walk is about
+        self._abouts: dict[tuple[int, ...], str] = {}  # and their names
+        self._names: dict[nn.Module, str] = {}
+        self._remembered: dict[str, Memory] = {}  # for sums that are not made yet, by their models' names
         self._num_checked: dict[Optimizer, int] = {}  # parameters of each prepared optimizer
+        self._wire_before, self._raw_bytes_by_itself = WireBytes(), 0
 
     def __contains__(self, model: nn.Module) -> bool:
         return model in self._parameters
@@ -76,19 +106,37 @@ class Models:
         return len(self._parameters)
 
     def place(self, model: nn.Module, *, device: torch.device, is_fresh: bool, hints: Hints) -> None:
-        """Convert, move, wrap and split a model as the plan says. `is_fresh`: no checkpoint will fill it."""
+        """Convert, move, wrap and split a model as the plan says. `is_fresh`: no checkpoint will fill it.
+
+        Raises PlanError with everything that stands against it, before anything is cut.
+        """
+        try:
+            hints = dataclasses.replace(hints, units=names_matching(model, hints.units))
+            require_fit(model, self._plan)
+            require_open(model, self._plan)
+        except PlanError:
+            self._look(model, device=device, hints=hints)  # what stands against its layout is told with it
+            raise
+        if self._plan.compute.recompute != "none" and turn_caches_off(model):
+            self._note(
+                f"{type(model).__name__}: config.use_cache is off from now on, since blocks that are recomputed would "
+                "fill the cache for generation twice"
+            )
         place(
             model,
             self._plan,
             device=device,
+            units=hints.units,
             cut=lambda whole: self._cut(whole, device=device, is_fresh=is_fresh, hints=hints),
-            split=lambda whole: self._split(whole, is_fresh=is_fresh),
+            split=lambda whole: self._split(whole, is_fresh=is_fresh, hints=hints),
         )
 
     def add(self, model: nn.Module, name: str) -> None:
         """A model was prepared under this name."""
+        self._names[model] = name
         self._parameters[model] = [(f"{name}.{key}", parameter) for key, parameter in model.named_parameters()]
-        self._cut_names.update((f"{name}.{key}", cut) for key, cut in self.cuts(model).items())
+        for cuts, holders in self._holders(model):
+            self._cut_names.update((f"{name}.{key}", (cut, holders)) for key, cut in cuts.items())
         self._homes.update((f"{name}.{key}", home) for key, home in self.homes(model).items())
 
     def whole(self, name: str, tensor: Tensor | None) -> Tensor | None:
@@ -96,23 +144,50 @@ class Models:
 
         None where nobody has one.
         """
-        if name in self._homes:
-            home, group = self._homes[name], self._axes.stages
-            return group.broadcast_object(tensor if home == group.index else None, source=home)
-        if tensor is None:
-            return None
-        complete = whole(tensor)
-        if name not in self._cut_names or self._axes.cutters is None:
+        home, complete = self._homes.get(name), None
+        if tensor is not None and (home is None or self._axes.is_at(home)):
+            complete = whole(tensor)
+            if name in self._cut_names:
+                cut, holders = self._cut_names[name]
+                complete = cut.gathered(complete, holders)
+        if home is None:
             return complete
-        return self._cut_names[name].whole(self._axes.cutters.all_gather(complete))
+        return self._axes.parted.broadcast_object(complete, source=self._axes.place_of(home))
 
-    def cuts(self, model: nn.Module) -> Mapping[str, ParameterCut]:
-        """Which parameters of a model are cut, by every name that they have in it."""
-        return self._cuts.get(model, {})
+    def slices(self, model: nn.Module) -> dict[str, Slice]:
+        """What is here of the parameters of a model that are cut, by every name that they have in it."""
+        return {
+            key: Slice(cut.shape, cut.dim, cut.ranges(holders.index))
+            for cuts, holders in self._holders(model)
+            for key, cut in cuts.items()
+        }
 
-    def homes(self, model: nn.Module) -> Mapping[str, int]:
-        """Which of the stages' workers has the word on what of a model's state; empty where there are no stages."""
-        return self._staged[model].homes() if model in self._staged else {}
+    def _holders(self, model: nn.Module) -> Iterator[tuple[Mapping[str, ParameterCut], Cutters]]:
+        """Parameters of a model that are cut, and those who hold the parts."""
+        if self._axes.cutters is not None:
+            yield self._cuts.get(model, {}), self._axes.cutters
+        if self._axes.exchangers is not None:
+            yield self._expert_cuts.get(model, {}), self._axes.exchangers
+
+    def homes(self, model: nn.Module) -> Mapping[str, Home]:
+        """Who has the word on what of a model's state, where workers have different tensors of it: in stages, or with
+        experts that are spread."""
+        if self._axes.parted.size == 1:
+            return {}
+        stages = self._staged[model].homes() if model in self._staged else dict.fromkeys(model.state_dict(), 0)
+        owners, everybodys = self._owners.get(model, {}), set(self._expert_cuts.get(model, {}))
+        if self._axes.inside.size > 1:  # the rows of all else are over those who have other experts, too
+            named = model.named_parameters(remove_duplicate=False)
+            everybodys |= {name for name, one in named if is_split(one) and name not in owners}
+        cuts = self._cuts.get(model, {})
+        return {
+            name: Home(
+                stage=stage,
+                expert=None if name in everybodys else owners.get(name, 0),
+                tensor=None if name in cuts else 0,
+            )
+            for name, stage in stages.items()
+        }
 
     def staged(self, model: nn.Module) -> StagedModel | None:
         """The stages of a model that are here; None where it is not cut into stages."""
@@ -136,17 +211,121 @@ class Models:
         key = tuple(id(model) for model in models)
         if key not in self._sums:
             named = [pair for model in models for pair in self._parameters[model]]
-            self._sums[key] = GradientSum(
+            self._sums[key] = self._served(models, named) or GradientSum(
                 named,
-                group=self._axes.across,
-                sync=self._plan.sync,
-                wire=self._plan.wire,
-                everybody=self._group,
-                inside=self._axes.inside,
+                group=self._in_step.across,
+                sync=_sums(self._plan.sync),
+                wire=Raw() if self._plan.is_local else self._plan.wire,
+                seed=self._plan.batch.seed,
+                everybody=self._all_in_step,
+                inside=None if self._axes.link is not None else self._axes.inside,  # there `_spreads` tells of them
                 is_used=self._shards.is_used,
-                cut=self._cut_gradients(models),
+                spreads=self._spreads(models),
+                apart=self._twins_of if self._axes.sums_alone else None,
             )
+            self._abouts[key] = about = "+".join(self._names[model] for model in models)
+            if about in self._remembered and not self._plan.is_local:
+                self._sums[key].remember(self._remembered.pop(about))
         return self._sums[key]
+
+    @property
+    def turns(self) -> TurnGradients:
+        """The gradients of a replica that takes whole batches. Raises RuntimeError where there is no stepper yet."""
+        if self._turns is None:
+            raise RuntimeError(
+                "a loop over batches under ParameterServer(staleness=...) began before there was a stepper: the "
+                "servers need its model and optimizer. Write step = worker.stepper(model, optim, loss) before the loop"
+            )
+        return self._turns
+
+    def _served(self, models: Sequence[nn.Module], named: Sequence[Named]) -> GradientSum | None:
+        """The sum of gradients on parameter servers; None where the plan has none."""
+        sync = self._plan.sync
+        if self._servers is None or not isinstance(sync, ParameterServer):
+            return None
+        if self._sums:  # the servers know parameters by their places in one set of models
+            (first,) = self._abouts.values()
+            raise PlanError(
+                f"a stepper over {'+'.join(self._names[model] for model in models)} under {sync!r}, beside one over "
+                f"{first}: the servers serve a single set of models. Train all by one stepper, "
+                "worker.stepper([a, b], [optim_a, optim_b], forward=...), or use sync=AllReduce()"
+            )
+        if sync.staleness != 0:
+            from paceline.sync.turns import TurnGradients
+
+            self._turns = TurnGradients(
+                named,
+                models=models,
+                sync=sync,
+                wire=self._plan.wire,
+                servers=self._servers,
+                worker_rank=self._worker_rank,
+            )
+            return self._turns
+        from paceline.sync.served import ServedGradients
+
+        return ServedGradients(
+            named,
+            group=self._group,
+            sync=sync,
+            wire=self._plan.wire,
+            servers=self._servers,
+            generation=self._generation,
+        )
+
+    @contextlib.contextmanager
+    def states_here(self) -> Iterator[None]:
+        """While it lasts, the state of optimizers that run on servers is in the optimizers here, too."""
+        for gradients in self._sums.values():
+            gradients.fetch_state()
+        try:
+            yield
+        finally:
+            for gradients in self._sums.values():
+                gradients.drop_state()
+
+    def sums(self) -> Iterator[tuple[str, GradientSum]]:
+        """All sums between replicas that were asked for, with the names of the models that they are about; the same on
+        all workers."""
+        for one in self._agreeing:
+            yield AGREED, one.sums
+        for key, gradients in self._sums.items() if not self._plan.is_local else ():
+            yield self._abouts[key], gradients
+
+    def agree_by(
+        self, make: Callable[[Sequence[Named], WorkerGroup, WorkerGroup], Sequence[Agreeing]], trained: Collection[int]
+    ) -> Sequence[Agreeing]:
+        """Have replicas agree on those parameters whose ids are given by what `make(parameters, group, everybody)`
+        returns, in place of what did that before."""
+        before, remembered = self._agreeing, self._remembered.pop(AGREED, None)
+        all_named = [pair for parameters in self._parameters.values() for pair in parameters]
+        named = list({id(pair[1]): pair for pair in reversed(all_named) if id(pair[1]) in trained}.values())[::-1]
+        made = self._agreeing = make(named, self._axes.twins, self._group)
+        for one in before:
+            self._wire_before += one.sums.bytes
+        if before:
+            known = [one.sums.memory().copied() for one in before]
+            remembered = Memory(ChainMap(*(dict(m.own) for m in known)), ChainMap(*(dict(m.common) for m in known)))
+        if remembered is not None:
+            for one in made:
+                one.sums.remember(remembered)
+        return made
+
+    def remember(self, memories: Mapping[str, Memory]) -> None:
+        """Have the sums go on with what codecs remembered, by the models' names; where nothing is given, with nothing.
+
+        Sums that are not made yet will.
+        """
+        self._remembered = dict(memories)
+        for about, gradients in self.sums():
+            gradients.remember(memories.get(about, Memory({}, {})))
+            self._remembered.pop(about, None)
+
+    def replica_of(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return (index, size): this worker's place among those who sum the gradient of a parameter."""
+        group = (self._twins_of(parameter) if self._axes.sums_alone else None) or self._axes.across
+        group = self._axes.twins if self._plan.is_local else group
+        return group.index, group.size
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse parameters that nobody averages: those of models, or of parts of them, that were not there at
@@ -168,43 +347,101 @@ class Models:
         """The members are others: forget what was made for the old ones."""
         for gradients in self._sums.values():
             gradients.members_changed()
+        for one in self._agreeing:
+            one.sums.members_changed()
+
+    def agreed_on(self) -> list[Tensor]:
+        """The parameters that are here, and that replicas agree on which take steps by themselves."""
+        names = {name for one in self._agreeing for name, _ in one.anchors}
+        pairs = (pair for parameters in self._parameters.values() for pair in parameters)
+        return [parameter for name, parameter in pairs if name in names and not parameter.is_meta]
+
+    def stepped(self) -> None:
+        """This replica has taken a step by itself."""
+        self._raw_bytes_by_itself += sum(one.num_raw_bytes for one in self._agreeing)
 
     def num_bytes_sent(self) -> int:
-        """What went to the wire so far."""
-        across = sum(gradients.num_bytes_sent for gradients in self._sums.values())
-        return across + self._shards.traffic.num_bytes_sent + self._axes.num_bytes_sent
+        """What went to other workers so far."""
+        inside = sum(one.bytes.num_sent for one in self._sums.values()) if self._plan.is_local else 0
+        return self.wire_bytes().num_sent + inside + self._shards.traffic.num_bytes_sent + self._axes.num_bytes_sent
+
+    def wire_bytes(self) -> WireBytes:
+        """What went to other replicas so far, and what that would have been if all gradients had, as they are."""
+        sent = sum((gradients.bytes for _, gradients in self.sums()), self._wire_before)
+        return WireBytes(sent.num_sent, self._raw_bytes_by_itself) if self._plan.is_local else sent
+
+    def wire_seconds(self) -> tuple[float, float]:
+        """How long sums over replicas were waited for so far, and how long codecs have worked."""
+        each = [(gradients.waited_in_all_s, gradients.encoding_s) for gradients in self._sums.values()]
+        return sum(waited_s for waited_s, _ in each), sum(encoding_s for _, encoding_s in each)
+
+    def largest_bucket(self) -> list[tuple[int, int]]:
+        """The matrices that travel together in the largest bucket; none where nothing travels."""
+        each = [gradients.largest_bucket() for gradients in self._sums.values()]
+        return max(each, key=lambda shapes: sum(rows * columns for rows, columns in shapes), default=[])
 
     def _cut(self, model: nn.Module, *, device: torch.device, is_fresh: bool, hints: Hints) -> None:
-        """Cut a whole model into stages, or its layers, over the workers of this replica, as the layout says."""
-        layout, cutters = self._plan.layout, self._axes.cutters
-        if self._axes.link is not None:
-            self._cut_into_stages(model, device=device, is_fresh=is_fresh, hints=hints)
-        if self._axes.sharers is not None:
-            self._share_sequences(model, self._axes.sharers, is_fresh=is_fresh, hints=hints)
-        if cutters is None:
-            return
-        from paceline.parallel.tensor.apply import apply_plan
-        from paceline.parallel.tensor.find import find_plan
+        """Cut a whole model into stages, and its layers, over the workers of this replica, as the layout says.
 
-        if is_fresh:
-            send_from_first([*model.parameters(), *model.buffers()], self._group)
-        plan = find_plan(
+        All is found out on the whole model; what is not of this worker's stages goes last.
+        """
+        axes = self._axes
+        if not axes.is_split:
+            return
+        if self._is_cut:  # what is found may depend on it; what no checkpoint holds (other buffers) in any case
+            self._make_equal([*(model.parameters() if is_fresh else ()), *model.buffers()])
+        found = self._look(model, device=device, hints=hints)
+        before, team = {id(parameter) for parameter in model.parameters()}, None
+        if found.tensor is not None and axes.cutters is not None:
+            team = self._cut_layers(model, found.tensor, axes.cutters)
+        if found.experts is not None and axes.exchangers is not None:
+            self._spread_experts(model, found.experts, axes.exchangers)
+        if found.context is not None and axes.sharers is not None:  # around experts, which get plain tokens
+            self._share_sequences(model, found.context, axes.sharers, cutters=team)
+        if found.stages is not None and axes.link is not None:
+            self._keep_stages(model, found.stages, axes.link, device=device)
+        gone = before - {id(parameter) for parameter in model.parameters()}
+        for known in (self._parts, self._partial, self._of_experts):
+            known.difference_update(gone)  # another parameter may get the number
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether models are changed before their rows are split."""
+        return self._axes.link is not None or bool(self._axes.users)
+
+    def _look(self, model: nn.Module, *, device: torch.device, hints: Hints) -> Look:
+        """Look at a whole model; raises PlanError with everything that stands against the layout.
+
+        How sequences are shared the first worker finds out, for all: it takes some copies of the model in double
+        precision.
+        """
+        from paceline.parallel.check.look import look_at
+
+        sharers, deciders = self._axes.sharers, self._axes.deciders
+        found = look_at(
             model,
-            size=layout.tensor,
-            plan="auto" if hints.cut is None else hints.cut,
-            sample=hints.sample,
-            sequence=layout.sequence,
+            self._plan,
+            device=device,
+            hints=hints,
+            finds_context=deciders.index == 0,
         )
-        if not plan.layers:
-            raise PlanError(
-                f"Layout(tensor={layout.tensor}) found no layers of {type(model).__name__} that can be cut among "
-                f"{layout.tensor} workers:\n{plan}\nUse shard={layout.tensor} in its place, which splits any model."
-            )
-        first = self._group.broadcast_object(plan.layers)
+        error = found.error()
+        if sharers is not None:
+            error, context = deciders.broadcast_object((error, found.context))
+            found = dataclasses.replace(found, context=context)
+        if error is not None:
+            raise error
+        return found
+
+    def _cut_layers(self, model: nn.Module, plan: TensorPlan, cutters: Cutters) -> Team:
+        """Cut the layers of a whole model over the workers of the tensor axis, and return them as layers know them."""
+        from paceline.parallel.tensor.apply import apply_plan
+
+        first = self._axes.deciders.broadcast_object(plan.layers)
         if first != plan.layers:
             raise SyncError(
-                "worker 0 cuts other layers of the model than this worker, so they do not have the same model, or the "
-                "same version of torch: make it equal on all workers before worker.prepare(model)"
+                "the first worker cuts other layers of the model than this worker, so they do not have the same model, "
+                "or the same version of torch: make it equal on all workers before worker.prepare(model)"
             )
         cut = apply_plan(model, plan, cutters)
         self._cuts[model] = cut.parameters
@@ -212,95 +449,136 @@ class Models:
         self._parts.update(id(names[name]) for name in cut.parameters)
         self._partial.update(map(id, cut.summed))
         self._note(plan.headline)
+        return cut.team
 
-    def _share_sequences(self, model: nn.Module, sharers: Sharers, *, is_fresh: bool, hints: Hints) -> None:
-        """Have a model work on this worker's part of each sequence. The first worker finds out how, for all: it takes
-        some copies of the model in double precision."""
+    def _make_equal(self, tensors: Sequence[Tensor]) -> None:
+        """Give all workers of the run the first one's; a newcomer is sent all that counts later."""
+        self._together(lambda: send_from_first(tensors, self._group))
+
+    def _share_sequences(self, model: nn.Module, plan: ContextPlan, sharers: Sharers, *, cutters: Team | None) -> None:
+        """Have a model work on this worker's part of each sequence."""
         from paceline.parallel.context.apply import apply_plan
-        from paceline.parallel.context.find import find_plan
-        from paceline.parallel.context.plan import ContextPlan
 
-        if is_fresh:
-            send_from_first([*model.parameters(), *model.buffers()], self._group)
-        found: ContextPlan | str | None = None
-        if self._group.index == 0:
-            try:
-                found = find_plan(model, size=sharers.size, sample=hints.sample, tokenwise=hints.tokenwise)
-            except PlanError as error:
-                found = str(error)
-        found = self._group.broadcast_object(found)
-        if not isinstance(found, ContextPlan):
-            raise PlanError(found or "worker 0 did not say how sequences are shared")
-        apply_plan(model, found, sharers)
-        self._note(str(found).partition("\n")[0])
+        apply_plan(model, plan, sharers, cutters=cutters)
+        self._note(str(plan).partition("\n")[0])
 
-    def _cut_into_stages(self, model: nn.Module, *, device: torch.device, is_fresh: bool, hints: Hints) -> None:
-        """Keep this worker's stages of a whole model, as the layout says."""
-        from paceline.worker.stages import StagedModel, cut_model
+    def _spread_experts(self, model: nn.Module, found: Sequence[RoutedExperts], exchangers: Exchangers) -> None:
+        """Keep this worker's experts of a whole model."""
+        from paceline.parallel.experts.apply import spread_experts
 
-        layout, link = self._plan.layout, self._axes.link
-        if link is None:
-            return
-        # What no checkpoint holds (buffers that do not persist) is made equal in any case.
-        send_from_first([*(model.parameters() if is_fresh else ()), *model.buffers()], self._group)
-        precision = self._plan.compute.precision
-        units, cut = cut_model(
-            model,
-            layout,
-            sample=hints.sample,
-            starts=hints.stages,
-            precision=precision,
-            device=device,
-            group=self._group,
-        )
+        spread = spread_experts(model, found, exchangers)
+        self._expert_cuts[model], self._owners[model] = spread.cuts, spread.owners
+        self._spread[model] = found
+        self._of_experts.update(id(p) for name, p in model.named_parameters() if spread.is_of_experts(name))
+        self._note(spread.headline)
+
+    def _twins_of(self, parameter: nn.Parameter) -> WorkerGroup | None:
+        return self._in_step.twins if id(parameter) in self._of_experts else None
+
+    def _keep_stages(self, model: nn.Module, found: StagesPlan, link: Link, *, device: torch.device) -> None:
+        """Keep this worker's stages of a model."""
+        from paceline.worker.stages import StagedModel
+
+        if self._axes.deciders.broadcast_object(found.cut) != found.cut:
+            raise SyncError(
+                "the first worker cuts the model into other stages than this worker, so they do not have the same "
+                "model, or the same version of torch: make it equal on all workers before worker.prepare(model)"
+            )
         self._staged[model] = staged = StagedModel(
             model,
-            units=units,
-            cut=cut,
-            layout=layout,
+            units=found.units,
+            cut=found.cut,
+            layout=self._plan.layout,
             group=self._axes.stages,
             link=link,
             device=device,
-            precision=precision,
+            precision=self._plan.compute.precision,
             note=self._note,
+            still=self._still,
+            shards=self._shards,
         )
         self._note(staged.headline)
 
-    def _cut_gradients(self, models: Sequence[nn.Module]) -> Spread | None:
+    @contextlib.contextmanager
+    def _still(self) -> Iterator[None]:
+        """While it lasts, forwards move nothing between workers."""
+        with contextlib.ExitStack() as stack:
+            for one in (*self._axes.users, self._shards):
+                stack.enter_context(one.still())
+            yield
+
+    def _spreads(self, models: Sequence[nn.Module]) -> list[Spread]:
+        """How the gradients of these models are spread over workers of the replica, axis by axis."""
+        found: list[Spread] = []
+        if self._axes.link is not None and self._axes.inside.size > 1:
+            # The rows of a stage's units; what is between units is whole, and has a part of its gradient everywhere.
+            found.append(CutGradients(group=self._axes.inside, has_part=is_split, is_partial=lambda p: not is_split(p)))
+        elif any(model in self._spread for model in models) and self._axes.inside.size == 1:
+            is_summed = not self._axes.sums_alone  # otherwise all but experts are summed over everybody at once
+            found.append(
+                CutGradients(
+                    group=self._axes.experts,
+                    has_part=lambda parameter: id(parameter) in self._of_experts,
+                    is_partial=lambda parameter: is_summed and id(parameter) not in self._of_experts,
+                )
+            )
+        if self._axes.context.size > 1 and not self._axes.spans_context:
+            found.append(CutGradients(group=self._axes.context, has_part=lambda _: False, is_partial=lambda _: True))
+        if any(model in self._cuts for model in models):
+            found.append(
+                CutGradients(
+                    group=self._axes.tensor,
+                    has_part=lambda parameter: id(parameter) in self._parts,
+                    is_partial=lambda parameter: id(parameter) in self._partial,
+                )
+            )
         if any(model in self._staged for model in models):
             from paceline.worker.stages import SharedGradients
 
-            return SharedGradients([self._staged[model] for model in models])
-        if not any(model in self._cuts for model in models):
-            return None
-        return CutGradients(
-            group=self._axes.tensor,
-            has_part=lambda parameter: id(parameter) in self._parts,
-            is_partial=lambda parameter: id(parameter) in self._partial,
-        )
+            found.append(SharedGradients([self._staged[model] for model in models]))
+        return found
 
-    def _split(self, model: nn.Module, *, is_fresh: bool) -> None:
+    def _split(self, model: nn.Module, *, is_fresh: bool, hints: Hints) -> None:
         """Split the rows of a model's state over the workers of this replica, as the layout says."""
         axes = self._axes
-        if axes.mesh is None:
+        if axes.rows is None:
             return
-        if is_fresh and axes.cutters is None:  # otherwise it was done before layers were cut
-            send_from_first([*model.parameters(), *model.buffers()], self._group)
+        if is_fresh and not self._is_cut:  # otherwise it was done before
+            self._make_equal([*model.parameters(), *model.buffers()])
         before = dict(model.named_parameters(remove_duplicate=False))
         self._shards.add(
             ShardedModel(
                 model,
-                mesh=axes.mesh,
+                rows=axes.rows,
+                experts=self._experts_here(model),
+                expert_rows=axes.expert_rows,
+                units=hints.units,
+                apart=self._staged[model].own_units() if model in self._staged else None,
+                is_late=self._plan.layout.schedule == "zero-bubble",
                 zero=self._plan.layout.zero,
                 precision=self._plan.compute.precision,
                 on_host=self._plan.compute.offload == "all",
                 ring=self._ring,
-                group=axes.shard_name,
                 traffic=self._shards.traffic,
             )
         )
         # They are others now. None of them is partial any more: what a forward sees is a third one, gathered, and to
         # layers that are cut that is like any whole tensor, whose gradient they sum themselves.
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if id(before[name]) in self._parts:
-                self._parts.add(id(parameter))
+        after = model.named_parameters(remove_duplicate=False)
+        changed = [(id(before[name]), id(parameter)) for name, parameter in after]
+        for known in (self._parts, self._of_experts):
+            now = {new for old, new in changed if old in known}
+            known.difference_update(old for old, _ in changed)
+            known.update(now)
+
+    def _experts_here(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The modules of experts of which this worker has some, with their names."""
+        found = [(one.name, one.module) for one in self._spread.get(model, ())]
+        return [pair for pair in found if any(not parameter.is_meta for parameter in pair[1].parameters())]
+
+
+def _sums(sync: Sync) -> AllReduce:
+    """How gradients are summed within a step."""
+    if isinstance(sync, LocalSGD | Gossip):
+        return sync.sums
+    return sync if isinstance(sync, AllReduce) else AllReduce()

@@ -79,11 +79,22 @@ class Orders:
         with contextlib.suppress(ChannelClosed):
             self._channel.send({"op": op, "step": self.step(), **fields})
 
+    def tell_kept(self) -> None:
+        """Say to the supervisor of this host, and nobody else, that one more snapshot counts: for the head that is no
+        sign of life."""
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send({"op": "kept"})
+
     def check(self, generation: int) -> None:
         """Raise Disrupted where the generation is over, at once."""
         form = self._form
         if form is not None and form.interrupts(generation):
             raise Disrupted(form.reason)
+
+    def is_over(self, generation: int) -> bool:
+        """Whether a newer generation has interrupted this one."""
+        form = self._form
+        return form is not None and form.interrupts(generation)
 
     def check_newest(self, generation: int) -> None:
         """Raise Disrupted where there is a newer generation of any kind: for who is about to join this one."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.errors import PlanError
 from paceline.parallel.precision import computing
-from paceline.parallel.stages.run import Outcome, StageWorker
-from paceline.schedule.pipeline import Action, Pipeline
+from paceline.parallel.stages.run import MOST_KINDS, Outcome, StageWorker
+from paceline.schedule.pipeline import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Pipeline
 from paceline.schedule.timeline import ideal_bubble_share
 from paceline.worker import randomness
 from paceline.worker.buffers import BufferCombiner
@@ -59,6 +59,7 @@ class Pipelined:
         self._count: Any = None  # of the newest loss; None: it is a mean
         self._counts: dict[int, Any] = {}  # of each micro-batch's
         self._checked: set[int] = set()  # ids of tapes, which the worker keeps
+        self._is_told = False  # that shapes keep changing
         self._usual_micros, self._idle = 0, list[float]()  # of a step; the share of each step that this worker waited
 
     def step(
@@ -66,13 +67,15 @@ class Pipelined:
         micros: Sequence[Any],
         *,
         sizes: Sequence[int],
+        void: Sequence[bool],
         num_step: int,
         seeds: Sequence[tuple[int, ...]],
         buffers: BufferCombiner,
     ) -> list[StepLoss]:
         """Run forward and backward of micro-batches of these sizes; returns their losses, on the last stage's worker.
 
-        Each counts by its share of the step's `num_step` samples. All workers of the stages must call it.
+        Each counts by its share of the step's `num_step` samples, and for nothing where it is `void`, which the last
+        ones may be. All workers of the stages must call it.
         """
         if not micros:
             return []
@@ -84,6 +87,10 @@ class Pipelined:
             randomness.seed_all(*seeds[action.micro])  # numpy's generator as well, which no unit's own seeds reach
             buffers.rewind(afresh=True)
             yield
+            if void[action.micro]:
+                buffers.undo(afresh=True)
+                self._counted(action)
+                return
             is_first = action.stage == staged.own_stages[0]
             buffers.capture(
                 sizes[action.micro], among=lambda module: staged.is_of_stage(module, action.stage), is_new=is_first
@@ -91,8 +98,24 @@ class Pipelined:
             self._counted(action)
 
         self._learn(self._loss, micros)
-        factors = [size / num_step if self._is_mean else 1.0 / num_step for size in sizes]
-        self._worker.around, self._counts = around, {}
+        factors = [
+            0.0 if is_void else size / num_step if self._is_mean else 1.0 / num_step
+            for size, is_void in zip(sizes, void, strict=True)
+        ]
+        last = {action.stage: action for action in pipeline.orders[staged.group.index] if action.kind != FORWARD}
+
+        def before(action: Action) -> None:
+            staged.shards.before_run(is_last=last.get(action.stage) is action, is_void=void[action.micro])
+            if action.kind == BACKWARD_WEIGHT:
+                staged.shards.before_weights(staged.model)
+
+        def after(action: Action) -> None:
+            if action.kind == BACKWARD_INPUT:
+                staged.shards.after_inputs(staged.model)
+            elif action.kind == BACKWARD_WEIGHT:
+                staged.shards.after_weights(staged.model, is_last=last.get(action.stage) is action)
+
+        self._worker.around, self._worker.before, self._worker.after, self._counts = around, before, after, {}
         outcome = self._worker.step(self._loss, micros, weights=factors, seeds=seeds)
         self._note(outcome, pipeline)
         return [StepLoss(value=outcome.results[m], count=self._counts[m]) for m in sorted(outcome.results)]
@@ -107,6 +130,7 @@ class Pipelined:
         self._worker.pipeline = self.staged.pipeline(len(micros))
         self._learn(self._output, micros)
         self._worker.around = lambda action: around(action.micro)
+        self._worker.before = self._worker.after = lambda _: None
         outcome = self._worker.evaluate(self._output, micros)
         return [outcome.results[m] for m in sorted(outcome.results)]
 
@@ -117,8 +141,17 @@ class Pipelined:
             self._worker.forget()
             self._trained = trained
             self._checked.clear()
+        if forgotten := self._worker.trim():
+            self._checked.difference_update(map(id, forgotten))
+            if not self._is_told:
+                self._is_told = True
+                self.staged.note(
+                    f"the shapes of micro-batches keep changing: of more than {MOST_KINDS} kinds the oldest are "
+                    "forgotten and recorded anew, which takes time; pad to a few lengths"
+                )
         for micro in micros:
-            tape, way = self._worker.learn(forward, micro)
+            with self.staged.still():
+                tape, way = self._worker.learn(forward, micro)
             if id(tape) in self._checked:
                 continue
             self._checked.add(id(tape))

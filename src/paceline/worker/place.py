@@ -1,18 +1,18 @@
 """A worker's place among the others: how it reaches them, and the group that it is in.
 
 A run of a fixed number of replicas has one group, over torch's default process group. An elastic run has one for each
-generation of its membership.
+generation of its membership. Where its replicas are of several workers, each replica is a world of its own to torch:
+its workers' default process group has nobody else in it, and lives as long as the replica does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -22,15 +22,28 @@ from paceline import environment
 from paceline.comm.channel import Channel
 from paceline.comm.generation import GenerationGroup, Members, assemble, name_of
 from paceline.comm.group import Alone, Disrupted, Group, WorkerGroup
+from paceline.comm.lockstep import Across, InStep, Lockstep
 from paceline.comm.ring import Ring
 from paceline.comm.shared import share
 from paceline.comm.store import BoardStore
+from paceline.comm.vault import Slot, Vault
+from paceline.comm.ways import Wanted, on_its_way
 from paceline.elastic.notices import Form
 from paceline.errors import LaunchError, PlanError
-from paceline.plan import Plan
+from paceline.events import Event, Note
+from paceline.plan import Gossip, ParameterServer, Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker.agreement import Agreement, Elastic, Holder
-from paceline.worker.axes import Axes, axes_of, unsplit
+from paceline.worker.axes import (
+    Axes,
+    axes_of,
+    default_group,
+    replica_of,
+    spans,
+    sums_over_everybody,
+    unsplit,
+    workers_of,
+)
 from paceline.worker.device import backend_for
 from paceline.worker.notice import Notice
 from paceline.worker.orders import Orders
@@ -53,6 +66,10 @@ class Place:
     attach: Callable[[Holder], None]  # to be called with who has the run's state, once there is one
     ring: Ring  # where this worker says what it does
     axes: Axes  # its groups inside its replica, and across the replicas
+    link: Callable[[], Mapping[int, Mapping[str, float]]]  # what sums over replicas take, as far as it was measured
+    vault: Vault | None = None  # memory that outlives this worker; None: nobody would begin again with it
+    address: str = "127.0.0.1"  # of this host, as the others see it
+    begins_with: Slot | None = None  # what a lost worker had at this place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +83,7 @@ class Arrival:
     ring: Ring
     store: dist.Store | None = None  # of a world that somebody else started
     notice: Notice | None = None  # in such a world: hears whether this worker is asked to leave
-    note: Callable[[str], None]  # tells the user a sentence
+    tell: Callable[[Event], None]  # says what has happened
 
 
 @contextlib.contextmanager
@@ -116,17 +133,26 @@ def _fixed(arrival: Arrival, shared: dist.Store, orders: Orders | None) -> Itera
         device_id=device if device.type == "cuda" else None,
     )
     group: WorkerGroup = Alone()
+    wanted = _wanted(arrival)
     if assignment.workers > 1:
-        group = over_torch = Group(_world(), device=device)
+        group = over_torch = Group(default_group(), device=device)
         if assignment.hosts == 1 and device.type == "cpu":
             group, reason = share(over_torch, timeout_s=timeout_s)
             if reason is not None and assignment.rank == 0:
-                arrival.note(f"workers sum gradients over the loopback network, which is slower: {reason}")
+                arrival.tell(Note(text=f"workers sum gradients over the loopback network, which is slower: {reason}"))
+        if sums_over_everybody(arrival.plan):
+            group = on_its_way(
+                group,
+                wanted,
+                ranks=range(assignment.workers),
+                store=dist.PrefixStore("paceline/near", shared),
+                tells=assignment.rank == 0,
+            )
     ring.leave()
     members = Members(group, generation=0, ranks=tuple(range(assignment.workers)), ring=ring)
     agreement = Agreement(members, rank=assignment.rank, orders=orders, notice=arrival.notice, timeout_s=timeout_s)
     axes = axes_of(
-        arrival.plan.layout,
+        arrival.plan,
         members,
         worker_rank=assignment.rank,
         device=device,
@@ -134,17 +160,21 @@ def _fixed(arrival: Arrival, shared: dist.Store, orders: Orders | None) -> Itera
         timeout_s=timeout_s,
         is_one_host=assignment.hosts == 1,
         streams=arrival.plan.compute.offload == "all",
+        on_way=lambda one, name, ranks: on_its_way(
+            one,
+            wanted,
+            ranks=ranks,
+            store=dist.PrefixStore(f"paceline/near {name}", shared),
+            tells=assignment.rank == 0,
+        ),
     )
+    algorithm, kind = _algorithm(arrival.plan), type(arrival.plan.sync).__name__
+    if algorithm != "auto" and axes.across.size == 1 and assignment.workers > 1 and assignment.rank == 0:
+        text = f"{kind}(algorithm={algorithm!r}) is not used: there is one replica, which sums with no other one"
+        arrival.tell(Note(text=text))
     try:
-        yield Place(
-            group=members,
-            agreement=agreement,
-            prelude=Prelude(None),
-            shared=shared,
-            attach=agreement.attach,
-            ring=ring,
-            axes=axes,
-        )
+        told = _Told(shared=shared, prelude=Prelude(None), link=wanted.latest)
+        yield _place(arrival, members, agreement, axes=axes, told=told)
         axes.close()
         # Where something went wrong a transfer may be pending, and to destroy its group would wait for it.
         members.close()
@@ -161,59 +191,199 @@ def _elastic(arrival: Arrival, channel: Channel, orders: Orders) -> Iterator[Pla
     replicas = layout.replicas
     least, most = replicas if isinstance(replicas, tuple) else (assignment.workers, assignment.workers)
     shared = BoardStore(channel, timeout_s=timeout_s)
-    members = Members(None, generation=-1, ring=ring)
-    agreement = Agreement(
-        members,
-        rank=assignment.rank,
-        orders=orders,
-        timeout_s=timeout_s,
-        elastic=Elastic(build=functools.partial(_generation, arrival, channel, orders)),
-    )
     orders.tell("elastic", least=least, most=most, workers_each=layout.workers_each)
-    if not assignment.joins:
-        agreement.begin(tuple(range(assignment.workers)))
-    yield Place(
-        group=members,
+    with contextlib.ExitStack() as stack:
+        if layout.workers_each == 1:
+            members, across, lockstep = Members(None, generation=-1, ring=ring), None, Lockstep()
+            axes = unsplit(members)
+        else:
+            members, across, lockstep, axes = stack.enter_context(_replica(arrival, shared))
+        generations = _Generations(arrival, channel, orders, across=across)
+        agreement = Agreement(
+            members,
+            rank=assignment.rank,
+            orders=orders,
+            timeout_s=timeout_s,
+            elastic=Elastic(
+                build=generations.build,
+                has_formed=generations.has_formed,
+                lockstep=lockstep,
+                workers_each=layout.workers_each,
+            ),
+        )
+        if not assignment.joins:
+            agreement.begin(tuple(range(assignment.workers)))
+        told = _Told(shared=shared, prelude=Prelude(shared), link=generations.link)
+        yield _place(arrival, members, agreement, axes=axes, told=told)
+        axes.close()
+        members.close()
+
+
+@contextlib.contextmanager
+def _replica(arrival: Arrival, shared: dist.Store) -> Iterator[tuple[Members, Across | None, Lockstep, Axes]]:
+    """Meet the other workers of this replica. Yields the group of the run and the one between replicas, which nobody
+    is in yet, and the replica's own."""
+    assignment, layout, ring, timeout_s = arrival.assignment, arrival.plan.layout, arrival.ring, arrival.job.timeout_s
+    ring.join("replica", workers_of(layout, assignment.rank), is_main=True)
+    ring.wait(ring.enter("meeting", "the workers of each replica find each other"))
+    dist.init_process_group(
+        backend_for(arrival.device),
+        store=dist.PrefixStore(f"paceline/{_life(arrival)}", shared),
+        rank=assignment.rank % layout.workers_each,
+        world_size=layout.workers_each,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        replica, is_one_host = replica_of(
+            layout,
+            worker_rank=assignment.rank,
+            device=arrival.device,
+            ring=ring,
+            timeout_s=timeout_s,
+            host=f"{assignment.host_index} {assignment.host}",
+            num_workers=assignment.workers,
+        )
+        ring.leave()
+        lockstep = Lockstep(replica)
+        members = InStep(lockstep, ring=ring)
+        across = None if spans(arrival.plan) else Across(lockstep, ring=ring)  # whole models: everybody is across
+        axes = axes_of(
+            arrival.plan,
+            members,
+            worker_rank=assignment.rank,
+            device=arrival.device,
+            ring=ring,
+            timeout_s=timeout_s,
+            is_one_host=is_one_host,
+            across=members if across is None else across,
+            num_workers=assignment.workers,
+        )
+        yield members, across, lockstep, dataclasses.replace(axes, whole=replica, deciders=replica, life=_life(arrival))
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    """What a worker hears from others beside its groups (see Place)."""
+
+    shared: dist.Store
+    prelude: Prelude
+    link: Callable[[], Mapping[int, Mapping[str, float]]]
+
+
+def _place(arrival: Arrival, group: WorkerGroup, agreement: Agreement, *, axes: Axes, told: _Told) -> Place:
+    """A worker's place, with the memory that its supervisor has handed it."""
+    fds, begins_at = arrival.assignment.vault_fds, arrival.assignment.begins_at
+    return Place(
+        group=group,
         agreement=agreement,
-        prelude=Prelude(shared),
-        shared=shared,
+        prelude=told.prelude,
+        shared=told.shared,
+        link=told.link,
         attach=agreement.attach,
-        ring=ring,
-        axes=unsplit(members),
+        ring=arrival.ring,
+        axes=axes,
+        address=arrival.assignment.address,
+        vault=Vault(fds[:2]) if fds else None,
+        begins_with=None if begins_at is None else Slot(fds[2]),
     )
-    members.close()
 
 
-def _generation(arrival: Arrival, channel: Channel, orders: Orders, form: Form, is_hurry: bool) -> WorkerGroup:
-    """The group of a generation: its members meet through the board. Disrupted where it is over already."""
-    assignment, timeout_s = arrival.assignment, arrival.job.timeout_s
-    arrival.ring.join(name_of(form.generation), form.members, is_main=True)
-    if len(form.members) == 1:
-        return Alone()
+def _life(arrival: Arrival) -> str:
+    """A name for this replica that whoever had its number before did not have."""
+    assignment, each = arrival.assignment, arrival.plan.layout.workers_each
+    return f"_replica_{assignment.rank // each}_{assignment.incarnation}"
 
-    deadline = time.monotonic() + (MEETING_S if is_hurry else timeout_s)
 
-    def check_meeting() -> None:
-        orders.check_newest(form.generation)
-        if time.monotonic() > deadline:
-            raise Disrupted("the workers could not all meet in time")
+class _Generations:
+    """Builds the groups of one worker, generation by generation; its members meet through the board."""
 
-    def check() -> None:
-        orders.check(form.generation)
+    def __init__(self, arrival: Arrival, channel: Channel, orders: Orders, *, across: Across | None) -> None:
+        """`across`: is given its group as well; None: there is no other one than the run's."""
+        self._arrival, self._channel, self._orders, self._across = arrival, channel, orders, across
+        self._each = arrival.plan.layout.workers_each
+        self._wanted = _wanted(arrival)
+        self.link = self._wanted.latest
+        prefix = f"paceline/{_life(arrival)}/formed/"
+        self._board = BoardStore(channel, timeout_s=arrival.job.timeout_s, prefix=prefix)
 
-    prefix = f"paceline/generation_{form.generation}/"
-    store = BoardStore(channel, timeout_s=timeout_s, prefix=prefix, check_wait=check_meeting)
-    backend = assemble(
-        store,
-        index=form.members.index(assignment.rank),
-        size=len(form.members),
-        timeout_s=timeout_s,
-        check=check_meeting,
+    def build(self, form: Form, is_hurry: bool) -> WorkerGroup:
+        """The group of a generation. Raises Disrupted where it is over already."""
+        self._arrival.ring.join(name_of(form.generation), form.members, is_main=True)
+        meet_s = MEETING_S if is_hurry else self._arrival.job.timeout_s
+        whole = self._group(form, form.members, "", meet_s)
+        if self._across is not None:
+            place = self._arrival.assignment.rank % self._each
+            alike = tuple(worker for worker in form.members if worker % self._each == place)
+            self._across.take(self._group(form, alike, f"across_{place}/", meet_s), form.generation, ranks=alike)
+        return whole
+
+    def has_formed(self, generation: int, has_formed: bool) -> bool:
+        """Whether all workers of this replica have formed a generation: they tell each other by the board."""
+        if self._each == 1:
+            return has_formed
+        place = self._arrival.assignment.rank % self._each
+        self._board.set(f"{generation}/{place}", "yes" if has_formed else "no")
+        keys = [f"{generation}/{number}" for number in range(self._each)]
+        return has_formed and all(self._board.get(key) == b"yes" for key in keys)
+
+    def _group(self, form: Form, members: tuple[int, ...], name: str, meet_s: float) -> WorkerGroup:
+        arrival, orders, timeout_s = self._arrival, self._orders, self._arrival.job.timeout_s
+        if len(members) == 1:
+            return Alone()
+        deadline = time.monotonic() + meet_s
+
+        def check_meeting() -> None:
+            orders.check_newest(form.generation)
+            if time.monotonic() > deadline:
+                raise Disrupted("the workers could not all meet in time")
+
+        def check() -> None:
+            orders.check(form.generation)
+
+        prefix = f"paceline/generation_{form.generation}/{name}"
+        store = BoardStore(self._channel, timeout_s=timeout_s, prefix=prefix, check_wait=check_meeting)
+        backend = assemble(
+            store,
+            index=members.index(arrival.assignment.rank),
+            size=len(members),
+            timeout_s=timeout_s,
+            check=check_meeting,
+        )
+        group: WorkerGroup = GenerationGroup(backend, device=arrival.device, check=check, timeout_s=timeout_s)
+        if not (form.is_spread if form.generation > 0 else arrival.assignment.hosts > 1):
+            neighbours = len(form.members)
+            group, _ = share(group, timeout_s=timeout_s, is_lost=check, num_neighbours=neighbours, ranks=members)
+        if not name and not sums_over_everybody(arrival.plan):
+            return group
+        return on_its_way(
+            group,
+            self._wanted,
+            ranks=members,
+            store=dist.PrefixStore("near", store),
+            check=check,
+            lost=Disrupted,
+            tells=arrival.assignment.rank == members[0] == form.members[0],
+        )
+
+
+def _wanted(arrival: Arrival) -> Wanted:
+    """How gradients are summed."""
+    assignment = arrival.assignment
+    return Wanted(
+        algorithm=_algorithm(arrival.plan),
+        host=f"{assignment.host_index} {assignment.host}",
+        timeout_s=arrival.job.timeout_s,
+        tell=arrival.tell,
     )
-    group = GenerationGroup(backend, device=arrival.device, check=check, timeout_s=timeout_s)
-    if form.is_spread if form.generation > 0 else assignment.hosts > 1:
-        return group
-    return share(group, timeout_s=timeout_s, is_lost=check)[0]
+
+
+def _algorithm(plan: Plan) -> str:
+    """How sums over replicas are taken: where servers take those of the gradients, what is left chooses for itself."""
+    return "auto" if isinstance(plan.sync, ParameterServer | Gossip) else plan.sync.algorithm
 
 
 def _refuse_where_fixed(plan: Plan, job: Job, device: torch.device, *, has_supervisor: bool) -> None:
@@ -230,13 +400,6 @@ def _refuse_where_fixed(plan: Plan, job: Job, device: torch.device, *, has_super
             f"{shown} lets workers come and go, which is built for the CPU so far, not for {device.type}. Use "
             "Layout(replicas=n), or device='cpu'."
         )
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    if world is None:
-        raise RuntimeError("torch.distributed has no default group")
-    return world
 
 
 def _interface_of(address: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,33 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.folder import discard
 from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
-from paceline.comm.group import Alone, WorkerGroup
+from paceline.comm.group import WorkerGroup
 from paceline.comm.split import Slice
-from paceline.errors import CheckpointError
-from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Warned
+from paceline.errors import CheckpointError, PlanError
+from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Note, Warned
 from paceline.parallel.apply import send_from_first
+from paceline.parallel.check.whole import needs_whole_parameters
 from paceline.parallel.offload.choose import directory_of, memory_for, why_no_disk
 from paceline.parallel.offload.state import OffloadedState
 from paceline.plan import Plan
+from paceline.sync.agreeing import Agreeing
 from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
 from paceline.worker.axes import Axes
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.cursor import Cursor
 from paceline.worker.guard import LossGuard
+from paceline.worker.home import Home
 from paceline.worker.keeping import Keeper
 from paceline.worker.ledger import Origin
-from paceline.worker.received import Received, TensorSource
+from paceline.worker.memories import Gathered, Memories, is_remembered
 from paceline.worker.record import RunFiles
 from paceline.worker.saving import Registry, load_model, load_object, load_optimizer, merged, restore_rates
+from paceline.worker.snapshot import fill_model, fill_optimizer, named_tensors, spreads_of
 
 __all__ = ["Preparation"]
 
+OUTER = "outer_optimizer"  # under which the one between replicas is stored
 ABANDON_S = 3.0  # less than what a supervisor gives to a failed job
 
 
@@ -45,6 +50,7 @@ class Preparation:
     def __init__(
         self,
         plan: Plan,
+        registry: Registry,
         *,
         group: WorkerGroup,
         agreement: Agreement,
@@ -53,30 +59,37 @@ class Preparation:
         losses: LossGuard,
         files: RunFiles,
         axes: Axes,
+        memories: Memories,
         store: dist.Store,
         timeout_s: float,
+        states_here: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self.registry = Registry()
-        self.step = 0  # of the open checkpoint
-        self.source = ""  # its path
+        """While `states_here()` lasts, the state of all optimizers is in them."""
+        self.registry = registry
+        self._states_here = states_here
+        self.step = 0  # of the open checkpoint, or of what another start had in memory
+        self.source = ""  # the checkpoint's path
+        self.is_recalled = False  # it was in memory, and may be in no checkpoint
         self.has_taken_over = False  # another worker may have been the first before
         self.saved_at = -1  # the step after which this worker itself has written last
         self._is_own = True  # it belongs to this run directory
         self._plan, self._group, self._device, self._buffers, self._files = plan, group, device, buffers, files
         self._agreement, self._losses = agreement, losses
         self._axes, self._store, self._timeout_s = axes, store, timeout_s
-        self._received: Received | None = None  # a newcomer's state, until it begins
+        self._memories = memories
+        self._handed: Mapping[str, Any] | None = None  # what another worker had here, until all of it is taken over
         self._checkpoint: Checkpoint | None = None  # on worker 0
         self._state: dict[str, Any] | None = None  # its plain part, on all workers
         self._used: set[str] = set()
+        self._between: list[str] = []  # names of the optimizers between replicas
         self._has_begun = False
         self._keeper: Keeper | None = None
         self._has_saved = False
 
-    def model(self, model: nn.Module, name: str | None, *, cuts: Mapping[str, Slice], homes: Mapping[str, int]) -> str:
+    def model(self, model: nn.Module, name: str | None, *, cuts: Mapping[str, Slice], homes: Mapping[str, Home]) -> str:
         """Register a model that has been placed, fill it, and make it equal everywhere; returns its name.
 
-        `cuts`: what is here of its parameters that are cut. `homes`: of a model in stages, who has the word on what.
+        `cuts`: what is here of its parameters that are cut. `homes`: where these differ, who has the word.
         """
         self._refuse_known(model)
         full_name = self.registry.name_for("model", name)
@@ -108,11 +121,53 @@ class Preparation:
                 "worker.prepare(model) first, "
                 "and make the optimizer from that model's parameters"
             )
+        self._refuse_parts(optimizer)
         full_name = self.registry.name_for("optimizer", name)
         self.registry.optimizers[full_name] = optimizer
         if self._plan.compute.offload != "none":
             self._offload(full_name, optimizer)
         self._fill_optimizer(full_name)
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the user's optimizers hold."""
+        found = (one for name, one in self.registry.optimizers.items() if name not in self._between)
+        return [parameter for one in found for group in one.param_groups for parameter in group["params"]]
+
+    def agreeing(self, agreeing: Sequence[Agreeing]) -> None:
+        """Register what replicas remember of their agreements, in place of what they had before, and fill it."""
+        registry = self.registry
+        known: dict[str, dict[str, Any]] = {}
+        for name in self._between:
+            known.update((registry.stand_ins[id(p)], held) for p, held in registry.optimizers.pop(name).state.items())
+        is_first, self._between = not self._between, []
+        registry.stand_ins = {id(anchor): name for one in agreeing for name, anchor in one.anchors}
+        for number, one in enumerate(agreeing, 1):
+            if one.optimizer is None:
+                continue
+            name = OUTER if len(agreeing) == 1 else f"{OUTER}_{number}_of_{len(agreeing)}"
+            registry.optimizers[name] = one.optimizer
+            self._between.append(name)
+            one.optimizer.state.update({p: known[key] for key, p in one.anchors if key in known})
+            if is_first and self._state is not None and name in self._state["run"]["optimizers"]:
+                options = [{k: v for k, v in group.items() if k != "params"} for group in one.optimizer.param_groups]
+                self._fill_optimizer(name)
+                for group, of_plan in zip(one.optimizer.param_groups, options, strict=True):
+                    group.update(of_plan)
+
+    def _refuse_parts(self, optimizer: Optimizer) -> None:
+        """Raise PlanError where an optimizer needs whole parameters, and some of its own are here in part, as plain
+        tensors; of rows, which torch knows to be rows, it gets norms and products of the whole."""
+        names = self.registry.parameter_names()
+        held = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
+        cut = next((name for name in held if name in self.registry.cuts), None)
+        if cut is not None and needs_whole_parameters(optimizer):
+            layout = self._plan.layout
+            axes = " and ".join(axis for axis in ("tensor", "experts") if getattr(layout, axis) > 1)
+            raise PlanError(
+                f"{type(optimizer).__name__} looks at parameters as a whole (norms, rows and columns, products), but "
+                f"under {layout!r} each worker has only a part of {cut}, and would take other steps. Use shard or "
+                f"stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
+            )
 
     def _offload(self, name: str, optimizer: Optimizer) -> None:
         """Keep an optimizer's state where the plan says. Raises PlanError where there is no room."""
@@ -148,16 +203,28 @@ class Preparation:
         if self._has_begun or self._state is None:
             return
         self._has_begun = True
-        self._received = None
         randomness.restore(self._state["random"])
         if "losses" in self._state:  # not in checkpoints of earlier versions
             self._losses.fill(self._state["losses"])
+        self._fill_memories()
         run = self._state["run"]
         idle = sorted({*run["extra"], *run["optimizers"], *run["objects"]} - self._used)
-        if idle and self._group.index == 0:
+        if not idle:
+            self._handed = None
+        elif self._group.index == 0:
             self._files.emit(
                 Warned(text=f"the checkpoint also holds {', '.join(idle)}, which this script did not prepare: not used")
             )
+
+    def _fill_memories(self) -> None:
+        """Have codecs go on with what they remembered then."""
+        if self._handed is not None:
+            self._memories.recall(self._handed["tensors"])
+        elif self._memories.is_kept:
+            self._together(self._memories.load)
+        elif (source := self._opened()) is not None and any(map(is_remembered, source.names)):
+            text = f"the checkpoint also holds gradients that had still to be sent: {self._plan.wire!r} drops them"
+            self._files.emit(Note(text=text))
 
     def open(self, path: str | None) -> None:
         """Open a checkpoint, by default the newest complete one; what is prepared from now on is filled from it."""
@@ -193,20 +260,35 @@ class Preparation:
         for name in self.registry.objects:
             self._fill_other(name)
 
-    def save(self, *, step: int, cursors: Mapping[str, Cursor]) -> None:
+    def save(self, *, step: int, cursors: Mapping[str, Cursor], gathered: Gathered) -> None:
         """Stage the state and let a background thread write it: worker 0's, or, of sharded replicas, those of the first
-        replica's workers; the others have nothing to do."""
+        replica's workers; the others have nothing to do. `gathered`: what is saved beside the registry."""
         if not self._writes:
             return
         self.saved_at = step
+        with self._states_here():
+            self._keep(step, cursors, gathered)
+        self.release()
+
+    def _keep(self, step: int, cursors: Mapping[str, Cursor], gathered: Gathered) -> None:
+        """Stage the state; all of it is here."""
         state = self._plain(cursors)
         about = {"step": step, "plan": str(self._plan), "workers": self._group.size, "torch": torch.__version__}
         registry = self.registry
         if registry.homes:
-            state["run"] = merged(self._axes.stages.gather_objects(state["run"]), registry.homes)
+            places = {name: self._axes.place_of(home) for name, home in registry.homes.items()}
+            state["run"] = merged(self._axes.parted.gather_objects(state["run"]), places)
         self._opened_keeper().save(
-            step, registry.tensors(), registry.tensor_cuts(), registry.tensor_homes(), state, about
+            step,
+            {**registry.tensors(), **gathered.tensors},
+            {**registry.tensor_cuts(), **gathered.cuts},
+            {**registry.tensor_homes(), **gathered.homes},
+            state,
+            about,
         )
+
+    def release(self) -> None:
+        """Everything was read that lies elsewhere, and is not needed before the next step."""
         for offloaded in self.registry.offloaded.values():
             offloaded.release()
 
@@ -230,7 +312,7 @@ class Preparation:
     @property
     def _writes(self) -> bool:
         """Whether this worker writes files."""
-        return 0 <= self._group.index < self._axes.writers
+        return self._axes.writer(self._group.index) is not None
 
     def _opened_keeper(self) -> Keeper:
         if self._keeper is None:
@@ -239,7 +321,7 @@ class Preparation:
                 keep=self._files.keep,
                 on_event=self._saved,
                 axes=self._axes,
-                index=self._group.index,
+                index=self._axes.writer(self._group.index) or 0,
                 store=self._store,
                 attempt=self._files.attempt,
                 timeout_s=self._timeout_s,
@@ -293,12 +375,9 @@ class Preparation:
             )
         return found.newest
 
-    def _together(self, fill: Callable[[TensorSource | None, WorkerGroup], None]) -> None:
-        """Fill something: on all workers, from worker 0's checkpoint; or on this one, from what it was sent."""
-        if self._received is not None:
-            fill(self._received, Alone())
-        else:
-            self._agreement.run(lambda: fill(self._opened(), self._group))
+    def _together(self, fill: Callable[[Checkpoint | None, WorkerGroup], None]) -> None:
+        """Fill something on all workers, from worker 0's checkpoint."""
+        self._agreement.run(lambda: fill(self._opened(), self._group))
 
     def _opened(self) -> Checkpoint | None:
         """The open checkpoint, on worker 0; it may be another worker than the one that opened it."""
@@ -306,25 +385,30 @@ class Preparation:
             self._checkpoint = open_checkpoint(Path(self.source))
         return self._checkpoint if self._group.index == 0 else None
 
-    def snapshot(self, *, step: int, cursors: Mapping[str, Cursor]) -> dict[str, Any]:
-        """Everything of the run's state, for a newcomer: what a checkpoint holds, and buffers that it leaves out."""
-        models = self.registry.models
-        buffers = {f"{name}.{key}": value for name, model in models.items() for key, value in model.named_buffers()}
-        return {"tensors": {**buffers, **self.registry.tensors()}, "plain": self._plain(cursors), "step": step}
+    def snapshot(self, *, step: int, cursors: Mapping[str, Cursor], is_own: bool) -> dict[str, Any]:
+        """Everything of the run's state that is here, live, for a worker at this place of a replica: what a checkpoint
+        holds of it, and buffers that it leaves out. `is_own`: for this very replica, if it comes to that."""
+        tensors = {**named_tensors(self.registry, with_caches=True), **self._memories.here(with_own=is_own)}
+        spreads = spreads_of(self.registry)
+        return {"tensors": tensors, "spreads": spreads, "plain": self._plain(cursors), "step": step}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        """Go on with what this place had when all its run's workers were lost: what is prepared from now on is filled
+        from it."""
+        self._handed, self._state, self.step = state, state["plain"], state["step"]
+        self.is_recalled = True
 
     def fill(self, state: Mapping[str, Any]) -> None:
-        """Take over a member's state, for what is prepared already and for what will be."""
-        self._received, self._state, self.step = Received(state["tensors"]), state["plain"], state["step"]
+        """Take over what `snapshot` gave at the same place, for what is prepared already and for what will be."""
+        self._handed, self._state, self.step = state, state["plain"], state["step"]
         self._has_begun, self.has_taken_over = False, True
         self.refill()
 
     def _fill_model(self, name: str) -> None:
         model = self.registry.models[name]
-        if self._agreement.is_newcomer and self._received is None:
+        if self._agreement.is_newcomer and self._handed is None:
             return
-        if self._received is not None and self._state is not None:
-            self._received.load_into({f"{name}.{key}": buffer for key, buffer in model.named_buffers()})
-        elif self._state is None or name not in self._state["run"]["extra"]:
+        if self._state is None or name not in self._state["run"]["extra"]:
             if not self._axes.is_split:  # there it was done before the model was
                 self._agreement.run(lambda: send_from_first([*model.parameters(), *model.buffers()], self._group))
             if self._state is not None and self._group.index == 0:
@@ -332,6 +416,9 @@ class Preparation:
             return
         self._used.add(name)
         plain, registry = self._state["run"], self.registry
+        if self._handed is not None:
+            fill_model(name, registry, self._handed["tensors"], plain)
+            return
         self._together(
             lambda source, group: load_model(name, model, plain, source, group, registry.cuts, registry.homes)
         )
@@ -340,6 +427,9 @@ class Preparation:
         if self._state is not None:
             self._used.add(name)
             plain, optimizer = self._state["run"], self.registry.optimizers[name]
+            if self._handed is not None:
+                fill_optimizer(name, self.registry, self._handed["tensors"], plain, self._handed["spreads"])
+                return
             self._together(lambda source, group: load_optimizer(name, optimizer, self.registry, plain, source, group))
 
     def _fill_other(self, name: str) -> None:

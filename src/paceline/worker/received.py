@@ -1,4 +1,4 @@
-"""A state that came from another worker: read like a checkpoint, but from memory."""
+"""The tensors of an optimizer's state, from another worker or from before: read like a checkpoint, but from memory."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.errors import CheckpointError
+from paceline.comm.split import Spread
 
 __all__ = ["Received", "TensorSource"]
 
 
 class TensorSource(Protocol):
-    """Where the tensors of a run's state are read from, by name: a checkpoint, or what a member sent."""
+    """Where the tensors of a run's state are read from, by name: a checkpoint, or what a worker had."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
 
     def load(self, names: Iterable[str] | None = None) -> dict[str, Tensor]: ...
-
-    def load_into(self, targets: Mapping[str, Tensor], *, prefix: str | None = None) -> None: ...
-
-    def require(self, targets: Mapping[str, Tensor], *, prefix: str | None = None) -> None: ...
 
     def shape(self, name: str) -> torch.Size: ...
 
@@ -31,39 +27,41 @@ class TensorSource(Protocol):
 
 
 class Received:
-    """Tensors by name, on the CPU or on this worker's device."""
+    """Local parts by name, on the CPU or on this worker's device; those of `spreads` are given out as DTensors.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    `parameters` are by their full names; `prefix` comes before them in the names of the tensors, and the entry behind.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        spreads: Mapping[str, Spread],
+        *,
+        prefix: str,
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        self._tensors, self._spreads, self._prefix, self._parameters = tensors, spreads, prefix, parameters
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
+        return tuple(name for name in self._tensors if name.startswith(self._prefix))
 
     def load(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return the tensors of these names (None: all)."""
-        return {name: self._tensors[name] for name in (self.names if names is None else names)}
-
-    def load_into(self, targets: Mapping[str, Tensor], *, prefix: str | None = None) -> None:
-        """Overwrite tensors in place; CheckpointError where the other worker has others, or of other shapes."""
-        self.require(targets)
-        for name, target in targets.items():
-            target.detach().copy_(self._tensors[name])
+        return {name: self._whole(name) for name in (self.names if names is None else names)}
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor."""
-        return self._tensors[name].shape
+        """The shape of a tensor, of one that is split that of the whole."""
+        spread = self._spreads.get(name)
+        return self._tensors[name].shape if spread is None else torch.Size(spread.shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor."""
         return self._tensors[name].dtype
 
-    def require(self, targets: Mapping[str, Tensor], *, prefix: str | None = None) -> None:
-        """Raise CheckpointError where `load_into` would."""
-        for name, target in targets.items():
-            if name not in self._tensors or self._tensors[name].shape != target.shape:
-                there = list(self._tensors[name].shape) if name in self._tensors else "nothing of that name"
-                raise CheckpointError(
-                    f"{name} has the shape {list(target.shape)} here, and the worker that sent its state has {there}: "
-                    "all workers must prepare the same model"
-                )
+    def _whole(self, name: str) -> Tensor:
+        spread = self._spreads.get(name)
+        if spread is None:
+            return self._tensors[name]
+        owner = name.removeprefix(self._prefix).rpartition(".")[0]
+        return spread.wrap(self._tensors[name], like=self._parameters[owner])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,8 +78,20 @@ class RunFiles:
         return self._job.save_every is not None and step > 0 and step % self._job.save_every == 0
 
     @property
+    def save_every(self) -> int | None:
+        return self._job.save_every
+
+    @property
+    def max_steps(self) -> int | None:
+        return self._job.max_steps
+
+    @property
     def balances(self) -> bool:
         return self._job.balance
+
+    @property
+    def measures_noise(self) -> bool:
+        return self._job.noise_scale
 
     @property
     def saves_regularly(self) -> bool:
@@ -89,12 +100,10 @@ class RunFiles:
     def is_last_step(self, step: int) -> bool:
         return self._job.max_steps is not None and step >= self._job.max_steps
 
-    def finish(self, step: int, *, state_bytes: int = 0) -> None:
+    def finish(self, step: int, *, peak_memory_bytes: int, state_bytes: int) -> None:
         """Say that this worker is done, and close all files. `state_bytes`: of the model and its optimizer."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.emit(
-            WorkerFinished(rank=self._assignment.rank, step=step, peak_memory_bytes=peak, state_bytes=state_bytes)
-        )
+        finished = {"step": step, "peak_memory_bytes": peak_memory_bytes, "state_bytes": state_bytes}
+        self.emit(WorkerFinished(rank=self._assignment.rank, **finished))
         self.close()
         remove_spare(self.worker_dir)
 

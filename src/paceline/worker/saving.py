@@ -3,7 +3,8 @@ of workers.
 
 Models, optimizers and other objects get names in the order in which they are prepared ("model", "model_2", "optimizer",
 ...). Optimizer state is stored per parameter under the parameter's own name, so it does not depend on the order of
-parameters. Only worker 0 touches files; what it reads it sends to the others.
+parameters. Only worker 0 touches files; what it reads it sends to the others. What a worker at the same place of a
+replica had fits as it is: see `paceline.worker.snapshot`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.reader import Checkpoint
 from paceline.comm.group import WorkerGroup
 from paceline.comm.split import Slice, fill_local, is_split, local_part, part_like, whole_shape
 from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
 from paceline.parallel.offload.state import OffloadedState
+from paceline.worker.home import Home
 from paceline.worker.received import TensorSource
 
 __all__ = ["Registry", "load_model", "load_object", "load_optimizer", "merged", "restore_rates", "set_extra"]
@@ -34,7 +37,10 @@ class Registry:
         self.optimizers: dict[str, Optimizer] = {}
         self.offloaded: dict[str, OffloadedState] = {}  # of optimizers whose state lies elsewhere
         self.objects: dict[str, Any] = {}  # schedulers and everything else with state_dict / load_state_dict
-        self.homes: dict[str, int] = {}  # by full name, of models in stages: whose worker of the replica has the word
+        self.homes: dict[str, Home] = {}  # by full name, of models of which workers have different tensors
+        self.stand_ins: dict[
+            int, str
+        ] = {}  # ids of tensors that optimizers hold in place of parameters, and the names of these
         self.cuts: dict[str, Slice] = {}  # by a parameter's full name: what this worker holds of it, where it is cut
 
     def name_for(self, kind: str, wanted: str | None) -> str:
@@ -58,12 +64,19 @@ class Registry:
                 )
 
     def parameter_names(self) -> dict[int, str]:
-        """id of a parameter -> its full name, over all models; a tied parameter has its first name."""
-        names: dict[int, str] = {}
+        """id of a parameter, or of what stands in for it, -> its full name, over all models; a tied one has its first
+        name."""
+        names = {**self.stand_ins}
         for prefix, model in self.models.items():
             for name, parameter in model.named_parameters():
                 names.setdefault(id(parameter), f"{prefix}.{name}")
         return names
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by their full names, over all models."""
+        return {
+            f"{prefix}.{key}": one for prefix, model in self.models.items() for key, one in model.named_parameters()
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state that is here: parameters, persistent buffers, optimizer state."""
@@ -79,15 +92,15 @@ class Registry:
                         found[f"{prefix}.state.{_name_of(parameter, parameters, prefix)}.{key}"] = value
         return found
 
-    def tensor_homes(self) -> dict[str, int]:
-        """Which worker of a replica in stages has the word on which of its tensors; those of an optimizer go with
-        their parameters."""
+    def tensor_homes(self) -> dict[str, Home]:
+        """Which workers of a replica have the word on which of its tensors; those of an optimizer go with their
+        parameters."""
         found = dict(self.homes)
         parameters = self.parameter_names()
         for prefix, optimizer in self.optimizers.items() if self.homes else ():
             for parameter, state in optimizer.state.items():
                 name = _name_of(parameter, parameters, prefix)
-                found.update((f"{prefix}.state.{name}.{key}", self.homes.get(name, 0)) for key in state)
+                found.update((f"{prefix}.state.{name}.{key}", self.homes[name]) for key in state if name in self.homes)
         return found
 
     def tensor_cuts(self) -> dict[str, Slice]:
@@ -127,19 +140,20 @@ class Registry:
         }
 
 
-def merged(parts: Sequence[Mapping[str, Any]], homes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the plain state of a replica in stages: the first one's, and of each parameter and module its home's."""
+def merged(parts: Sequence[Mapping[str, Any]], places: Mapping[str, int]) -> dict[str, Any]:
+    """Return the plain state of a replica whose workers have different tensors: the first one's, and of each parameter
+    and module that of the part at its place."""
     state = {**parts[0], "optimizers": {}, "extra": {}}
     for name, first in parts[0]["optimizers"].items():
         values = {
             key: value
             for index, part in enumerate(parts)
             for key, value in part["optimizers"][name]["values"].items()
-            if homes.get(key, 0) == index
+            if places.get(key, 0) == index
         }
         state["optimizers"][name] = {**first, "values": values}
     for name, first in parts[0]["extra"].items():
-        state["extra"][name] = {key: parts[homes.get(f"{name}.{key}", 0)]["extra"][name][key] for key in first}
+        state["extra"][name] = {key: parts[places.get(f"{name}.{key}", 0)]["extra"][name][key] for key in first}
     return state
 
 
@@ -147,15 +161,15 @@ def load_model(
     name: str,
     model: nn.Module,
     plain: Mapping[str, Any],
-    checkpoint: TensorSource | None,
+    checkpoint: Checkpoint | None,
     group: WorkerGroup,
     cuts: Mapping[str, Slice],
-    homes: Mapping[str, int],
+    homes: Mapping[str, Home],
 ) -> None:
     """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it.
 
-    Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its part; of one in
-    stages (`homes`), those that have the tensor.
+    Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its part; of one of
+    which workers have different tensors (`homes`), those that have this one.
     """
     wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
     split = {key: value for key, value in wanted.items() if is_split(value) or key in cuts or key in homes}
@@ -221,10 +235,10 @@ def load_optimizer(
     held = [p for options in optimizer.param_groups for p in options["params"]]
     split = {names[id(p)]: p for p in held if is_split(p) or names[id(p)] in registry.cuts}
     absent = {names[id(p)] for p in held if p.is_meta}
-    in_stages = any(names[id(p)] in registry.homes for p in held)
+    is_parted = any(names[id(p)] in registry.homes for p in held)
     state = {key: values for key, values in state.items() if not held[key].is_meta}
     offloaded, by_name = registry.offloaded.get(name), {names[id(p)]: p for p in held}
-    one_by_one = offloaded is not None or in_stages
+    one_by_one = offloaded is not None or is_parted
     for key, tensor in _optimizer_tensors(name, checkpoint, group, split, registry.cuts, one_by_one=one_by_one):
         parameter, entry = _key_parts(name, key)
         if parameter in absent:

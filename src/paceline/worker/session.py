@@ -17,7 +17,7 @@ import torch.distributed as dist
 from paceline import config, environment
 from paceline.comm.channel import ChannelClosed
 from paceline.comm.ring import Ring
-from paceline.errors import SyncError
+from paceline.errors import PlanError, SyncError
 from paceline.events import Note, Warned, WorkerStarted
 from paceline.parallel.offload.choose import refuse_useless
 from paceline.plan import Plan
@@ -27,7 +27,7 @@ from paceline.worker.agreement import Leaving
 from paceline.worker.device import choose_device, why_no_gpu
 from paceline.worker.failure import is_echo, write_error
 from paceline.worker.notice import Notice, Terminated
-from paceline.worker.place import Arrival, placed
+from paceline.worker.place import Arrival, Place, placed
 from paceline.worker.record import RunFiles
 from paceline.worker.watched import watched
 from paceline.worker.worker import Worker
@@ -73,11 +73,12 @@ def live(
     try:
         resolved = chosen.resolve(assignment.workers)
         resolved.require(workers=assignment.workers)
+        _refuse_capture(resolved, job)
         device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
         refuse_useless(resolved.compute, device)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
         with contextlib.ExitStack() as stack:
-            ring = stack.enter_context(watched(assignment, job, function, is_elastic=resolved.layout.is_elastic))
+            ring = stack.enter_context(watched(assignment, job, function, layout=resolved.layout))
             arrival = Arrival(
                 assignment=assignment,
                 job=job,
@@ -86,10 +87,10 @@ def live(
                 ring=ring,
                 store=store,
                 notice=notice,
-                note=lambda text: files.emit(Note(text=text)),
+                tell=files.emit,
             )
             place = stack.enter_context(placed(arrival))
-            _arm(assignment, ring)
+            _arm(assignment, ring, num_alike=resolved.layout.tensor)
             randomness.seed_all(resolved.batch.seed, 3)
             worker = Worker(
                 rank=assignment.rank,
@@ -106,7 +107,7 @@ def live(
                 files.emit(Warned(text=idle_gpus))
             _say_what_is_not_used(assignment, files, plan, fields or {})
             try:
-                value = _called(function, worker, place.shared)
+                value = _called(function, worker, place)
             except Leaving:
                 worker.leave()
                 raise
@@ -130,6 +131,16 @@ def live(
     if leaving is not None:
         raise leaving
     return value
+
+
+def _refuse_capture(plan: Plan, job: Job) -> None:
+    """Raise PlanError where numbers are to be compared with those of one process that are others by intention."""
+    if job.capture_dir is not None and plan.is_local and plan.layout.replicas != 1:
+        raise PlanError(
+            f"paceline parity compares each step with that of one process, and with {plan.sync!r} the replicas take "
+            "steps by themselves: their numbers are others. Compare layouts with workers for one replica, or "
+            "sync=AllReduce(); compare local SGD by its held-out loss."
+        )
 
 
 def merge_job(assignment: Assignment, fields: Mapping[str, Any]) -> Job:
@@ -156,11 +167,11 @@ PLACE_FIELDS = (
 )  # decided before a worker exists
 
 
-def _arm(assignment: Assignment, ring: Ring) -> None:
-    """In a drill: have the faults of its programme come."""
+def _arm(assignment: Assignment, ring: Ring, *, num_alike: int) -> None:
+    """In a drill: have the faults of its programme come. `num_alike` neighbours have the same outputs."""
     programme = environment.fault_programme()
     if programme is not None:
-        importlib.import_module(FAULTS).arm(programme, worker_rank=assignment.rank, ring=ring)
+        importlib.import_module(FAULTS).arm(programme, worker_rank=assignment.rank, ring=ring, num_alike=num_alike)
 
 
 def _say_what_is_not_used(
@@ -179,7 +190,7 @@ def _say_what_is_not_used(
         if name in assignment.given and not _is_same(name, value, getattr(assignment.job, name))
     ]
     if plan is not None and assignment.plan is not None and Plan.parse(assignment.plan) != plan:
-        idle.append("plan")
+        idle.append(f"plan={str(plan)!r}")
     if idle:
         files.emit(
             Note(
@@ -209,7 +220,7 @@ def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarte
     )
 
 
-def _called(function: Callable[[Worker], T], worker: Worker, store: dist.Store) -> T:
+def _called(function: Callable[[Worker], T], worker: Worker, place: Place) -> T:
     """Call the user's function; where a peer is lost in it, look whether that one has left the function too early.
 
     To leave early is no error of the worker that leaves, and the others know only that a connection was closed.
@@ -217,7 +228,9 @@ def _called(function: Callable[[Worker], T], worker: Worker, store: dist.Store) 
     try:
         return function(worker)
     except (SyncError, RuntimeError, ConnectionError) as error:
-        may_be = isinstance(error, SyncError) or is_echo(error)
+        if is_echo(error):
+            place.agreement.await_end()
+        may_be, store = isinstance(error, SyncError) or is_echo(error), place.shared
         gone = [index for index in range(worker.workers) if may_be and store.check([LEFT.format(index)])]
         if not gone:
             raise

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Alone
-from paceline.comm.split import as_local_of, local_part
+from paceline.comm.split import Spread, local_part
+from paceline.errors import CheckpointError
 from paceline.parallel.offload.memory import Memory
 from paceline.worker import randomness
 from paceline.worker.received import Received
 from paceline.worker.saving import Registry, load_object, load_optimizer, set_extra
 
-__all__ = ["Snapshot", "named_tensors", "put_back"]
+__all__ = ["Snapshot", "fill_model", "fill_optimizer", "named_tensors", "put_back", "spreads_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,47 +59,94 @@ def named_tensors(registry: Registry, *, with_caches: bool) -> dict[str, Tensor]
             for path, module, key, buffer in _buffers(model)
             if with_caches or not _is_cache(module, key)
         )
-    states = tuple(f"{prefix}.state." for prefix in registry.optimizers)
-    found.update((name, value) for name, value in registry.tensors().items() if name.startswith(states))
+    found.update(_optimizer_tensors(registry))
     return {name: local_part(value) for name, value in found.items() if not value.is_meta}
+
+
+def spreads_of(registry: Registry) -> dict[str, Spread]:
+    """How those of the optimizers' tensors lie on the workers that are split: `named_tensors` has only what is here."""
+    found = ((name, Spread.of(value)) for name, value in _optimizer_tensors(registry).items())
+    return {name: spread for name, spread in found if spread is not None}
 
 
 @torch.no_grad()
 def put_back(registry: Registry, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
     """Overwrite everything that is prepared; nothing keeps a reference to `tensors`."""
-    for name, model in registry.models.items():
-        for key, parameter in model.named_parameters():
-            if not parameter.is_meta:
-                local_part(parameter).copy_(tensors[f"{name}.{key}"])
-        _put_back_buffers(name, model, tensors)
-        set_extra(model, plain["extra"].get(name, {}))
-    live = registry.tensors()
-    for name, optimizer in registry.optimizers.items():
+    for name in registry.models:
+        fill_model(name, registry, tensors, plain)
+    spreads = spreads_of(registry)
+    for name in registry.optimizers:
         # torch takes over the tensors that it is given where type and device fit.
+        state = f"{name}.state."
+        keeps = name in registry.offloaded  # what is offloaded is copied home, one by one
         own = {
-            # What is offloaded is copied home, one by one; but for single numbers, which stay.
-            key: value
-            if name in registry.offloaded and value.dim()
-            else as_local_of(value.clone(), like=live.get(key, value))
+            key: value if keeps and value.dim() else value.clone()
             for key, value in tensors.items()
-            if key.startswith(f"{name}.state.")
+            if key.startswith(state)
         }
-        load_optimizer(name, optimizer, registry, plain, Received(own), Alone())
+        fill_optimizer(name, registry, own, plain, spreads)
     for name, thing in registry.objects.items():
         load_object(name, thing, plain)
 
 
-def _put_back_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+@torch.no_grad()
+def fill_model(name: str, registry: Registry, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Overwrite a model by what a worker at the same place of a replica had here (`named_tensors`).
+
+    Raises CheckpointError where that was another model, or cut otherwise.
+    """
+    model = registry.models[name]
+    for key, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            target, full_name = local_part(parameter), f"{name}.{key}"
+            _require(full_name, tensors, target)
+            target.copy_(tensors[full_name])
+    _fill_buffers(name, model, tensors)
+    set_extra(model, plain["extra"].get(name, {}))
+
+
+@torch.no_grad()
+def fill_optimizer(
+    name: str,
+    registry: Registry,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+    spreads: Mapping[str, Spread],
+) -> None:
+    """Give an optimizer the state that a worker at the same place had; it may keep `tensors` for its own."""
+    received = Received(tensors, spreads, prefix=f"{name}.state.", parameters=registry.parameters())
+    load_optimizer(name, registry.optimizers[name], registry, plain, received, Alone())
+
+
+def _require(name: str, tensors: Mapping[str, Tensor], target: Tensor) -> None:
+    there = tensors[name].shape if name in tensors else None
+    if there != target.shape:
+        had = "nothing of that name" if there is None else f"the shape {list(there)}"
+        raise CheckpointError(
+            f"{name} has the shape {list(target.shape)} here, and the worker whose state this is has {had}: all "
+            "workers must prepare the same model"
+        )
+
+
+def _fill_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite buffers. One that was filled since is None again; a cache that is not there, or has another shape, is
     left alone."""
     for path, module, key, buffer in _buffers(model):
         if buffer.is_meta:
             continue  # of another stage
-        before = tensors.get(_full_name(prefix, path, key))
+        name = _full_name(prefix, path, key)
+        before = tensors.get(name)
         if before is not None and before.shape == buffer.shape:
             buffer.copy_(before)
         elif before is None and not _is_cache(module, key):
             setattr(module, key, None)
+        elif not _is_cache(module, key):
+            _require(name, tensors, buffer)
+
+
+def _optimizer_tensors(registry: Registry) -> dict[str, Tensor]:
+    states = tuple(f"{prefix}.state." for prefix in registry.optimizers)
+    return {name: value for name, value in registry.tensors().items() if name.startswith(states)}
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:

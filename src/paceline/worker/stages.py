@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,66 +17,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.comm.group import WorkerGroup
-from paceline.errors import PlanError, SyncError
-from paceline.parallel.precision import computing
-from paceline.parallel.stages.costs import operation_costs
-from paceline.parallel.stages.cut import Cut, cut_units, keep
+from paceline.comm.split import local_part
+from paceline.parallel.shard import Shards
+from paceline.parallel.stages.cut import Cut, keep
 from paceline.parallel.stages.link import Link
-from paceline.parallel.stages.record import record
-from paceline.parallel.tensor.sample import as_sample, guess
-from paceline.parallel.units import Unit, find_units
+from paceline.parallel.units import Unit
 from paceline.plan import Layout
 from paceline.schedule.pipeline import Pipeline, build
 from paceline.units import bytes_text
 from paceline.worker.pipelined import Pipelined
 
-__all__ = ["SharedGradients", "StagedModel", "cut_model"]
-
-
-def cut_model(
-    model: nn.Module,
-    layout: Layout,
-    *,
-    sample: Any,
-    starts: Sequence[str],
-    precision: str,
-    device: torch.device,
-    group: WorkerGroup,
-) -> tuple[list[Unit], Cut]:
-    """Return the units of a whole model and their stages, the same on all workers of `group`, who all must call.
-
-    `starts`: the units that stages after the first begin with; without, stages cost about the same. `sample`: a small
-    input; None: one is guessed. Raises PlanError with all that stands against a cut, and SyncError where workers
-    have come to different ones.
-    """
-    num_stages = layout.stages * layout.stages_per_worker
-    units = find_units(model)
-    if len(units) < num_stages:
-        raise PlanError(
-            f"{type(model).__name__} has {len(units)} modules that could be on a stage of their own, and "
-            f"Layout(stages={layout.stages}) makes {num_stages} stages. Use fewer stages, or shard={layout.stages} in "
-            "their place, which splits any model."
-        )
-    # Not under autocast, which changes neither who uses what nor how much there is to do.
-    with computing("fp64" if precision == "fp64" else "fp32", device):
-        given = as_sample(sample) if sample is not None else guess(model, size=layout.stages)
-        micro = (given.args, dict(given.kwargs))
-
-        def forward(micro: Any) -> Any:
-            args, kwargs = micro
-            return model(*args, **kwargs)
-
-        tape = record(model, forward, micro, units=units, device=device)
-        costs = [] if starts else operation_costs(model, forward, micro, units=units, device=device)
-    cut = cut_units(
-        model, tape, units=units, num_stages=num_stages, costs=costs if sum(costs) > 0 else (), starts=starts
-    )
-    if group.broadcast_object(cut) != cut:
-        raise SyncError(
-            "worker 0 cuts the model into other stages than this worker, so they do not have the same model, or the "
-            "same version of torch: make it equal on all workers before worker.prepare(model)"
-        )
-    return units, cut
+__all__ = ["SharedGradients", "StagedModel"]
 
 
 class StagedModel:
@@ -93,10 +45,14 @@ class StagedModel:
         device: torch.device,
         precision: str,
         note: Callable[[str], None],
+        still: Callable[[], AbstractContextManager[None]],
+        shards: Shards,
     ) -> None:
-        """`group`: the workers of this replica's stages; `note` tells the user a sentence."""
+        """`group`: the workers of this replica's stages; `note` tells the user a sentence; under `still()` layers that
+        are cut, and rows that are split, stay where they are; `shards` knows of rows."""
         self.model, self.units, self.cut, self.group, self.link = model, units, cut, group, link
-        self.device, self.precision, self.note = device, precision, note
+        self.device, self.precision, self.note, self.still = device, precision, note, still
+        self.shards = shards
         self._layout = layout
         self._pipelines: dict[int, Pipeline] = {}
         self._evaluations: dict[Any, Pipelined] = {}
@@ -134,6 +90,16 @@ class StagedModel:
                 module = model.get_submodule(name.rpartition(".")[0])
                 found[name] = self._worker_of(self._stage_of_module.get(module, 0))
         return found
+
+    def own_units(self) -> list[tuple[str, nn.Module]]:
+        """The units of this worker's stages, with their names, but for those that share parameters with each other."""
+        own = [unit for unit in self.units if self.cut.stage_of(unit.name) in self.own_stages]
+        held = [{id(parameter) for parameter in unit.module.parameters()} for unit in own]
+        return [
+            (unit.name, unit.module)
+            for place, unit in enumerate(own)
+            if not any(held[place] & other for number, other in enumerate(held) if number != place)
+        ]
 
     def shared(self) -> list[tuple[str, Parameter, tuple[int, ...]]]:
         """Parameters here that several workers have: name, parameter, and the workers' indices, the home first."""
@@ -196,13 +162,18 @@ class SharedGradients:
         """Whether the gradient is here alone, or this worker is its home."""
         return self._is_home.get(id(parameter), True)
 
+    def adds_up(self, parameter: Parameter) -> bool:
+        """Whether several stages share it."""
+        return id(parameter) in self._is_home
+
     def complete(self, parameters: Sequence[Parameter]) -> None:
         """Sum what stages share: the others send to the home, and get the sum back."""
         used = {id(parameter) for parameter in parameters}
         for link, name, parameter, holders in self._shared:
             if id(parameter) in used:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                grad.copy_(self._summed(link, name, grad.contiguous(), holders))
+                here = local_part(grad)
+                here.copy_(self._summed(link, name, here.contiguous(), holders))
                 parameter.grad = grad
 
     def _summed(self, link: Link, name: str, part: Tensor, holders: tuple[int, ...]) -> Tensor:

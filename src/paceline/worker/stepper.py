@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from paceline.sync.allreduce import GradientSum
 from paceline.worker.batch import StepBatch
 from paceline.worker.loop import Loop
+from paceline.worker.walk import Outcome
 
 if TYPE_CHECKING:
     from paceline.worker.pipelined import Pipelined
@@ -46,19 +47,37 @@ class Stepper:
         self._loss_of = loss_of
         self._clip_norm = clip_norm
         self._pipelined = pipelined
+        gradients.serve(self._optimizers)
 
     def __call__(self, batch: StepBatch) -> Tensor:
         if not isinstance(batch, StepBatch):
             raise TypeError(f"step() takes an item of worker.batches(...), not a {type(batch).__name__}")
-        is_finite = self._measure_norm if self._clip_norm is not None else None
-        outcome = self._loop.walk(batch, self._gradients, self._loss_of, is_finite=is_finite, pipelined=self._pipelined)
-        if outcome.is_taken:
-            if self._clip_norm is not None and self.grad_norm is not None:
-                self._gradients.clip(self._clip_norm, self.grad_norm)
-            for optimizer in self._optimizers:
-                optimizer.step()
-        self._loop.commit(batch)
+        with self._loop.stepping():
+            outcome = self._loop.walk(
+                batch, self._gradients, self._loss_of, is_finite=self._is_finite, pipelined=self._pipelined
+            )
+            self._take(outcome)
+        self._loop.commit(batch, by=self)
         return torch.tensor(outcome.loss, dtype=torch.float64, device=self._device)
+
+    def run_more(self, batch: StepBatch) -> None:
+        """Take a step more, of this replica alone, on a part of a batch that is in no book."""
+        outcome = self._loop.walk_aside(
+            batch, self._gradients, self._loss_of, is_finite=self._is_finite, pipelined=self._pipelined
+        )
+        self._take(outcome)
+
+    def _take(self, outcome: Outcome) -> None:
+        if not outcome.is_taken:
+            return
+        if self._clip_norm is not None and self.grad_norm is not None:
+            self._gradients.clip(self._clip_norm, self.grad_norm)
+        self._gradients.apply(self._optimizers)
+
+    @property
+    def _is_finite(self) -> Callable[[], bool] | None:
+        """How the summed gradients are judged; None: they are looked through."""
+        return self._measure_norm if self._clip_norm is not None else None
 
     def _measure_norm(self) -> bool:
         """Clipping needs the global norm, which is finite where all gradients are: no second look at them, unless the

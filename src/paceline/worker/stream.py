@@ -10,7 +10,7 @@ the items before the position.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,11 +75,14 @@ class Stream:
         balance: Balance,
         timeout_s: float,
         axes: Axes | None = None,
+        replicas: Callable[[], Sequence[int]] | None = None,
     ) -> None:
+        """`replicas()`: the numbers of the present ones, in order, where they take steps by themselves."""
         self.source = source
         self._axes = unsplit(group) if axes is None else axes
         self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
-        self._together, self._balance = together, balance
+        self._together, self._balance, self._replicas = together, balance, replicas
+        self._deal_anew()
         self._items: Iterator[Any] = iter(())
         self._is_stale = True  # what is read ahead, or would be, is another share than this worker's
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
@@ -120,21 +123,48 @@ class Stream:
     def _share(self, start: int, stop: int) -> tuple[tuple[Micro, ...], Share]:
         """A step's micro-batches, and which of them are this worker's."""
         micros = micro_batches(start, stop, self._batch.resolved_micro)
-        index, size = self._axes.share_of(self._group)
-        each = self._axes.inside.size
+        return micros, self._shares(len(micros))[self._place[0]]
+
+    def _shares(self, num_micro: int) -> Sequence[Share]:
+        """What each worker runs, of those who run different micro-batches."""
+        size, each = self._place[1], self._axes.abreast.size
         if each > 1:
-            return micros, deal_to_replicas(len(micros), replicas=size // each, each=each)[index]
-        own = self._balance.shares(len(micros), size)[index]
-        return micros, Share(own, len(own))
+            return deal_to_replicas(num_micro, replicas=size // each, each=each)
+        return [Share(own, len(own)) for own in self._balance.shares(num_micro, size)]
+
+    def _deal_anew(self) -> None:
+        """Among the members of now."""
+        self._place = self._axes.share_of(self._group)
+        self._owners = None if self._replicas is None else tuple(self._replicas())
 
     def _dealt(self, start: int, stop: int) -> dict[str, Any]:
         """What a batch is told of this worker's share."""
         micros, share = self._share(start, stop)
-        return {
+        found: dict[str, Any] = {
             "micros": micros[share.own.start : share.own.stop],
             "num_runs": share.num_runs,
             "spare": None if share.spare is None else micros[share.spare],
         }
+        if self._owners is not None:
+            each, shares = self._axes.abreast.size, self._shares(len(micros))
+            of_each = [
+                tuple(
+                    micro
+                    for share in shares[first : first + each]
+                    for micro in micros[share.own.start : share.own.stop]
+                )
+                for first in range(0, len(shares), each)
+            ]
+            found["dealt"] = dict(zip(self._owners, of_each, strict=True))
+            found["num_here"] = sum(micro.num_samples for micro in of_each[self._place[0] // each])
+        return found
+
+    def read(self, batch: StepBatch, micros: Sequence[Micro]) -> Iterator[Any]:
+        """The data of these micro-batches of a batch, whoever's they were."""
+        if self.num_samples:
+            return self._open(MapReader(self._reading()), (Request(batch.epoch, micro) for micro in micros), loaders=0)
+        counted: Counted = next(self._passed_over(batch.epoch, batch.start, mine=lambda start, stop: tuple(micros)))
+        return iter(counted.data)
 
     def _is_finished(self) -> bool:
         """Whether no step is left. An iterable tells only when it was read to its end."""
@@ -159,9 +189,59 @@ class Stream:
             if not self._is_stale:
                 batch.drain()
 
+    def num_left(self) -> int:
+        """How many steps the stream has from where it began. Raises ValueError where its end is not known."""
+        last = self.last_step(0)
+        if last is None:
+            raise ValueError(
+                f"stream {self.source.name!r} is read from an iterable, whose end nobody knows: under "
+                "ParameterServer(staleness=...) batches are dealt by their numbers. Use a dataset with len() and [], "
+                "or staleness=0"
+            )
+        if self.source.loaders:
+            raise ValueError(
+                f"loaders={self.source.loaders} under ParameterServer(staleness=...): which batch a replica gets is "
+                "known only when it asks for one, so nothing can be read ahead yet. Use loaders=0, or staleness=0"
+            )
+        return last
+
+    def batch_at(self, number: int, *, begun: Cursor, step: int) -> StepBatch:
+        """The whole of a batch, counted from `begun`, as one worker runs it."""
+        epoch, start = self._at(number, begun)
+        stop = min(start + self._batch.size, self.num_samples)
+        micros = micro_batches(start, stop, self._batch.resolved_micro)
+        reader, requests = MapReader(self._reading()), iter(micros)
+        return StepBatch(
+            stream=self.source.name,
+            step=step,
+            epoch=epoch,
+            start=start,
+            stop=stop,
+            micros=micros,
+            ends_epoch=stop == self._order.end_of_epoch(start),
+            fetch=lambda: reader[Request(epoch, next(requests))],
+            walk=self._walk,
+        )
+
+    def stand_after(self, number: int, *, begun: Cursor) -> None:
+        """Move the cursor to where it is when so many batches are done."""
+        self.cursor.epoch, self.cursor.position = begun.epoch, begun.position
+        if number:
+            epoch, start = self._at(number - 1, begun)
+            self.cursor.epoch, self.cursor.position = epoch, min(start + self._batch.size, self.num_samples)
+
+    def _at(self, number: int, begun: Cursor) -> tuple[int, int]:
+        """Epoch and first position of a batch, counted from `begun`."""
+        in_first, size = self._order.num_steps(begun.position), self._batch.size
+        if number < in_first:
+            return begun.epoch, begun.position + number * size
+        later, place = divmod(number - in_first, self._order.num_steps(0))
+        return begun.epoch + 1 + later, place * size
+
     def members_changed(self) -> None:
         """Shares are others from the next step on; `redeal` has the one under way."""
         self._is_stale = True
+        self._deal_anew()
 
     def redeal(self, batch: StepBatch) -> None:
         """Give a batch this worker's present share, for a step that is taken again from its beginning."""
@@ -185,6 +265,12 @@ class Stream:
 
     def _open_iterable(self, epoch: int, position: int) -> None:
         """Pass over what comes before, and read ahead from here on."""
+        self._items, self._is_stale = self._passed_over(epoch, position, mine=self.mine), False
+
+    def _passed_over(
+        self, epoch: int, position: int, *, mine: Callable[[int, int], tuple[Micro, ...]]
+    ) -> Iterator[Counted]:
+        """The items of an iterable from a position on, step by step, of these micro-batches."""
         b = self._batch
         reader = StreamReader(
             self._reading(),
@@ -194,9 +280,9 @@ class Stream:
             first_epoch=epoch,
             epochs=self.source.epochs,
             position=position,
-            mine=self.mine,
+            mine=mine,
         )
-        self._items, self._is_stale = self._open(reader, None), False
+        return self._open(reader, None)
 
     def _plan(self, begin: Cursor) -> Iterator[tuple[int, int, int]]:
         """(epoch, start, stop) of each step from `begin` on."""
@@ -240,11 +326,14 @@ class Stream:
 
     def _agree_on_count(self, count: int, epoch: int, position: int) -> None:
         """Raise on all workers when they did not all read the same number of items for this step."""
-        if self._group.size == 1:
+        group = self._group if self._replicas is None else self._axes.whole
+        if group.size == 1:
             return
-        sums = self._together(
-            lambda: total(self._group, [count, count * count, 1], what="the item count of an iterable dataset")
-        )
+
+        def counted() -> list[float]:
+            return total(group, [count, count * count, 1], what="the item count of an iterable dataset")
+
+        sums = self._together(counted) if self._replicas is None else counted()
         size = int(sums[2])
         if size * sums[1] != sums[0] ** 2:
             raise SyncError(
@@ -265,11 +354,12 @@ class Stream:
             )
         return f"the iterable dataset of stream {name!r} is empty: it gave no item in its first epoch, on any worker"
 
-    def _open(self, reader: MapReader | StreamReader, requests: Iterator[Request] | None) -> Iterator[Any]:
+    def _open(
+        self, reader: MapReader | StreamReader, requests: Iterator[Request] | None, *, loaders: int | None = None
+    ) -> Iterator[Any]:
         s = self.source
-        return open_loader(
-            reader, requests, loaders=s.loaders, prefetch=s.prefetch, pin=s.pin, timeout_s=self._timeout_s
-        )
+        loaders = s.loaders if loaders is None else loaders
+        return open_loader(reader, requests, loaders=loaders, prefetch=s.prefetch, pin=s.pin, timeout_s=self._timeout_s)
 
     def _reading(self) -> Reading:
         s = self._order

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -36,21 +36,23 @@ from paceline.plan import Plan
 from paceline.schedule.share import Micro
 from paceline.sync.allreduce import GradientSum
 from paceline.worker import randomness
-from paceline.worker.agreement import Agreement
 from paceline.worker.axes import Axes
 from paceline.worker.batch import StepBatch, to_device
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.guard import LossGuard, Spike
 from paceline.worker.losses import LossLike, as_weight, single, split_loss
+from paceline.worker.noise import NoiseScale
 
 if TYPE_CHECKING:
     from paceline.worker.pipelined import Pipelined
 
-__all__ = ["Again", "Outcome", "Walks"]
+__all__ = ["Again", "Asked", "Outcome", "Walks"]
 
 SERIALS = 16  # batches are told apart by their number modulo this: sums of squares stay exact in single precision
 WEIGHT_UNIT = 4096
 TRAILS = 1 << 24  # hashes of what was gathered: their sums over workers are exact
+
+NOISE_EACH, NOISE_EVERY = 300, 10  # gradients' noise is measured in so many first steps, then in every tenth
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,12 +64,32 @@ class Outcome:
     unused: tuple[str, ...]  # parameters that no worker used
     is_empty: bool  # nobody called backward: the walk only looked at the data
     communication_s: float
+    broken: str = ""  # the first parameter whose gradient is not finite, of those that are here; "": none, or not asked
     spike: Spike | None = None  # the step is not to be taken
+    is_idle: bool = False  # this replica, which takes steps by itself, had nothing to run
+    noise_scale: float | None = None  # of gradients, in samples, as far as it is known by now
 
     @property
     def is_taken(self) -> bool:
         """Whether the optimizer is to step; otherwise the gradients have been dropped."""
-        return self.finite and self.spike is None
+        return self.finite and self.spike is None and not self.is_idle
+
+
+class Asked(Protocol):
+    """What a walk asks and tells those who do operations together."""
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether this worker knows of something to be done between two steps."""
+        ...
+
+    def change_is_due(self) -> None:
+        """All know that one of them wants a change."""
+        ...
+
+    def vote(self) -> bool:
+        """Wait until all have the result; False: it is void."""
+        ...
 
 
 class Again(Disrupted):
@@ -78,14 +100,26 @@ class Walks:
     """Runs walks, one at a time, for one worker."""
 
     def __init__(
-        self, plan: Plan, *, group: WorkerGroup, agreement: Agreement, device: torch.device, axes: Axes
+        self,
+        plan: Plan,
+        *,
+        group: WorkerGroup,
+        agreement: Asked,
+        device: torch.device,
+        axes: Axes,
+        measures_noise: bool,
     ) -> None:
+        """`group`: all who agree at a walk's end, `axes` those of their replicas: where these take steps by themselves,
+        one."""
         self.buffers = BufferCombiner()
         self.shards = Shards()
         self.outcome: Outcome | None = None  # of the last walk; None while one is under way, or when it was left early
         self._plan, self._group, self._agreement, self._device = plan, group, agreement, device
         self._axes = axes
         self.losses = LossGuard(plan.guard)
+        self.noise = NoiseScale()
+        # Those who share sequences, and sum at once, have gradients of tokens, and none of samples.
+        self._measures_noise = measures_noise and not axes.spans_context
         self._precision = plan.compute.precision
         self._aside = randomness.Aside()
         self._batch: StepBatch | None = None  # set while a walk is under way
@@ -94,6 +128,8 @@ class Walks:
         self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
         self._ran: list[Micro] = []  # whose losses these are
         self.broken: tuple[Micro, ...] = ()  # of this worker's in the last walk: those whose losses were not finite
+        self.own_broken: tuple[str, ...] | None = None  # this worker's gradients, where losses are finite and they not
+        self._looks = plan.guard.on_spike != "none"  # at them, before they are summed
         self._is_backward_done = False
         self._waited_before_s = 0.0  # inside the replica, before this walk
         self._staged_waited_s = 0.0  # for other stages, in all
@@ -123,6 +159,9 @@ class Walks:
                         self.buffers.undo()
                     elif not self._is_backward_done:
                         self.buffers.capture(micro.num_samples)
+                    if number == 0 and batch.num_runs > 1 and not self.shards.sums_at_last:
+                        weighs = bool(self._losses) and self._axes.counts
+                        gradients.note_first(weight=float(self._losses[0][1]) if weighs else 0.0)
             if len(batch) and gradients.has_any() and not self._losses:
                 raise RuntimeError(
                     "gradients were made by loss.backward(): call worker.backward(loss) instead, which gives the "
@@ -145,19 +184,22 @@ class Walks:
         with self._walking(batch, gradients):
             with self._aside:
                 dtype = input_dtype(self._precision)
-                micros = [to_device(batch.read(place), self._device, dtype) for place in range(len(batch))]
+                runs = list(batch.runs())
+                micros = [to_device(batch.read(place), self._device, dtype) for place, _, _ in runs]
                 waited_s = pipelined.waited_s
                 losses = pipelined.step(
                     micros,
-                    sizes=[micro.num_samples for micro in batch.micros],
-                    num_step=batch.num_samples,
+                    sizes=[micro.num_samples for _, micro, _ in runs],
+                    void=[is_void for _, _, is_void in runs],
+                    num_step=batch.num_here,
                     seeds=[
-                        (self._plan.batch.seed, 0, batch.step, batch.num_walks, micro.index) for micro in batch.micros
+                        (self._plan.batch.seed, 0, batch.step, batch.num_walks, micro.index) for _, micro, _ in runs
                     ],
                     buffers=self.buffers,
                 )
                 self._staged_waited_s += pipelined.waited_s - waited_s
-            for micro, loss in zip(batch.micros if losses else (), losses, strict=True):
+            self._is_backward_done = True  # of the last one, too
+            for micro, loss in zip(batch.micros if losses else (), losses[: len(batch.micros)], strict=True):
                 weight = micro.num_samples if loss.count is None else as_weight(loss.count)
                 self._losses.append((loss.value, weight, loss.count is None))
                 self._ran.append(micro)
@@ -172,10 +214,14 @@ class Walks:
                 "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
             )
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
-        self._ran, self.broken = [], ()
+        self._ran, self.broken, self.own_broken = [], (), None
         self._waited_before_s = self._waited_s()
         self.buffers.begin()
-        gradients.begin(batch.num_walks)
+        if self._looks:
+            gradients.look()
+        is_due = batch.step <= NOISE_EACH or batch.step % NOISE_EVERY == 0
+        measures = self._measures_noise and is_due and batch.num_walks == 0  # further walks are about other losses
+        gradients.begin(batch.num_walks, step=batch.step, measures=measures)
         self.shards.begin()
         try:
             yield
@@ -211,10 +257,10 @@ class Walks:
             self._gradients.check()
         if batch.is_void:
             with torch.autocast(self._device.type, enabled=False):
-                (_weighed(loss, micro.num_samples, batch.num_samples)[0] * 0.0).backward()
+                (_weighed(loss, micro.num_samples, batch.num_here)[0] * 0.0).backward()
             return
         self.buffers.capture(micro.num_samples)  # before backward: recomputed blocks change their buffers once more
-        value, weight, factor = _weighed(loss, micro.num_samples, batch.num_samples)
+        value, weight, factor = _weighed(loss, micro.num_samples, batch.num_here)
         is_mean = weight is None
         self._losses.append((value.detach(), micro.num_samples if weight is None else weight, is_mean))
         self._ran.append(micro)
@@ -242,10 +288,14 @@ class Walks:
             )
         serial = batch.serial % SERIALS
         losses = self._losses if self._axes.counts else []
-        loss, loss_rest, weight, weight_rest = _halves(*_loss_and_weight(losses))
+        own_loss, own_weight = _loss_and_weight(losses)
+        loss, loss_rest, weight, weight_rest = _halves(own_loss, own_weight)
         wish = float(self._agreement.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
-        gradients.flush([serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()])
+        gradients.flush(
+            [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()],
+            weight=own_weight,
+        )
         serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
         if self._group.size * squares != serials**2:
             raise SyncError(
@@ -260,19 +310,21 @@ class Walks:
                 "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
             )
         loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
-        gradients.land(scale=(batch.num_samples / weight_sum if weight_sum > 0 else 1.0) / self._axes.context.size)
+        scale = (batch.num_here / weight_sum if weight_sum > 0 else 1.0) / self._axes.context.size
+        gradients.land(scale=scale)
         finite = is_finite() if is_finite is not None else gradients.is_finite()
         series = f"{batch.stream}.{batch.num_walks}"
         mean_loss = loss_sum / weight_sum if weight_sum else None
         spike = self.losses.judge(series, mean_loss, finite=finite)
-        settle, is_taken = self.buffers.give_up, finite and spike is None
+        is_idle = batch.num_here == 0
+        settle, is_taken = self.buffers.give_up, finite and spike is None and not is_idle
         is_staged = self._axes.stages.size > 1
         if is_taken:
             settle = self.buffers.combine(
                 [count > 0 for count in changed],
-                num_samples=batch.num_samples,
+                num_samples=batch.num_here,
                 # The workers of a stage have the same buffers, and each micro-batch was run by one of them.
-                group=self._axes.across if is_staged else self._group,
+                groups=[self._axes.abreast, self._axes.across] if is_staged else [self._group],
                 counts=is_staged or self._axes.counts,
             )
         if not self._agreement.vote():
@@ -282,18 +334,28 @@ class Walks:
         if mean_loss is not None and not math.isfinite(mean_loss):
             values = zip(self._ran, self._losses, strict=True)
             self.broken = tuple(micro for micro, (value, _, _) in values if not math.isfinite(float(value)))
+        broken = ""
+        if not finite and (mean_loss is None or math.isfinite(mean_loss)):
+            self.own_broken, first = gradients.broken()
+            broken, self._looks = first or "", True  # so that the next time it is known whose they are
         self.losses.settled(series, mean_loss, spike)
         settle()
-        if not is_taken:
+        if is_taken:
+            square = gradients.measured_square
+            self.noise.add(gradients.parts, square=square, scale=scale, weight=weight_sum, num_samples=batch.num_here)
+        else:
             gradients.drop()
         unused = gradients.unused()
         return Outcome(
             loss=float("nan") if mean_loss is None else mean_loss,
             finite=finite,
             unused=unused,
-            is_empty=not weight_sum and len(unused) == gradients.num_followed,
+            is_empty=not weight_sum and len(unused) == gradients.num_followed and not is_idle,
             communication_s=gradients.waited_s + self._waited_s() - self._waited_before_s,
+            broken=broken,
             spike=spike,
+            is_idle=is_idle,
+            noise_scale=self.noise.samples,
         )
 
 

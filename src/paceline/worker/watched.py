@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.comm.ring import FILE_NAME, STACK_SIGNAL, STACKS_NAME, Ring
 from paceline.errors import writing
+from paceline.plan import Layout
 from paceline.plan.job import Assignment, Job
 from paceline.worker.foreign import followed
 
@@ -37,14 +38,12 @@ def answer_stacks(worker_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def watched(
-    assignment: Assignment, job: Job, function: Callable[..., Any], *, is_elastic: bool = False
-) -> Iterator[Ring]:
+def watched(assignment: Assignment, job: Job, function: Callable[..., Any], *, layout: Layout) -> Iterator[Ring]:
     """Keep this worker's ring, and follow what `function` and its program do with torch.distributed themselves."""
     path = Path(assignment.worker_dir) / FILE_NAME
     answer_stacks(assignment.worker_dir)
     with writing(path):
         ring = Ring.create(path, worker=assignment.rank, limit_s=job.timeout_s)
     ring.begin("starting", 0)
-    with followed(ring, function, is_elastic=is_elastic):
+    with followed(ring, function, is_elastic=layout.is_elastic, is_split=layout.workers_each > 1):
         yield ring

@@ -1,38 +1,55 @@
 """The worker: what a training function is given, and all it needs.
 
 One object per process. What it is made of has rooms of its own: `Loop` takes the steps, `Preparation` keeps what was
-prepared and its checkpoints, `Holding` is the state that all members have in common. Every public method is called by
-all workers, in the same order, between steps, unless it says otherwise.
+prepared and its checkpoints, `Talk` is what workers tell each other, `Holding` is the state that all members have in
+common. Every public method is called by all workers, in the same order, between steps, unless it says otherwise.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from paceline.comm.split import Slice
+from paceline.comm.group import Alone
+from paceline.comm.vault import Slot
+from paceline.errors import PlanError
 from paceline.events import Evaluated, Note
-from paceline.plan import Plan
+from paceline.memory import free_bytes
+from paceline.parallel.check.hints import Hints
+from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
+from paceline.worker.axes import unsplit
 from paceline.worker.batch import StepBatch
 from paceline.worker.comparing import Comparison
+from paceline.worker.device import peak_memory_bytes
 from paceline.worker.evaluation import Measure, evaluate
+from paceline.worker.gossiping import GossipRounds
 from paceline.worker.guarding import Guarding
 from paceline.worker.holding import Holding
 from paceline.worker.loop import Loop
-from paceline.worker.models import Hints, Models
+from paceline.worker.memories import Memories
+from paceline.worker.models import Models
 from paceline.worker.place import Place
 from paceline.worker.preparing import Preparation
 from paceline.worker.reading import Collate
 from paceline.worker.record import RunFiles
+from paceline.worker.rounds import ByItself, Rounds
+from paceline.worker.saving import Registry
 from paceline.worker.stepper import Stepper, pair_loss
 from paceline.worker.stream import Source
+from paceline.worker.streaming import StreamingRounds
+from paceline.worker.talk import Talk
+from paceline.worker.vaulting import Vaulting, state_in
 from paceline.worker.walk import LossLike, Walks
+
+if TYPE_CHECKING:
+    from paceline.sync.servers import Servers
 
 __all__ = ["Worker"]
 
@@ -58,13 +75,65 @@ class Worker:
         self.device = device
         self.host = host
         group, agreement = self._group, self._agreement = place.group, place.agreement
-        self._axes, self._prelude = place.axes, place.prelude
+        self._place = place
         self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
-        walks = Walks(plan, group=group, agreement=agreement, device=device, axes=place.axes)
+        own = place  # as its steps see it
+        if plan.takes_turns:
+            own = dataclasses.replace(place, group=Alone(), axes=unsplit(Alone()))
+        self._own = own
+        by_itself, measures_noise = ByItself(agreement), files.measures_noise
+        if plan.is_local:
+            alone, whole = place.axes.by_itself(), place.axes.whole
+            walks = Walks(
+                plan, group=whole, agreement=by_itself, device=device, axes=alone, measures_noise=measures_noise
+            )
+        else:
+            walks = Walks(
+                plan,
+                group=own.group,
+                agreement=by_itself if plan.takes_turns else agreement,
+                device=device,
+                axes=own.axes,
+                measures_noise=measures_noise,
+            )
         self._shards = walks.shards
-        self._models = Models(plan, group=group, axes=place.axes, shards=walks.shards, ring=place.ring, note=self._say)
+        self._talk = Talk(
+            group=group,
+            agreement=agreement,
+            prelude=place.prelude,
+            device=device,
+            is_in_step=lambda: walks.under_way,
+            is_apart=lambda: self._loop.is_dealing,
+        )
+        self._servers = _servers(plan, place, device=device, attempt=files.attempt, host=host, timeout_s=timeout_s)
+        self._models = Models(
+            plan,
+            group=own.group,
+            axes=own.axes,
+            shards=walks.shards,
+            ring=place.ring,
+            together=agreement.run,
+            note=self._say,
+            servers=self._servers,
+            generation=lambda: agreement.generation,
+            worker_rank=rank,
+        )
+        streams = isinstance(plan.sync, LocalSGD) and plan.sync.streams
+        gossips = isinstance(plan.sync, Gossip)
+        rounds = (StreamingRounds if streams else GossipRounds if gossips else Rounds)(
+            plan,
+            group=group,
+            axes=place.axes,
+            agreement=agreement,
+            by_itself=by_itself,
+            models=self._models,
+            weights_changed=walks.shards.close,
+        )
+        registry = Registry()
+        self._memories = Memories(plan.wire, models=self._models, registry=registry)
         self._prepared = Preparation(
             plan,
+            registry,
             group=group,
             agreement=agreement,
             device=device,
@@ -72,10 +141,11 @@ class Worker:
             losses=walks.losses,
             files=files,
             axes=place.axes,
+            memories=self._memories,
             store=place.shared,
             timeout_s=timeout_s,
+            states_here=self._models.states_here,
         )
-        registry = self._prepared.registry
         self._guarding = Guarding(
             plan.guard,
             losses=walks.losses,
@@ -84,23 +154,53 @@ class Worker:
             comparison=Comparison(
                 worker_rank=rank,
                 host=host,
-                group=place.axes.across,
+                group=own.axes.twins,
                 together=agreement.run,
                 registry=registry,
                 files=files,
             ),
+            forget=self._memories.forget_own,
+        )
+        self._vaulting = Vaulting(
+            place.vault if plan.keeps_snapshots else None,
+            plan.guard,
+            is_split=place.axes.is_split or self._memories.is_kept or plan.is_local,
+            group=group,
+            together=agreement.run,
+            state=lambda: {
+                "loop": self._loop.plain(),
+                **self._prepared.snapshot(step=self.step, cursors=self._loop.cursors, is_own=True),
+            },
+            done=self._prepared.release,
+            host=host,
+            free_bytes=free_bytes,
+            emit=files.emit,
+            tell_kept=agreement.kept,
         )
         self._loop = Loop(
             plan,
-            place=place,
+            place=own,
+            everybody=group,
             walks=walks,
             models=self._models,
             prepared=self._prepared,
+            memories=self._memories,
             guarding=self._guarding,
+            vaulting=self._vaulting,
+            rounds=rounds,
             files=files,
         )
-        place.attach(Holding(place=place, loop=self._loop, prepared=self._prepared, guarding=self._guarding))
-        self._resume()
+        place.attach(
+            Holding(
+                place=place,
+                loop=self._loop,
+                prepared=self._prepared,
+                memories=self._memories,
+                guarding=self._guarding,
+                vaulting=self._vaulting,
+            )
+        )
+        self._resume(place.begins_with)
 
     def prepare(
         self,
@@ -109,8 +209,10 @@ class Worker:
         name: str | None = None,
         sample: Any = None,
         cut: Mapping[str, str] | None = None,
+        units: Sequence[str] = (),
         stages: Sequence[str] = (),
         tokenwise: Sequence[str] = (),
+        experts: Sequence[str] = (),
     ) -> T:
         """Make a model, optimizer, scheduler or other stateful object part of the run; returns the same object.
 
@@ -123,18 +225,34 @@ class Worker:
         batch of two as (x,) or {"input_ids": x}. `cut` names the roles of layers, in place of those that are found:
         {"layers.*.attn.q": "column", "layers.*.attn.out": "row"}.
 
+        `units` names the modules that are gathered, recomputed or put on a stage as a whole, in place of the repeated
+        blocks that are found: units=["layers.*", "head"].
+
         Layouts with stages need that input, too, and may be told which modules the stages after the first begin with:
         stages=["layers.4", "layers.8"]; otherwise they are cut to cost about the same. Layouts that share sequences
         (context) may be told which modules treat each token by itself though torch does not show it: routed experts,
-        say, tokenwise=["layers.*.moe"].
+        say, tokenwise=["layers.*.moe"]. Layouts that spread experts find those that have `num_experts`, or are lists;
+        others are named: experts=["layers.*.moe.experts"].
         """
         if isinstance(thing, nn.Module):
-            self._prepare_model(
-                thing, name, Hints(sample=sample, cut=cut, stages=tuple(stages), tokenwise=tuple(tokenwise))
+            hints = Hints(
+                sample=sample,
+                cut=cut,
+                units=units,
+                stages=stages,
+                tokenwise=tokenwise,
+                experts=experts,
             )
+            self._prepare_model(thing, name, hints)
         elif isinstance(thing, Optimizer):
             self._prepared.optimizer(thing, name)
             self._loop.follow(thing)
+        elif self.plan.takes_turns and isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+            raise PlanError(
+                f"worker.prepare() got a {type(thing).__name__} under ParameterServer(staleness=...): each replica "
+                "would count only its own batches. Set the rate from worker.step, which counts all: for group in "
+                "optim.param_groups: group['lr'] = rate(worker.step), before step(batch); or use staleness=0."
+            )
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
             self._prepared.other(thing, name)
         else:
@@ -228,7 +346,7 @@ class Worker:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
         if loaders < 0 or prefetch < 1:
             raise ValueError(f"loaders={loaders}, prefetch={prefetch}: loaders must be 0 or more, prefetch 1 or more")
-        self._begin()
+        self._talk.begin_steps(keeps=self._vaulting.is_on)
         streams = self._loop.streams
         name = name or _unused("train", streams)
         if name in streams:
@@ -262,11 +380,6 @@ class Worker:
             raise ValueError(f"clip_gradients({max_norm}): the norm must be more than 0")
         return self._loop.clip(max_norm)
 
-    def _require_between_steps(self, what: str) -> None:
-        """Inside a walk other workers may have more or fewer micro-batches: a collective would meet another one."""
-        if self._loop.walks.under_way:
-            raise RuntimeError(f"{what} was called inside a step (a walk over a batch); call it between steps")
-
     def evaluate(
         self,
         model: nn.Module,
@@ -283,27 +396,31 @@ class Worker:
         `measures` maps names to fn(output, target), which returns the mean over a micro-batch or (sum, count); one
         function alone is called "loss". `micro` samples are run at once (default: the plan's micro-batch).
         """
-        self._require_between_steps("worker.evaluate()")
+        self._talk.require_between_steps("worker.evaluate()")
         self._ring.begin("evaluation", self.step)
         began = time.perf_counter()
         named = measures if isinstance(measures, Mapping) else {"loss": measures}
-        results = self._together(
-            lambda: evaluate(
-                model,
-                dataset,
-                named,
-                micro=micro or self.plan.batch.resolved_micro,
-                group=self._group,
-                device=self.device,
-                precision=self.plan.compute.precision,
-                seeds=(self.plan.batch.seed, 4, self.step),
-                collate=collate,
-                forward=forward,
-                axes=self._axes,
-                shards=self._shards,
-                staged=self._models.staged(model),
-            )
-        )
+        who = self._own if self._loop.is_dealing else self._place  # each by itself, on the weights that it has
+
+        def measure() -> dict[str, float]:
+            with self._loop.averaged():
+                return evaluate(
+                    model,
+                    dataset,
+                    named,
+                    micro=micro or self.plan.batch.resolved_micro,
+                    group=who.group,
+                    device=self.device,
+                    precision=self.plan.compute.precision,
+                    seeds=(self.plan.batch.seed, 4, self.step),
+                    collate=collate,
+                    forward=forward,
+                    axes=who.axes,
+                    shards=self._shards,
+                    staged=self._models.staged(model),
+                )
+
+        results = self._talk.together(measure)
         took_s = time.perf_counter() - began
         self._files.emit(Evaluated(step=self.step, num_samples=len(dataset), metrics=results, duration_s=took_s))
         return results
@@ -313,24 +430,9 @@ class Worker:
         them. Outside of the loop over batches the values are told at once."""
         self._loop.books.report(metrics)
 
-    def _begin(self) -> None:
-        """The first loop over batches begins. A newcomer is taken in here, and has a member's state then."""
-        if self._prelude.is_over:
-            return
-        self._agreement.begin_steps()
-        self._prelude.end(self.is_first)
-
-    def _together(self, operation: Callable[[], T]) -> T:
-        """Do an operation of all workers. Newcomers take the results of those before the first loop from the others."""
-        if self._agreement.is_newcomer:
-            return self._prelude.next()
-        value = self._agreement.run(operation)
-        self._prelude.note(value)
-        return value
-
     def save(self) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
-        self._require_between_steps("worker.save()")
+        self._talk.require_together("worker.save()")
         self._loop.save()
 
     def restore(self, path: str | None = None) -> int:
@@ -342,6 +444,9 @@ class Worker:
         """
         if self._loop.streams:
             raise RuntimeError("worker.restore() must come before worker.batches()")
+        if self._prepared.is_recalled:
+            self._say(f"worker.restore() changes nothing: the run goes on from memory, after step {self.step}")
+            return self.step
         self._prepared.open(path)
         self._prepared.refill()
         self._loop.begin_at(self._prepared.step)
@@ -350,12 +455,17 @@ class Worker:
             self._files.emit(Note(text=f"restored step {self.step} ({self._prepared.source})"))
         return self.step
 
-    def _resume(self) -> None:
-        if self._files.may_resume:
+    def _resume(self, begins_with: Slot | None) -> None:
+        if begins_with is not None:
+            state = state_in(begins_with)
+            self._prepared.recall(state)
+            self._loop.fill(state["loop"])
+            self._loop.begin_at(self._prepared.step)
+        elif self._files.may_resume:
             self._prepared.open(None)
             self._loop.begin_at(self._prepared.step)
         self._files.begin(None if self._agreement.is_newcomer else self._prepared.origin())
-        if self.step:
+        if self.step and not self._prepared.is_recalled:  # of that the supervisor has told
             self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
 
     def __repr__(self) -> str:
@@ -383,61 +493,40 @@ class Worker:
 
     def average(self, value: Tensor | float) -> Tensor:
         """Return the mean of a tensor or number over all workers."""
-        self._require_between_steps("worker.average()")
-        if isinstance(value, Tensor):
-            tensor = value.detach().clone()
-        else:
-            tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-
-        def mean() -> Tensor:
-            total = tensor.clone()
-            self._group.all_reduce(total, what="worker.average").wait()
-            return total / self.workers
-
-        return self._together(mean)
+        return self._talk.average(value)
 
     def gather(self, value: T) -> list[T]:
         """Return every worker's value, in the order of their ranks, on every worker. Values are pickled."""
-        self._require_between_steps("worker.gather()")
-        return self._together(lambda: self._group.gather_objects(value))
+        return self._talk.gather(value)
 
     def broadcast(self, value: T, *, source: int | None = None) -> T:
         """Return the value of the worker whose rank is `source` on every worker; None: of the first one (`is_first`).
 
         Values are pickled. Raises ValueError, on all workers, where there is no such worker (any more).
         """
-        self._require_between_steps("worker.broadcast()")
-
-        def send() -> T:
-            ranks = self._agreement.ranks  # each time: when it is done again, the members are others
-            if source is not None and source not in ranks:
-                raise ValueError(
-                    f"worker.broadcast(source={source}): there is no worker {source}; present are {_listed(ranks)}. "
-                    "Without `source` the first of them sends"
-                )
-            return self._group.broadcast_object(value, source=0 if source is None else ranks.index(source))
-
-        return self._together(send)
+        return self._talk.broadcast(value, source=source)
 
     def wait(self) -> None:
         """Return when all workers have come here."""
-        self._require_between_steps("worker.wait()")
-        self._together(self._group.barrier)
+        self._talk.wait()
 
     def end(self) -> None:
         """Close the run's books after the user's function has returned: last checkpoint, events, files."""
         self._ring.begin("ending", self.step)
         self._shards.close()
+        self._loop.end_round()
         self._loop.books.leave()
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
 
             def settle() -> None:
                 # A loop that was stopped has saved, unless who wrote that has been lost since. Any other is saved again
                 # where its last step was saved already: code after the loop may have changed the state.
-                is_newer = self.step > self._prepared.step
+                is_newer = self._prepared.is_recalled or self.step > self._prepared.step
                 lacks = is_newer and self._prepared.saved_at != self.step
-                if self._loop.streams and self._files.saves_at_end and (lacks or not self._loop.is_stopped):
-                    self.save()
+                if self._loop.streams and self._files.saves_at_end:
+                    gathered = self._memories.gather()
+                    if lacks or not self._loop.is_stopped:
+                        self._loop.save(gathered)
                 self._prepared.wait()
                 self._group.barrier()  # who ends last has seen everybody's last words
 
@@ -445,13 +534,19 @@ class Worker:
         self._prepared.close()
         if self._files.capture is not None:
             self._files.capture.weights(self._prepared.registry.models, self._models.whole)
-        self._files.finish(self.step, state_bytes=self._prepared.registry.num_bytes)
+        self._finish()
 
     def leave(self) -> None:
         """Close the books of a worker that leaves the run in good order, while it may go on without it."""
         self._loop.books.leave()
         self._prepared.close(is_left=True)
-        self._files.finish(self.step)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._servers is not None:
+            self._servers.close()
+        held = self._prepared.registry.num_bytes
+        self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(self.device), state_bytes=held)
 
     def abandon(self) -> None:
         """After an error: forget the step under way, and give a checkpoint under way a moment to be committed."""
@@ -461,14 +556,36 @@ class Worker:
 
     def _prepare_model(self, model: nn.Module, name: str | None, hints: Hints) -> None:
         self._models.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
-        cuts = self._models.cuts(model)
-        index = self._axes.tensor.index
-        held = {key: Slice(cut.shape, cut.dim, cut.ranges(index)) for key, cut in cuts.items()}
-        self._models.add(model, self._prepared.model(model, name, cuts=held, homes=self._models.homes(model)))
+        cuts, homes = self._models.slices(model), self._models.homes(model)
+        self._models.add(model, self._prepared.model(model, name, cuts=cuts, homes=homes))
 
     def _say(self, text: str) -> None:
         if self.is_first:
             self._files.emit(Note(text=text))
+
+
+def _servers(
+    plan: Plan, place: Place, *, device: torch.device, attempt: int, host: str, timeout_s: float
+) -> Servers | None:
+    """The parameter servers, where the plan has some; none is started yet."""
+    if not isinstance(plan.sync, ParameterServer):
+        return None
+    if device.type != "cpu":
+        raise PlanError(
+            f"ParameterServer(...) is built for the CPU so far, not for {device.type}. Use sync=AllReduce(), or "
+            "device='cpu'."
+        )
+    from paceline.sync.servers import Servers
+
+    return Servers(
+        plan.sync.servers,
+        store=place.shared,
+        attempt=attempt,
+        address=place.address,
+        host=host,
+        timeout_s=timeout_s,
+        check=place.agreement.check,
+    )
 
 
 def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:
@@ -480,7 +597,3 @@ def _unused(name: str, taken: Mapping[str, Any]) -> str:
     while (candidate := name if number == 1 else f"{name}_{number}") in taken:
         number += 1
     return candidate
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PlanError
@@ -23,8 +24,10 @@ from paceline.parallel.context.group import ContextGroup
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.context.rules import rule_of
 from paceline.parallel.context.team import ContextTeam
-from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts
+from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts, whole
 from paceline.parallel.tensor.rehearse import gather_inputs
+from paceline.parallel.tensor.team import Team
+from paceline.parallel.tensor.twice import Both
 
 __all__ = ["ContextModel", "apply_plan", "install"]
 
@@ -46,8 +49,12 @@ class ContextModel:
         return self.team.plain_tree(value)
 
 
-def apply_plan(model: nn.Module, plan: ContextPlan, group: ContextGroup) -> ContextModel:
+def apply_plan(
+    model: nn.Module, plan: ContextPlan, group: ContextGroup, *, cutters: Team | None = None
+) -> ContextModel:
     """Change `model` in place; all workers of `group` must call it, with equal weights and the same plan.
+
+    `cutters`: those who have cut its layers before; they are at the same place in the groups of all the others.
 
     With gradients, outputs stay slices that say the shape of the whole, so that the loss, too, is computed on them: an
     operation that needs all tokens gathers them, on all workers. Without gradients outputs are whole.
@@ -57,10 +64,14 @@ def apply_plan(model: nn.Module, plan: ContextPlan, group: ContextGroup) -> Cont
             f"the plan is for {plan.size} workers, but the group has {group.size}; make it for {group.size}."
         )
     team = ContextTeam(group, rules=rule_of, kind=plan.kind)
+    if cutters is not None:
+        Both(cutters, team)
     install(model, plan, team)
 
     def whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-        return output if torch.is_grad_enabled() else team.plain_tree(output)
+        if torch.is_grad_enabled():
+            return output
+        return mapped(output, lambda one: whole(one) if isinstance(one, Cut) else one)
 
     model.register_forward_hook(whole_outputs)
     return ContextModel(team=team, plan=plan)
@@ -79,7 +90,7 @@ def install(model: nn.Module, plan: ContextPlan, team: ContextTeam) -> list[Remo
         _wrap(modules[name], functools.partial(_look_up, team, plan.dim, name, is_plain))
     for name in plan.tokenwise:
         _wrap(modules[name], functools.partial(_token_by_token, team, name))
-    hooks = [gather_inputs(modules[name], team) for name in plan.gathered]
+    hooks = [gather_inputs(modules[name]) for name in plan.gathered]
     for name in plan.blocks:
         door = functools.partial(_door, team, plan.dim, name)
         hooks.append(modules[name].register_forward_pre_hook(door, with_kwargs=True))
@@ -125,15 +136,22 @@ def _door(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Slice what a block works on: the first tensor among its arguments, where it is whole."""
 
-    def sliced(one: Tensor) -> Tensor:
+    def at_door(one: Tensor) -> Tensor:
         is_hidden = not isinstance(one, Cut) and one.is_floating_point() and one.ndim >= -dim
-        return team.sliced(one, dim=dim, site=name) if is_hidden else one
+        return sliced(one, team, dim, name) if is_hidden else one
 
     place = next((number for number, one in enumerate(args) if isinstance(one, Tensor)), None)
     if place is not None:
-        return (*args[:place], sliced(args[place]), *args[place + 1 :]), kwargs
+        return (*args[:place], at_door(args[place]), *args[place + 1 :]), kwargs
     key = next((key for key, one in kwargs.items() if isinstance(one, Tensor)), None)
-    return (args, kwargs) if key is None else (args, {**kwargs, key: sliced(kwargs[key])})
+    return (args, kwargs) if key is None else (args, {**kwargs, key: at_door(kwargs[key])})
+
+
+def sliced(tensor: Tensor, team: ContextTeam, dim: int, site: str) -> Tensor:
+    """Return this worker's slice of a whole tensor: a torch function, so that whoever watches a forward sees it."""
+    if has_torch_function_unary(tensor):
+        return handle_torch_function(sliced, (tensor,), tensor, team, dim, site)
+    return team.sliced(tensor, dim=dim, site=site)
 
 
 def _token_by_token(team: ContextTeam, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

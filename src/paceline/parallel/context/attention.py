@@ -141,7 +141,7 @@ def _regular(keys: Tensor, heads: tuple[int, int], have: tuple[int, int], group:
 # ------------------------------------------------------------------------------------------------ as a module of torch
 
 # Within it slices follow their rules again. It is what torch itself uses for this, and has no public name.
-with_rules: Callable[[], AbstractContextManager[None]] = torch._C._EnableTorchFunction  # pyright: ignore[reportPrivateUsage]
+with_rules: Callable[[], AbstractContextManager[None]] = torch._C._EnableTorchFunction  # pyright: ignore[reportPrivateUsage]  # see above
 
 MODULE_NAMES = (
     *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),

@@ -18,11 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PlanError
+from paceline.errors import PlanError, Reason
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.context.prove import Lost, Trial, Whole, run_whole, try_plan
 from paceline.parallel.context.team import Kind
 from paceline.parallel.recompute import repeated_blocks
+from paceline.parallel.tensor.plan import TensorPlan
 from paceline.parallel.tensor.sample import Sample, as_sample, guess
 
 __all__ = ["find_plan"]
@@ -38,6 +39,7 @@ def find_plan(
     kind: Literal["auto", "heads", "ring"] = "auto",
     sample: Any = None,
     tokenwise: Sequence[str] = (),
+    layers: TensorPlan | None = None,
 ) -> ContextPlan:
     """Return how `size` workers share the sequence of `model`; raises PlanError where they cannot.
 
@@ -47,6 +49,7 @@ def find_plan(
     it is not given. It is run some times in double precision, in a copy of the model.
     tokenwise: names of modules, with "*" for any part, that treat each token by itself though torch functions in them
     cannot be followed (routed experts, say). What is named is tried, too. Experts of transformers' models are known.
+    layers: how its layers are cut by others; both are tried together, by size x layers.size emulated workers.
     """
     if size < 1:
         raise PlanError(f"Layout(context={size}): it must be at least 1.")
@@ -59,7 +62,7 @@ def find_plan(
         tries = [(guessed, DIMS[:1]), (_turned(guessed), DIMS[1:])]
     refusals: list[str] = []
     for one, dims in tries:
-        finder = _Finder(model, size=size, kind=kind, sample=one, tokenwise=tokenwise)
+        finder = _Finder(model, size=size, kind=kind, sample=one, tokenwise=tokenwise, layers=layers)
         try:
             found = finder.find(dims)
         except (RuntimeError, ValueError, IndexError):
@@ -69,14 +72,24 @@ def find_plan(
         if isinstance(found, ContextPlan):
             return found
         refusals.append(found)
-    raise PlanError(f"Layout(context={size}): {type(model).__name__}: {refusals[0]}")
+    what, _, remedy = refusals[0].rpartition(". ")  # each ends in its remedy
+    name = type(model).__name__
+    told = Reason(module=name, what=f"Layout(context={size}): {name}: {what}.", remedy=remedy)
+    raise PlanError(f"Layout(context={size}): {name}: {refusals[0]}", reasons=[told])
 
 
 class _Finder:
     def __init__(
-        self, model: nn.Module, *, size: int, kind: Literal["auto", "heads", "ring"], sample: Sample, tokenwise: Any
+        self,
+        model: nn.Module,
+        *,
+        size: int,
+        kind: Literal["auto", "heads", "ring"],
+        sample: Sample,
+        tokenwise: Sequence[str],
+        layers: TensorPlan | None,
     ) -> None:
-        self.model, self.size, self.kind, self.sample = model, size, kind, sample
+        self.model, self.size, self.kind, self.sample, self.layers = model, size, kind, sample, layers
         self.tokenwise = tuple(name for name, module in model.named_modules() if _is_tokenwise(name, module, tokenwise))
         unknown = [one for one in tokenwise if not any(fnmatchcase(name, one) for name, _ in model.named_modules())]
         if unknown:
@@ -99,13 +112,13 @@ class _Finder:
                 blocks=_blocks(self.model),
                 sample=str(self.sample),
             )
-            first = try_plan(whole, plan)
+            first = try_plan(whole, plan, self.layers)
             # Blocks without attention, experts for example, may get some tokens only: these are not to be sliced.
             around = {name for one in first.attentions for name in one.modules}
             blocks = tuple(name for name in plan.blocks if name in around)
             is_same = blocks == plan.blocks and not self.tokenwise
             plan = dataclasses.replace(plan, blocks=blocks, tokenwise=self.tokenwise)
-            found = self._grown(plan, whole, first if is_same else try_plan(whole, plan))
+            found = self._grown(plan, whole, first if is_same else try_plan(whole, plan, self.layers))
             if isinstance(found, ContextPlan):
                 return found
             refusals.append(found)
@@ -127,7 +140,7 @@ class _Finder:
                 plan = dataclasses.replace(plan, tokenwise=(), gathered=(*plan.gathered, *plan.tokenwise))
             else:
                 return f"on slices it does not compute what it does on the whole ({trial.disagreement}). {REMEDY}"
-            trial = try_plan(whole, plan)
+            trial = try_plan(whole, plan, self.layers)
         return f"it needs the whole sequence in too many places. {REMEDY}"
 
     def _judged(self, plan: ContextPlan, trial: Trial, lost: list[tuple[Lost, str]]) -> ContextPlan | str:

@@ -2,7 +2,7 @@
 
 All outputs are compared, and the gradients of all parameters. So a wrong guess about a model, or an operation with a
 wrong rule, leads to a refusal and never to another loss. The trial also shows what the plan does: which attentions are
-shared, and which operations need all tokens.
+shared, and which operations need all tokens. Where layers are cut as well, both are tried together.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from torch import Tensor, nn
 
 from paceline.errors import PlanError, SyncError
 from paceline.parallel.context.apply import install
-from paceline.parallel.context.group import ContextGroup, EmulatedContext, emulated
+from paceline.parallel.context.group import ContextGroup, EmulatedContext
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.context.rules import rule_of
 from paceline.parallel.context.team import ContextTeam, Kind
-from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts
+from paceline.parallel.tensor.apply import cut_layers
+from paceline.parallel.tensor.cut import Cut, mapped, on_parts, whole
+from paceline.parallel.tensor.emulated import EmulatedGroup, emulate_grid
+from paceline.parallel.tensor.plan import ParameterCut, TensorPlan
+from paceline.parallel.tensor.rehearse import gather_inputs
+from paceline.parallel.tensor.rules import rule_of as tensor_rule_of
 from paceline.parallel.tensor.sample import Sample
 from paceline.parallel.tensor.shapes import NotCut
-from paceline.parallel.tensor.team import is_in_place, name_of
+from paceline.parallel.tensor.team import Team, is_in_place, name_of
+from paceline.parallel.tensor.twice import Both
 
 __all__ = ["Attended", "Lost", "Trial", "Whole", "run_whole", "try_plan"]
 
@@ -76,19 +82,19 @@ def run_whole(model: nn.Module, samples: Sequence[Sample]) -> Whole:
     With its gradients and those of a trial it takes the memory of three models in double precision. Raises PlanError
     where the model cannot be run so.
     """
-    whole = copy.deepcopy(model).double().eval()
+    twin = copy.deepcopy(model).double().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in whole.parameters():
+        for parameter in twin.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
             parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.5 * noise)
             parameter.grad = None
     try:
-        outputs = _run(_sharing(whole), samples, None)
+        outputs = _run(_sharing(twin), samples)
     except RuntimeError:  # some kernels have no double precision
-        whole = whole.float()
+        twin = twin.float()
         try:
-            outputs = _run(_sharing(whole), samples, None)
+            outputs = _run(_sharing(twin), samples)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             lines = str(error).strip().splitlines()
             raise PlanError(
@@ -97,36 +103,72 @@ def run_whole(model: nn.Module, samples: Sequence[Sample]) -> Whole:
                 "sample of your own, sample=(x,), or use attention that runs in any precision (in transformers, "
                 "attn_implementation='sdpa')."
             ) from error
-    return Whole(model=whole, samples=tuple(samples), outputs=outputs, gradients=_taken_gradients(whole))
+    return Whole(model=twin, samples=tuple(samples), outputs=outputs, gradients=_taken_gradients(twin))
 
 
-def try_plan(whole: Whole, plan: ContextPlan) -> Trial:
-    """Return what `plan` does on the samples, and whether it computes what the whole model does."""
+def try_plan(reference: Whole, plan: ContextPlan, layers: TensorPlan | None = None) -> Trial:
+    """Return what `plan` does on the samples, and whether it computes what the whole model does.
 
-    def work(group: EmulatedContext) -> tuple[_Noting, dict[str, Tensor]]:
-        part = _sharing(whole.model)
-        team = _Noting(group, kind=plan.kind)
+    `layers`: how its layers are cut as well. Each emulated worker then has its part of another copy of the model.
+    """
+
+    def work(sharers: EmulatedGroup, cutters: EmulatedGroup) -> _Tried:
+        team = _Noting(EmulatedContext(sharers), kind=plan.kind)
+        part = _sharing(reference.model) if layers is None else copy.deepcopy(reference.model)
+        cuts: dict[str, ParameterCut] = {}
+        if layers is not None:
+            features = Team(cutters, rules=tensor_rule_of)
+            cuts = cut_layers(part, layers.layers, features)
+            for name in layers.gathered:
+                gather_inputs(part.get_submodule(name))
+            Both(features, team)
         install(part, plan, team)
         for name, module in part.named_modules():
-            team.follow(name, module)
-        return team, _run(part, whole.samples, team)
+            team.note_runs(name, module)
+        outputs = _run(part, reference.samples)
+        gradients: dict[str, Tensor] = {}
+        for name, grad in _taken_gradients(part).items() if layers is not None else ():
+            gradients[name] = cuts[name].gathered(grad, cutters) if name in cuts else grad
+        return _Tried(team=team, outputs=outputs, gradients=gradients)
 
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = emulated(plan.size, work)
+            found = emulate_grid(plan.size, 1 if layers is None else layers.size, work)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotCut, SyncError) as error:
-        _taken_gradients(whole.model)
+        _taken_gradients(reference.model)
         lines = str(error).strip().splitlines()
         why = f"it cannot be tried: {type(error).__name__}: {lines[0] if lines else ''}"
         return Trial(disagreement=why, attentions=(), lost=())
-    gradients = _taken_gradients(whole.model)  # of all workers: they share the parameters, so autograd has added up
-    means = {name: one.div_(plan.size) for name, one in gradients.items()}
-    why = _difference("the gradient of", whole.gradients, means)
-    for _, outputs in found:
-        why = _difference("output", whole.outputs, outputs) or why
-    team = found[0][0]
+    why = None
+    if layers is None:
+        gradients = _taken_gradients(
+            reference.model
+        )  # of all workers: they share the parameters, so autograd has added up
+        means = {name: one.div_(plan.size) for name, one in gradients.items()}
+        why = _difference("the gradient of", reference.gradients, means)
+    for column in zip(*found, strict=True) if layers is not None else ():
+        why = why or _difference("the gradient of", reference.gradients, _means([one.gradients for one in column]))
+    for one in (one for row in found for one in row):
+        why = _difference("output", reference.outputs, one.outputs) or why
+    team = found[0][0].team
     return Trial(disagreement=why, attentions=tuple(team.attentions), lost=tuple(team.lost))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Tried:
+    """What one emulated worker has: its `gradients` are whole, and kept only where it has parameters of its own."""
+
+    team: _Noting
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def _means(everybody: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of each gradient over workers of which some may not have used the parameter."""
+    names = dict.fromkeys(name for one in everybody for name in one)
+    own = {name: [one[name] for one in everybody if name in one] for name in names}
+    return {name: torch.stack(some).sum(0) / len(everybody) for name, some in own.items()}
 
 
 class _Noting(ContextTeam):
@@ -138,7 +180,7 @@ class _Noting(ContextTeam):
         self.lost: list[Lost] = []
         self._running: list[str] = []  # names of modules, outermost first
 
-    def follow(self, name: str, module: nn.Module) -> None:
+    def note_runs(self, name: str, module: nn.Module) -> None:
         """Know when a module runs."""
 
         def leave(*_: Any) -> None:
@@ -155,14 +197,14 @@ class _Noting(ContextTeam):
     ) -> Any:
         is_refused = is_in_place(func) and isinstance(args[0], Cut)
         what = name_of(func)
-        why = self.in_place_refusal(func, args[0], reason) if is_refused else str(reason)
+        why = str(self.in_place_refusal(func, args[0], reason)) if is_refused else str(reason)
         self.lost.append(Lost(operation=what, why=why, modules=tuple(self._running), is_refused=is_refused))
 
-        def whole(value: Any) -> Any:
+        def gathered(value: Any) -> Any:
             return self.gather(value) if isinstance(value, Cut) else value
 
         with on_parts():
-            return func(*mapped(args, whole), **mapped(kwargs, whole))
+            return func(*mapped(args, gathered), **mapped(kwargs, gathered))
 
 
 def _sharing(model: nn.Module) -> nn.Module:
@@ -170,7 +212,7 @@ def _sharing(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(one): one for one in model.parameters()})
 
 
-def _run(model: nn.Module, samples: Sequence[Sample], team: ContextTeam | None) -> dict[str, Tensor]:
+def _run(model: nn.Module, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Return floating outputs, whole, and leave the gradients of a random sum of them with the parameters."""
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float64)
 
@@ -184,7 +226,7 @@ def _run(model: nn.Module, samples: Sequence[Sample], team: ContextTeam | None) 
     with torch.enable_grad():
         for sample in samples:
             args, kwargs = mapped(copy.deepcopy(sample.args), own), mapped(copy.deepcopy(dict(sample.kwargs)), own)
-            for one in _tensors(model(*args, **kwargs), team):
+            for one in _tensors(model(*args, **kwargs)):
                 if one.requires_grad:
                     generator = torch.Generator().manual_seed(len(outputs))
                     weights = torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.device)
@@ -216,12 +258,11 @@ def _difference(what: str, expected: Mapping[str, Tensor], found: Mapping[str, T
     return None
 
 
-def _tensors(value: Any, team: ContextTeam | None) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     """The floating tensors of a result, whole."""
     if isinstance(value, Tensor):
-        whole = team.plain(value) if team is not None and next(cuts_in(value), None) is not None else value
-        if whole.is_floating_point():
-            yield whole
+        if value.is_floating_point():
+            yield whole(value)
     elif isinstance(value, (Mapping, tuple, list)):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one, team)
+            yield from _tensors(one)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from paceline.errors import PlanError
+from paceline.errors import PlanError, Reason
 from paceline.parallel.context import crossings
 from paceline.parallel.context.group import ContextGroup
 from paceline.parallel.context.slices import num_tokens, slices
@@ -91,7 +91,7 @@ class ContextTeam(Team):
         cuts = list(cuts_in((args, kwargs)))
         name = name_of(func)
         if is_in_place(func) and isinstance(args[0], Cut):
-            raise PlanError(self.in_place_refusal(func, args[0], reason))
+            raise PlanError(str(self.in_place_refusal(func, args[0], reason)))
         if self.is_told and (name, "") not in self._told:
             self._told.add((name, ""))
             warnings.warn(
@@ -105,8 +105,10 @@ class ContextTeam(Team):
 
         return func(*mapped(args, whole), **mapped(kwargs, whole))
 
-    def in_place_refusal(self, func: Callable[..., Any], cut: Cut, reason: NotCut) -> str:
-        return (
-            f"{name_of(func)} changes a tensor in place of which each worker has some tokens, behind {cut.site}: "
-            f"{reason}. Write it without the change in place, or use Layout(context=1)."
+    def in_place_refusal(self, func: Callable[..., Any], cut: Cut, reason: NotCut) -> Reason:
+        return Reason(
+            module=cut.site,
+            what=f"{name_of(func)} changes a tensor in place of which each worker has some tokens, behind {cut.site}: "
+            f"{reason}.",
+            remedy="Write it without the change in place, or use Layout(context=1).",
         )

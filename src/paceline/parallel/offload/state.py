@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from paceline.comm.split import is_split, local_part
 from paceline.errors import PlanError
 from paceline.parallel.offload.memory import Memory, give_back_freed, room_for
 
-__all__ = ["OffloadedState", "state_bytes"]
+__all__ = ["OffloadedState", "brought_bytes", "state_bytes"]
 
 TRIM_BYTES = 8 << 20  # freed by the first step: then it is given back
 PIECE_BYTES = 16 << 20  # of a parameter; a step's temporaries are as large, some of them
@@ -95,7 +95,7 @@ class OffloadedState:
                 with torch.enable_grad():
                     loss = closure()
             # A scheduler notes here that step() was called, where it was made before this method was.
-            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute that torch sets and does not declare
             self._walk()
             return loss
 
@@ -110,7 +110,7 @@ class OffloadedState:
         try:
             for group in groups:
                 options = {key: value for key, value in group.items() if key != "params"}
-                for parameter in group["params"]:
+                for parameter in _here(group["params"]):
                     alone = {**options, "params": [parameter]}
                     self._optimizer.param_groups = [alone]
                     self._step(parameter, alone)
@@ -174,7 +174,7 @@ class OffloadedState:
             self._optimizer.state[parameter].update(values)
         self._taken = {}
         with torch.no_grad():
-            for parameter in self._optimizer.state:
+            for parameter in _here(self._optimizer.state):
                 self._go_home(parameter)
 
     def _go_home(self, parameter: Tensor) -> None:
@@ -215,9 +215,9 @@ def state_bytes(optimizer: Optimizer, own_step: Callable[..., Any]) -> int:
     other optimizers (whose step may note things elsewhere), it is two tensors for each parameter.
     """
     if optimizer.state:
-        return _room(optimizer.state)
+        return _room({parameter: optimizer.state[parameter] for parameter in _here(optimizer.state)})
     groups = optimizer.param_groups
-    locals_of = [[local_part(parameter) for parameter in group["params"]] for group in groups]
+    locals_of = [[local_part(parameter) for parameter in _here(group["params"])] for group in groups]
     guess = 2 * sum(room_for(local) for locals_ in locals_of for local in locals_)
     if not type(optimizer).__module__.startswith("torch.optim."):
         return guess
@@ -234,6 +234,17 @@ def state_bytes(optimizer: Optimizer, own_step: Callable[..., Any]) -> int:
         return guess
     finally:
         optimizer.state, optimizer.param_groups = former, groups
+
+
+def brought_bytes(optimizer: Optimizer, parameter: Tensor, num_bytes: int) -> int:
+    """Of so many bytes of state of a parameter (or of this worker's part of it), what a step brings at a time."""
+    is_in_pieces = type(optimizer) in ELEMENTWISE and parameter.nbytes > PIECE_BYTES
+    return num_bytes * PIECE_BYTES // parameter.nbytes if is_in_pieces else num_bytes
+
+
+def _here(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those that are not of other stages."""
+    return [parameter for parameter in parameters if not parameter.is_meta]
 
 
 def _stand_ins(locals_: list[Tensor]) -> list[Tensor]:
@@ -293,4 +304,4 @@ def _wrapped(local: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     # Not by from_local, which would move it to the mesh's device; it is what fully_shard does with rows on the CPU.
-    return DTensor(local, like._spec, requires_grad=False)  # pyright: ignore[reportPrivateUsage]
+    return DTensor(local, like._spec, requires_grad=False)  # pyright: ignore[reportPrivateUsage]  # the constructor takes it, and it has no other name

@@ -19,9 +19,9 @@ DEVICE_TEXT = re.compile(r"(cpu|cuda|xpu|mps|hpu)(:\d+)?")
 # Each is a function as a TorchFunctionMode meets it; the answer depends on the real device alone.
 ASKED: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
     Tensor.device.__get__: lambda device: device,
-    Tensor.is_meta.__get__: lambda device: False,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_meta.__get__: lambda device: False,  # pyright: ignore[reportAttributeAccessIssue]  # getters of the C class, which stubs call attributes
+    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # pyright: ignore[reportAttributeAccessIssue]  # getters of the C class, which stubs call attributes
+    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # pyright: ignore[reportAttributeAccessIssue]  # getters of the C class, which stubs call attributes
     Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index or 0,
 }
 

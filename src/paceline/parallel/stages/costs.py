@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.stages.cut import Cut, Route, closed_places, route
 from paceline.parallel.stages.record import record
-from paceline.parallel.stages.replay import Part, replay
+from paceline.parallel.stages.replay import Part, Replayer
 from paceline.parallel.stages.structure import tensors_in
 from paceline.parallel.stages.tape import Tape
 from paceline.parallel.units import Unit
@@ -80,10 +80,11 @@ def _walk(
     """Forward and backward through all stages, one after the other; the seconds of each."""
     seconds, arrived = [], dict[int, Tensor]()
     parts: list[tuple[dict[int, Tensor], Part]] = []
+    replayer = Replayer(units, device=device)
     for stage in range(len(way.crossing) + 1):
         received = {n: t.detach().requires_grad_(tape.values[n].has_gradient) for n, t in arrived.items()}
         begin = _now(device)
-        part = replay(forward, micro, units=units, tape=tape, route=way, stage=stage, received=received, device=device)
+        part = replayer.replay(forward, micro, tape=tape, route=way, stage=stage, received=received)
         seconds.append(_now(device) - begin)
         parts.append((received, part))
         arrived = part.values

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from paceline.errors import PlanError
+from paceline.errors import PlanError, Reason
 from paceline.parallel.stages.tape import Tape
 from paceline.parallel.stages.trial import absent, own_tensors
 from paceline.parallel.units import Unit
@@ -81,21 +81,41 @@ def cut_units(
     """
     closed = closed_places(tape)
     places = _places(tape, num_stages, starts) if starts else None
-    wrong = [f"a stage cannot begin with {tape.units[p]}: {'; '.join(closed[p])}" for p in places or () if p in closed]
+    wrong = [
+        Reason(
+            module=tape.units[place],
+            what=f"a stage cannot begin with {tape.units[place]}: {'; '.join(closed[place])}.",
+            remedy="Let it begin with another unit.",
+        )
+        for place in places or ()
+        if place in closed
+    ]
     if places is None:
         num_free = len(tape.units) - 1 - len(closed)
         if num_free < num_stages - 1:
             wrong.append(
-                f"{num_stages} stages were asked for, but at most {num_free + 1} can be made of the {len(tape.units)} "
-                f"units {', '.join(tape.units)}. Use stages={num_free + 1} or fewer, or name smaller units"
+                Reason(
+                    module=type(model).__name__,
+                    what=f"{num_stages} stages were asked for, but at most {num_free + 1} can be made of the "
+                    f"{len(tape.units)} units {', '.join(tape.units)}.",
+                    remedy=f"Use stages={num_free + 1} or fewer, or name smaller units.",
+                )
             )
-            wrong += dict.fromkeys(f"these belong together: {why}" for whys in closed.values() for why in whys)
+            joints = {joint.reason: joint for joint in reversed(tape.joints)}
+            wrong += [
+                Reason(
+                    module=tape.units[joint.first],
+                    what=f"these belong together: {why}.",
+                    remedy="Let what is shared pass as an argument or a result.",
+                )
+                for why, joint in reversed(joints.items())
+            ]
         else:
             row = costs or parameter_costs(tape, units)
             places = list(cut_evenly(row, num_stages, closed=closed))[1:]
     if wrong:
-        said = "\n".join(f"- {text}." for text in wrong)
-        raise PlanError(f"{type(model).__name__} cannot be cut into {num_stages} stages:\n{said}")
+        said = "\n".join(f"- {reason}" for reason in wrong)
+        raise PlanError(f"{type(model).__name__} cannot be cut into {num_stages} stages:\n{said}", reasons=wrong)
     return _cut_at(model, tape, units, places or [])
 
 
@@ -161,10 +181,9 @@ def _places(tape: Tape, num_stages: int, starts: Sequence[str]) -> list[int]:
     if not wrong and (len(places) != num_stages - 1 or places != sorted(set(places) - {0})):
         wrong.append(f"{num_stages} stages need {num_stages - 1} first units, in order, none of them the model's first")
     if wrong:
-        raise PlanError(
-            f"Stages cannot begin with {', '.join(starts)}: {'; '.join(wrong)}. "
-            f"Units, in order: {', '.join(tape.units)}."
-        )
+        what = f"Stages cannot begin with {', '.join(starts)}: {'; '.join(wrong)}."
+        remedy = f"Units, in order: {', '.join(tape.units)}."
+        raise PlanError(f"{what} {remedy}", reasons=[Reason(module=starts[0], what=what, remedy=remedy)])
     return places
 
 

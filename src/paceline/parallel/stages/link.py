@@ -1,4 +1,5 @@
-"""Values and gradients between the stages of neighbouring workers, over point-to-point sends.
+"""Values and gradients between the stages of neighbouring workers: over point-to-point sends, or (`comm/mailboxes.py`)
+through memory that they share.
 
 Both sides know the order of all messages from the schedule and every tensor's shape from the tape, so nothing but the
 tensors travels. Receives are posted ahead, in the order in which the peer sends; sends are looked at when an answer
@@ -7,7 +8,9 @@ proves that they have arrived, so nobody waits for a send in the middle of a ste
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import functools
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -16,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.group import GLOO_JOKE
+from paceline.comm.mailboxes import Mailboxes
 from paceline.errors import SyncError
 from paceline.parallel.stages.structure import Spec
 from paceline.schedule.pipeline import FORWARD, Message, Pipeline, messages, proofs
 
-__all__ = ["Exchange", "Link", "Pending", "TorchLink"]
+__all__ = ["Exchange", "Link", "NearLink", "Pending", "TorchLink"]
 
 AHEAD = 2  # receives posted beyond the one that is needed
 
@@ -36,6 +40,10 @@ class Link(Protocol):
 
     `what` says the same on both sides; `way` does, too: "stage 0 to 1". What goes one way is waited for in its order.
     """
+
+    def make_room(self, num_bytes: int) -> None:
+        """Be told that tensors have up to so many bytes from now on; all workers call it alike, between steps."""
+        ...
 
     def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> Pending:
         """Begin to send; the tensor may not change before the end."""
@@ -66,6 +74,9 @@ class TorchLink:
         self._rising, self._falling = rising, falling or rising
         self._index, self._limit = worker_index, datetime.timedelta(seconds=limit_s)
 
+    def make_room(self, num_bytes: int) -> None:
+        """Nothing has to be made."""
+
     def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> Pending:
         group = self._rising if to > self._index else self._falling
         return self._begun(lambda: dist.isend(tensor, group=group, group_dst=to), tensor, f"{way}: sending {what}")
@@ -83,6 +94,25 @@ class TorchLink:
         if work is None:
             raise ValueError("a worker that is not in the process group cannot send in it")
         return _Flight(work, tensor, what, self._limit)
+
+
+class NearLink:
+    """A link between workers of one host: what has a place in their `mailboxes` goes there, the rest `over` another."""
+
+    def __init__(self, mailboxes: Mailboxes, over: Link, *, worker_index: int) -> None:
+        self._mailboxes, self._over, self._index = mailboxes, over, worker_index
+
+    def make_room(self, num_bytes: int) -> None:
+        """Let tensors of so many bytes have a place; all workers call it alike, between steps. Raises MemoryError."""
+        self._mailboxes.make_room(num_bytes)
+
+    def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> Pending:
+        link = self._mailboxes if self._mailboxes.takes(tensor, source=self._index, target=to) else self._over
+        return link.send(tensor, to=to, what=what, way=way)
+
+    def receive(self, tensor: Tensor, *, source: int, what: str, way: str) -> Pending:
+        link = self._mailboxes if self._mailboxes.takes(tensor, source=source, target=self._index) else self._over
+        return link.receive(tensor, source=source, what=what, way=way)
 
 
 class _Flight:
@@ -121,17 +151,12 @@ class Exchange:
         """`contents` says what a message holds: by number of the value, of which kind it is, and what in words."""
         self._pipeline, self._index, self._link = pipeline, worker_index, link
         self._contents, self._device = contents, device
-        self._coming = {
-            peer: messages(pipeline, peer, worker_index) for peer in range(pipeline.num_workers) if peer != worker_index
-        }
-        self._num_posted = dict.fromkeys(self._coming, 0)
+        self._table = _Timetable.of(pipeline, worker_index)
+        self._num_posted = dict.fromkeys(self._table.coming, 0)
         self._posted: dict[Message, tuple[dict[int, Tensor], list[Pending]]] = {}
         self._local: dict[Message, dict[int, Tensor]] = {}
         self._sent: dict[Message, list[Pending]] = {}
-        self._proved_by: dict[Message, list[Message]] = {}
-        for message, proof in proofs(pipeline, worker_index).items():
-            self._proved_by.setdefault(proof, []).append(message)
-        for peer in self._coming:
+        for peer in self._table.coming:
             self._post(peer, AHEAD)
 
     def take(self, message: Message) -> dict[int, Tensor]:
@@ -139,12 +164,12 @@ class Exchange:
         peer = self._pipeline.worker_of(message.by)
         if peer == self._index:
             return self._local.pop(message)
-        self._post(peer, self._coming[peer].index(message) + 1 + AHEAD)
+        self._post(peer, self._table.place[message] + 1 + AHEAD)
         tensors, pending = self._posted.pop(message)
         for transfer in pending:
             transfer.wait()
         if tensors:
-            for proved in self._proved_by.get(message, ()):
+            for proved in self._table.proved_by.get(message, ()):
                 self._settle(proved)
         return tensors
 
@@ -170,21 +195,44 @@ class Exchange:
 
     def _post(self, peer: int, count: int) -> None:
         """Post receives up to the `count`-th message of a peer."""
-        for message in self._coming[peer][self._num_posted[peer] : count]:
+        for message in self._table.coming[peer][self._num_posted[peer] : count]:
             tensors: dict[int, Tensor] = {}
             pending: list[Pending] = []
             for number, (spec, says) in self._contents(message).items():
-                tensors[number] = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                tensors[number] = torch.empty(spec.held, dtype=spec.dtype, device=self._device)
                 what = _what(message, says, spec)
                 pending.append(self._link.receive(tensors[number], source=peer, what=what, way=_way(message)))
             self._posted[message] = tensors, pending
             self._num_posted[peer] += 1
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Timetable:
+    """What one worker's messages are in every step of a schedule: `coming` from each peer, in order, with the `place`
+    of each among them, and what each proves to have arrived."""
+
+    coming: dict[int, tuple[Message, ...]]
+    place: dict[Message, int]
+    proved_by: dict[Message, list[Message]]
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def of(cls, pipeline: Pipeline, worker_index: int) -> _Timetable:
+        peers = (peer for peer in range(pipeline.num_workers) if peer != worker_index)
+        coming = {peer: messages(pipeline, peer, worker_index) for peer in peers}
+        proved_by: dict[Message, list[Message]] = {}
+        for message, proof in proofs(pipeline, worker_index).items():
+            proved_by.setdefault(proof, []).append(message)
+        place = {message: place for each in coming.values() for place, message in enumerate(each)}
+        return cls(coming=coming, place=place, proved_by=proved_by)
+
+
+@functools.lru_cache(maxsize=1024)
 def _what(message: Message, says: str, spec: Spec) -> str:
     kind = "" if message.kind == FORWARD else "the gradient of "
     return f"{kind}{says} ({spec}) of micro-batch {message.micro}"
 
 
+@functools.lru_cache(maxsize=1024)
 def _way(message: Message) -> str:
     return f"stage {message.by} to {message.to}"

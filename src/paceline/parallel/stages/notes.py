@@ -14,8 +14,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paceline.errors import Reason
 from paceline.parallel.stages.structure import Spec, map_tensors, tensors_in
 from paceline.parallel.stages.tape import Call, Draw, Given, Joint, New, Tape, Value
+from paceline.parallel.tensor.cut import on_parts
 from paceline.parallel.units import Unit
 
 __all__ = ["NOBODY", "Notes", "where"]
@@ -29,16 +31,18 @@ class Notes:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], root: Iterable[nn.Module]) -> None:
         self.units, self.order = units, list[int]()
-        self.refusals: list[str] = []
+        self.refusals: list[Reason] = []
         self.draws: list[Draw] = []
         self.asks: set[Callable[..., Any]] = set()
         self.run_for_real: set[int] = set()
+        self.tellers: set[str] = set()  # modules inside units whose hooks hand out what code outside of them uses
         self.num_unit_calls = 0
         self._calls: list[Call] = []
         self._values: list[tuple[int, Spec, GradientEdge | None, str]] = []
         self._joints: dict[Joint, None] = {}
         self._numbers = WeakTensorKeyDictionary()
         self._inner = WeakTensorKeyDictionary()  # made inside a unit, and not returned -> the unit's index
+        self._handed = WeakTensorKeyDictionary()  # what a module inside a unit returned to its hooks -> its name
         self._stand_ins = WeakTensorKeyDictionary()  # a tensor with contents that was changed by a unit's -> its ghost
         self._aliases: dict[int, WeakTensorKeyDictionary] = {}  # by storage: tensor -> index of the unit
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -58,10 +62,14 @@ class Notes:
     def unit_name(self, index: int) -> str:
         return self.units[self.order[index]].name if index < len(self.order) else "the first unit"
 
+    def newest(self) -> str:
+        """The unit that was called last; of the model itself before the first."""
+        return next((call.name for call in reversed(self._calls) if call.is_unit), "")
+
     def between(self) -> str:
         """Where between units the forward is, in words."""
-        done = [call.name for call in self._calls if call.is_unit]
-        return f"after {done[-1]} and before the next unit" if done else "before the first unit"
+        done = self.newest()
+        return f"after {done} and before the next unit" if done else "before the first unit"
 
     def owner(self, tensors: Iterable[Tensor]) -> int:
         """The latest unit among those that `tensors` come from; what hangs on parameters alone is the first unit's."""
@@ -100,6 +108,7 @@ class Notes:
         changed: Mapping[int, Tensor],
         needs: Iterable[int],
         left: Iterable[tuple[str, str, Tensor]] = (),
+        told: Iterable[tuple[str, Any]] = (),
         is_open: bool = False,
         effort: float = 0.0,
     ) -> None:
@@ -117,6 +126,7 @@ class Notes:
 
         output = map_tensors(out, mark)
         attributes = tuple((module, key, number(tensor)) for module, key, tensor in left)
+        handed = tuple((module, map_tensors(one, mark)) for module, one in told)
         changes = []
         for place, ghost in changed.items():
             self._check_change(given[place], owner, name if is_unit else says)
@@ -133,6 +143,7 @@ class Notes:
                 output=output,
                 changed=tuple(changes),
                 left=attributes,
+                told=handed,
                 is_open=is_open,
                 effort=effort,
             )
@@ -142,6 +153,11 @@ class Notes:
         """Note what was made inside a unit."""
         if tensor not in self._numbers and id(tensor) not in self._names:
             self._inner[tensor] = index
+
+    def handed(self, tensors: Iterable[Tensor], module: str) -> None:
+        """Note what the hooks of a module inside a unit have seen."""
+        for tensor in tensors:
+            self._handed.setdefault(tensor, module)
 
     def is_inside(self, tensor: Tensor, index: int) -> bool:
         return self._inner.get(tensor) == index
@@ -161,6 +177,8 @@ class Notes:
                 if (unit := self._values[number][0]) > owner:
                     self.join(owner, unit, f"{who} takes {self._values[number][3]}, which comes later in the model")
             elif tensor in self._inner:
+                if not in_unit and (teller := self._handed.get(tensor)) is not None:
+                    self.tellers.add(teller)
                 self._used_inner(self._inner[tensor], owner, who, in_unit)
             elif id(tensor) in self._names:
                 self.uses(tensor, owner)
@@ -181,15 +199,19 @@ class Notes:
         says = f"uses a tensor from inside {self.unit_name(unit)} that is not among its results"
         if not in_unit:
             self.refusals.append(
-                f"{who} {says}, so that other stages do not know it. Return it from {self.unit_name(unit)}, or keep it "
-                "as an attribute of one of its modules."
+                Reason(
+                    module=self.unit_name(unit),
+                    what=f"{who} {says}, so that other stages do not know it.",
+                    remedy=f"Return it from {self.unit_name(unit)}, or keep it as an attribute of one of its modules.",
+                )
             )
         elif unit != owner:
             self.join(unit, owner, f"{who} {says}")
 
     def _number(self, tensor: Tensor, owner: int, says: str) -> int:
         ghost = self.stand_in(tensor)
-        edge = get_gradient_edge(ghost) if ghost.requires_grad else None
+        with on_parts():
+            edge = get_gradient_edge(ghost) if ghost.requires_grad else None
         self._values.append((owner, Spec.of(ghost), edge, says))
         self._numbers[tensor] = len(self._values) - 1
         self._inner.pop(tensor, None)
@@ -204,18 +226,27 @@ class Notes:
         """A change in place reaches every view of the same memory; views of other units would not follow it."""
         if id(tensor) in self._names or id(tensor) in self._root_buffers:
             kind = "parameter" if id(tensor) in self._names else "buffer"
+            made = self.unit_name(owner)
             self.refusals.append(
-                f"{who} changes a {kind} of the model from what {self.unit_name(owner)} made, which other stages would "
-                "not see. Change it inside the unit that has it, or after the step."
+                Reason(
+                    module=made,
+                    what=f"{who} changes a {kind} of the model from what {made} made, which other stages would not "
+                    "see.",
+                    remedy="Change it inside the unit that has it, or after the step.",
+                )
             )
             return
         for view, unit in list(self._aliases.get(_storage(tensor), {}).items()):
             if view is tensor or unit == owner:
                 continue
             if unit == NOBODY:
+                made = self.unit_name(owner)
                 self.refusals.append(
-                    f"{who} writes what {self.unit_name(owner)} made into a view of a tensor that every stage "
-                    "computes. Write into the tensor itself (x[...] = y), or use torch.cat or torch.where."
+                    Reason(
+                        module=made,
+                        what=f"{who} writes what {made} made into a view of a tensor that every stage computes.",
+                        remedy="Write into the tensor itself (x[...] = y), or use torch.cat or torch.where.",
+                    )
                 )
             else:
                 self.join(unit, owner, f"{who} changes in place what {self.unit_name(unit)} made, through a view")
@@ -247,6 +278,7 @@ class Notes:
             joints=tuple(self._joints),
             draws=tuple(self.draws),
             asks=frozenset(self.asks),
+            ghosts=None if any(call.changed for call in self._calls) else {},
         )
 
     def _unused(self) -> dict[str, int]:
@@ -268,7 +300,8 @@ def where() -> str:
 
 
 def _storage(tensor: Tensor) -> int:
-    return StorageWeakRef(tensor.untyped_storage()).cdata
+    with on_parts():
+        return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def _key(edge: GradientEdge) -> tuple[Any, int]:

@@ -8,20 +8,23 @@ served: every stage would have to know them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 
-from paceline.errors import PlanError
+from paceline.errors import PlanError, Reason
 from paceline.parallel.stages.asking import ASKED
 from paceline.parallel.stages.drawing import draws
 from paceline.parallel.stages.notes import NOBODY, Notes, where
 from paceline.parallel.stages.structure import Spec, map_tensors, tensors_in
 from paceline.parallel.stages.tape import Draw, Tape
+from paceline.parallel.stages.telling import Told, has_hooks, listened, tell
 from paceline.parallel.stages.trial import (
     USER_ERRORS,
     absent,
@@ -55,7 +58,31 @@ def record(
     device, or partly so; it and torch's generators stay as they are. Raises PlanError with everything that keeps this
     forward from being cut.
     """
-    refusals = _refused_at_sight(model, micro)
+    at_sight = _refused_at_sight(model, micro)
+    tellers: set[str] = set()
+    while True:
+        tape, notes = _recorded(model, forward, micro, units, device, meter or (lambda: 0.0), frozenset(tellers))
+        if notes.tellers <= tellers:
+            break
+        tellers |= notes.tellers  # known now, so that their hooks can be listened to
+    refusals = at_sight + notes.refusals
+    if tape is None or refusals:
+        said = "\n".join(f"- {text}" for text in dict.fromkeys(refusals))
+        raise PlanError(f"{type(model).__name__} cannot be cut into stages as it is:\n{said}", reasons=refusals)
+    return tape
+
+
+def _recorded(
+    model: nn.Module,
+    forward: Callable[[Any], Any],
+    micro: Any,
+    units: Sequence[Unit],
+    device: torch.device,
+    meter: Callable[[], float],
+    tellers: frozenset[str],
+) -> tuple[Tape | None, Notes]:
+    """Run the forward once; there is no tape where it cannot go on. `tellers`: modules inside units whose hooks hand
+    something out."""
     of_units = {module for unit in units for module in unit.module.modules()}
     root = [module for module in model.modules() if module not in of_units]
     put_back = attributes(model.modules())
@@ -67,43 +94,50 @@ def record(
             swapped(root, lambda t: absent(t) if _is_parameter(t) else t.clone()),
         ):
             notes = Notes(model, units, root)
-            recorder = _Recorder(model, notes, device, meter or (lambda: 0.0))
+            recorder = _Recorder(model, notes, device, meter, tellers)
             try:
-                with replaced_forward(units, recorder.wrap):
+                with replaced_forward(units, recorder.wrap), recorder.hearing():
                     with recorder:
                         result = forward(micro)
                     tape = notes.tape(result)
             except _Refused as error:
-                notes.refusals.append(str(error))
-            refusals += notes.refusals
+                notes.refusals.append(error.reason)
     finally:
         put_back()
-    if tape is None or refusals:
-        said = "\n".join(f"- {text}" for text in dict.fromkeys(refusals))
-        raise PlanError(f"{type(model).__name__} cannot be cut into stages as it is:\n{said}")
-    return tape
+    return tape, notes
 
 
 class _Refused(Exception):
-    """The recording cannot go on; the message says why."""
+    """The recording cannot go on."""
+
+    def __init__(self, *, module: str, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.reason = Reason(module=module, what=what, remedy=remedy)
 
 
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def _refused_at_sight(model: nn.Module, micro: Any) -> list[str]:
+def _refused_at_sight(model: nn.Module, micro: Any) -> list[Reason]:
     found = []
     for name, module in model.named_modules():
         if module.training and getattr(module, "gradient_checkpointing", False):
+            who = name or type(model).__name__
             found.append(
-                f"{name or type(model).__name__}: the model's own gradient checkpointing would call absent modules "
-                "again in backward. Use model.gradient_checkpointing_disable() and Compute(recompute='blocks')."
+                Reason(
+                    module=who,
+                    what=f"{who}: the model's own gradient checkpointing would call absent modules again in backward.",
+                    remedy="Use model.gradient_checkpointing_disable() and Compute(recompute='blocks').",
+                )
             )
     if any(tensor.requires_grad for tensor in tensors_in(micro)):
         found.append(
-            "the input requires a gradient, of which every stage would compute a part. Give inputs that require none; "
-            "what is to be learned is a parameter of the model."
+            Reason(
+                module=type(model).__name__,
+                what="the input requires a gradient, of which every stage would compute a part.",
+                remedy="Give inputs that require none; what is to be learned is a parameter of the model.",
+            )
         )
     return found
 
@@ -111,19 +145,30 @@ def _refused_at_sight(model: nn.Module, micro: Any) -> list[str]:
 class _Recorder(TorchFunctionMode):
     """Sees every torch call of the recorded forward, and every call of a unit."""
 
-    def __init__(self, model: nn.Module, notes: Notes, device: torch.device, meter: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        notes: Notes,
+        device: torch.device,
+        meter: Callable[[], float],
+        tellers: frozenset[str],
+    ) -> None:
         super().__init__()
         self._model, self._notes, self._device, self._meter = model, notes, device, meter
+        self._tellers, self._names = tellers, {module: name for name, module in model.named_modules()}
         self._inside: int | None = None  # the unit that runs
         self._needs: set[int] = set()
         self._given: set[int] = set()
         self._changed: dict[int, Tensor] = {}  # id of a tensor that the unit changed -> what it is now
         self._is_open = False
+        self._looks_away = False  # cut tensors, which are a subclass, must still say what they are
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._looks_away:
+            return func(*args, **kwargs)
         if func in ASKED and args[0].device.type == "meta":
             return ASKED[func](self._device)
         given = tensors_in((args, kwargs))
@@ -191,8 +236,9 @@ class _Recorder(TorchFunctionMode):
         place = f"at {where()}, {self._notes.between()},"
         if name == "__set__" and isinstance(args[1], Tensor):
             raise _Refused(
-                f"an attribute of a tensor (such as .data) is set {place} which other stages would not see. Use an "
-                "operation in place, such as copy_(), or do it inside a unit."
+                module=self._after(),
+                what=f"an attribute of a tensor (such as .data) is set {place} which other stages would not see.",
+                remedy="Use an operation in place, such as copy_(), or do it inside a unit.",
             )
         reason: BaseException | None = None
         if not torch.is_autocast_enabled(self._device.type):
@@ -203,13 +249,23 @@ class _Recorder(TorchFunctionMode):
         try:
             out, changed = for_real(func, args, kwargs, device=self._device)
         except USER_ERRORS as error:
-            raise _Refused(f"{name}() {place} cannot be run to see what it returns: {_first_line(error)}") from error
+            raise _Refused(
+                module=self._after(),
+                what=f"{name}() {place} cannot be run to see what it returns: {_first_line(error)}.",
+                remedy="Do this inside a module that is a unit.",
+            ) from error
         if reason is not None and (not (tensors_in(out) or changed) or self._depends_on_contents(func, args, kwargs)):
             raise _Refused(
-                f"{name}() {place} asks for the contents of what a unit made, which only the stage that has the unit "
-                "knows. Do this inside a module that is a unit, or leave it out of the forward."
+                module=self._after(),
+                what=f"{name}() {place} asks for the contents of what a unit made, which only the stage that has the "
+                "unit knows.",
+                remedy="Do this inside a module that is a unit, or leave it out of the forward.",
             )
         return out, changed
+
+    def _after(self) -> str:
+        """The unit after which the forward is, for whoever looks for the place; else the model."""
+        return self._notes.newest() or type(self._model).__name__
 
     def _depends_on_contents(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Whether the shapes of the result are others for other numbers."""
@@ -239,7 +295,7 @@ class _Recorder(TorchFunctionMode):
                 versions = [version(tensor) for tensor in given]
                 self._begin(place, index, given)
             try:
-                out, changed, left = self._run_unit(place, forward, args, kwargs)
+                out, changed, left, told = self._run_unit(place, forward, args, kwargs)
             finally:
                 self._inside = None
             with unseen():
@@ -257,12 +313,40 @@ class _Recorder(TorchFunctionMode):
                     changed=changed,
                     needs=self._needs,
                     left=left or self._left(place, index, attributes_before),
+                    told=told,
                     is_open=self._is_open,
                     effort=self._meter() - effort_before,
                 )
+            self._tell(place, told)
             return out
 
         return call
+
+    def hearing(self) -> contextlib.AbstractContextManager[Any]:
+        """While it lasts, what hooks of modules inside units get to see is noted: they may keep it for others."""
+        return contextlib.closing(_Hearing(self._heard))
+
+    def _heard(self, module: nn.Module, output: Any) -> None:
+        index = self._inside
+        if index is None or not has_hooks(module):
+            return
+        name = self._names.get(module, "")
+        made = [one for one in tensors_in(output) if self._looks_away or self._notes.is_inside(one, index)]
+        for tensor in made:
+            self._notes.inside(tensor, index)
+        self._notes.handed(made, name)
+
+    def _tell(self, place: int, told: list[Told]) -> None:
+        unit = self._notes.units[place]
+        try:
+            tell(unit.module, told)
+        except USER_ERRORS as error:
+            raise _Refused(
+                module=unit.name,
+                what=f"a forward hook inside {unit.name} hands out what stages without {unit.name} need, and cannot be "
+                f"called there, with the module and its output alone ({_first_line(error)}).",
+                remedy=f"Return the value from {unit.name} instead.",
+            ) from error
 
     def _note_nested(self, place: int, around: int) -> None:
         index = self._notes.index_of(place)
@@ -279,49 +363,61 @@ class _Recorder(TorchFunctionMode):
 
     def _run_unit(
         self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, dict[int, Tensor], list[tuple[str, str, Tensor]]]:
-        """Return the unit's output, which arguments it changed, and (if run for real) what it left in attributes."""
+    ) -> tuple[Any, dict[int, Tensor], list[tuple[str, str, Tensor]], list[Told]]:
+        """Return the unit's output, which arguments it changed, (if run for real) what it left in attributes, and what
+        its hooks are to hand out."""
         module = self._notes.units[place].module
         put_back = attributes(module.modules(), objects=(args, kwargs))
         reason: BaseException | None = None
         if not torch.is_autocast_enabled(self._device.type):
             try:
-                return forward(*args, **kwargs), {}, []
+                with listened(module, self._tellers_in(place)) as told:
+                    return forward(*args, **kwargs), {}, [], told
             except USER_ERRORS as error:
                 reason = error
                 put_back()
-        with unseen():
-            try:
-                out, changed, left = self._run_for_real(place, forward, args, kwargs)
-            except USER_ERRORS as error:
-                said = f" on tensors without contents ({_first_line(reason)}) or" if reason else ""
-                raise _Refused(
-                    f"{self._notes.units[place].name} ({type(module).__name__}) cannot be run alone, to see what it "
-                    f"returns,{said} on invented numbers ({_first_line(error)}). Name a module around it as a unit, or "
-                    "one inside it."
-                ) from error
-            finally:
-                put_back()
-            for name, key, ghost in left:
-                setattr(module.get_submodule(name), key, ghost)
-            return out, changed, left
+        self._looks_away = True
+        try:
+            out, changed, left, told = self._run_for_real(place, forward, args, kwargs)
+        except USER_ERRORS as error:
+            said = f" on tensors without contents ({_first_line(reason)}) or" if reason else ""
+            name = self._notes.units[place].name
+            raise _Refused(
+                module=name,
+                what=f"{name} ({type(module).__name__}) cannot be run alone, to see what it returns,{said} on "
+                f"invented numbers ({_first_line(error)}).",
+                remedy="Name a module around it as a unit, or one inside it.",
+            ) from error
+        finally:
+            self._looks_away = False
+            put_back()
+        for name, key, ghost in left:
+            setattr(module.get_submodule(name), key, ghost)
+        return out, changed, left, told
+
+    def _tellers_in(self, place: int) -> list[str]:
+        """Their names inside the unit."""
+        within = f"{self._notes.units[place].name}."
+        return [name.removeprefix(within) for name in sorted(self._tellers) if name.startswith(within)]
 
     def _run_for_real(
         self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, dict[int, Tensor], list[tuple[str, str, Tensor]]]:
+    ) -> tuple[Any, dict[int, Tensor], list[tuple[str, str, Tensor]], list[Told]]:
         module, index = self._notes.units[place].module, self._notes.index_of(place)
         args, kwargs = map_tensors((args, kwargs), self._notes.stand_in)
         before = self._attributes()
         self._notes.run_for_real.add(index)
         self._needs, self._changed, self._is_open = set(), {}, False
 
-        def alone(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, str, Tensor]]]:
-            out = forward(*args, **kwargs)
-            return out, [
+        def alone(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, str, Tensor]], list[Told]]:
+            with listened(module, self._tellers_in(place)) as told:
+                out = forward(*args, **kwargs)
+            left = [
                 (_name_inside(module, inner), key, value)
                 for inner, key, value in self._set_since(before)
                 if isinstance(value, Tensor)
             ]
+            return out, left, told
 
         def weights(tensor: Tensor) -> Tensor:
             if _is_parameter(tensor):
@@ -329,10 +425,10 @@ class _Recorder(TorchFunctionMode):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=self._device)
 
         with swapped(module.modules(), weights):
-            (out, left), changed = for_real(alone, args, kwargs, device=self._device)
+            (out, left, told), changed = for_real(alone, args, kwargs, device=self._device)
         given = tensors_in((args, kwargs))
         self._needs |= self._notes.used(given, index, self._notes.unit_name(index), in_unit=True)
-        return out, changed, left
+        return out, changed, left, told
 
     def _attributes(self) -> dict[tuple[nn.Module, str], Any]:
         return {
@@ -352,13 +448,28 @@ class _Recorder(TorchFunctionMode):
         for module, key, value in self._set_since(before):
             if module not in own:
                 names = {inner: name for name, inner in self._model.named_modules()}
+                unit = self._notes.unit_name(index)
                 self._notes.refusals.append(
-                    f"{self._notes.unit_name(index)} sets the attribute {key!r} of {names[module] or 'the model'}, "
-                    "which is outside of it: stages without the unit would not see that. Return the value instead."
+                    Reason(
+                        module=unit,
+                        what=f"{unit} sets the attribute {key!r} of {names[module] or 'the model'}, which is outside "
+                        "of it: stages without the unit would not see that.",
+                        remedy="Return the value instead.",
+                    )
                 )
             elif isinstance(value, Tensor) and self._notes.is_inside(value, index):
                 found.append((_name_inside(self._notes.units[place].module, module), key, value))
         return found
+
+
+class _Hearing:
+    """Hears of every call of a module, until `close`; hooks of the modules themselves come later."""
+
+    def __init__(self, heard: Callable[[nn.Module, Any], None]) -> None:
+        self._hook = modules.register_module_forward_hook(lambda module, _, output: heard(module, output))
+
+    def close(self) -> None:
+        self._hook.remove()
 
 
 def _name_inside(module: nn.Module, inner: nn.Module) -> str:

@@ -7,6 +7,8 @@ arguments), so a unit runs as fast as it does alone.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,17 +18,17 @@ from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,  # pyright: ignore[reportPrivateUsage]  # nothing public tells which mode is on top
 )
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.errors import PlanError
 from paceline.parallel.stages.asking import ASKED
 from paceline.parallel.stages.cut import Route
-from paceline.parallel.stages.structure import map_leaves, map_tensors, tensors_in
+from paceline.parallel.stages.structure import Spec, held, map_leaves, map_tensors, tensors_in
 from paceline.parallel.stages.tape import Call, Given, New, Tape
+from paceline.parallel.stages.telling import listened, tell
 from paceline.parallel.stages.trial import unseen
-from paceline.parallel.units import Unit, replaced_forward, seed_generators
+from paceline.parallel.units import Draws, Unit, replaced_forward
 
-__all__ = ["Part", "replay"]
+__all__ = ["Part", "Replayer"]
 
 
 class Part:
@@ -38,54 +40,78 @@ class Part:
         self.result, self.values = result, values
 
 
-def replay(
-    forward: Callable[[Any], Any],
-    micro: Any,
-    *,
-    units: Sequence[Unit],
-    tape: Tape,
-    route: Route,
-    stage: int,
-    received: Mapping[int, Tensor],
-    device: torch.device,
-    seed: tuple[int, ...] | None = None,
-) -> Part:
-    """Run the part of `stage` in `forward(micro)`; `received` are the values of earlier stages that arrive there.
+class Replayer:
+    """Runs parts of the forwards of a model with these units, which on its worker is on `device`."""
 
-    With `seed`, each unit's call draws the random numbers that `seeded_units` would give it. Raises PlanError where the
-    forward goes another way than the tape.
-    """
-    mode = _Replay(units, tape, route, stage, received, device, seed)
-    if seed is not None:
-        seed_generators(*seed, 0, 1)
-    with replaced_forward(units, mode.wrap), mode:
-        result = forward(micro)
-    mode.expect_end()
-    last = stage == len(route.crossing)
-    return Part(map_tensors(result, mode.real) if last else None, mode.kept)
+    def __init__(self, units: Sequence[Unit], *, device: torch.device) -> None:
+        self.units, self.device = units, device
+        modules = (module for unit in units for module in unit.module.modules())
+        self._buffers = [module.__dict__["_buffers"] for module in modules]
+
+    def replay(
+        self,
+        forward: Callable[[Any], Any],
+        micro: Any,
+        *,
+        tape: Tape,
+        route: Route,
+        stage: int,
+        received: Mapping[int, Tensor],
+        seed: tuple[int, ...] | None = None,
+    ) -> Part:
+        """Run the part of `stage` in `forward(micro)`; `received` are the values of earlier stages that arrive there.
+
+        With `seed`, each unit's call draws the random numbers that `seeded_units` would give it. Raises PlanError where
+        the forward goes another way than the tape.
+        """
+        mode = _Replay(self, tape, route, stage, received, None if seed is None else Draws(*seed))
+        with replaced_forward(self.units, mode.wrap), mode:
+            result = forward(micro)
+        mode.expect_end()
+        last = stage == len(route.crossing)
+        return Part(map_tensors(result, mode.real) if last else None, mode.kept)
+
+    def buffer_ids(self) -> set[int]:
+        """The ids of the units' buffers as they are now: they may be exchanged between forwards."""
+        return {id(buffer) for own in self._buffers for buffer in own.values()}
+
+
+class _Numbers:
+    """Which tensors are which values of a tape. None is held: what the forward lets go of is freed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __setitem__(self, tensor: Tensor, number: int) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor), number
+
+    def get(self, tensor: Tensor) -> int | None:
+        known = self._known.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None  # an id may come again
 
 
 class _Replay(TorchFunctionMode):
     def __init__(
         self,
-        units: Sequence[Unit],
+        replayer: Replayer,
         tape: Tape,
         route: Route,
         stage: int,
         received: Mapping[int, Tensor],
-        device: torch.device,
-        seed: tuple[int, ...] | None,
+        draws: Draws | None,
     ) -> None:
         super().__init__()
-        self._units, self._tape, self._route, self._stage = units, tape, route, stage
-        self._device, self._seed = device, seed
+        self._replayer, self._tape, self._route, self._stage = replayer, tape, route, stage
+        self._draws = draws
         self._wanted = frozenset(route.crossing[stage]) if stage < len(route.crossing) else frozenset[int]()
         self.kept: dict[int, Tensor] = {number: received[number] for number in self._wanted if number in received}
-        self._reals = dict(received)  # contents for ghosts, by number
-        self._numbers = WeakTensorKeyDictionary()
-        self._unit_buffers = {id(buffer) for unit in units for buffer in unit.module.buffers()}
+        self._reals = {number: self._seen(number, tensor) for number, tensor in received.items()}  # for ghosts
+        self._ghosts = {} if tape.ghosts is None else tape.ghosts
+        self._numbers = _Numbers()
+        self._unit_buffers: set[int] | None = None  # ids; found when first asked for
+        tellers = {call.name for call in tape.calls if call.told}
+        self._tellers = {place for place, unit in enumerate(replayer.units) if tellers and unit.name in tellers}
         self._next = 0
-        self._unit_calls = 0  # so far
         self._inside = False
 
     # ------------------------------------------------------------------------------------------------------ operations
@@ -95,7 +121,7 @@ class _Replay(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in ASKED:
-            return ASKED[func](self._device) if args[0].device.type == "meta" else func(*args)
+            return ASKED[func](self._replayer.device) if args[0].device.type == "meta" else func(*args)
         if func in self._tape.asks:
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
@@ -110,13 +136,17 @@ class _Replay(TorchFunctionMode):
         return self._done(call, given, tensors_in(real), func(*real[0], **real[1]), None)
 
     def _is_owned(self, tensor: Tensor) -> bool:
-        return tensor in self._numbers or isinstance(tensor, nn.Parameter) or id(tensor) in self._unit_buffers
+        if self._numbers.get(tensor) is not None or isinstance(tensor, nn.Parameter):
+            return True
+        if self._unit_buffers is None:
+            self._unit_buffers = self._replayer.buffer_ids()
+        return id(tensor) in self._unit_buffers
 
     # -------------------------------------------------------------------------------------------------- calls of units
 
     def wrap(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What the unit at `place` does when it is called."""
-        unit = self._units[place]
+        unit = self._replayer.units[place]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
@@ -125,17 +155,37 @@ class _Replay(TorchFunctionMode):
                 given = tensors_in((args, kwargs))
                 record = self._advance(unit.name, is_unit=True)
                 if self._route.stage_of[record.unit] != self._stage:
-                    self._seed_generators(after=True)
+                    if self._draws is not None:
+                        self._draws.pass_by()
                     return self._answer(record, given, unit.module)
                 args, kwargs = self._with_contents(record, args, kwargs, given)
                 passed = tensors_in((args, kwargs))
-                self._seed_generators(after=False)
-            out = self._run(forward, args, kwargs, is_open=record.is_open)
+            with contextlib.nullcontext() if self._draws is None else self._draws.unit():
+                out = self._run(forward, args, kwargs, is_open=record.is_open)
             with unseen():
-                self._seed_generators(after=True)
                 return self._done(record, given, passed, out, unit.module)
 
-        return call
+        return self._telling(unit, call) if place in self._tellers else call
+
+    def _telling(self, unit: Unit, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, and what modules inside the unit hand out by their hooks, at the end."""
+
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return call(*args, **kwargs)
+            given, record = tensors_in((args, kwargs)), self._tape.calls[self._next : self._next + 1]
+            with listened(unit.module, (name for one in record for name, _ in one.told)) as told:
+                out = call(*args, **kwargs)
+            (record,) = record  # the call has found it
+            with unseen():
+                if self._route.stage_of[record.unit] == self._stage:
+                    self._number(record, given, told, [one for _, one in record.told])
+                else:
+                    told = [(name, self._ghosts_for(one, given)) for name, one in record.told]
+            tell(unit.module, told)
+            return out
+
+        return telling
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, is_open: bool) -> Any:
         """Run a unit of this stage, with nobody watching where that can be."""
@@ -152,10 +202,6 @@ class _Replay(TorchFunctionMode):
         finally:
             self._inside = False
 
-    def _seed_generators(self, *, after: bool) -> None:
-        if self._seed is not None:
-            seed_generators(*self._seed, self._unit_calls, int(after))
-
     # -------------------------------------------------------------------------------------------------------- the tape
 
     def _advance(self, name: str, *, is_unit: bool) -> Call:
@@ -164,7 +210,6 @@ class _Replay(TorchFunctionMode):
         if call is None or call.name != name or call.is_unit != is_unit:
             raise PlanError(_other_way(f"{name}()", f"{call.name}()" if call else "the end"))
         self._next += 1
-        self._unit_calls += is_unit
         return call
 
     def expect_end(self) -> None:
@@ -177,28 +222,35 @@ class _Replay(TorchFunctionMode):
         number = self._numbers.get(tensor)
         return tensor if number is None else self._reals.get(number, tensor)
 
+    def _seen(self, number: int, part: Tensor) -> Tensor:
+        """What arrived as the model's code is to see it; the leaf stays as it is."""
+        spec = self._tape.values[number].spec
+        return part if spec.cut is None else spec.seen(part.view_as(part))
+
     def _answer(self, call: Call, given: list[Tensor], module: nn.Module | None) -> Any:
         """What a call of another stage returns: ghosts."""
-        ghosts: dict[int, Tensor] = {}
-
-        def ghost(number: int) -> Tensor:
-            if number not in ghosts:
-                ghosts[number] = self._tape.values[number].spec.ghost()
-                self._numbers[ghosts[number]] = number
-            return ghosts[number]
-
-        def fill(leaf: Any) -> Any:
-            return (
-                ghost(leaf.number) if isinstance(leaf, New) else given[leaf.place] if isinstance(leaf, Given) else leaf
-            )
-
-        out = map_leaves(call.output, fill)
+        out = self._ghosts_for(call.output, given)
         if module is not None:
             for name, key, number in call.left:
-                setattr(module.get_submodule(name), key, ghost(number))
+                setattr(module.get_submodule(name), key, self._ghost(number))
         for place, number, _ in call.changed:
             self._numbers[given[place]] = number
         return out
+
+    def _ghost(self, number: int) -> Tensor:
+        ghosts = self._ghosts
+        if number not in ghosts:
+            ghosts[number] = self._tape.values[number].spec.ghost()
+        self._numbers[ghosts[number]] = number
+        return ghosts[number]
+
+    def _ghosts_for(self, output: Any, given: list[Tensor]) -> Any:
+        def fill(leaf: Any) -> Any:
+            if isinstance(leaf, New):
+                return self._ghost(leaf.number)
+            return given[leaf.place] if isinstance(leaf, Given) else leaf
+
+        return fill(output) if isinstance(output, (New, Given)) else map_leaves(output, fill)
 
     def _with_contents(self, call: Call, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """The arguments for a call of this stage; what it changes in place is copied if it was received."""
@@ -208,7 +260,7 @@ class _Replay(TorchFunctionMode):
 
         def contents(tensor: Tensor) -> Tensor:
             real = self.real(tensor)
-            return real.clone() if real is not tensor and id(tensor) in own else real
+            return Spec.of(real).seen(held(real).clone()) if real is not tensor and id(tensor) in own else real
 
         return map_tensors((args, kwargs), contents)
 
@@ -219,7 +271,17 @@ class _Replay(TorchFunctionMode):
             self._keep(number, passed[place])
             if passed[place] is not given[place]:
                 self._reals[number] = passed[place]
-        made, marks = tensors_in(out), _marks_in(call.output)
+        self._number(call, given, out, call.output)
+        if module is not None:
+            for name, key, number in call.left:
+                tensor = getattr(module.get_submodule(name), key)
+                self._numbers[tensor] = number
+                self._keep(number, tensor)
+        return out
+
+    def _number(self, call: Call, given: list[Tensor], out: Any, expected: Any) -> None:
+        """Give the tensors that a call of this stage has made their numbers on the tape."""
+        made, marks = tensors_in(out), _marks_in(expected)
         if len(made) != len(marks):
             raise PlanError(_other_way(f"{call.name}() with {len(made)} tensors", f"{len(marks)}"))
         for tensor, mark in zip(made, marks, strict=True):
@@ -228,26 +290,23 @@ class _Replay(TorchFunctionMode):
                 self._keep(mark.number, tensor)
             elif tensor is not given[mark.place] and (number := self._numbers.get(given[mark.place])) is not None:
                 self._numbers[tensor] = number
-        if module is not None:
-            for name, key, number in call.left:
-                tensor = getattr(module.get_submodule(name), key)
-                self._numbers[tensor] = number
-                self._keep(number, tensor)
-        return out
 
     def _keep(self, number: int, tensor: Tensor) -> None:
         spec = self._tape.values[number].spec
         if not spec.fits(tensor):
             raise PlanError(
-                f"{self._tape.values[number].says} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, "
-                f"but {spec} was expected: its kind depends on the contents of the inputs, or the weights' types have "
-                "changed. What leaves a unit must have the same shape for inputs of the same shapes."
+                f"{self._tape.values[number].says} is {Spec.of(tensor)}, but {spec} was expected: its kind depends on "
+                "the contents of the inputs, or the weights' types have changed. What leaves a unit must have the same "
+                "shape for inputs of the same shapes."
             )
         if number in self._wanted:
-            self.kept[number] = tensor.clone() if number in self._route.copied else tensor
+            part = held(tensor)
+            self.kept[number] = part.clone() if number in self._route.copied else part
 
 
 def _marks_in(output: Any) -> list[New | Given]:
+    if isinstance(output, (New, Given)):  # as of most calls: there is no structure to walk through
+        return [output]
     marks: list[New | Given] = []
 
     def note(leaf: Any) -> Any:

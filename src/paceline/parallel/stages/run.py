@@ -20,7 +20,7 @@ from paceline.parallel.stages.cut import Cut, Route, route
 from paceline.parallel.stages.halves import Halves
 from paceline.parallel.stages.link import Exchange, Link
 from paceline.parallel.stages.record import record
-from paceline.parallel.stages.replay import replay
+from paceline.parallel.stages.replay import Replayer
 from paceline.parallel.stages.structure import Spec, shape_key
 from paceline.parallel.stages.tape import Tape
 from paceline.parallel.units import Unit
@@ -36,7 +36,9 @@ from paceline.schedule.pipeline import (
     needed,
 )
 
-__all__ = ["Outcome", "StageWorker"]
+__all__ = ["MOST_KINDS", "Outcome", "StageWorker"]
+
+MOST_KINDS = 64  # of inputs whose forwards are known from one step to the next
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +80,7 @@ class StageWorker:
 
     Between steps `pipeline` may be exchanged for one of another number of micro-batches. `around(action)` surrounds
     each of this worker's parts of a forward: buffers may be put in place there, and looked at afterwards.
+    `before(action)` is called ahead of every action, and `after(action)` behind it.
     """
 
     def __init__(
@@ -96,10 +99,13 @@ class StageWorker:
                 f"the model is cut into {cut.num_stages} stages, but the schedule has {pipeline.num_stages} "
                 f"({pipeline.num_workers} workers with {pipeline.stages_per_worker} each). Cut it into as many."
             )
-        self.units, self.worker_index, self.link, self.device = units, worker_index, link, device
+        self.worker_index, self.link, self.device = worker_index, link, device
+        self.replayer = Replayer(units, device=device)
         self._model, self._cut, self.pipeline = model, cut, pipeline
-        self._known: dict[Any, tuple[Tape, Route]] = {}
+        self._known: dict[Any, tuple[Tape, Route]] = {}  # the newest use last
         self.around: Callable[[Action], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+        self.before: Callable[[Action], None] = lambda _: None
+        self.after: Callable[[Action], None] = lambda _: None
 
     def step(
         self,
@@ -139,9 +145,17 @@ class StageWorker:
         code = getattr(forward, "__code__", forward)
         key = (code, shape_key(micro), torch.is_grad_enabled(), self._model.training)
         if key not in self._known:
-            tape = tape or record(self._model, forward, micro, units=self.units, device=self.device)
-            self._known[key] = tape, route(tape, self._cut)
-        return self._known[key]
+            tape = tape or record(self._model, forward, micro, units=self.replayer.units, device=self.device)
+            self._known[key] = tape, way = tape, route(tape, self._cut)
+            self.link.make_room(max((tape.values[n].spec.num_bytes for each in way.crossing for n in each), default=0))
+        self._known[key] = found = self._known.pop(key)
+        return found
+
+    def trim(self) -> list[Tape]:
+        """Forget, between two steps, the kinds of inputs beyond MOST_KINDS that were not used for longest; returns
+        their tapes. All workers of a pipeline are given the same inputs, so all forget the same."""
+        surplus = list(self._known)[: max(0, len(self._known) - MOST_KINDS)]
+        return [self._known.pop(key)[0] for key in surplus]
 
 
 class _Walk:
@@ -190,7 +204,9 @@ class _Walk:
             message = needed(action, self._pipeline.num_stages)
             arrived = self._exchange.take(message) if message else {}
             start = self._clock.now()
+            self._worker.before(action)
             values = do[action.kind](action, arrived)
+            self._worker.after(action)
             spans.append((action, start, self._clock.now()))
             if sent := made(action, self._pipeline.num_stages):
                 self._exchange.send(sent, values)
@@ -211,15 +227,13 @@ class _Walk:
         for number, tensor in arrived.items():
             tensor.requires_grad_(tape.values[number].has_gradient)
         with self._worker.around(action):
-            part = replay(
+            part = self._worker.replayer.replay(
                 self._forward,
                 self._micros[action.micro],
-                units=self._worker.units,
                 tape=tape,
                 route=way,
                 stage=action.stage,
                 received=arrived,
-                device=self._device,
                 seed=self._seeds[action.micro] if self._seeds else None,
             )
         loss = None

@@ -1,12 +1,14 @@
 """Tensors inside of what forwards take and return: tuples, lists, dicts, named tuples, dataclasses, nested.
 
-Tensors are visited in one fixed order, which is what gives the values of a forward their numbers.
+Tensors are visited in one fixed order, which is what gives the values of a forward their numbers. Where layers are cut,
+or sequences shared, a value may be a part that says the shape of the whole (a `Cut`): stages keep and send the part.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,32 +16,94 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch's own registry of containers; it has no public door for trees
 
-__all__ = ["Spec", "map_leaves", "map_tensors", "shape_key", "tensors_in"]
+from paceline.parallel.tensor.cut import Cut, on_parts, wrap
+from paceline.parallel.tensor.rules_shape import full_shape
+from paceline.parallel.tensor.shapes import Sections
+from paceline.parallel.tensor.team import Team
+
+__all__ = ["Spec", "held", "map_leaves", "map_tensors", "shape_key", "tensors_in"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slicing:
+    """How a tensor is cut: see `Cut`; `under`: and how its part is, along tokens."""
+
+    dim: int
+    sections: Sections
+    site: str = dataclasses.field(compare=False)
+    team: Team = dataclasses.field(compare=False, repr=False)
+    under: Slicing | None = None
+
+    @classmethod
+    def of(cls, tensor: Cut) -> Slicing:
+        way = tensor.under
+        under = None if way is None else cls(way.dim, way.sections, way.site, way.team)
+        return cls(tensor.dim_cut, tensor.sections, tensor.site, tensor.team, under)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor is, without its values."""
+    """What a tensor is, without its values. `held` and `stride` are of what is here, `cut` says what of the whole it
+    is; None: it is the whole."""
 
     shape: tuple[int, ...]
+    held: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    cut: Slicing | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+        with on_parts():
+            part, stride = tuple(tensor.shape), tuple(tensor.stride())
+            if not isinstance(tensor, Cut):
+                return cls(part, part, stride, tensor.dtype, tensor.requires_grad)
+            cut = Slicing.of(tensor)
+            return cls(tuple(_whole_shape(tensor)), part, stride, tensor.dtype, tensor.requires_grad, cut)
 
     def ghost(self) -> Tensor:
         """A new tensor of this kind on the meta device."""
-        ghost = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return ghost.requires_grad_() if self.requires_grad else ghost
+        ghost = torch.empty_strided(self.held, self.stride, dtype=self.dtype, device="meta")
+        return self.seen(ghost.requires_grad_() if self.requires_grad else ghost)
+
+    def seen(self, part: Tensor) -> Tensor:
+        """Return a fresh tensor of what is held as the model's code is to see it; it is changed in place."""
+        cut = self.cut
+        while cut is not None:
+            wrap(part, team=cut.team, dim=cut.dim, sections=cut.sections, site=cut.site)
+            cut = cut.under
+        return part
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is here."""
+        return math.prod(self.held) * self.dtype.itemsize
 
     def fits(self, tensor: Tensor) -> bool:
-        return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype
+        """Whether a tensor is of this kind, wherever it is in memory, and whoever wants its gradient."""
+        if self.cut is None and not isinstance(tensor, Cut):  # of every value in every micro-batch
+            return tensor.shape == self.held and tensor.dtype == self.dtype
+        other = Spec.of(tensor)
+        return (other.held, other.dtype, other.cut) == (self.held, self.dtype, self.cut)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def _whole_shape(cut: Cut) -> list[int]:
+    shape = list(full_shape(cut))
+    if cut.under is not None:
+        shape[cut.under.dim] = sum(cut.under.sections)
+    return shape
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Return what is here of a tensor, as a plain one; it shares memory and gradient."""
+    if not isinstance(tensor, Cut):
+        return tensor
+    with on_parts():
+        return tensor.view_as(tensor)
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -15,6 +15,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from paceline.parallel.stages.structure import Spec
 
 __all__ = ["Call", "Draw", "Given", "Joint", "New", "Tape", "Value"]
@@ -54,7 +56,8 @@ class Call:
 
     `needs` are the values that it uses, `output` is what it returns with `New` and `Given` for tensors, `changed` are
     arguments changed in place, as (place, number of the new value, number of the old one). `left` are tensors that a
-    unit leaves in attributes of its modules, as (module's name inside the unit, attribute, number). `is_open`: values
+    unit leaves in attributes of its modules, as (module's name inside the unit, attribute, number). `told` are outputs
+    of modules inside the unit that their hooks hand out, as (name inside the unit, output). `is_open`: values
     come in by other ways than arguments, so ghosts have to be exchanged inside, too.
     """
 
@@ -65,6 +68,7 @@ class Call:
     output: Any
     changed: tuple[tuple[int, int, int | None], ...]
     left: tuple[tuple[str, str, int], ...]
+    told: tuple[tuple[str, Any], ...] = ()
     is_open: bool
     effort: float  # by the meter that the recording was given: floating-point operations, say
 
@@ -94,6 +98,8 @@ class Tape:
     `parameters`: for each parameter's name the units in whose calls it takes part. `unused`: units that are never
     called, with the index of the unit beside which they are kept. `results`: numbers of what the forward returns.
     `asks`: functions that only asked for shapes and the like. `unreached`: trainable parameters without a gradient.
+    `ghosts`: those that replays have made, by number, for the next ones; None where the forward changes values in
+    place, so that each needs its own.
     """
 
     units: tuple[str, ...]
@@ -106,6 +112,7 @@ class Tape:
     joints: tuple[Joint, ...]
     draws: tuple[Draw, ...]
     asks: frozenset[Callable[..., Any]]
+    ghosts: dict[int, Tensor] | None
 
     def costs(self) -> list[float]:
         """What the meter read in each unit's calls, root-level operations included."""

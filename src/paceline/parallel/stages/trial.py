@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.stages.asking import device_to_meta
-from paceline.parallel.stages.structure import Spec, map_tensors, tensors_in
+from paceline.parallel.stages.structure import Spec, held, map_tensors, tensors_in
 
 __all__ = [
     "USER_ERRORS",
@@ -33,7 +34,7 @@ __all__ = [
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
-CONTAINERS = (list, dict, set)
+CONTAINERS = (list, dict, set, OrderedDict)
 
 
 @contextlib.contextmanager
@@ -64,7 +65,8 @@ def own_tensors(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tens
 
 def absent(tensor: Tensor) -> Tensor:
     """Return a parameter or buffer of the same kind on the meta device."""
-    ghost = tensor.detach().to("meta")
+    # Not by .to("meta"): of a parameter whose rows are split this is to be the whole, and a plain tensor.
+    ghost = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(ghost, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else ghost
 
 
@@ -179,8 +181,11 @@ def for_real(
 
 
 def invented(spec: Spec, device: torch.device) -> Tensor:
-    """Return small random numbers (a zero for each integer, true for each bool): what such a tensor might be."""
-    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    """Return small random numbers (a zero for each integer, true for each bool): what such a tensor might hold."""
+    if any(step == 0 and length > 1 for step, length in zip(spec.stride, spec.held, strict=True)):
+        tensor = torch.empty(spec.held, dtype=spec.dtype, device=device)  # not one number that is seen at many places
+    else:
+        tensor = torch.empty_strided(spec.held, spec.stride, dtype=spec.dtype, device=device)
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         tensor.normal_(0, 0.02)
     else:
@@ -192,21 +197,22 @@ def _substitute(tensor: Tensor, device: torch.device, fill: float | None) -> Ten
     """A tensor that code may do anything with, also in place."""
     if tensor.device.type != "meta":
         return tensor.detach().clone()
-    made = invented(Spec.of(tensor), device)
+    spec = Spec.of(tensor)
+    made = invented(spec, device)
     if fill is not None:
         with torch.no_grad():
             made.fill_(fill if tensor.dtype.is_floating_point else max(0, int(fill)))
-    return made.view_as(made) if made.requires_grad else made  # code may not change a leaf in place
+    return spec.seen(made.view_as(made) if made.requires_grad else made)  # code may not change a leaf in place
 
 
 def _linked_ghost(tensor: Tensor, source: Tensor | None) -> Tensor:
     spec = Spec.of(tensor)
     if source is None or not spec.requires_grad:
         return spec.ghost()
-    ghost = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-    return ghost.add_(source.to(spec.dtype))
+    ghost = torch.empty_strided(spec.held, spec.stride, dtype=spec.dtype, device="meta")
+    return spec.seen(ghost.add_(source.to(spec.dtype)))
 
 
 def _sum_of(tensors: list[Tensor]) -> Tensor | None:
-    parts = [tensor.to("meta").sum().to(torch.float32) for tensor in tensors if tensor.dtype.is_floating_point]
+    parts = [held(tensor).to("meta").sum().to(torch.float32) for tensor in tensors if tensor.dtype.is_floating_point]
     return torch.stack(parts).sum() if parts else None

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.parallel.tensor.collectives import TensorGroup
-from paceline.parallel.tensor.cut import Cut, cuts_in, mapped
+from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, whole
 from paceline.parallel.tensor.layers import Layer, cut_dims, install, kind_of
 from paceline.parallel.tensor.plan import ParameterCut, TensorPlan
 from paceline.parallel.tensor.rehearse import gather_inputs
@@ -47,11 +47,11 @@ def apply_plan(model: nn.Module, plan: TensorPlan, group: TensorGroup) -> CutMod
     team.summed.update(map(id, summed))
     modules = dict(model.named_modules())
     for name in plan.gathered:
-        gather_inputs(modules[name], team)
+        gather_inputs(modules[name])
     _guard(model, team)
 
     def whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-        return mapped(output, lambda one: team.plain(one) if isinstance(one, Cut) else one)
+        return mapped(output, lambda one: whole(one, team) if isinstance(one, Cut) else one)
 
     model.register_forward_hook(whole_outputs)
     return CutModel(team=team, parameters=cuts, summed=summed)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.parallel.tensor.cut import on_parts, wrap
+from paceline.parallel.tensor.cut import wrap
 from paceline.parallel.tensor.team import Team
 
 __all__ = ["attend", "refusal"]
@@ -53,7 +53,7 @@ def attend(
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     merged: Any = mixed.transpose(1, 2).flatten(2)
-    with on_parts():
+    with team.on_parts():
         partial = F.linear(merged, module.out_proj.weight)
     out = team.leave(partial, site=site)
     out = out if parameters.out_proj.bias is None else out + parameters.out_proj.bias

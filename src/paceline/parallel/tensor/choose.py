@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+from paceline.errors import Reason
 from paceline.parallel.tensor.given import REPLICATED
 from paceline.parallel.tensor.layers import Layer, Role, cut_dims, width_of
+from paceline.parallel.tensor.shapes import shared_out
 from paceline.parallel.tensor.trace import Family, Site, Trace
 
 __all__ = ["Choice", "Chooser"]
@@ -29,7 +30,7 @@ class Chooser:
         self.trace, self.sites, self.roles, self.size, self.is_own = trace, trace.sites, roles, size, is_own
         self.choices: list[Choice] = []
         self.why: dict[str, str] = {}  # layers that stay whole
-        self.refusals: list[str] = []
+        self.refusals: list[Reason] = []
         self._choose_named()
         self._choose_pairs()
         self._choose_vocabulary()
@@ -118,10 +119,9 @@ class Chooser:
                 for name, site in tables.items()
                 if width_of(site.module, "embedding", side="in") == width and self._is_free(name, taken)
             ]
-            if width % self.size:
-                near = math.ceil(width / self.size) * self.size
+            if not shared_out(width, self.size):
                 for name in (*names, *embeddings):
-                    self.why[name] = f"{width} tokens do not divide among {self.size} workers; {near} would"
+                    self.why[name] = f"{width} tokens leave the last of {self.size} workers without any"
                 continue
             layers = [Layer(name=name, role="head", sections=(width,)) for name in names]
             layers += [Layer(name=name, role="vocabulary", sections=(width,)) for name in embeddings]
@@ -168,7 +168,8 @@ class Chooser:
         for name in names:
             self.why[name] = reason
             if is_explicit:
-                self.refusals.append(f"plan[{name!r}] cannot be followed: {reason}.")
+                what = f"plan[{name!r}] cannot be followed: {reason}."
+                self.refusals.append(Reason(module=name, what=what, remedy="Leave it out of cut=."))
 
 
 def _names(family: Family) -> list[str]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from paceline.errors import SyncError
-from paceline.parallel.tensor.shapes import Sections, ranges
+from paceline.parallel.tensor.shapes import Sections, num_held, ranges
 
 __all__ = [
     "Alone",
@@ -36,6 +36,7 @@ __all__ = [
     "Traffic",
     "gather",
     "gather_spread",
+    "gathered",
     "part_of",
     "scatter",
     "scatter_total",
@@ -147,8 +148,21 @@ def whole_of(parts: list[Tensor], *, dim: int, sections: Sections) -> Tensor:
         return parts[0]
     if len(sections) == 1:
         return torch.cat(parts, dim)
-    pieces = [part.split([length // len(parts) for length in sections], dim) for part in parts]
+    held = [ranges(sections, size=len(parts), index=index) for index in range(len(parts))]
+    pieces = [part.split([stop - first for first, stop in one], dim) for part, one in zip(parts, held, strict=True)]
     return torch.cat([piece for same in zip(*pieces, strict=True) for piece in same], dim)
+
+
+def gathered(part: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+    """Return the whole of everybody's parts, for no gradient; all workers of the group must call it.
+
+    A group moves tensors of one shape, so parts that are shorter than the first one's travel with zeros behind them.
+    """
+    lengths = [num_held(sections, size=group.size, index=index) for index in range(group.size)]
+    parts = group.all_gather(_padded(part, dim, lengths[0]))
+    if lengths[-1] < lengths[0]:
+        parts = [one.narrow(dim, 0, length) for one, length in zip(parts, lengths, strict=True)]
+    return whole_of(parts, dim=dim, sections=sections)
 
 
 def spread(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -201,12 +215,23 @@ def _moves(group: TensorGroup, dim: int, sections: Sections) -> tuple[Move, Move
         return part_of(whole, dim=dim, sections=sections, size=group.size, index=index)
 
     def collect(part: Tensor) -> Tensor:
-        return whole_of(group.all_gather(part), dim=dim, sections=sections)
+        return gathered(part, group, dim=dim, sections=sections)
 
     def sum_part(whole: Tensor) -> Tensor:
-        return group.reduce_scatter([take(whole, index) for index in range(group.size)])
+        most, here = (num_held(sections, size=group.size, index=index) for index in (0, group.index))
+        summed = group.reduce_scatter([_padded(take(whole, index), dim, most) for index in range(group.size)])
+        return summed if here == most else summed.narrow(dim, 0, here)
 
     return take, collect, sum_part
+
+
+def _padded(part: Tensor, dim: int, length: int) -> Tensor:
+    """The part, with zeros behind it up to `length`."""
+    if part.shape[dim] == length:
+        return part
+    shape = list(part.shape)
+    shape[dim] = length - part.shape[dim]
+    return torch.cat([part, part.new_zeros(shape)], dim)
 
 
 def _is_followed(tensor: Tensor) -> bool:
@@ -232,5 +257,5 @@ class _Crossing(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
         return ctx.back(grad_outputs[0]), None, None

@@ -10,26 +10,39 @@ operation needs the whole, the parts are gathered first, so that an unforeseen l
 changes a result. Below torch functions nothing differs: kernels, autograd and recomputation see plain tensors.
 DTensor does the same one floor lower, for each operator; here a composite (attention, say) is one rule, which also
 works where its kernels have no sharding rule.
+
+Sequences that are shared are cut in the same way, along tokens. Where layers are cut as well, a tensor may be cut
+twice: its part of the features is `under`stood as a tensor that is cut along tokens (`twice.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from paceline.parallel.tensor.shapes import NotCut, Sections
 
 if TYPE_CHECKING:
     from paceline.parallel.tensor.team import Team
 
-__all__ = ["Cut", "cuts_in", "mapped", "on_parts", "wrap"]
+__all__ = ["Cut", "Sliced", "Way", "cuts_in", "mapped", "on_parts", "tensors_in", "whole", "wrap"]
 
 # Within it a Cut is the plain tensor of the part. torch documents it, and has no public name for it.
-on_parts: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+on_parts: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # see above
+
+
+class Way(NamedTuple):
+    """How a tensor is cut: by whom, along which dim, in which sections, and behind which layer."""
+
+    team: Team
+    dim: int
+    sections: Sections
+    site: str
 
 
 class Cut(Tensor):
@@ -39,6 +52,7 @@ class Cut(Tensor):
     dim_cut: int
     sections: Sections
     site: str  # the layer where the cut began, for messages
+    under: Way | None = None  # how the part is cut once more, along tokens
 
     @classmethod
     def __torch_function__(
@@ -51,18 +65,62 @@ class Cut(Tensor):
         kwargs = kwargs or {}
         with on_parts():
             cut = args[0] if args and isinstance(args[0], Cut) else next(cuts_in((args, kwargs)))
-            try:
-                return cut.team.rule(func)(func, args, kwargs)
-            except NotCut as reason:
-                return cut.team.without_rule(func, args, kwargs, reason)
+            follow = cut.team.follow if cut.team.beside is None else cut.team.beside.follow
+            return follow(func, args, kwargs)
+
+
+class Sliced(Tensor):
+    """A tensor that is cut along tokens alone, as those who cut layers see it: it is no Cut of theirs."""
+
+    team: Team
+    dim_cut: int
+    sections: Sections
+    site: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        one = next(one for one in tensors_in((args, kwargs)) if isinstance(one, Sliced))
+        if one.team.beside is None:
+            raise RuntimeError("a tensor is seen as whole that nobody cuts along features")
+        return one.team.beside.follow_in_layer(func, args, kwargs or {})
 
 
 def wrap(part: Tensor, *, team: Team, dim: int, sections: Sections, site: str) -> Tensor:
-    """Make a fresh tensor a Cut, in place: no copy, and no node in autograd's graph."""
-    part.__class__ = Cut
+    """Make a fresh tensor a Cut, in place: no copy, and no node in autograd's graph.
+
+    What is cut already, by the other team, is cut twice then; raises NotCut where that would be along one dim.
+    """
     cut: Any = part
-    cut.team, cut.dim_cut, cut.sections, cut.site = team, dim, sections, site
+    under = None
+    if isinstance(part, (Cut, Sliced)):
+        if part.team is not team and part.dim_cut == dim:
+            raise NotCut("tokens and features would be cut in one dim")
+        if isinstance(part, Sliced):
+            under = Way(part.team, part.dim_cut, part.sections, part.site)
+        elif part.team is team:  # it was changed in place
+            under = part.under
+        else:
+            part.under = Way(team, dim, sections, site)
+            return part
+    cut.__class__ = Cut
+    cut.team, cut.dim_cut, cut.sections, cut.site, cut.under = team, dim, sections, site, under
     return part
+
+
+def whole(tensor: Tensor, by: Team | None = None) -> Tensor:
+    """Return the whole of a tensor that may be cut: a torch function, so that whoever watches a forward sees it.
+
+    `by`: only what this team has cut is put together.
+    """
+    if has_torch_function_unary(tensor):
+        return handle_torch_function(whole, (tensor,), tensor, by)
+    return tensor
 
 
 def cuts_in(value: Any) -> Iterator[Cut]:
@@ -74,6 +132,15 @@ def cuts_in(value: Any) -> Iterator[Cut]:
         for one in inside:
             if not isinstance(one, (str, int, float)):
                 yield from cuts_in(one)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(one)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 In this order: one forward shows which layers can be cut together (`trace.py`); a plan that is given, by the user or by
 the model itself, decides about the layers that it names; of the rest, pairs are taken, the larger first, and the
-vocabulary's embedding with the output head. Numbers that do not divide are refused, all at once. What is left is
+vocabulary's embedding with the output head. Heads that do not divide are refused, all at once. What is left is
 proved block by block (`prove.py`); a block that does not agree stays whole. At last the plan is rehearsed, to say
 what will move (`rehearse.py`). All of it is a pure function of model, sample and size, so all workers find the same.
 """
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from paceline.errors import PlanError
+from paceline.errors import PlanError, Reason
 from paceline.parallel.tensor.choose import Choice, Chooser
 from paceline.parallel.tensor.given import REPLICATED, carried_plan, matched
 from paceline.parallel.tensor.layers import Layer, cut_dims
@@ -24,9 +25,12 @@ from paceline.parallel.tensor.plan import ModuleRow, TensorPlan
 from paceline.parallel.tensor.prove import captured, disagreement
 from paceline.parallel.tensor.rehearse import Rehearsal, rehearse
 from paceline.parallel.tensor.sample import Sample, as_sample, guess
+from paceline.parallel.tensor.shapes import num_held, shared_out
 from paceline.parallel.tensor.trace import Trace, trace
 
-__all__ = ["find_plan"]
+__all__ = ["find_plan", "refuse_empty"]
+
+MOST_SHOWN = 8  # numbers of workers that would do, in a refusal
 
 
 def find_plan(
@@ -53,7 +57,26 @@ def find_plan(
     finder = _Finder(model, run, size=size, sequence=sequence, plan=plan)
     finder.refuse()
     finder.prove()
-    return finder.plan()
+    found = finder.plan()
+    with torch.no_grad():  # what modules keep of a forward (a loss of their own) has no history then of whole weights
+        run.run(model)
+    return found
+
+
+def refuse_empty(plan: TensorPlan, model: nn.Module) -> None:
+    """Raise PlanError where a plan cuts nothing, with the reason of each layer."""
+    if plan.layers:
+        return
+    reasons: dict[str, Reason] = {}
+    for row in plan.rows:
+        name = _general(row.name)
+        remedy = f"Use shard={plan.size} in place of tensor, which splits any model."
+        reasons.setdefault(name, Reason(module=name, what=f"{name} stays whole: {row.why}.", remedy=remedy))
+    raise PlanError(
+        f"Layout(tensor={plan.size}) found no layers of {type(model).__name__} that can be cut among {plan.size} "
+        f"workers:\n{plan}\nUse shard={plan.size} in its place, which splits any model.",
+        reasons=list(reasons.values()),
+    )
 
 
 class _Finder:
@@ -69,7 +92,7 @@ class _Finder:
         plan: Mapping[str, str] | Literal["auto", "found"],
     ) -> None:
         self.model, self.sample, self.size, self.sequence = model, sample, size, sequence
-        self.refusals: list[str] = []
+        self.refusals: list[Reason] = []
         first = trace(model, sample)
         self.is_own = not isinstance(plan, str)
         roles: dict[str, str] = {}
@@ -101,36 +124,46 @@ class _Finder:
 
     def refuse(self) -> None:
         """Raise PlanError with everything that is wrong with the given plan, and every number that does not divide."""
-        found: dict[str, list[str]] = {}
+        found: dict[tuple[str, str], list[str]] = {}
         for choice in self.chosen.choices:
-            counts = self._counts(choice)
-            bad = {number: what for number, what in counts.items() if number % self.size}
+            even, uneven = self._counts(choice)
+            last = f"leave the last of {self.size} workers without any"
+            bad = {number: f"{what} {last}" for number, what in uneven.items() if not shared_out(number, self.size)}
+            among = f"do not divide among {self.size} workers"
+            bad |= {number: f"{what} {among}" for number, what in even.items() if number % self.size}
             if bad:
-                fits = math.gcd(*counts)
-                legal = [str(one) for one in range(1, fits + 1) if fits % one == 0]
+                legal = _legal(even, uneven, near=self.size)
                 _, what = min(bad.items())
-                name = _general(choice.layers[0].name)
+                first = choice.layers[0].name
+                name = first if first.isdigit() else _general(first)  # "*" by itself would be every layer
                 whole = f"worker.prepare(model, cut={{{name!r}: 'replicated'}})"
                 remedy = f"Use tensor={' or '.join(legal)}, or {whole} to leave it whole."
-                found.setdefault(f"{_general(what)} do not divide among {self.size} workers. {remedy}", []).append(name)
+                said = f"{_general(what)}."
+                found.setdefault((said, remedy), []).append(name)
         refusals = [*self.refusals, *self.chosen.refusals]
-        refusals += [text if len(names) == 1 else f"{text} ({len(names)} blocks.)" for text, names in found.items()]
+        for (said, remedy), names in found.items():
+            blocks = "" if len(names) == 1 else f" ({len(names)} blocks.)"
+            refusals.append(Reason(module=names[0], what=said, remedy=remedy + blocks))
         refusals = refusals or self._rehearse().refusals
         if refusals:
             listed = "".join(f"\n  - {one}" for one in refusals)
-            raise PlanError(f"Layout(tensor={self.size}) cannot cut {type(self.model).__name__}:{listed}")
+            headline = f"Layout(tensor={self.size}) cannot cut {type(self.model).__name__}"
+            raise PlanError(f"{headline}:{listed}", reasons=refusals)
 
-    def _counts(self, choice: Choice) -> dict[int, str]:
-        counts: dict[int, str] = {}
+    def _counts(self, choice: Choice) -> tuple[dict[int, str], dict[int, str]]:
+        """Return the numbers that must divide evenly, and those of which each worker must get something."""
+        even: dict[int, str] = {}
+        uneven: dict[int, str] = {}
         columns = {layer.name for layer in choice.layers if layer.role == "column"}
         for layer in choice.layers:
             noun = {"attention": "heads", "vocabulary": "tokens", "head": "tokens"}.get(layer.role, "features")
             for length in layer.sections:
+                counts = even if layer.role == "attention" else uneven
                 counts.setdefault(length, f"the {length} {noun} of {layer.name}")
         for family in self.trace.families:
             if columns & set(family.columns):
-                counts = family.counts | counts
-        return counts
+                even = family.counts | even
+        return even, uneven
 
     def prove(self) -> None:
         """Leave whole what does not agree with the whole block; raises PlanError where the user asked for it."""
@@ -204,15 +237,17 @@ class _Finder:
         by_name = {layer.name: layer for layer in layers}
         saved = 0
         for name, site in self.sites.items():
-            cut: set[int] = set()
+            cut: dict[int, int] = {}
             if name in by_name:
-                cut = {id(one) for one, _, _ in cut_dims(site.module, site.kind, by_name[name])}
+                for one, dim, sections in cut_dims(site.module, site.kind, by_name[name]):
+                    held = num_held(sections, size=self.size, index=0)
+                    cut[id(one)] = _bytes(one) // one.shape[dim] * held
             num_bytes = worker_bytes = 0
             for one in site.module.parameters():
                 if id(one) not in seen:
                     seen.add(id(one))
                     num_bytes += _bytes(one)
-                    worker_bytes += _bytes(one) // (self.size if id(one) in cut else 1)
+                    worker_bytes += cut.get(id(one), _bytes(one))
             saved += num_bytes - worker_bytes
             role = by_name[name].role if name in by_name else "whole"
             rows.append(
@@ -261,6 +296,17 @@ class _Finder:
         if site.num_calls == 0:
             return "the sample does not use it"
         return site.only_whole or self.chosen.why.get(name, "no pair was found for it")
+
+
+def _legal(even: Collection[int], uneven: Collection[int], *, near: int) -> list[str]:
+    """The numbers of workers that would do; of many those around `near`."""
+    fits = range(1, math.gcd(*even) + 1 if even else min(uneven) + 1)
+    legal = [
+        one
+        for one in fits
+        if all(number % one == 0 for number in even) and all(shared_out(number, one) for number in uneven)
+    ]
+    return [str(one) for one in sorted(sorted(legal, key=lambda one: abs(one - near))[:MOST_SHOWN])]
 
 
 def _num_pairs(seen: Trace) -> int:

@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 
 from torch import nn
 
+from paceline.errors import Reason
 from paceline.parallel.tensor.layers import ROLES, Kind, Role
 from paceline.parallel.tensor.trace import Site
 
@@ -46,15 +47,16 @@ CARRIED: dict[str, str] = {
 
 def matched(
     plan: Mapping[str, str], sites: Mapping[str, Site], *, modules: Collection[str] = ()
-) -> tuple[dict[str, str], list[str]]:
-    """Return the role of each layer that the plan names, and what is wrong with it, in words."""
+) -> tuple[dict[str, str], list[Reason]]:
+    """Return the role of each layer that the plan names, and what is wrong with it."""
     roles: dict[str, str] = {}
-    wrong: list[str] = []
+    wrong: list[Reason] = []
     for pattern, role in plan.items():
         if role not in LEGAL:
             near = difflib.get_close_matches(str(role), LEGAL, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            wrong.append(f"plan[{pattern!r}] is {role!r}; it must be one of {', '.join(map(repr, LEGAL))}.{hint}")
+            legal = f"it must be one of {', '.join(map(repr, LEGAL))}."
+            hint = f"Did you mean {near[0]!r}?" if near else ""
+            wrong.append(Reason(module=pattern, what=f"plan[{pattern!r}] is {role!r}; {legal}", remedy=hint))
             continue
         names = [name for name in sites if _fits(pattern, name)]
         if not names:
@@ -66,8 +68,12 @@ def matched(
             if role != REPLICATED and kind not in FITS[role]:
                 can = [one for one in ROLES if kind in FITS[one]]
                 wrong.append(
-                    f"plan[{pattern!r}] makes {name} a {role!r} layer, but it is {type(sites[name].module).__name__}, "
-                    f"which can be {' or '.join(map(repr, can))}."
+                    Reason(
+                        module=name,
+                        what=f"plan[{pattern!r}] makes {name} a {role!r} layer, but it is "
+                        f"{type(sites[name].module).__name__}, which can be {' or '.join(map(repr, can))}.",
+                        remedy="",
+                    )
                 )
                 continue
             roles[name] = role
@@ -104,9 +110,11 @@ def _fits(pattern: str, name: str) -> bool:
     return len(parts) == len(given) and all(one in ("*", part) for one, part in zip(given, parts, strict=True))
 
 
-def _unknown(pattern: str, sites: Mapping[str, Site], modules: Collection[str]) -> str:
+def _unknown(pattern: str, sites: Mapping[str, Site], modules: Collection[str]) -> Reason:
     if any(_fits(pattern, name) for name in modules):
-        return f"plan[{pattern!r}] names a module that is no layer with weights to cut: name the Linear layers in it."
+        what = f"plan[{pattern!r}] names a module that is no layer with weights to cut:"
+        return Reason(module=pattern, what=what, remedy="name the Linear layers in it.")
     general = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in sites})
     near = difflib.get_close_matches(pattern, general, n=3, cutoff=0.4) or general[:3]
-    return f"plan[{pattern!r}] fits no layer of the model. Near it: {', '.join(map(repr, near))}."
+    what = f"plan[{pattern!r}] fits no layer of the model."
+    return Reason(module=pattern, what=what, remedy=f"Near it: {', '.join(map(repr, near))}.")

@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from paceline.parallel.tensor.attention import attend, refusal
-from paceline.parallel.tensor.cut import Cut, on_parts, wrap
+from paceline.parallel.tensor.cut import Cut, wrap
 from paceline.parallel.tensor.shapes import Sections, ranges
 from paceline.parallel.tensor.team import Team
 
@@ -44,7 +45,10 @@ class Layer:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return what a module is, if it is a layer that can be cut; a class with a forward of its own is not."""
+    """Return what a module is, if it is a layer that can be cut; a class with a forward of its own is not, nor is one
+    whose weight is computed of other parameters (weight_norm, spectral_norm)."""
+    if any(is_parametrized(one) or _has_made_weight(one) for one in module.modules()):
+        return None
     forward = type(module).forward
     if isinstance(module, nn.MultiheadAttention):
         return "attention" if forward is nn.MultiheadAttention.forward and refusal(module) is None else None
@@ -60,6 +64,11 @@ def kind_of(module: nn.Module) -> Kind | None:
     }:
         return "conv1d"
     return None
+
+
+def _has_made_weight(module: nn.Module) -> bool:
+    """Whether a hook makes the weight before each forward, as the older weight_norm does."""
+    return "weight" in vars(module)
 
 
 def width_of(module: nn.Module, kind: Kind, *, side: Literal["in", "out"]) -> int:
@@ -94,7 +103,8 @@ def install(module: nn.Module, kind: Kind, layer: Layer, team: Team) -> None:
     forward = FORWARDS[layer.role]
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(module, kind, layer, team, *args, **kwargs)
+        given = (module, kind, layer, team, *args)
+        return forward(*given, **kwargs) if team.beside is None else team.beside.in_layer(forward, given, kwargs)
 
     module.forward = types.MethodType(run, module)  # `copy.deepcopy` binds a method to the copy
 
@@ -104,8 +114,8 @@ def _dim(kind: Kind, side: Literal["in", "out"]) -> int:
     return int((side == "in") == (kind == "linear"))
 
 
-def _product(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    with on_parts():
+def _product(kind: Kind, team: Team, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with team.on_parts():
         if kind == "linear":
             return F.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])
@@ -117,7 +127,7 @@ def _column(module: Any, kind: Kind, layer: Layer, team: Team, x: Tensor) -> Ten
     if kind == "embedding":
         out = F.embedding(team.plain(x), module.weight, _padding(module, 0))
     else:
-        out = _product(kind, team.enter(x), module.weight, module.bias)
+        out = _product(kind, team, team.enter(x), module.weight, module.bias)
     return wrap(out, team=team, dim=out.ndim - 1, sections=layer.sections, site=layer.name)
 
 
@@ -133,7 +143,7 @@ def _row(module: Any, kind: Kind, layer: Layer, team: Team, x: Tensor) -> Tensor
     else:
         plain = team.plain(x)
         part = team.scatter(plain, dim=plain.ndim - 1, sections=layer.sections)
-    summed = team.leave(_product(kind, part, module.weight, None), site=layer.name)
+    summed = team.leave(_product(kind, team, part, module.weight, None), site=layer.name)
     return summed if module.bias is None else summed + module.bias
 
 

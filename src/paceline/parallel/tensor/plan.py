@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.parallel.tensor.collectives import part_of, whole_of
+from paceline.parallel.tensor.collectives import TensorGroup, gathered, part_of, whole_of
 from paceline.parallel.tensor.layers import Layer
 from paceline.parallel.tensor.shapes import Sections, ranges
 from paceline.units import bytes_text
@@ -22,7 +22,7 @@ __all__ = ["Crossing", "ModuleRow", "ParameterCut", "TensorPlan"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCut:
-    """Where the parts of one parameter belong: in `dim` of `shape`, which has `sections`, each divided by `size`."""
+    """Where the parts of one parameter belong: in `dim` of `shape`, whose `sections` are each cut among `size`."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,6 +42,10 @@ class ParameterCut:
         """Return the whole of everybody's parts, given by index."""
         return whole_of(list(parts), dim=self.dim, sections=self.sections)
 
+    def gathered(self, part: Tensor, group: TensorGroup) -> Tensor:
+        """Return the whole of everybody's parts; all workers of `group` must call it."""
+        return gathered(part, group, dim=self.dim, sections=self.sections)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleRow:
@@ -51,7 +55,7 @@ class ModuleRow:
     role: str
     why: str
     num_bytes: int  # of its own parameters, tied ones counted where they are first
-    worker_bytes: int  # of these on each worker
+    worker_bytes: int  # of these on the worker that has most, which is the first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +82,7 @@ class TensorPlan:
     gathered: tuple[str, ...]  # modules without cut layers that get whole inputs, because they cannot work on parts
     sample: str
     total_bytes: int  # of all parameters
-    worker_bytes: int
+    worker_bytes: int  # on the first worker; nobody has more
 
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Return (calls, bytes) of one forward and backward of the sample, by kind."""

@@ -113,7 +113,7 @@ def _run_part(whole: nn.Module, layers: Sequence[Layer], call: Sample, group: Em
     result = _run(part, call, team)
     for name, one in cuts.items():
         if name in result.parameters:
-            result.parameters[name] = one.whole(group.all_gather(result.parameters[name]))
+            result.parameters[name] = one.gathered(result.parameters[name], group)
     return result
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from paceline.errors import Reason
 from paceline.parallel.tensor.collectives import Alone
-from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts
+from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts, whole
 from paceline.parallel.tensor.layers import Layer, install, kind_of
 from paceline.parallel.tensor.plan import Crossing
 from paceline.parallel.tensor.rules import rule_of
@@ -31,7 +32,7 @@ class Rehearsal:
     crossings: list[Crossing]
     summed: list[str]  # whole parameters that are used on parts only, so that each worker has a part of the gradient
     gathered: list[str]  # modules without cut layers that need whole inputs
-    refusals: list[str]
+    refusals: list[Reason]
 
 
 def rehearse(model: nn.Module, layers: Sequence[Layer], sample: Sample, *, size: int, sequence: bool) -> Rehearsal:
@@ -55,14 +56,14 @@ def rehearse(model: nn.Module, layers: Sequence[Layer], sample: Sample, *, size:
     )
 
 
-def gather_inputs(module: nn.Module, team: Team) -> RemovableHandle:
+def gather_inputs(module: nn.Module) -> RemovableHandle:
     """Make a module see whole inputs, in place, until the handle is removed."""
 
-    def whole(value: Any) -> Any:
-        return team.plain(value) if isinstance(value, Cut) else value
+    def gathered(value: Any) -> Any:
+        return whole(value) if isinstance(value, Cut) else value
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return mapped(args, whole), mapped(kwargs, whole)
+        return mapped(args, gathered), mapped(kwargs, gathered)
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -81,9 +82,9 @@ def _forward(
             kind = kind_of(modules[layer.name])
             if kind is not None:
                 install(modules[layer.name], kind, layer, notes)
-        hooks += [gather_inputs(modules[name], notes) for name in gathered]
+        hooks += [gather_inputs(modules[name]) for name in gathered]
         for name, module in modules.items():
-            hooks += notes.follow(name, module)
+            hooks += notes.note_runs(name, module)
         with _Whole(notes, {id(one) for one in model.parameters()}), torch.enable_grad():
             sample.run(model)
     finally:
@@ -102,12 +103,12 @@ class _Notes(Team):
         self._planned_size, self._around = size, around
         self._running: list[str] = []  # names of modules, outermost first
         self.lost: set[str] = set()  # the largest modules without cut layers that met an operation without a rule
-        self.refusals: list[str] = []
+        self.refusals: list[Reason] = []
         self.crossings: list[Crossing] = []
         self.partial: set[int] = set()
         self.whole: set[int] = set()
 
-    def follow(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+    def note_runs(self, name: str, module: nn.Module) -> list[RemovableHandle]:
         return [
             module.register_forward_pre_hook(lambda *_: self._running.append(name)),
             module.register_forward_hook(self._left),

@@ -128,6 +128,13 @@ def _like(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return at(func(*args, **kwargs), args[0], args[0].dim_cut)
 
 
+def _whole(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    cut, by = args
+    if by is None:
+        return func(cut.team.plain(cut), None)  # it may be cut along tokens as well
+    return cut.team.plain(cut) if by is cut.team else cut
+
+
 def _whole_size(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`x.new_zeros(2, 3)`: sizes are given, so the result is plain."""
     return func(*args, **kwargs)
@@ -140,7 +147,7 @@ def _names(text: str) -> list[str]:
 ABOUT = frozenset(
     _names(
         "dtype device requires_grad grad_fn layout is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_quantized "
-        "is_nested _version ndim output_nr is_mkldnn is_complex names _backward_hooks retains_grad is_sparse_csr"
+        "is_nested _version _base ndim output_nr is_mkldnn is_complex names _backward_hooks retains_grad is_sparse_csr"
     )
 )
 DROPOUTS = frozenset(_names("dropout alpha_dropout feature_alpha_dropout"))
@@ -180,6 +187,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(LIKE, _like),
     **dict.fromkeys(ITSELF, _about_itself),
     **dict.fromkeys(NEW, _whole_size),
+    "whole": _whole,
     **dict.fromkeys(("repr", "format", "str"), _text),
     **SHAPES,
     **PRODUCTS,

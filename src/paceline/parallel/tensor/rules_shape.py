@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.parallel.tensor.cut import Cut, wrap
-from paceline.parallel.tensor.shapes import NotCut, Sections, picked, resolve, viewed
+from paceline.parallel.tensor.shapes import NotCut, Sections, num_held, picked, resolve, viewed
 from paceline.parallel.tensor.team import Rule, name_of
 
 __all__ = ["SHAPES", "at", "carried", "dims_of", "full_shape", "views"]
@@ -124,10 +124,10 @@ def views(viewed_as: Viewed) -> dict[str, Rule]:
 def _viewed_as(cut: Cut, target: tuple[int, ...], func: Func) -> Tensor:
     shape = tuple(full_shape(cut))
     dim, sections = viewed(shape, cut.dim_cut, cut.sections, target)
-    if target != shape:
+    if set(sections) != set(cut.sections):  # in other units: parts are the same numbers only where both divide
         cut.team.constrain(cut, sections, "heads" if len(target) > len(shape) else "features")
     local = list(target)
-    local[dim] = target[dim] // cut.team.size
+    local[dim] = num_held(sections, size=cut.team.size, index=cut.team.index)
     return at(func(cut, tuple(local)), cut, dim, sections)
 
 
@@ -152,6 +152,8 @@ def _repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(repeats, int) or dims is None:
         raise NotCut("it repeats by a tensor, or over all dims")
     times = repeats if dims == (cut.dim_cut,) else 1
+    if times > 1:
+        cut.team.constrain(cut, cut.sections, "heads")
     return at(func(*args, **kwargs), cut, cut.dim_cut, tuple(length * times for length in cut.sections))
 
 
@@ -208,8 +210,8 @@ def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _range(cut: Cut, start: int, length: int) -> Tensor:
     """A range of the dim that is cut: whole sections of it."""
     before, inside = picked(cut.sections, start, length)
-    size = cut.team.size
-    return at(cut.narrow(cut.dim_cut, before // size, length // size), cut, cut.dim_cut, inside)
+    first, held = (num_held(one, size=cut.team.size, index=cut.team.index) for one in (before, inside))
+    return at(cut.narrow(cut.dim_cut, first, held), cut, cut.dim_cut, inside)
 
 
 def _split(func: Func, args: Args, kwargs: Kwargs) -> Any:

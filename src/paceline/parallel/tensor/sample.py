@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PlanError
+from paceline.errors import PlanError, Reason
 
 __all__ = ["Sample", "as_sample", "guess", "undisturbed"]
 
@@ -72,10 +72,10 @@ def guess(model: nn.Module, *, size: int) -> Sample:
             tried.append(f"  {sample}: {type(error).__name__}: {first[0] if first else ''}")
         else:
             return sample
-    raise PlanError(
-        f"Cutting the layers of {type(model).__name__} needs one forward of it on a small input, and none of these "
-        "guesses is one:\n" + "\n".join(tried) + "\nGive a batch of two: sample=(x,) or sample={'name': x}."
-    )
+    name, remedy = type(model).__name__, "Give a batch of two: sample=(x,) or sample={'name': x}."
+    what = f"Cutting the layers of {name} needs one forward of it on a small input, and none of these guesses is one:"
+    listed = "\n".join([what, *tried])
+    raise PlanError(f"{listed}\n{remedy}", reasons=[Reason(module=name, what=listed, remedy=remedy)])
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """Which part of a tensor each worker holds when one dim is cut, and what a change of shape does to that: arithmetic.
 
-A dim is cut in *sections*: consecutive runs of it, each of which is divided evenly among the workers. One section is
-the ordinary case (heads, features, tokens). A fused projection of queries, keys and values has three, so that each
-worker holds its heads of all three; a dim merged from (batch, heads) has one section per sample. Worker k holds the
-k-th part of every section, one after the other.
+A dim is cut in *sections*: consecutive runs of it, each of which is divided among the workers. One section is the
+ordinary case (heads, features, tokens). A fused projection of queries, keys and values has three, so that each worker
+holds its heads of all three; a dim merged from (batch, heads) has one section per sample. Worker k holds the k-th part
+of every section, one after the other. Parts are as long as each other, rounded up, and the last one is what is left:
+so 101 words among 4 workers are 26, 26, 26 and 23. Where a view turns features into heads, lengths must divide evenly.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import functools
 import math
 from collections.abc import Sequence
 
-__all__ = ["NotCut", "Sections", "divided", "picked", "ranges", "resolve", "viewed"]
+from paceline.comm.split import rows_of
+
+__all__ = ["NotCut", "Sections", "divided", "num_held", "picked", "ranges", "resolve", "shared_out", "viewed"]
 
 Sections = tuple[int, ...]
 
@@ -25,14 +28,26 @@ class NotCut(Exception):
         self.bounds = bounds  # fractions of the dim, (numerator, denominator)
 
 
+@functools.lru_cache(maxsize=4096)
 def ranges(sections: Sections, *, size: int, index: int) -> tuple[tuple[int, int], ...]:
     """Return the half-open ranges of the whole dim that worker `index` of `size` holds, in the order it holds them."""
     found, start = [], 0
     for length in sections:
-        part = length // size
-        found.append((start + index * part, start + (index + 1) * part))
+        first, stop = rows_of(length, index=index, size=size)
+        found.append((start + first, start + stop))
         start += length
     return tuple(found)
+
+
+def num_held(sections: Sections, *, size: int, index: int) -> int:
+    """The length of the dim's part on worker `index`; nobody has more than worker 0."""
+    return sum(stop - first for first, stop in ranges(sections, size=size, index=index))
+
+
+def shared_out(length: int, size: int) -> bool:
+    """Whether every worker gets something of so many; 5 rows among 4 workers are 2, 2, 1 and 0."""
+    first, stop = rows_of(length, index=size - 1, size=size)
+    return first < stop
 
 
 def divided(sections: Sections, size: int) -> bool:
@@ -101,8 +116,8 @@ def _group(shape: tuple[int, ...], dim: int, target: tuple[int, ...]) -> tuple[i
     raise NotCut(f"{shape} has no dim {dim}")
 
 
-def picked(sections: Sections, start: int, length: int) -> tuple[int, Sections]:
-    """Return (sum of the sections before, sections inside) of a range of a cut dim; raises NotCut with the bounds."""
+def picked(sections: Sections, start: int, length: int) -> tuple[Sections, Sections]:
+    """Return (the sections before, the sections inside) of a range of a cut dim; raises NotCut with the bounds."""
     position, whole = 0, sum(sections)
     for first in range(len(sections) + 1):
         if position == start:
@@ -111,7 +126,7 @@ def picked(sections: Sections, start: int, length: int) -> tuple[int, Sections]:
                 inside.append(sections[first + len(inside)])
                 total += inside[-1]
             if total == length and inside:
-                return position, tuple(inside)
+                return sections[:first], tuple(inside)
             break
         position += sections[first] if first < len(sections) else 0
     raise NotCut(

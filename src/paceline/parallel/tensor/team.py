@@ -13,16 +13,20 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from paceline.errors import PlanError
+from paceline.errors import PlanError, Reason
 from paceline.parallel.tensor import collectives
 from paceline.parallel.tensor.collectives import TensorGroup
 from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts, wrap
 from paceline.parallel.tensor.shapes import NotCut, Sections, divided
+
+if TYPE_CHECKING:
+    from paceline.parallel.tensor.twice import Both
 
 __all__ = ["Rule", "Team", "is_in_place", "name_of", "refused_tokens"]
 
@@ -31,6 +35,8 @@ Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 class Team:
     """One worker's view of the group, and the crossings between plain and cut tensors."""
+
+    beside: Both | None = None  # where the model's sequences are shared as well as its layers cut
 
     def __init__(
         self, group: TensorGroup, *, rules: Callable[[Callable[..., Any]], Rule], sequence: bool = False
@@ -41,6 +47,17 @@ class Team:
         self.summed: set[int] = set()  # id() of parameters whose partial gradients their owner sums over the group
         self._entered: tuple[weakref.ref[Tensor], int, bool, Tensor] | None = None
         self._told: set[tuple[str, str]] = set()
+
+    def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a torch function on parts, by its rule; where there is none, on the whole."""
+        try:
+            return self.rule(func)(func, args, kwargs)
+        except NotCut as reason:
+            return self.without_rule(func, args, kwargs, reason)
+
+    def on_parts(self) -> AbstractContextManager[None]:
+        """Within it a Cut of this team is the plain tensor of the part."""
+        return on_parts() if self.beside is None else self.beside.on_parts()
 
     # ------------------------------------------------------------------------------- into layers, and out of them
 
@@ -60,7 +77,7 @@ class Team:
         if not self.sequence or partial.ndim < 3:
             return self.total(partial)
         if refusal := refused_tokens(partial.shape[-2], size=self.size, site=site):
-            raise PlanError(refusal)
+            raise PlanError(str(refusal))
         return self.scatter_total(partial, dim=partial.ndim - 2, site=site)
 
     def forget(self) -> None:
@@ -74,23 +91,32 @@ class Team:
     # ------------------------------------------------------------------------------------------------- crossings
 
     def spread(self, tensor: Tensor) -> Tensor:
-        return tensor if id(tensor) in self.summed else collectives.spread(tensor, self.group)
+        if id(tensor) in self.summed:
+            return tensor
+        return self._crossed(lambda: collectives.spread(tensor, self.group), tensor)
 
     def total(self, tensor: Tensor) -> Tensor:
-        return collectives.total(tensor, self.group)
+        return self._crossed(lambda: collectives.total(tensor, self.group), tensor)
 
     def scatter(self, tensor: Tensor, *, dim: int, sections: Sections) -> Tensor:
-        return collectives.scatter(tensor, self.group, dim=dim, sections=sections)
+        return self._crossed(lambda: collectives.scatter(tensor, self.group, dim=dim, sections=sections), tensor)
 
     def gather(self, cut: Cut) -> Tensor:
-        with on_parts():
-            whole = collectives.gather(cut, self.group, dim=cut.dim_cut, sections=cut.sections)
-            return whole.view_as(whole) if isinstance(whole, Cut) else whole  # the group of one has moved nothing
+        dim, sections = cut.dim_cut, cut.sections
+        return self._crossed(lambda: _plain(collectives.gather(cut, self.group, dim=dim, sections=sections)), cut)
 
     def gather_spread(self, cut: Cut) -> Tensor:
+        dim, sections = cut.dim_cut, cut.sections
+        return self._crossed(
+            lambda: _plain(collectives.gather_spread(cut, self.group, dim=dim, sections=sections)), cut
+        )
+
+    def _crossed(self, move: Callable[[], Tensor], tensor: Tensor) -> Tensor:
+        """Do a move on what is in memory."""
+        if self.beside is not None:
+            return self.beside.crossed(move, tensor)
         with on_parts():
-            whole = collectives.gather_spread(cut, self.group, dim=cut.dim_cut, sections=cut.sections)
-            return whole.view_as(whole) if isinstance(whole, Cut) else whole
+            return move()
 
     def scatter_total(self, partial: Tensor, *, dim: int, site: str) -> Tensor:
         sections = (partial.shape[dim],)
@@ -115,7 +141,7 @@ class Team:
 
     def constrain(self, cut: Cut, sections: Sections, noun: str) -> None:
         """The parts must be whole numbers of what a view has made, heads for example; raises NotCut."""
-        if not divided(sections, self.size):
+        if not (divided(sections, self.size) and divided(cut.sections, self.size)):
             raise NotCut(f"{sections} {noun} do not divide among {self.size} workers")
 
     # --------------------------------------------------------------------------------------------- no rule applies
@@ -127,7 +153,7 @@ class Team:
         cuts = list(cuts_in((args, kwargs)))
         name, site = name_of(func), cuts[0].site
         if is_in_place(func) and isinstance(args[0], Cut):
-            raise PlanError(self.in_place_refusal(func, args[0], reason))
+            raise PlanError(str(self.in_place_refusal(func, args[0], reason)))
         if (name, site) not in self._told:
             self._told.add((name, site))
             warnings.warn(
@@ -141,11 +167,13 @@ class Team:
 
         return func(*mapped(args, whole), **mapped(kwargs, whole))
 
-    def in_place_refusal(self, func: Callable[..., Any], cut: Cut, reason: NotCut) -> str:
-        return (
-            f"{name_of(func)} changes a tensor in place of which each worker has a part, behind {cut.site}: {reason}. "
-            f"Write it without the change in place, or leave the layer whole, cut={{{cut.site!r}: 'replicated'}}"
-            f"{', or use sequence=False' if self.sequence else ''}."
+    def in_place_refusal(self, func: Callable[..., Any], cut: Cut, reason: NotCut) -> Reason:
+        return Reason(
+            module=cut.site,
+            what=f"{name_of(func)} changes a tensor in place of which each worker has a part, behind {cut.site}: "
+            f"{reason}.",
+            remedy=f"Write it without the change in place, or leave the layer whole, cut={{{cut.site!r}: 'replicated'}}"
+            f"{', or use sequence=False' if self.sequence else ''}.",
         )
 
     # -------------------------------------------------------------------------------------------------- randomness
@@ -160,13 +188,18 @@ class Team:
             yield
 
 
-def refused_tokens(num_tokens: int, *, size: int, site: str) -> str | None:
+def _plain(whole: Tensor) -> Tensor:
+    return whole.view_as(whole) if isinstance(whole, Cut) else whole  # the group of one has moved nothing
+
+
+def refused_tokens(num_tokens: int, *, size: int, site: str) -> Reason | None:
     """Return why so many tokens cannot be cut among `size` workers; None where they can."""
     if num_tokens % size == 0:
         return None
-    return (
-        f"sequence=True cuts tokens among {size} workers, but {site} has {num_tokens} of them. Pad sequences to a "
-        f"multiple of {size}, or use sequence=False."
+    return Reason(
+        module=site,
+        what=f"sequence=True cuts tokens among {size} workers, but {site} has {num_tokens} of them.",
+        remedy=f"Pad sequences to a multiple of {size}, or use sequence=False.",
     )
 
 

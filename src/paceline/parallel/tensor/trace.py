@@ -4,8 +4,8 @@ Each candidate layer dyes the features that it returns: a `Cut` in a group of on
 dye goes where the rules let a cut go. Where it reaches the input features of another layer, those two are a pair; where
 two dyes meet in one operation (gate and up, queries and keys), their layers can only be cut together; where an
 operation needs the whole (a norm over the features, say), the dye is spoilt, and so is everything that it met. Views
-say which numbers must divide: a view of 96 features as 6 x 16 allows 1, 2, 3 or 6 workers. Layers with their dyes
-joined are a *family*. A fused projection shows itself when a spoilt dye was split at certain places: the next
+say which numbers must divide evenly: a view of 96 features as 6 x 16 allows 1, 2, 3 or 6 workers. Layers whose dyes
+are joined are a *family*. A fused projection shows itself when a spoilt dye was split at certain places: the next
 forward begins with these as sections.
 """
 
@@ -52,7 +52,7 @@ class Family:
     columns: dict[str, Sections]
     rows: dict[str, Sections]
     spoilt: str  # why they cannot be cut; "" where they can
-    counts: dict[int, str]  # numbers that must divide by the number of workers, and what they are
+    counts: dict[int, str]  # numbers that must divide by the number of workers (heads), and what they are
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -122,8 +122,11 @@ class _Tracer(Team):
             self._parent[root] = first
 
     def constrain(self, cut: Cut, sections: Sections, noun: str) -> None:
+        counts = self._counts.setdefault(cut.site, {})
         for length in sections:
-            self._counts.setdefault(cut.site, {}).setdefault(length, f"the {length} {noun} of {cut.site}")
+            counts.setdefault(length, f"the {length} {noun} of {cut.site}")
+        for length in cut.sections:
+            counts.setdefault(length, f"the {length} features of {cut.site}")
 
     def without_rule(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: NotCut
@@ -167,14 +170,10 @@ class _Tracer(Team):
         counts: dict[int, str] = {}
         rows: dict[str, Sections] = {}
         for name in names:
-            for length in self.sections[name]:
-                counts.setdefault(length, f"the {length} features of {name}")
             counts.update(self._counts.get(name, {}))
             for row, sections in self._rows.get(name, []):
                 if rows.setdefault(row, sections) != sections:
                     spoilt = spoilt or f"{row} reads features that are cut in different ways"
-                for length in sections:
-                    counts.setdefault(length, f"the {length} features that {row} reads")
         for name in (*columns, *rows):
             spoilt = spoilt or self.sites[name].only_whole
         return Family(columns=columns, rows=rows, spoilt=spoilt, counts=counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal as signals
 from pathlib import Path
 
-__all__ = ["memory_limit_bytes", "oom_kills", "oom_likely"]
+__all__ = ["free_bytes", "memory_limit_bytes", "oom_kills", "oom_likely"]
 
 NEAR_LIMIT = 0.9  # of the limit: with this peak a SIGKILL from elsewhere is put down to memory
 ROOT = Path("/")
@@ -37,6 +37,23 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
     """
     limits = [limit for limit in (_total(root), *(_limit(group) for group in _groups(root))) if limit is not None]
     return min(limits, default=None)
+
+
+def free_bytes(root: Path = ROOT) -> int | None:
+    """Return how much memory this process can still get, by the machine and its control groups; None where not told.
+
+    What the kernel keeps of files, and would give up, counts as free.
+    """
+    kilobytes = _field(root / "proc/meminfo", "MemAvailable:")
+    found = [] if kilobytes is None else [kilobytes * 1024]
+    for group in _groups(root):
+        limit, used = _limit(group), _number(group / "memory.current") or _number(group / "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            files = _field(group / "memory.stat", "inactive_file") or _field(
+                group / "memory.stat", "total_inactive_file"
+            )
+            found.append(max(0, limit - used + (files or 0)))
+    return min(found, default=None)
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
@@ -72,6 +89,11 @@ def _limit(group: Path) -> int | None:
         if text.isdigit() and int(text) < 1 << 60:  # v1 writes about 2**63 for "no limit", v2 writes "max"
             return int(text)
     return None
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
 
 
 def _total(root: Path) -> int | None:

@@ -1,0 +1,142 @@
+"""Four far sites: how long each sync and wire takes to a held-out loss there and on an unlimited network, beside DDP.
+
+    python benchmarks/sites.py [--syncs TEXT ...] [--wires TEXT ...] [--links 0:0 100:50 20:50] [--seconds 15]
+                               [--target 2.3] [--out runs/sites.json]
+
+The sites are network namespaces, one worker of one thread on each (`paceline.testing.sites`); a link is Mbit/s of each
+site's cable and milliseconds from one site to another, one way; 0:0 has no limit. All train `examples/gpt.py`'s GPT on
+the same samples; DDP's on gloo are started by torchrun. Time counts from the first step, without start-up.
+
+On the first link every plan runs until the loss is met. On the others it runs for so many `--seconds`; where they do
+not suffice, the table has the steps that it needed on the first link times the time of one, as "~": the loss by step is
+the same; ">" is what was not met in time. The best of each link then runs to its end. Plans that Paceline refuses, and
+those whose replicas do not wait for each other, are left out, with the reason.
+
+All that was measured is kept in `--out`, and not measured again: the matrix can be filled in several calls. Remove the
+file to begin anew; `benchmarks/sites_curves.py` draws it. A plan takes about a minute on the first link and half a
+minute on each other one. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from driving.courses import DDP, UNLIMITED, Matrix, Task, by_chance, link_name, shown_plan
+from driving.site_runs import Failed, course
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.testing.sites import refusal, sites
+
+SITES = 4
+SYNCS = (
+    "allreduce",
+    "localsgd(every=16)",
+    "localsgd(every=16,outer=nesterov)",
+    "localsgd(every=16,fragments=2,overlap=4)",
+    "gossip(peers=ring)",
+    "parameterserver",
+)
+WIRES = ("raw", "cast(dtype=bf16)", "int8", "onebit", "topk(ratio=0.01)", "powersgd(rank=4)")
+LINKS = (UNLIMITED, "100:50", "20:50")
+AIM = 1.3  # the best on a slow network may take so many times the best on an unlimited one
+
+
+def possible(syncs: Sequence[str], wires: Sequence[str], task: Task) -> Iterator[str]:
+    """Every sync with every wire that Paceline takes on these workers; says of the others why not."""
+    batch = f"batch(size={task.batch},micro={task.batch // SITES})"
+    for sync in syncs:
+        for wire in wires:
+            text = f"{sync}+{wire}"
+            if by_chance(text):
+                print(f"left out, {text}: its replicas are not at the same step when the program measures all of them")
+                continue
+            try:
+                Plan.parse(f"{text}+{batch}").require(workers=SITES)
+            except PlanError as error:
+                print(f"left out, {text}: {error}")
+                continue
+            yield text
+
+
+def measure(matrix: Matrix, plans: Sequence[str], link: str, *, limit_s: float, out: Path) -> None:
+    """Run each plan on sites with this link, and keep what it did; says of those that fail why."""
+    mbit, ms = map(float, link.split(":"))
+    task = matrix.task
+    batch = f"+batch(size={task.batch},micro={task.batch // SITES})"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        sites(Path(folder), count=SITES, bits_per_s=mbit * 1e6, delay_s=ms / 1e3) as hosts,
+    ):
+        for plan in plans:
+            try:
+                one = course(hosts, plan if plan == DDP else plan + batch, task, limit_s=limit_s)
+            except Failed as error:
+                print(f"{link_name(link)}, {plan} failed: {error}")
+                continue
+            matrix.courses[link][plan] = one
+            matrix.write(out)
+            print(f"{link_name(link)}, {shown_plan(plan)}: {one.last_step} steps of {one.step_s:.3f} s", flush=True)
+
+
+def begun(out: Path, task: Task, links: Sequence[str]) -> Matrix:
+    """What was kept, or a new matrix; SystemExit where something else was measured."""
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return Matrix(task=task, courses={link: {} for link in links})
+    matrix = Matrix.read(out)
+    if matrix.task != task or next(iter(matrix.courses)) != links[0]:
+        raise SystemExit(
+            f"{out} has other work: {matrix.task}, first on {next(iter(matrix.courses))}; name another file"
+        )
+    for link in links:
+        matrix.courses.setdefault(link, {})
+    return matrix
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--syncs", nargs="*", default=SYNCS)
+    parser.add_argument("--wires", nargs="*", default=WIRES)
+    parser.add_argument("--links", nargs="+", default=LINKS, metavar="MBIT:MS")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a plan on a slow link")
+    parser.add_argument("--longest", type=float, default=90.0, help="seconds of a plan on the first link")
+    parser.add_argument("--target", type=float, default=2.3, help="held-out loss, nats per byte")
+    parser.add_argument("--steps", type=int, default=400, help="at most")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate, of AdamW")
+    parser.add_argument("--batch", type=int, default=32, help="samples of a step, on all sites together")
+    parser.add_argument("--out", type=Path, default=Path("runs/sites.json"))
+    options = parser.parse_args()
+    if (why := refusal()) is not None:
+        parser.error(f"far sites cannot be made here: {why}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sites are removed
+    task = Task(steps=options.steps, batch=options.batch, lr=options.lr, every=16, held_out=128, target=options.target)
+    plans = [DDP, *possible(options.syncs, options.wires, task)]
+    first, *slow = options.links
+    matrix = begun(options.out, task, options.links)
+    for link in options.links:
+        limit_s = options.longest if link == first else options.seconds
+        missing = [plan for plan in plans if plan not in matrix.courses[link]]
+        measure(matrix, missing, link, limit_s=limit_s, out=options.out)
+    for link in slow:
+        best = matrix.best(link)
+        if best is not None and matrix.courses[link][best[1]].steps_to(task.target) is None:
+            print(f"{link_name(link)}, to its end:", end=" ", flush=True)
+            measure(matrix, [best[1]], link, limit_s=2 * best[0], out=options.out)
+    print("", *matrix.table(), "", sep="\n")
+    base = matrix.best(first)
+    for link in slow:
+        best = matrix.best(link)
+        if best is not None and base is not None:
+            what = (
+                f"{shown_plan(best[1])} takes {best[0] / base[0]:.2f}x of {shown_plan(base[1])} on {link_name(first)}"
+            )
+            print(f"{link_name(link)}: {what} (aim: {AIM}x)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Which way a group's sums take: the one that the plan names, or, for "auto", the fastest for each size, measured once.
+
+All members decide alike. What is measured counts at the group's first member, which tells the others; it keeps the
+table for each constellation of hosts, so that members who come back need not be measured again. Where all meet in one
+host's memory there is nothing to choose, and on GPUs the back end chooses by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.generation import GenerationGroup, assemble
+from paceline.comm.group import Alone, Group, WorkerGroup
+from paceline.comm.scheduled import BACKEND, ScheduledGroup, straight_of
+from paceline.comm.shared import share
+from paceline.errors import SyncError
+from paceline.events import AllReduceChosen, Event, Note
+from paceline.schedule.allreduce.build import FLAT
+from paceline.schedule.allreduce.hierarchical import hosts_of
+
+__all__ = ["BACKEND", "Choice", "Table", "Wanted", "fastest", "on_its_way"]
+
+SIZES = (4 << 10, 1 << 20, 64 << 10, 8 << 20)  # in this order, until the time is up; the first two always
+BUDGET_S = 0.25
+NUM_RUNS = 3  # of each; one on links where a message takes longer than this:
+SLOW_S = 0.01
+MARGIN = 0.95  # of the back end's time: what is hardly faster is not worth a thread
+
+Table = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What a worker wants of all groups that sum gradients, and what it has learnt."""
+
+    algorithm: str  # as in the plan
+    host: str  # of this worker: a name that no other host has
+    timeout_s: float
+    tell: Callable[[Event], None]
+    known: dict[tuple[int, ...], Table] = dataclasses.field(default_factory=dict)  # by the members' hosts
+
+    def latest(self) -> Table:
+        """What was measured, or found, for the group that was made last; empty where nothing was."""
+        return next(reversed(self.known.values()), {})
+
+    def learn(self, hosts: tuple[int, ...], table: Table) -> None:
+        """Such a group has been made, and its members know this."""
+        self.known.pop(hosts, None)
+        self.known[hosts] = table
+
+
+def on_its_way(
+    group: WorkerGroup,
+    wanted: Wanted,
+    *,
+    ranks: Sequence[int],
+    store: dist.Store,
+    check: Callable[[], None] | None = None,
+    lost: type[SyncError] = SyncError,
+    tells: bool = False,
+) -> WorkerGroup:
+    """Return the group whose sums take the wanted way; it may be `group` itself. All members must call; blocks.
+
+    `store` is for this group alone, and for this once. `check`, asked while waiting, raises where the group is over;
+    `lost` is raised where a peer has gone. `tells`: this worker may speak for the group. After an error the group is
+    closed.
+    """
+    algorithm = wanted.algorithm
+    if group.size == 1 or (algorithm in ("auto", "hierarchical") and group.shares_memory):
+        return group
+    over = straight_of(group)
+    if algorithm == "auto" and over.device.type != "cpu":
+        return group
+    if group.shares_memory and tells:
+        wanted.tell(
+            Note(
+                text=f"AllReduce(algorithm={algorithm!r}): these workers send each other over the loopback network "
+                "what they could sum in the memory that they share, which is faster; algorithm='auto' does that"
+            )
+        )
+    check, made = check or _nothing, group
+    try:
+        hosts: tuple[int, ...] = tuple(range(group.size))
+        near: WorkerGroup | None = None
+        if algorithm in ("auto", "hierarchical"):
+            names = over.gather_objects(wanted.host)
+            hosts = tuple(map(list(dict.fromkeys(names)).index, names))
+            near = _near(over, hosts, wanted, ranks=ranks, store=store, check=check)
+        choice = Choice(algorithm)
+        made = scheduled = ScheduledGroup(
+            group,
+            choose=choice.pick,
+            hosts=hosts,
+            ranks=ranks,
+            timeout_s=wanted.timeout_s,
+            check=check,
+            lost=lost,
+            near=near,
+        )
+        if algorithm == "auto":
+            choice.table = _table(scheduled, wanted, tells=tells)
+    except SyncError:
+        made.close()
+        raise
+    return scheduled
+
+
+class Choice:
+    """The algorithm for a size; BACKEND until there is a table."""
+
+    def __init__(self, algorithm: str) -> None:
+        self._algorithm = algorithm
+        self.table: Table = {}
+
+    def pick(self, num_bytes: int) -> str:
+        if self._algorithm != "auto":
+            return self._algorithm
+        if not self.table:
+            return BACKEND
+        nearest = min(self.table, key=lambda size: abs(math.log(max(num_bytes, 1) / size)))
+        return fastest(self.table[nearest])
+
+
+def fastest(row: Mapping[str, float]) -> str:
+    """The algorithm that takes the least time, where it is clearly less than the back end's own."""
+    best = min(row, key=lambda name: row[name])
+    return best if row[best] < MARGIN * row[BACKEND] else BACKEND
+
+
+def _table(group: ScheduledGroup, wanted: Wanted, *, tells: bool) -> Table:
+    """What is known of such members, or else what is measured: that of the first member."""
+    known = group.broadcast_object(wanted.known.get(group.hosts))
+    if known is not None:
+        wanted.learn(group.hosts, known)
+        return known
+    began = time.perf_counter()
+    names = [BACKEND, *FLAT, *(["hierarchical"] if len(set(group.hosts)) < group.size else [])]
+    table = measured(group, names)
+    wanted.learn(group.hosts, table)
+    if tells:
+        wanted.tell(
+            AllReduceChosen(
+                members=group.size,
+                hosts=len(set(group.hosts)),
+                took_s=time.perf_counter() - began,
+                table={str(size): dict(table[size]) for size in sorted(table)},
+                chosen={str(size): fastest(table[size]) for size in sorted(table)},
+            )
+        )
+    return table
+
+
+def measured(group: ScheduledGroup, names: Sequence[str], sizes: Sequence[int] = SIZES) -> Table:
+    """Time each algorithm at each size, as far as the time goes; all members must call, and all get the first one's
+    numbers."""
+    began = time.perf_counter()
+    group.barrier()
+    before = time.perf_counter()
+    group.barrier()
+    num_runs = group.broadcast_object(1 if time.perf_counter() - before > SLOW_S else NUM_RUNS)
+    table: dict[int, dict[str, float]] = {}
+    for number, size in enumerate(sizes):
+        tensor = torch.zeros(size // 4)
+        row = {name: statistics.median(_timed(group, name, tensor) for _ in range(num_runs)) for name in names}
+        table[size], spent_s = group.broadcast_object((row, time.perf_counter() - began))
+        if number > 0 and spent_s > BUDGET_S:
+            break
+    return table
+
+
+def _timed(group: ScheduledGroup, name: str, tensor: torch.Tensor) -> float:
+    began = time.perf_counter()
+    what = "the timing of all-reduce"
+    flight = group.base.all_reduce(tensor, what=what) if name == BACKEND else group.walk(name, tensor, what=what)
+    flight.wait()
+    return time.perf_counter() - began
+
+
+def _near(
+    over: Group,
+    hosts: Sequence[int],
+    wanted: Wanted,
+    *,
+    ranks: Sequence[int],
+    store: dist.Store,
+    check: Callable[[], None],
+) -> WorkerGroup | None:
+    """The workers of this host, who meet in memory; None where that is not so on every host with several."""
+    team = next(team for team in hosts_of(hosts) if over.index in team)
+    found: WorkerGroup = Alone()
+    if len(team) > 1 and over.device.type == "cpu":
+        backend = assemble(
+            dist.PrefixStore(f"host_{team[0]}", store),
+            index=team.index(over.index),
+            size=len(team),
+            timeout_s=wanted.timeout_s,
+            check=check,
+        )
+        found = GenerationGroup(backend, device=over.device, check=check, timeout_s=wanted.timeout_s)
+    try:
+        if found.size > 1:
+            found, _ = share(found, timeout_s=wanted.timeout_s, is_lost=check, ranks=[ranks[one] for one in team])
+        without = torch.tensor([len(team) > 1 and not found.shares_memory], dtype=torch.int64)
+        over.all_reduce(without, what="who shares the memory of a host").wait()
+    except SyncError:
+        found.close()
+        raise
+    if not int(without):
+        return found
+    found.close()
+    return None
+
+
+def _nothing() -> None:
+    """Nobody knows more than the transfer itself."""

@@ -1,0 +1,117 @@
+"""All are ended to begin again: what the head waits for until they can, and what it finds.
+
+First every process has to be gone, on all hosts: those that follow use the same memory. Each host then says what it
+has. Where a host was lost, the others may have too little room; then a host that comes within the job's patience takes
+its place, and what the lost one's workers had is in a neighbour's memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from paceline.launch.again import Again
+from paceline.launch.outcome import STUCK, Outcome, WorkerExit, verdict
+from paceline.launch.stock import HostLeft, workers_that_fit
+
+__all__ = ["GONE_S", "WAITS", "AnotherStart", "Needs"]
+
+GONE_S = 4.0  # after SIGKILL: workers that are still there then are given up, and nobody begins again beside them
+WAITS = "for another host (start the same command there), which takes the lost one's place"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """How many workers begin."""
+
+    most: int  # as many as the run began with
+    workers_each: int | None  # of replicas that come and go; None: their number is fixed
+    least: int  # of such replicas
+
+    @property
+    def at_least(self) -> int:
+        return self.most if self.workers_each is None else min(self.most, self.least * self.workers_each)
+
+    def fit(self, hosts: Sequence[HostLeft]) -> int:
+        """How many begin on these hosts; 0 where there is too little room."""
+        workers = workers_that_fit(hosts, most=self.most, workers_each=self.workers_each)
+        return workers if workers >= self.at_least else 0
+
+
+class AnotherStart:
+    """Told which hosts are left; `outcome` says what follows for the job once that can be said."""
+
+    def __init__(
+        self,
+        needs: Needs,
+        *,
+        given_up: Outcome | None,
+        patience_s: float,
+        judge: Callable[[Outcome], Again | None] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """`given_up`: an elastic run that nobody who is left could go on with. `judge` may still say no."""
+        self._needs, self._given_up, self._judge, self._say = needs, given_up, judge, say
+        self._patience_s = patience_s
+        self.gone_by = time.monotonic() + GONE_S
+        self._lost_at = time.time()
+        self._wait_until: float | None = None
+        self._left: dict[int, HostLeft] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether everything is gone, and a host that comes is welcome."""
+        return self._wait_until is not None
+
+    def has_heard_of(self, host_index: int) -> bool:
+        return host_index in self._left
+
+    def hear(self, left: HostLeft) -> None:
+        """A host has ended its workers, and has this."""
+        self._left[left.index] = left
+
+    def keep_only(self, host_indices: Collection[int]) -> None:
+        """Only these hosts are there: what others had is lost."""
+        self._left = {index: left for index, left in self._left.items() if index in host_indices}
+
+    def outcome(self, exits: Mapping[int, WorkerExit], *, is_clean: bool, now: float) -> Outcome | None:
+        """How the attempt ends, with `again` where all begin again; None: not to be said yet. `is_clean`: every
+        process is gone."""
+        ended = [exits[worker] for worker in sorted(exits)]
+        outcome = self._given_up or verdict(ended, keeps_state=True)
+        broken = outcome.broken
+        plain = dataclasses.replace(outcome, broken=None)
+        if broken is None or not is_clean or any((one.error or {}).get("kind") == STUCK for one in ended):
+            return plain
+        hosts = tuple(self._left[index] for index in sorted(self._left))
+        workers = self._needs.fit(hosts)
+        if not workers:
+            return self._waited(hosts, plain, now)
+        broken = dataclasses.replace(
+            broken,
+            workers=workers,
+            workers_each=self._needs.workers_each,
+            least=self._needs.least,
+            hosts=hosts,
+            lost_at=self._lost_at,
+        )
+        outcome = dataclasses.replace(outcome, broken=broken)
+        if self._judge is None:
+            return outcome
+        again = self._judge(outcome)
+        return plain if again is None else dataclasses.replace(outcome, again=again)
+
+    def _waited(self, hosts: Sequence[HostLeft], plain: Outcome, now: float) -> Outcome | None:
+        """Too little room: wait for a host, but not for ever."""
+        slots, needed = sum(host.slots for host in hosts), self._needs.at_least
+        if self._wait_until is None:
+            self._wait_until = now + self._patience_s
+            self._say(
+                f"the hosts that are left have room for {slots} of the {needed} workers: waiting up to "
+                f"{self._patience_s:.0f} s {WAITS}"
+            )
+        if now < self._wait_until:
+            return None
+        self._say(f"no host has come within {self._patience_s:.0f} s in place of the lost one: the run ends")
+        return plain

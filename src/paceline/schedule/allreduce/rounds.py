@@ -1,0 +1,79 @@
+"""An all-reduce as rounds of sends: who sends which chunks to whom, and whether the receiver adds or replaces.
+
+The tensor is cut into `num_chunks` chunks, which every worker has. All sends of a round carry what their senders had
+when the round began. A round is no barrier: it only says what comes before what. Whoever walks a schedule
+(`comm/walker.py`) waits for what it receives, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Round", "Schedule", "Send", "bounds", "merged", "relabelled", "split"]
+
+
+class Send(NamedTuple):
+    """Chunks `first` to `stop - 1` travel from `source` to `target`, which adds them to its own or puts them in their
+    place; as text "0>1 +3" or "0>1 =3-5"."""
+
+    source: int
+    target: int
+    first: int
+    stop: int
+    adds: bool
+
+    def __str__(self) -> str:
+        chunks = f"{self.first}" if self.stop == self.first + 1 else f"{self.first}-{self.stop - 1}"
+        return f"{self.source}>{self.target} {'+' if self.adds else '='}{chunks}"
+
+
+Round = tuple[Send, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """An all-reduce among `num_workers` workers.
+
+    `is_one_port`: in no round does a worker send twice, or receive twice.
+    """
+
+    name: str
+    num_workers: int
+    num_chunks: int
+    rounds: tuple[Round, ...]
+    is_one_port: bool = True
+
+
+def bounds(total: int, parts: int, part: int) -> tuple[int, int]:
+    """Return [first, stop) of one of `parts` even parts of `total` things; parts differ by at most one."""
+    return total * part // parts, total * (part + 1) // parts
+
+
+def split(first: int, stop: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """Cut [first, stop) into at most `pieces` ranges; none of them is empty."""
+    for piece in range(pieces):
+        low, high = bounds(stop - first, pieces, piece)
+        if high > low:
+            yield first + low, first + high
+
+
+def relabelled(rounds: Iterable[Round], workers: Sequence[int], first_chunk: int) -> tuple[Round, ...]:
+    """The same among `workers`, in place of 0, 1, ..., on the chunks from `first_chunk` on."""
+    return tuple(
+        tuple(
+            Send(workers[source], workers[target], first + first_chunk, stop + first_chunk, adds)
+            for source, target, first, stop, adds in sends
+        )
+        for sends in rounds
+    )
+
+
+def merged(schedules: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
+    """Several schedules at once, round by round: they have nothing to do with each other."""
+    longest = max(map(len, schedules), default=0)
+    return tuple(
+        tuple(send for rounds in schedules if number < len(rounds) for send in rounds[number])
+        for number in range(longest)
+    )

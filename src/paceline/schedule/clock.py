@@ -1,0 +1,175 @@
+"""Who may take which batch, and when its update counts, where replicas do not wait for each other: data, and no I/O.
+
+Batches are dealt in order, to whoever asks. Who has one holds a *turn*: it computes on weights that contain at least
+`base` updates, those that were done when it was dealt. Its update is then *permitted*, one after the other, and *done*
+when all servers have it. An update is behind by those that were permitted before it and are not in its base:
+
+    behind = permitted before - base <= staleness
+
+That is kept by one condition: the turns under way could be permitted in the order of their bases without breaking it.
+A new turn is dealt, and a permission given, only where the condition holds afterwards. Who has the oldest base can
+always be permitted, so nobody waits for ever unless the oldest one computes for ever; where it is lost, its batch is
+dealt again.
+
+A worker may *wish* that all come together. Then nothing more is dealt, and when all have asked for a batch, so that
+nobody has one in hand, each is told to *pause*. Where all batches are dealt they come together at the end, and a wish
+changes nothing; neither does it where one of them has left, who would not come. Between two pauses a batch is dealt:
+a wish that comes to nothing, again and again, does not keep all from their work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["Clock", "Dealt", "Over", "Pause", "Save", "Turn"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """A batch, by its number, and how many updates the weights for it must contain."""
+
+    number: int
+    base: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Save:
+    """All batches before this number are done, and no other one has begun: the state is that of a step."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pause:
+    """All workers are told this, because one of them has wished it; all batches before this number are done."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Over:
+    """All batches are done."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Dealt:
+    """A stream whose batches are dealt: how many there are, to how many, before which the state is saved, by whom."""
+
+    stream: str
+    limit: int
+    workers: int
+    saves: tuple[int, int, int]  # as a range
+    writer: int
+
+    def plain(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Clock:
+    """Deals `limit` batches to so many workers. Before those in `saves` all others are done, and `writer` saves."""
+
+    def __init__(
+        self, *, staleness: int | None, limit: int, workers: int, saves: Iterable[int] = (), writer: int = 0
+    ) -> None:
+        self.permitted = self.done = 0  # updates
+        self._staleness, self._limit, self._workers, self._writer = staleness, limit, workers, writer
+        self._saves = set(saves)
+        self._next = 0
+        self._again: list[int] = []  # batches of workers that were lost, a heap
+        self._turns: dict[int, Turn] = {}  # under way, by worker
+        self._applying: dict[int, Turn] = {}  # permitted, and not done
+        self._is_wished = self._has_lost = False
+        self._paused_at = 0  # the last time, before the batch of this number
+        self._coming: set[int] = set()  # who waits for a pause
+        self._pausing: set[int] = set()  # who is to be told of it: all have come
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._turns and not self._applying
+
+    @property
+    def num_dealt(self) -> int:
+        """How many batches have begun; where nothing is under way, all of them are done."""
+        return self._next
+
+    def ask(self, worker: int) -> Turn | Save | Pause | Over | None:
+        """What a worker that has nothing in hand is to do next; None: it is to wait."""
+        self.skip(worker)
+        number = self._again[0] if self._again else self._next
+        if self._is_pause_due(number):
+            self._coming.add(worker)
+            if len(self._coming) < self._workers:
+                return None
+            self._pausing, self._coming = self._coming, set()
+            self._is_wished, self._paused_at = False, number
+        if worker in self._pausing:
+            self._pausing.remove(worker)
+            return Pause(number)
+        if number in self._saves:
+            return Save(number) if self.is_idle and worker == self._writer else None
+        if number == self._limit:
+            return Over() if self.is_idle else None
+        turn = Turn(number, self.done)
+        if not self._would_hold([*self._turns.values(), turn], self.permitted):
+            return None
+        if self._again:
+            heapq.heappop(self._again)
+        else:
+            self._next += 1
+        self._turns[worker] = turn
+        return turn
+
+    def saved(self, number: int) -> None:
+        """The state before this batch is kept: it may begin."""
+        self._saves.discard(number)
+
+    def wish(self) -> None:
+        """A worker wants all to pause."""
+        self._is_wished = True
+
+    def permit(self, worker: int) -> int | None:
+        """Let a worker's update be applied; returns how far it is behind, or None: it is to wait."""
+        others = [turn for one, turn in self._turns.items() if one != worker]
+        if not self._would_hold(others, self.permitted + 1):
+            return None
+        turn = self._applying[worker] = self._turns.pop(worker)
+        self.permitted += 1
+        return self.permitted - 1 - turn.base
+
+    def finish(self, worker: int) -> None:
+        """A permitted update is in all weights that are told from now on."""
+        del self._applying[worker]
+        self.done += 1
+
+    def skip(self, worker: int) -> None:
+        """A worker's batch brings no update: its gradient was not to be used."""
+        self._turns.pop(worker, None)
+
+    def lost(self, worker: int) -> None:
+        """A worker is there no longer. What it had in hand is dealt again; what was permitted counts.
+
+        Without the writer nothing is saved any more, and there are no pauses.
+        """
+        self._has_lost = True
+        if worker == self._writer:
+            self._saves.clear()
+        turn = self._turns.pop(worker, None)
+        if turn is not None:
+            heapq.heappush(self._again, turn.number)
+        if worker in self._applying:
+            self.finish(worker)
+
+    def _is_pause_due(self, number: int) -> bool:
+        """Whether this batch, which would be dealt next, is not to be."""
+        return self._is_wished and not self._has_lost and self._paused_at < number < self._limit
+
+    def _would_hold(self, turns: list[Turn], permitted: int) -> bool:
+        """Whether these turns could be permitted after so many updates, in the order of their bases."""
+        if self._staleness is None:
+            return True
+        bases = sorted(turn.base for turn in turns)
+        return all(permitted + place - base <= self._staleness for place, base in enumerate(bases))

@@ -1,0 +1,149 @@
+"""Local SGD and DiLoCo: replicas that have taken steps by themselves agree on weights.
+
+Each replica keeps the weights that all agreed on last, its *anchors*. How far it has moved since, (anchor - weight)
+times its share of the samples, is to an anchor what a gradient is to a weight: it is summed over the replicas in
+buckets, by the plan's wire and error feedback, and taken by an outer optimizer, torch's own SGD with Nesterov's
+momentum (DiLoCo, Douillard et al. 2023, algorithm 1). Without one, anchor - sum is the average of the replicas' weights
+(McMahan et al. 2017, algorithm 1; Stich 2019). All replicas compute the same anchors, bit for bit, and go on from them.
+
+Of a parameter that is split over the workers of a replica each has the anchor of its local part.
+
+Streaming (Douillard et al. 2025, algorithm 2): one of these for each *fragment* of the parameters. What it sends is
+under way while the replica takes steps; when it lands, the replica's weights are mixed with the new anchors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.comm.group import WorkerGroup
+from paceline.comm.split import as_local_of, local_part
+from paceline.plan import LocalSGD, Wire
+from paceline.sync.allreduce import GradientSum
+from paceline.sync.buckets import Named, bytes_of_sum
+
+__all__ = ["OuterStep", "fragments_of"]
+
+
+class OuterStep:
+    """Agrees on named parameters; `group`: those who hold the same ones in other replicas, `everybody`: in the run."""
+
+    leaves_equal = True
+
+    def __init__(
+        self,
+        parameters: Sequence[Named],
+        *,
+        group: WorkerGroup,
+        everybody: WorkerGroup,
+        sync: LocalSGD,
+        wire: Wire,
+        seed: int = 0,
+    ) -> None:
+        self._group, self._sync = group, sync
+        self._parameters = [parameter for _, parameter in parameters]
+        self._anchors = [_anchor_of(parameter) for parameter in self._parameters]
+        self._names = [name for name, _ in parameters]
+        self.sums = GradientSum(self.anchors, group=group, everybody=everybody, sync=sync.sums, wire=wire, seed=seed)
+        self.optimizer: torch.optim.SGD | None = None
+        if sync.outer is not None:
+            momentum = sync.outer.momentum
+            self.optimizer = torch.optim.SGD(self._anchors, sync.outer.lr, momentum=momentum, nesterov=momentum > 0)
+
+    @property
+    def anchors(self) -> list[Named]:
+        """The weights that all agreed on last, by the names of their parameters."""
+        return list(zip(self._names, self._anchors, strict=True))
+
+    @property
+    def num_raw_bytes(self) -> int:
+        """What this worker would send for one sum of all gradients, as they are."""
+        num_bytes = sum(local_part(one).nbytes for one in self._parameters if not one.is_meta and one.requires_grad)
+        return bytes_of_sum(num_bytes, self._group.size)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The weights of now are those that all have."""
+        for parameter, anchor in self._pairs():
+            anchor.requires_grad_(parameter.requires_grad)
+            local_part(anchor).copy_(local_part(parameter))
+
+    @torch.no_grad()
+    def exchange(self, share: float, numbers: Sequence[float], *, step: int) -> list[float]:
+        """Sum over all replicas how far they have moved; returns the sums of `numbers` over the whole run."""
+        self.send(share, numbers, step=step)
+        return self.receive()
+
+    @torch.no_grad()
+    def send(self, share: float, numbers: Sequence[float], *, step: int) -> None:
+        """Begin to; meanwhile the replica may take steps."""
+        self.sums.begin(0, step=step)
+        for parameter, anchor in self._pairs():
+            own, agreed = local_part(parameter), local_part(anchor)
+            # A parameter that no replica has used is sent by nobody, and its momentum does not move it.
+            if anchor.requires_grad and not torch.equal(own, agreed):
+                anchor.grad = as_local_of((agreed - own).mul_(share), like=anchor)
+        self.sums.flush(numbers)
+
+    @torch.no_grad()
+    def receive(self) -> list[float]:
+        """Wait for what was begun."""
+        found = self.sums.collect()
+        self.sums.land(scale=1.0)
+        return found
+
+    @torch.no_grad()
+    def take(self, *, mixing: float = 0.0) -> None:
+        """Move the anchors, and give this replica their weights; the share `mixing` of its own stays."""
+        owes = bool(self.sums.memory().own)  # what the wire had still to send has been added to what was sent now
+        self.sums.settle()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        elif self._group.size == 1 and not owes:  # its own weights are the average already, to the last bit
+            self.begin()
+        else:
+            for anchor in self._anchors:
+                if anchor.grad is not None:
+                    local_part(anchor).sub_(local_part(anchor.grad))
+        for parameter, anchor in self._pairs():
+            if anchor.grad is not None:
+                own, agreed = local_part(parameter), local_part(anchor)
+                own.copy_(agreed if not mixing else own * mixing + agreed * (1 - mixing))
+        self.sums.drop()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Give this replica the weights of the anchors, where nothing was done since they moved."""
+        for parameter, anchor in self._pairs():
+            local_part(parameter).copy_(local_part(anchor))
+
+    def drop(self) -> None:
+        """Forget what was exchanged."""
+        self.sums.drop()
+
+    def _pairs(self) -> list[tuple[Parameter, Parameter]]:
+        """Parameters that are here, and their anchors."""
+        pairs = zip(self._parameters, self._anchors, strict=True)
+        return [(parameter, anchor) for parameter, anchor in pairs if not parameter.is_meta]
+
+
+def fragments_of(parameters: Sequence[Named], count: int) -> list[list[Named]]:
+    """Divide parameters into runs of about the same size; fewer than `count` where there are not enough."""
+    total, before = sum(parameter.numel() for _, parameter in parameters), 0
+    runs: list[list[Named]] = [[] for _ in range(count)]
+    for name, parameter in parameters:
+        runs[min(count - 1, before * count // max(total, 1))].append((name, parameter))
+        before += parameter.numel()
+    return [run for run in runs if run]
+
+
+def _anchor_of(parameter: Parameter) -> Parameter:
+    """A copy that is split as the parameter is; of one of another stage, as absent."""
+    if parameter.is_meta:
+        return Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+    copy: Tensor = as_local_of(local_part(parameter).clone(), like=parameter)
+    return Parameter(copy, requires_grad=parameter.requires_grad)

@@ -1,0 +1,77 @@
+"""Norms of gradients of which other workers hold other parts: each counts what it has, and what several have once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.comm.group import WorkerGroup, total
+from paceline.comm.split import local_part
+from paceline.sync.spread import Spread
+
+__all__ = ["Norms", "gradients_here"]
+
+
+class Norms:
+    """The global norm of the gradients that are spread over these workers; all of them must ask for it."""
+
+    def __init__(self, *, inside: WorkerGroup, spreads: Sequence[Spread], device: torch.device) -> None:
+        self._inside, self._spreads, self._device = inside, tuple(spreads), device
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other workers hold other parts of the same gradients."""
+        return self._inside.size > 1 or bool(self._spreads)
+
+    def counts(self, parameter: Parameter) -> bool:
+        """Whether this worker's part of a gradient counts where all parts are added up."""
+        return all(spread.counts(parameter) for spread in self._spreads)
+
+    def norm(
+        self,
+        parameters: Sequence[Parameter],
+        dtype: torch.dtype | None,
+        *,
+        is_measured: Callable[[Parameter], bool] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the norm of all gradients, 0-d, and the square of that of the parameters that are measured, if any."""
+        once = [parameter for parameter in parameters if self.counts(parameter)]
+        norm = _norm(once, dtype)
+        if not self.is_spread:
+            return norm, None if is_measured is None else norm.detach().square()
+        measured: list[Tensor] = []
+        if is_measured is not None:
+            some = [parameter for parameter in once if is_measured(parameter)]
+            measured = [norm if len(some) == len(once) else _norm(some, dtype)]
+        squares = torch.stack([one.to(device=self._device, dtype=torch.float64).square() for one in (norm, *measured)])
+        for group in self._other_parts():
+            group.all_reduce(squares, what="the norm of the gradients").wait()
+        # Of those that hold the same, one counts; all need the norm in the precision of what they hold.
+        kinds = [gradient.dtype for gradient in gradients_here(parameters)] if dtype is None else [dtype]
+        kind = functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
+        return squares[0].sqrt().to(kind), squares[1] if measured else None
+
+    def num_broken(self, parameters: Sequence[Parameter]) -> float:
+        """How many gradients, or parts of them, are not finite, on all workers together."""
+        broken = float(sum(not bool(torch.isfinite(gradient).all()) for gradient in gradients_here(parameters)))
+        for group in self._other_parts():
+            broken = total(group, [broken], what="gradients that are not finite", device=self._device)[0]
+        return broken
+
+    def _other_parts(self) -> list[WorkerGroup]:
+        """The groups over which the gradients' parts are spread, one after the other."""
+        return [self._inside, *(spread.group for spread in self._spreads)]
+
+
+def gradients_here(parameters: Iterable[Parameter]) -> list[Tensor]:
+    """This worker's parts of all gradients."""
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _norm(parameters: Iterable[Parameter], dtype: torch.dtype | None) -> Tensor:
+    gradients = gradients_here(parameters)
+    return torch.nn.utils.get_total_norm(gradients if dtype is None else [one.to(dtype) for one in gradients])

@@ -1,0 +1,311 @@
+"""A parameter server: holds some of a model's parameters, and runs the user's own optimizers on them.
+
+Replicas push their gradients, each for a *walk*: (generation of the members, step, number of the walk in it). When the
+gradients of all replicas are there, the server adds them up in the order of the replicas, so that the sum does not
+depend on who came first, and tells the sum's norm to all who ask. Then they say that the step counts, by which factor
+gradients are to be multiplied, and with which options; the first who says so has the optimizers step, and all get the
+weights. A walk that was given up, because a member was lost in it, is forgotten when a newer generation pushes.
+
+Nothing here knows how the process came to be, or who else is a server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.comm.messages import Listener, Message
+
+__all__ = ["Held", "MakeServer", "Part", "Server", "check_held", "held_by", "options_of"]
+
+LOOK_S = 0.2
+
+Walk = tuple[int, int, int]
+Held = tuple[tuple[tuple[int, ...], ...], ...]  # of each optimizer's groups, the ids of the parameters
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group as plain values: what a scheduler may change. Tensors become numbers."""
+    return [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def held_by(optimizers: Sequence[Optimizer]) -> Held:
+    """Which parameters are in which groups."""
+    return tuple(tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups) for optimizer in optimizers)
+
+
+def check_held(optimizers: Sequence[Optimizer], held: Held) -> None:
+    """Raise RuntimeError where groups are not those that the servers began with."""
+    now = held_by(optimizers)
+    changed = [one for one, was, has in zip(optimizers, held, now, strict=True) if was != has]
+    if changed:
+        raise RuntimeError(
+            f"the parameter groups of {type(changed[0]).__name__} have changed since the first step "
+            "(add_param_group?), but under ParameterServer the servers go on with those of the first step. Add all "
+            "groups before it, with requires_grad_(False) where parameters are to stay as they are, or use "
+            "sync=AllReduce()"
+        )
+
+
+class Part:
+    """Some parameters, by their places in the model, and optimizers cut down to them.
+
+    The objects are the process's own: they are changed in place. Those `elsewhere` are emptied.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[int, Parameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        elsewhere: Iterable[Parameter] = (),
+    ) -> None:
+        self.version = 0  # updates since the beginning
+        self._parameters = dict(parameters)
+        self._places = {id(parameter): place for place, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.clone()  # it may lie in memory that others see
+            parameter.grad = None
+        for parameter in elsewhere:
+            parameter.grad = None
+            if not parameter.is_shared():  # a process's own copy: it has one as soon as the worker changes its weights
+                parameter.data = parameter.data.new_empty(0)
+        self._optimizers = [_CutDown(optimizer, self._places) for optimizer in optimizers]
+
+    def step(self, gradients: Mapping[int, Tensor], options: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Have the optimizers step, with these options of all their groups; who has no gradient stays as it is."""
+        for place, gradient in gradients.items():
+            self._parameters[place].grad = gradient
+        for optimizer, groups in zip(self._optimizers, options, strict=True):
+            optimizer.step(groups)
+        for place in gradients:
+            self._parameters[place].grad = None
+        self.version += 1
+
+    @torch.no_grad()
+    def weights(self, places: Sequence[int]) -> list[Tensor]:
+        """Copies of parameters, one flat tensor for each dtype, in the order of `places`."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for place in places:
+            parameter = self._parameters[place]
+            by_dtype.setdefault(parameter.dtype, []).append(parameter.detach().reshape(-1))
+        return [torch.cat(some) for some in by_dtype.values()]
+
+    def state(self) -> tuple[list[list[Any]], list[Tensor]]:
+        """The optimizers' state: [optimizer, place, key, plain value or None for a tensor] of each entry, and tensors.
+
+        Tensors are copies: what was told does not change.
+        """
+        entries: list[list[Any]] = []
+        tensors: list[Tensor] = []
+        for number, optimizer in enumerate(self._optimizers):
+            for parameter, values in optimizer.state.items():
+                for key, value in values.items():
+                    is_tensor = isinstance(value, Tensor)
+                    entries.append([number, self._places[id(parameter)], key, is_tensor, None if is_tensor else value])
+                    if is_tensor:
+                        tensors.append(value.detach().clone())
+        return entries, tensors
+
+    def like(self, place: int, flat: Tensor) -> Tensor:
+        """A part of a flat tensor as the gradient of a parameter."""
+        parameter = self._parameters[place]
+        return flat.to(parameter.dtype).view(parameter.shape)
+
+    def numel(self, place: int) -> int:
+        return self._parameters[place].numel()
+
+
+class _CutDown:
+    """An optimizer without the parameters that are elsewhere; groups that are left without any are left out."""
+
+    def __init__(self, optimizer: Optimizer, places: Mapping[int, int]) -> None:
+        self._optimizer = optimizer
+        self._kept: list[int] = []  # of its groups
+        groups, optimizer.param_groups[:] = [*optimizer.param_groups], []
+        for number, group in enumerate(groups):
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in places]
+            if group["params"]:
+                self._kept.append(number)
+                optimizer.param_groups.append(group)
+        for parameter in [one for one in optimizer.state if id(one) not in places]:
+            del optimizer.state[parameter]
+
+    @property
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:
+        return self._optimizer.state
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for number, group in zip(self._kept, self._optimizer.param_groups, strict=True):
+            for key, value in groups[number].items():
+                _set_option(group, key, value)
+        if self._kept:
+            self._optimizer.step()
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option as it came: in JSON a tuple is a list, and a tensor a number."""
+    held = group.get(key)
+    if isinstance(held, Tensor):
+        held.fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(held, tuple) else value
+
+
+@dataclasses.dataclass(slots=True)
+class _Gathering:
+    """What was pushed for a walk: of each parameter the gradient of each replica."""
+
+    pushed: dict[int, dict[int, Tensor]] = dataclasses.field(default_factory=dict[int, dict[int, Tensor]])
+    sums: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])
+
+    def has_all(self, places: Sequence[int], replicas: int) -> bool:
+        return all(place in self.sums or len(self.pushed.get(place, ())) == replicas for place in places)
+
+    def add_up(self, places: Sequence[int]) -> None:
+        for place in places:
+            if place not in self.sums:
+                parts = self.pushed.pop(place)
+                first, *others = [parts[replica] for replica in sorted(parts)]
+                for other in others:
+                    first.add_(other)
+                self.sums[place] = first
+
+
+class MakeServer(Protocol):
+    """How a server's process makes it."""
+
+    def __call__(self, part: Part, listener: Listener, *, is_deserted: Callable[[], bool]) -> Server: ...
+
+
+class Server:
+    """Answers what comes in, one message after the other, until all callers have gone."""
+
+    def __init__(self, part: Part, listener: Listener, *, is_deserted: Callable[[], bool]) -> None:
+        """`is_deserted()`: nobody has come, and nobody will."""
+        self.part, self.listener = part, listener
+        self._is_deserted = is_deserted
+        self._gatherings: dict[Walk, _Gathering] = {}
+        self._generation = -1  # the newest that has pushed
+        self._stepped: Walk = (-1, -1, -1)
+        self._squared = 0.0  # what was told last: the sum's norm, squared
+        self._waiting: list[tuple[bytes, Message]] = []  # for sums
+        self._image: tuple[int, tuple[int, ...], list[Tensor]] = (-1, (), [])  # weights that were told: version, places
+        self._callers: set[bytes] = set()
+
+    def serve(self) -> None:
+        """Return when all callers have gone. Whatever fails is told to all of them, and raised."""
+        try:
+            while not self._is_over():
+                got = self.listener.receive(LOOK_S)
+                if got is not None:
+                    self._callers.add(got[0])
+                    self._take(*got)
+        except Exception:  # the process's boundary: the workers raise it
+            for caller in self._callers:
+                self.listener.send(caller, {"failed": traceback.format_exc()})
+            raise
+
+    def _is_over(self) -> bool:
+        if self.listener.num_connected > 0:
+            return False
+        return self.listener.had_any or self._is_deserted()
+
+    def _take(self, caller: bytes, message: Message) -> None:
+        header = message.header
+        match header["op"]:
+            case "push":
+                self._push(header, message.tensors[0])
+            case "sum":
+                self._waiting.append((caller, message))
+            case "step":
+                self._step(header)
+                self._tell_weights(caller, header)
+            case "state":
+                entries, tensors = self.part.state()
+                self.listener.send(caller, {"call": header["call"], "entries": entries}, tensors)
+            case _:
+                self._take_other(caller, message)
+        self._answer_sums()
+
+    def _take_other(self, caller: bytes, message: Message) -> None:
+        raise ValueError(f"a worker asked for {message.header['op']!r}, which this server does not know")
+
+    def _push(self, header: Mapping[str, Any], flat: Tensor) -> None:
+        walk = _walk(header)
+        if walk[0] < self._generation:
+            return  # it was given up
+        if walk[0] > self._generation:
+            self._generation = walk[0]
+            self._gatherings.clear()
+            self._waiting.clear()
+        # All have voted on the steps before the last one, and none was taken that is still here.
+        for old in [one for one in self._gatherings if one[1] < walk[1] - 1]:
+            del self._gatherings[old]
+        gathering, offset = self._gatherings.setdefault(walk, _Gathering()), 0
+        for place in header["places"]:
+            count = self.part.numel(place)
+            gradient = self.part.like(place, flat[offset : offset + count])
+            gathering.pushed.setdefault(place, {})[header["replica"]] = gradient
+            offset += count
+
+    def _answer_sums(self) -> None:
+        """Tell all who wait for a sum that is complete."""
+        still: list[tuple[bytes, Message]] = []
+        for caller, message in self._waiting:
+            header = message.header
+            if _walk(header) == self._stepped:  # a faster worker has had the step taken before this one asked
+                self.listener.send(caller, {"call": header["call"], "squared": self._squared})
+                continue
+            gathering = self._gatherings.setdefault(_walk(header), _Gathering())
+            if not gathering.has_all(header["places"], header["replicas"]):
+                still.append((caller, message))
+                continue
+            gathering.add_up(header["places"])
+            gradients = [gathering.sums[place] for place in header["places"]]
+            norms = [torch.linalg.vector_norm(_real(one), dtype=torch.float64) for one in gradients]
+            self._squared = float(torch.stack(norms).square().sum()) if norms else 0.0
+            self.listener.send(caller, {"call": header["call"], "squared": self._squared})
+        self._waiting = still
+
+    def _step(self, header: Mapping[str, Any]) -> None:
+        """Take the step, unless another worker has said so before."""
+        walk = _walk(header)
+        if walk == self._stepped:
+            return
+        gathering = self._gatherings.pop(walk)
+        gathering.add_up(header["places"])
+        gradients = {place: gathering.sums[place].mul_(header["factor"]) for place in header["places"]}
+        self.part.step(gradients, header["options"])
+        self._stepped = walk
+        for old in [one for one in self._gatherings if one[:2] < walk[:2]]:
+            del self._gatherings[old]
+
+    def _tell_weights(
+        self, caller: bytes, header: Mapping[str, Any], *, buffers: Mapping[int, Tensor] | None = None
+    ) -> None:
+        """Tell the weights that are asked for, and `buffers` by their numbers."""
+        about, more = (self.part.version, tuple(header["places"])), buffers or {}
+        if self._image[:2] != about:
+            self._image = (*about, self.part.weights(header["places"]))
+        told = {"call": header["call"], "version": self.part.version, "buffers": [*more]}
+        self.listener.send(caller, told, [*self._image[2], *more.values()])
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _walk(header: Mapping[str, Any]) -> Walk:
+    generation, step, number = header["walk"]
+    return int(generation), int(step), int(number)

@@ -1,0 +1,209 @@
+"""Parameter servers without a common step, the workers' side: each replica takes whole batches, one after the other.
+
+A replica asks the first server for a batch, gets the weights, trains on the batch by itself, asks whether its update
+may be applied, and sends its gradient. An update is thus always the mean over `Batch.size` samples, however many
+replicas there are. The first server gets it last, and counts it then: so weights that are told afterwards have it, on
+all servers.
+
+Who wants all to come together, because it was asked to leave, tells the first server so; all pause then, or none.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from paceline.comm.group import Alone
+from paceline.comm.messages import Message
+from paceline.plan import AllReduce, ParameterServer, Raw, Wire
+from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
+from paceline.schedule.placing import placed_on
+from paceline.sync.allreduce import GradientSum
+from paceline.sync.buckets import Named, WireBytes
+from paceline.sync.dealing import DealingServer
+from paceline.sync.served import wire_dtype_of
+from paceline.sync.servers import Servers
+from paceline.sync.serving import Held, Part, check_held, held_by, options_of
+
+__all__ = ["TurnGradients"]
+
+
+class TurnGradients(GradientSum):
+    """One replica's own gradients, which it sends to the servers in place of an optimizer's step."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Named],
+        *,
+        models: Sequence[Module],
+        sync: ParameterServer,
+        wire: Wire,
+        servers: Servers,
+        worker_rank: int,
+    ) -> None:
+        super().__init__(parameters, group=Alone(), sync=AllReduce(bucket_bytes=sync.bucket_bytes), wire=Raw())
+        sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in self._all}
+        on = placed_on(sizes, servers=sync.servers)
+        self.behind: int | None = None  # the last update: how many others its weights did not have
+        self._servers, self._staleness, self._worker_rank = servers, sync.staleness, worker_rank
+        self._wire_dtype = wire_dtype_of(wire)
+        self._server_of = [on[name] for name, _ in self._all]
+        buffers = {id(one): one for model in models for one in model.buffers() if one.dtype != torch.bool}
+        self._kept = [*buffers.values()]
+        self._before: list[Tensor] = []  # what they were when the batch began
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._held: Held = ()
+        self._dealt: Dealt | None = None
+        self._sent = WireBytes()
+
+    def serve(self, optimizers: Sequence[Optimizer]) -> None:
+        """These optimizers are to run on the servers. Raises ValueError where others do."""
+        if self._optimizers and self._optimizers != tuple(optimizers):
+            raise ValueError("under ParameterServer one stepper trains a model: give it all optimizers at once")
+        self._optimizers = tuple(optimizers)
+
+    def meet(self, *, index: int, size: int) -> None:
+        """Start and reach the servers; all workers must call it."""
+        if not self._servers.are_there:
+            make = functools.partial(DealingServer, staleness=self._staleness, buffers=self._kept)
+            self.begin(0)  # now it is known which parameters are trained
+            largest = sum(one.nbytes for one in [*(parameter for _, parameter in self._all), *self._kept])
+            self._servers.meet(self._served_part, index=index, size=size, largest_bytes=largest, server=make)
+            self._held = held_by(self._optimizers)
+            for optimizer in self._optimizers:
+                optimizer.state.clear()  # the servers have it now
+
+    def next(self, dealt: Dealt, *, wants_pause: Callable[[], bool]) -> Turn | Save | Pause | Over:
+        """Wait for what is to be done next, and take over the weights for it.
+
+        `wants_pause()`: whether all should come together; asked again and again until there is an answer.
+        """
+        self._dealt, first, has_wished = dealt, self._servers.caller(0), False
+
+        def wish() -> None:
+            nonlocal has_wished
+            if not has_wished and wants_pause():
+                has_wished = True
+                first.send({"op": "wish", **self._about()})
+
+        wish()
+        told = first.answer(first.begin({"op": "turn", **self._about()}), meanwhile=wish).header
+        self._pull()
+        number = int(told["number"])
+        match told["turn"]:
+            case "batch":
+                return Turn(number, int(told["base"]))
+            case "save":
+                return Save(number)
+            case "pause":
+                return Pause(number)
+            case _:
+                return Over()
+
+    def stand(self) -> int:
+        """Take over the newest weights, where nobody has a batch in hand; returns how many batches are done."""
+        number = int(self._ask_first({"op": "stand"}).header["number"])
+        self._pull()
+        return number
+
+    def saved(self, number: int) -> None:
+        """The state before this batch is kept."""
+        self._servers.caller(0).send({"op": "saved", "number": number, **self._about()})
+
+    def leave(self) -> None:
+        """This replica takes no more batches: what it has in hand is dealt to another one."""
+        self._servers.caller(0).send({"op": "left", **self._about()})
+
+    @torch.no_grad()
+    def apply(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have the servers step with the gradients that are here."""
+        began = time.perf_counter()
+        check_held(optimizers, self._held)
+        options = [options_of(optimizer) for optimizer in optimizers]
+        self.behind = self._ask_first({"op": "permit"}).header["behind"]
+        deltas = {
+            number: now - before
+            for number, (now, before) in enumerate(zip(self._kept, self._before, strict=True))
+            if not torch.equal(now, before)
+        }
+        for number in (*range(1, self._servers.count), 0):
+            places, flats = self._flats(number)
+            header: dict[str, Any] = {
+                "op": "update",
+                "places": places,
+                "options": options,
+                "buffers": [],
+                "is_last": number == 0,
+            }
+            if number == 0:
+                header["buffers"], flats = [*deltas], [*flats, *deltas.values()]
+            caller = self._servers.caller(number)
+            caller.answer(caller.begin({**header, **self._about()}, flats))
+        for _, parameter in self._all:
+            parameter.grad = None
+        self.waited_s += time.perf_counter() - began
+
+    def fetch_state(self) -> None:
+        """Put the optimizers' state, which is on the servers, into the optimizers here: for a checkpoint."""
+        if self._servers.are_there:
+            self._servers.fetch_state(self._optimizers, [parameter for _, parameter in self._all])
+
+    def drop_state(self) -> None:
+        """Forget what `fetch_state` brought."""
+        if self._servers.are_there:
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+
+    @property
+    def bytes(self) -> WireBytes:
+        return self._sent
+
+    @torch.no_grad()
+    def _pull(self) -> None:
+        """Take over all weights, and the buffers."""
+        places = self._places()
+        answers = self._servers.ask([{"op": "weights", "places": some} for some in places])
+        for number, (some, answer) in enumerate(zip(places, answers, strict=True)):
+            num_flats = self._servers.take(some, answer.tensors, [parameter for _, parameter in self._all])
+            if number == 0:
+                for which, value in zip(answer.header["buffers"], answer.tensors[num_flats:], strict=True):
+                    self._kept[which].copy_(value)
+        self._before = [one.detach().clone() for one in self._kept]
+
+    def _ask_first(self, question: Mapping[str, Any]) -> Message:
+        caller = self._servers.caller(0)
+        return caller.answer(caller.begin({**question, **self._about()}))
+
+    def _about(self) -> dict[str, Any]:
+        return {"worker": self._worker_rank, **(self._dealt.plain() if self._dealt is not None else {})}
+
+    def _places(self) -> list[list[int]]:
+        """Of each server, the parameters that are trained."""
+        return [[place for place in self._followed if self._server_of[place] == n] for n in range(self._servers.count)]
+
+    def _flats(self, server: int) -> tuple[list[list[int]], list[Tensor]]:
+        """The gradients for a server: places and a flat tensor of each dtype."""
+        by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        for place in self._followed:
+            gradient = self._all[place][1].grad
+            if gradient is not None and self._server_of[place] == server:
+                places, parts = by_dtype.setdefault(gradient.dtype, ([], []))
+                places.append(place)
+                parts.append(gradient.reshape(-1))
+        flats = [torch.cat(parts) for _, parts in by_dtype.values()]
+        sent = [flat if self._wire_dtype is None or flat.is_complex() else flat.to(self._wire_dtype) for flat in flats]
+        self._sent += WireBytes(sum(one.nbytes for one in sent), sum(one.nbytes for one in flats))
+        return [places for places, _ in by_dtype.values()], sent
+
+    def _served_part(self, server: int) -> Part:
+        """What a server holds; called in its own process."""
+        here = {place: p for place, (_, p) in enumerate(self._all) if self._server_of[place] == server}
+        others = [p for place, (_, p) in enumerate(self._all) if place not in here]
+        return Part(here, self._optimizers, elsewhere=others)

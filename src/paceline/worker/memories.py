@@ -1,0 +1,173 @@
+"""What the wire's codecs remember, outside of a step: in checkpoints, in snapshots, for newcomers, after a rollback.
+
+It has two parts (`paceline.sync.memory`). What a replica has still to send is its own: a checkpoint holds that of every
+replica, under the parameters' names and in their shapes, so that any layout can read it. As many replicas go on with
+what each had; any other number shares out the sum, of which so nothing is lost. What all replicas know is stored once,
+of parameters that one worker has whole.
+
+Whoever joins has nothing to send, and is told what all know. What a lost replica had still to send is lost with it. A
+rollback drops what all have still to send: it is of steps that are undone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.reader import Checkpoint
+from paceline.comm.group import WorkerGroup
+from paceline.comm.split import Slice, as_local_of, is_split, local_part, part_like
+from paceline.plan import Wire
+from paceline.sync.memory import Memory
+from paceline.worker.home import Home
+from paceline.worker.models import Models
+from paceline.worker.saving import Registry
+
+__all__ = ["Gathered", "Memories", "is_remembered"]
+
+PREFIX = "wire:"
+OWN, COMMON, HERE = "own", "common", "here"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gathered:
+    """Tensors for a checkpoint, beside those of the registry."""
+
+    tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
+    cuts: Mapping[str, Slice] = dataclasses.field(default_factory=dict[str, Slice])
+    homes: Mapping[str, Home] = dataclasses.field(default_factory=dict[str, Home])
+
+
+class Memories:
+    """One worker's: of all sums of gradients that its walks are about."""
+
+    def __init__(self, wire: Wire, *, models: Models, registry: Registry) -> None:
+        self._wire, self._models, self._registry = wire, models, registry
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is anything to remember: the same on all workers."""
+        return self._wire.feedback
+
+    def gather(self) -> Gathered:
+        """Collect what all replicas have still to send; an operation of all workers, that blocks."""
+        if not self.is_kept:
+            return Gathered()
+        parameters, tensors = self._registry.parameters(), dict[str, Tensor]()
+        owners: dict[str, str] = {}  # of each tensor the parameter's name
+        for about, gradients in self._models.sums():
+            for name, parts in gradients.gathered_own().items():
+                for number, part in enumerate(parts):
+                    key = _key(about, OWN, str(number), name)
+                    tensors[key], owners[key] = as_local_of(part, like=parameters[name]), name
+            for name, named in gradients.memory().common.items():
+                if name not in self._registry.cuts and not is_split(parameters[name]):
+                    found = {_key(about, COMMON, side, name): tensor for side, tensor in named.items()}
+                    tensors.update(found)
+                    owners.update(dict.fromkeys(found, name))
+        cuts, homes = self._registry.cuts, self._registry.homes
+        return Gathered(
+            tensors,
+            {key: cuts[name] for key, name in owners.items() if name in cuts and f":{OWN}:" in key},
+            {key: homes[name] for key, name in owners.items() if name in homes},
+        )
+
+    def load(self, checkpoint: Checkpoint | None, group: WorkerGroup) -> None:
+        """Go on with what the checkpoint holds, which the first worker has open; all workers must call it."""
+        told = None
+        if checkpoint is not None:
+            names = filter(is_remembered, checkpoint.names)
+            told = [(key, checkpoint.shape(key), checkpoint.dtype(key)) for key in names]
+        listed = group.broadcast_object(told)
+        parameters, found = self._registry.parameters(), _Found()
+        counts: dict[tuple[str, str], int] = {}  # how many replicas have stored theirs
+        for key, _, _ in listed:
+            about, kind, _, name = _parts(key)
+            counts[about, name] = counts.get((about, name), 0) + (kind == OWN)
+        for key, shape, dtype in listed:
+            whole = torch.empty(shape, dtype=dtype)
+            if checkpoint is not None:
+                whole = checkpoint.load([key])[key].contiguous()
+            group.broadcast(whole, what=f"{key} from worker 0")
+            about, kind, which, name = _parts(key)
+            parameter = parameters.get(name)
+            if parameter is None or parameter.is_meta:
+                continue
+            if kind == COMMON:
+                found.common.setdefault(about, {}).setdefault(name, {})[which] = whole.to(parameter.device)
+                continue
+            index, size = self._models.replica_of(parameter)
+            if counts[about, name] != size or int(which) == index:
+                part = local_part(part_like(whole, parameter, self._registry.cuts.get(name)))
+                share = part.to(parameter.device) / (1 if counts[about, name] == size else size)
+                own = found.own.setdefault(about, {})
+                own[name] = own[name] + share if name in own else share
+        self._remember(found)
+
+    def here(self, *, with_own: bool) -> dict[str, Tensor]:
+        """What is remembered here, live: for memory that outlives this worker; without its own, for a newcomer."""
+        tensors: dict[str, Tensor] = {}
+        for about, gradients in self._models.sums():
+            memory = gradients.memory()
+            for name, named in memory.common.items():
+                tensors.update((_key(about, COMMON, side, name), tensor) for side, tensor in named.items())
+            if with_own:
+                tensors.update((_key(about, OWN, HERE, name), tensor) for name, tensor in memory.own.items())
+        return tensors
+
+    def recall(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with what `here` gave, here or at the same place of another replica."""
+        parameters, found = self._registry.parameters(), _Found()
+        for key in tensors:
+            if not is_remembered(key):
+                continue
+            about, kind, which, name = _parts(key)
+            if name not in parameters:
+                continue
+            value = tensors[key].to(parameters[name].device)
+            if kind == COMMON:
+                found.common.setdefault(about, {}).setdefault(name, {})[which] = value
+            else:
+                found.own.setdefault(about, {})[name] = value
+        self._remember(found)
+
+    def forget_own(self) -> None:
+        """Steps are undone: what they have left to be sent is dropped, on all replicas alike."""
+        for _, gradients in self._models.sums():
+            gradients.remember(Memory({}, gradients.memory().copied().common))
+
+    def _remember(self, found: _Found) -> None:
+        self._models.remember(
+            {
+                about: Memory(found.own.get(about, {}), found.common.get(about, {}))
+                for about in {*found.own, *found.common}
+            }
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """What was read, by the models that a walk is about, and then by parameters."""
+
+    own: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict[str, dict[str, Tensor]])
+    common: dict[str, dict[str, dict[str, Tensor]]] = dataclasses.field(
+        default_factory=dict[str, dict[str, dict[str, Tensor]]]
+    )
+
+
+def is_remembered(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a codec's."""
+    return name.startswith(PREFIX)
+
+
+def _key(about: str, kind: str, which: str, name: str) -> str:
+    return f"{PREFIX}{about}:{kind}:{which}:{name}"
+
+
+def _parts(key: str) -> tuple[str, str, str, str]:
+    """What `_key` was made of; a parameter's name may have any letters."""
+    about, kind, which, name = key.removeprefix(PREFIX).split(":", 3)
+    return about, kind, which, name

@@ -1,0 +1,360 @@
+"""Rounds: steps that a replica takes by itself, and the agreement at their end that makes all of them count.
+
+In an ordinary run each step is agreed on, and this does nothing. In a local one a walk has nobody but this replica in
+it; the *round* is what is committed on all replicas, or on none. It ends at the steps that the plan says (those that
+`every` divides), and earlier where something needs equal weights, or cannot wait: a save, the end of the data, a lost
+member, a request to leave. Then all *meet*: each says at which step it is, and who is behind goes on until it has come
+to the newest one.
+
+A step is over when the loop asks for the next batch: until then other optimizers may step on the same one, and weights
+that are agreed on before would be equal no more. An operation in the loop's body may end the round earlier; what is
+stepped afterwards on the same batch begins the next one.
+
+What a lost member should have run in the round, the others run before they agree, in as many steps more; so each sample
+of the round is used once, whoever is lost, and whenever. How far a replica has come weighs as much as the share of the
+round's samples that it has run. Buffers become the mean by the same weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import WorkerGroup, total
+from paceline.comm.split import local_part
+from paceline.errors import BadNumbersError, SyncError
+from paceline.plan import Gossip, LocalSGD, Plan
+from paceline.schedule.order import mix
+from paceline.schedule.share import Micro, deal
+from paceline.sync.agreeing import Agreeing
+from paceline.sync.buckets import Named
+from paceline.sync.local_sgd import OuterStep, fragments_of
+from paceline.worker.agreement import Agreement
+from paceline.worker.axes import Axes
+from paceline.worker.batch import StepBatch
+from paceline.worker.buffers import BufferCombiner
+from paceline.worker.models import Models
+
+__all__ = ["ByItself", "Portion", "Rounds"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Portion:
+    """What one replica runs of one step of the round."""
+
+    batch: StepBatch  # as this worker was given it
+    step: int
+    owner: int  # the replica's number
+    micros: tuple[Micro, ...]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(micro.num_samples for micro in self.micros)
+
+
+class ByItself:
+    """What a walk has in place of the run's agreement, where its replica takes steps by itself, or batches in
+    turns: nothing is asked of other replicas. That something cannot wait, all workers of the replica learn in the
+    walk's tally."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self.is_called = False  # to the other replicas
+
+    @property
+    def wants_change(self) -> bool:
+        return self._agreement.is_urgent
+
+    def change_is_due(self) -> None:
+        self.is_called = True
+
+    def vote(self) -> bool:
+        return True
+
+
+class Rounds:
+    """One worker's rounds. All workers of a replica come to each method at the same place."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        group: WorkerGroup,
+        axes: Axes,
+        agreement: Agreement,
+        by_itself: ByItself,
+        models: Models,
+        weights_changed: Callable[[], None],
+    ) -> None:
+        """`weights_changed()`: what was made of a model's weights before is not of these."""
+        self.is_open = False  # this replica has taken steps that do not count yet
+        self._buffers = BufferCombiner()
+        self._plan, self._group, self._axes, self._agreement, self._models = plan, group, axes, agreement, models
+        self._by_itself, self._weights_changed = by_itself, weights_changed
+        self._agreeing: Sequence[Agreeing] = ()
+        self._trained: frozenset[int] = frozenset()  # ids of the parameters that are agreed on
+        self._has_begun = False
+        self._fresh: list[int] = []  # steps after which nothing has been done yet of what may be due
+        self._portions: list[Portion] = []  # of the round, of all replicas, as they were dealt; this one's were run
+        self._more: dict[int, list[Micro]] = {}  # what this replica has run besides: of lost ones' portions, by number
+        self._end_at: int | None = None  # some replica has come so far when all met
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replicas take steps by themselves."""
+        return self._plan.is_local
+
+    def prepare(self, trained: Iterable[nn.Parameter]) -> Sequence[Agreeing]:
+        """Between two rounds: agree on all these parameters from now on. Returns who does it, where that is new."""
+        ids = frozenset(map(id, trained))
+        if not self.is_local or ids == self._trained:
+            return ()
+        self._trained = ids
+        self._agreeing = self._models.agree_by(self._made, ids)
+        for model in self._models:
+            if any(id(parameter) in ids for parameter in model.parameters()):
+                self._buffers.add(model)
+        return self._agreeing
+
+    def _made(self, parameters: Sequence[Named], group: WorkerGroup, everybody: WorkerGroup) -> Sequence[Agreeing]:
+        """Who agree on these parameters."""
+        sync = self._plan.sync
+        if not isinstance(sync, LocalSGD):
+            raise ValueError(f"replicas under {sync!r} agree in each step")
+        return [
+            OuterStep(
+                some,
+                group=group,
+                everybody=everybody,
+                sync=sync,
+                wire=self._plan.wire,
+                seed=mix(self._plan.batch.seed, number) >> 1,
+            )
+            for number, some in enumerate(fragments_of(parameters, sync.fragments))
+        ]
+
+    def begin(self) -> None:
+        """A walk comes: where it is the round's first, the weights and buffers of now are those that all have."""
+        if self._agreeing and not self._has_begun and not self.is_open:
+            for one in self._agreeing:
+                one.begin()
+            self._buffers.begin()
+            self._has_begun = True
+
+    def stepped(self, batch: StepBatch) -> None:
+        """This replica has taken a step of its own, which waits for the round's end."""
+        if self.is_local:
+            self._models.stepped()
+            self._note(batch)
+
+    def stepped_again(self, batch: StepBatch) -> None:
+        """It has stepped on the same batch once more: where the round was ended in between, another one has begun."""
+        if self.is_local and not self.is_open:
+            self._note(batch)
+
+    def _note(self, batch: StepBatch) -> None:
+        self.is_open = True
+        if batch.step not in self._fresh:
+            self._fresh.append(batch.step)
+        self._count(batch)
+
+    def _count(self, batch: StepBatch) -> None:
+        """Add what all replicas were dealt of a step to what they have run in the round."""
+        self._portions += [
+            Portion(batch=batch, step=batch.step, owner=owner, micros=micros) for owner, micros in batch.dealt.items()
+        ]
+
+    def advance(self) -> None:
+        """Where parts of what is agreed on travel meanwhile: send and take those whose turn comes with the fresh
+        steps."""
+
+    def is_over(self, is_save_due: Callable[[int], bool]) -> bool:
+        """Whether the round ends after the fresh steps, as far as this replica knows, equally on all of its workers.
+        Saves wait for its end."""
+        if not self.is_open or not isinstance(self._plan.sync, LocalSGD | Gossip):
+            return False
+        every = self._plan.sync.num_round_steps
+        return any(self._by_itself.is_called or step % every == 0 or step == self._end_at for step in self._fresh)
+
+    def followed(self) -> None:
+        """What was due after the fresh steps has been done."""
+        self._fresh.clear()
+
+    def end(self, step: int, *, run_more: Callable[[Portion], None], is_wanted: bool = True) -> bool:
+        """Agree with the other replicas, where all have come to the same step, and one of them at least wants to;
+        returns whether. Elsewhere another may be further, and this one has to go on. `run_more(portion)` takes a step
+        on what a lost member should have run. Blocks."""
+        ends = self._meet(step, is_wanted=is_wanted) if self._agreeing else None
+        if ends is False and self.is_mixing_due(step):
+            self._mix(step)
+        if not ends:
+            return False
+
+        def agree() -> Callable[[], None]:
+            self._share_out_lost(run_more)
+            self._buffers.capture_anew(self._num_own())
+            changed = list(map(float, self._buffers.changed()))
+            num_all = sum(portion.num_samples for portion in self._portions)  # whoever's they were, they were run
+            for one in self._agreeing:
+                changed = one.exchange(self._num_own() / num_all if num_all else 0.0, changed, step=step)
+            self._require_finite(self._agreeing, step)
+            return self._combined(changed, num_all)
+
+        settle = self._agreement.do(agree)
+        for one in self._agreeing:
+            one.take()
+        settle()
+        self._close()
+        return True
+
+    def _combined(self, changed: Sequence[float], num_samples: int) -> Callable[[], None]:
+        """Combine the buffers that changed in any replica, and return what sets them."""
+        is_changed = [count > 0 for count in changed]
+        return self._buffers.combine(is_changed, num_samples=num_samples, groups=[self._axes.twins])
+
+    def _close(self) -> None:
+        """All have the same weights: the round is over."""
+        self._weights_changed()
+        self._portions.clear()
+        self._more.clear()
+        self.is_open = self._has_begun = self._by_itself.is_called = False
+        self._end_at = None
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the mean of all replicas' weights and buffers in the models, in a round: with the weights that they have
+        in an agreement. All must call it; what was there comes back afterwards. Raises Disrupted."""
+        if not self.is_open:
+            yield
+            return
+        live = [local_part(anchored) for anchored in self._models.agreed_on()]
+        live += [buffer for buffer in self._buffers.floating() if not buffer.is_meta]
+        kept = [tensor.clone() for tensor in live]
+        try:
+            _average(live, share=self._share(), group=self._axes.twins)
+            self._weights_changed()
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(live, kept, strict=True):
+                    tensor.copy_(before)
+            self._weights_changed()
+
+    def _share(self) -> float:
+        """How much this replica has run, of what all that are present have. In the middle of a round the others have
+        not run yet what lost ones should have."""
+        replicas = self.replicas()
+        num_here = sum(portion.num_samples for portion in self._portions if portion.owner in replicas)
+        return self._num_own() / num_here if num_here else 1 / len(replicas)
+
+    def _num_own(self) -> int:
+        dealt = sum(portion.num_samples for portion in self._portions if portion.owner == self._own)
+        return dealt + sum(micro.num_samples for micros in self._more.values() for micro in micros)
+
+    def is_mixing_due(self, step: int) -> bool:
+        """Whether this replica, in the middle of a round, is to come together with others after this step."""
+        return False
+
+    def _mix(self, step: int) -> None:
+        """All have come to the same step, and nobody wants the round to end."""
+
+    def end_of_data(self, step: int) -> None:
+        """The data has ended here: raise SyncError where it goes on elsewhere, as only an iterable's can. Blocks."""
+        if not self._agreeing:
+            return
+        if not self.is_open:  # otherwise all have met just now
+            self._meet(step, is_wanted=False)
+        if self._end_at is not None:
+            raise SyncError(
+                f"the data has ended here after step {step}, and another replica has come to step {self._end_at}: an "
+                "iterable dataset must give the same items in the same order on every worker. Seed it, sort its "
+                "files, and do not split it by worker yourself"
+            )
+
+    def _meet(self, step: int, *, is_wanted: bool) -> bool | None:
+        """Come together with those who want the round to end, and those who do an operation in it: these cannot tell
+        who else does what. Returns whether it ends; None: others are further.
+
+        Where it does not end, this replica is not called any more: the next walk's tally says it again."""
+
+        def look() -> tuple[list[int], bool, bool]:
+            steps = [0.0] * self._group.size
+            steps[self._group.index] = float(step)
+            asks = [float(is_wanted), float(self._agreement.wants_change)]
+            *found, wanted, wishes = total(self._group, [*steps, *asks], what="a round's end")
+            return list(map(int, found)), wanted > 0, wishes > 0
+
+        while True:
+            steps, ends, is_change_due = self._agreement.do(look)
+            newest = max(steps)
+            if step < newest:
+                self._end_at = newest
+                self._by_itself.is_called = False
+                return None
+            if min(steps) == newest:
+                break
+        if ends and is_change_due:
+            self._agreement.change_is_due()
+        if not ends:
+            self._by_itself.is_called = False
+        return ends
+
+    def _share_out_lost(self, run_more: Callable[[Portion], None]) -> None:
+        """Deal what lost members have run, or should have, to those who are left, and run this replica's part.
+
+        More may be lost while some do, and others have not begun: what somebody who is left says that he has run is
+        done, and all else is dealt anew.
+        """
+        replicas = self.replicas()
+        lost = [(number, one) for number, one in enumerate(self._portions) if one.owner not in replicas]
+        if not lost:
+            return
+        known = self._group.gather_objects(
+            [(number, micro.index) for number, micros in self._more.items() for micro in micros]
+        )
+        done = {one for told in known for one in told}
+        for number, portion in lost:
+            left = [micro for micro in portion.micros if (number, micro.index) not in done]
+            part = deal(len(left), len(replicas))[replicas.index(self._own)]
+            if part:
+                micros = left[part.start : part.stop]
+                run_more(dataclasses.replace(portion, owner=self._own, micros=tuple(micros)))
+                self._more.setdefault(number, []).extend(micros)
+
+    def _require_finite(self, agreeing: Iterable[Agreeing], step: int) -> None:
+        """Raise BadNumbersError, on all workers, where what was summed is not finite on any. All must call it."""
+        is_broken = not all(one.sums.is_finite() for one in agreeing)
+        if self._axes.is_split:  # each has looked at its own parts
+            is_broken = total(self._group, [float(is_broken)], what="whether weights are finite")[0] > 0
+        if is_broken:
+            raise BadNumbersError(
+                f"step {step}: how far the replicas have moved is not finite, so the weights of one of them are "
+                "broken. Start again with the same run_dir, which goes on from the newest checkpoint, with a lower "
+                "learning rate or with clip_norm"
+            )
+
+    @property
+    def _own(self) -> int:
+        """This replica's number."""
+        return self._agreement.rank // self._plan.layout.workers_each
+
+    def replicas(self) -> list[int]:
+        """The numbers of the replicas that take part, in the order in which shares are dealt."""
+        return list(dict.fromkeys(rank // self._plan.layout.workers_each for rank in self._agreement.ranks))
+
+
+@torch.no_grad()
+def _average(tensors: Sequence[Tensor], *, share: float, group: WorkerGroup) -> None:
+    """Replace tensors by their sum over a group, each member's times its `share`; all must have the same; blocks."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for some in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in some]).mul_(share)
+        group.all_reduce(flat, what="the mean of all replicas' weights").wait()
+        for tensor, mean in zip(some, flat.split([one.numel() for one in some]), strict=True):
+            tensor.copy_(mean.view_as(tensor))

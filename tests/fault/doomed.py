@@ -1,0 +1,91 @@
+"""Where workers of a test's program are lost: at chosen points of chosen steps, each fault once, never by the clock.
+
+FAULTS     JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; with "whom": "supervisor" it is
+           the supervisor that is killed, by that worker. where: data, forward, backward, evaluate (the program calls
+           `fault` there), sum (its part of a sum over replicas is handed over), vote (it has the sums, others may not
+           know), committed, save (its part of a checkpoint is on its way), regroup (during the recovery from another)
+OPTIONS    JSON: what the programs take beside it, each its own
+FAULT_DIR  a folder for what they leave: which faults came, and the weights at the end
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import paceline
+from paceline.comm.generation import Members
+from paceline.worker import place
+from paceline.worker.agreement import Agreement
+
+FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS", "[]"))
+OPTIONS: dict[str, Any] = json.loads(os.environ.get("OPTIONS", "{}"))
+
+
+def left(name: str) -> Path:
+    """A file that the program leaves, or waits for."""
+    return Path(os.environ["FAULT_DIR"], name)
+
+
+def fault(worker: paceline.Worker, where: str) -> None:
+    """Be lost, where this worker's hour has come."""
+    for number, one in enumerate(FAULTS):
+        marker = left(f"fault_{number}")
+        is_due = one["where"] == where and one["worker"] == worker.rank and worker.step + 1 >= one["step"]
+        if is_due and not marker.exists():
+            marker.write_text(f"{worker.step} {time.time()}")
+            whom = os.getpid() if one.get("whom") != "supervisor" else supervisor()
+            os.kill(whom, one.get("signal", signal.SIGKILL))
+
+
+def supervisor() -> int:
+    """The process number of whoever keeps the run's record."""
+    return int(json.loads(Path(OPTIONS["job"]["run_dir"], "run.json").read_text())["pid"])
+
+
+def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str]) -> None:
+    """Put the faults where only Paceline itself comes by.
+
+    `sums`: words for what a worker hands over when it is lost at "sum". `save`: the method in which it is at "save".
+    """
+    hand_over: Any = Members.all_reduce
+    vote: Any = Agreement.vote
+
+    @functools.wraps(hand_over)
+    def lost_after(members: Members, tensor: Tensor, *, what: str) -> Any:
+        transfer = hand_over(members, tensor, what=what)
+        if any(word in what for word in sums):
+            fault(worker, "sum")
+        return transfer
+
+    @functools.wraps(vote)
+    def lost_around(agreement: Agreement) -> bool:
+        fault(worker, "vote")
+        passed = vote(agreement)
+        fault(worker, "committed")
+        return passed
+
+    patched: list[tuple[Any, str, Any]] = [
+        (Members, "all_reduce", lost_after),
+        (Agreement, "vote", lost_around),
+        (*save, _lost_before(worker, "save", getattr(*save))),
+        (place, "assemble", _lost_before(worker, "regroup", place.assemble)),
+    ]
+    for owner, name, function in patched:
+        setattr(owner, name, function)
+
+
+def _lost_before(worker: paceline.Worker, where: str, function: Any) -> Any:
+    @functools.wraps(function)
+    def lost(*args: Any, **fields: Any) -> Any:
+        fault(worker, where)
+        return function(*args, **fields)
+
+    return lost

@@ -1,0 +1,37 @@
+"""What workers import when they first need it, by name: imported once where workers of tests are forked from.
+
+Each worker would pay for it again, and of those there are thousands: a sharded one that saves spends more time on
+imports than on its steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__all__ = ["import_all"]
+
+LATE = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.profiler",
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+    "torch.utils.flop_counter",
+    "safetensors.torch",
+    "paceline.checkpoint.dcp_write",
+    "paceline.parallel.context.apply",
+    "paceline.parallel.experts",
+    "paceline.parallel.tensor.apply",
+    "paceline.schedule.balance",
+)
+
+
+def import_all() -> None:
+    import torch
+
+    for name in LATE:
+        importlib.import_module(name)
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # the first optimizer imports nearly as much as torch does

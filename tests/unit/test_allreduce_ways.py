@@ -1,0 +1,218 @@
+"""Which way a sum takes is chosen by size; threads that walk can be left; and a stream of rounds sums as threads do."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.cli.main import main
+from paceline.comm.errands import Errands
+from paceline.comm.group import Disrupted, Parcel
+from paceline.comm.walker import Aside, Walk
+from paceline.comm.ways import BACKEND, Choice, fastest
+from paceline.errors import SyncError
+from paceline.events import AllReduceChosen
+from paceline.monitor.wording import event_line
+from paceline.schedule.allreduce.build import build
+from paceline.schedule.allreduce.program import program_of
+from paceline.schedule.allreduce.rounds import Schedule, Send
+
+LIMIT_S = 20.0
+
+
+def test_the_back_ends_own_is_taken_unless_another_is_clearly_faster() -> None:
+    assert fastest({BACKEND: 1.0, "ring": 0.97, "tree": 2.0}) == BACKEND
+    assert fastest({BACKEND: 1.0, "ring": 0.9, "tree": 0.8}) == "tree"
+
+
+def test_a_size_takes_the_way_of_the_nearest_that_was_timed() -> None:
+    choice = Choice("auto")
+    assert choice.pick(1 << 30) == BACKEND  # while it is being timed
+    choice.table = {4096: {BACKEND: 2.0, "tree": 1.0}, 1 << 20: {BACKEND: 2.0, "ring": 1.0}}
+    assert [choice.pick(size) for size in (1, 4096, 32_000, 1 << 17, 1 << 30)] == [
+        "tree",
+        "tree",
+        "tree",
+        "ring",
+        "ring",
+    ]
+    assert Choice("halving").pick(1) == "halving"
+
+
+@pytest.mark.parametrize(
+    "chosen, says",
+    [
+        ({"4096": "tree", "65536": "tree", "1048576": "ring"}, "tree up to 64.0 KiB, above ring"),
+        (
+            {"4096": "tree", "65536": "ring", "1048576": "backend"},
+            "tree up to 4.00 KiB, ring up to 64.0 KiB, above the back end's own",
+        ),
+        ({"4096": "ring", "1048576": "ring"}, "ring"),
+    ],
+)
+def test_the_console_tells_the_choice_in_one_line(chosen: dict[str, str], says: str) -> None:
+    event = AllReduceChosen(members=4, hosts=2, took_s=0.31, table={}, chosen=chosen)
+    assert event_line(event) == f"all-reduce among 4 workers on 2 hosts: {says} (timed in 310 ms)"
+
+
+def errands(check: Any = lambda: None, *, timeout_s: float = LIMIT_S, lost: type[SyncError] = SyncError) -> Errands:
+    return Errands(num_threads=1, timeout_s=timeout_s, check=check, lost=lost)
+
+
+def test_who_waits_too_long_is_told_for_whom() -> None:
+    stuck, begun = threading.Event(), threading.Event()
+
+    def do(errand: Any, _: Aside) -> None:
+        errand.awaited = "worker 3 (ring, round 2 of 6)"
+        begun.set()
+        stuck.wait(LIMIT_S)
+
+    crew = errands(timeout_s=0.1)
+    errand = crew.begin(do, what="all_reduce of weight")
+    assert begun.wait(LIMIT_S)
+    with pytest.raises(SyncError, match=r"in all_reduce of weight for worker 3 \(ring, round 2 of 6\): stopped, stuck"):
+        errand.wait()
+    assert not crew.close()  # its thread is left behind
+    stuck.set()
+    crew.join(LIMIT_S)
+    with pytest.raises(SyncError, match="was closed"):
+        crew.begin(do, what="another one")
+
+
+def test_a_wait_ends_where_the_group_is_over_though_the_thread_waits_on() -> None:
+    stuck, is_over = threading.Event(), threading.Event()
+
+    def check() -> None:
+        is_over.set() if not is_over.is_set() else _raise(Disrupted("worker 2 was killed"))
+
+    def do(*_: object) -> None:
+        stuck.wait(LIMIT_S)
+
+    crew = errands(check, lost=Disrupted)
+    errand = crew.begin(do, what="all_reduce")
+    with pytest.raises(Disrupted, match="worker 2 was killed"):
+        errand.wait()
+    assert not crew.close()
+    stuck.set()
+    crew.join(LIMIT_S)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_lost_peer_is_named_and_the_next_errand_is_done() -> None:
+    def do(errand: Any, _: Aside) -> None:
+        errand.awaited = "worker 1 (tree, round 1 of 2)"
+        raise RuntimeError("[tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:1 GLHF!")
+
+    crew = errands(lost=Disrupted)
+    broken, done = crew.begin(do, what="all_reduce of bias"), crew.begin(lambda *_: None, what="the next one")
+    with pytest.raises(Disrupted, match=r"a peer during all_reduce of bias: worker 1 \(tree, round 1 of 2\): .tcp"):
+        broken.wait()
+    done.wait()
+    assert crew.close()
+
+
+class Wires:
+    """Ports of workers that are threads of this process. A tensor is read when it is received, and its send is over
+    then: whoever writes to its place before sends something else."""
+
+    def __init__(self, size: int) -> None:
+        self._queues: dict[tuple[int, int], queue.SimpleQueue[Sent]] = {
+            (source, target): queue.SimpleQueue() for source in range(size) for target in range(size)
+        }
+
+    def port(self, index: int) -> Any:
+        return SimpleNamespace(post=functools.partial(self._post, index))
+
+    def _post(self, index: int, sends: Sequence[Parcel], receives: Sequence[Parcel], *, tag: int) -> list[Any]:
+        begun = [Sent(tensor) for _, tensor in sends]
+        for (peer, _), sent in zip(sends, begun, strict=True):
+            self._queues[index, peer].put(sent)
+        return [Coming(self._queues[peer, index], tensor) for peer, tensor in receives] + begun
+
+
+class Sent:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.is_over = tensor, threading.Event()
+
+    def wait(self) -> None:
+        assert self.is_over.wait(LIMIT_S)
+
+
+class Coming:
+    def __init__(self, wire: queue.SimpleQueue[Sent], tensor: Tensor) -> None:
+        self._wire, self._tensor = wire, tensor
+
+    def wait(self) -> None:
+        sent = self._wire.get(timeout=LIMIT_S)
+        time.sleep(0)  # another worker may go first
+        self._tensor.copy_(sent.tensor)
+        sent.is_over.set()
+
+
+@pytest.mark.parametrize("way", ["run", "enqueue"])
+@pytest.mark.parametrize("num_chunks", [1, 11, 40])  # more than there are numbers
+@pytest.mark.parametrize("name", ["ring", "tree", "halving", "hierarchical"])
+def test_rounds_in_a_stream_and_walks_of_threads_give_the_sum(name: str, num_chunks: int, way: str) -> None:
+    size, numel = 5, 37
+    schedule = build(name, num_workers=size, num_chunks=num_chunks, hosts=(0, 1, 0, 1, 0))
+    given = [torch.randn(numel, generator=torch.Generator().manual_seed(worker)) for worker in range(size)]
+    found, wires = [one.clone() for one in given], Wires(size)
+
+    def work(index: int) -> None:
+        walk = Walk(
+            program=program_of(schedule, index), flat=found[index], peers=range(size), notes=lambda peer, number: None
+        )
+        if way == "run":
+            walk.run(wires.port(index), Aside(), tag=1)
+        else:
+            walk.enqueue(wires.port(index), tag=1)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert torch.allclose(found[0].double(), torch.stack(given).double().sum(0), atol=1e-5)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_nothing_is_written_to_a_place_from_which_it_is_still_sent() -> None:
+    rounds = ((Send(0, 1, 0, 1, False),), (Send(2, 0, 0, 1, True),))
+    schedule = Schedule(name="made up", num_workers=3, num_chunks=1, rounds=rounds)
+    found, wires = [torch.full((4,), float(worker)) for worker in (5, 6, 7)], Wires(3)
+
+    def work(index: int) -> None:
+        program = program_of(schedule, index)
+        walk = Walk(program=program, flat=found[index], peers=range(3), notes=lambda peer, number: None)
+        walk.run(wires.port(index), Aside(), tag=1)
+
+    first, second, third = (threading.Thread(target=work, args=(index,)) for index in range(3))
+    first.start()
+    third.start()
+    third.join(LIMIT_S)  # worker 0 has what it adds, and worker 1 has not looked yet
+    first.join(0.2)
+    second.start()
+    for thread in (first, second):
+        thread.join(LIMIT_S)
+    assert [one.tolist() for one in found] == [[12.0] * 4, [5.0] * 4, [7.0] * 4]
+
+
+def test_the_command_draws_a_plans_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "replicas=4+allreduce(algorithm=hierarchical)", "--draw", "--hosts", "2"]) == 0
+    assert "0      +2-3>1    +0-1>0    +2-3>3    +0-1>2" in capsys.readouterr().out
+    assert main(["plan", "replicas=4", "--draw"]) == 0
+    assert "auto: timed when the run begins. Name an algorithm to see it: ring, tree" in capsys.readouterr().out
+    assert main(["plan", "replicas=2+allreduce(algorithm=ring)", "--draw", "--hosts", "3"]) == 2
+    assert "--hosts is 3; it must be from 1 to the number of replicas, 2." in capsys.readouterr().err

@@ -1,0 +1,224 @@
+"""Snapshots that travel between hosts: whole or not at all, one at a time, and back again where they are wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.vault import FIRST_BYTE, Mark, Slot, Trip, Vault
+from paceline.launch.carrying import Carrying
+from paceline.launch.loop import Loop
+from paceline.launch.stock import Kept
+from paceline.launch.vaults import Vaults
+
+TOKEN = b"0123456789abcdef"
+LARGE = 48 << 20  # bytes: more than goes through in one turn
+
+
+class Two:
+    """Two hosts, of which the first has workers 0 and 1, and sends what they keep to the second."""
+
+    def __init__(self) -> None:
+        self.loop, self.said = Loop(), list[str]()
+        self.vaults = Vaults(), Vaults()
+        self.own = [Vault(self.vaults[0].fds_for(worker, step=None)) for worker in range(2)]
+        self.first, self.second = (Carrying(vaults, TOKEN, self.loop, self.said.append) for vaults in self.vaults)
+        self.second.open("127.0.0.1")
+
+    def link(self) -> None:
+        self.first.go_to(("127.0.0.1", self.second.port), "far")
+
+    def keep(self, worker: int, step: int, data: bytes = b"state") -> Slot:
+        """What a worker does between two steps."""
+        slot = self.own[worker].next
+        slot.clear()
+        slot.write(FIRST_BYTE, data)
+        slot.commit(Mark(step=step, index=FIRST_BYTE + len(data) - 4, index_bytes=4))
+        self.first.kept(worker)
+        return slot
+
+    def turn(self, ahead_s: float = 0.0) -> None:
+        """One turn of the loop; `ahead_s`: of the clock, for pauses."""
+        self.loop.turn(0.05)
+        for one in (self.first, self.second):
+            one.tick(time.monotonic() + ahead_s)
+
+    def until(self, is_so: Callable[[], bool], *, ahead_s: float = 0.0) -> None:
+        deadline = time.monotonic() + 20
+        while not is_so():
+            assert time.monotonic() < deadline, "it did not come"
+            self.turn(ahead_s)
+
+    def copies(self) -> set[tuple[int, int]]:
+        return {(one.worker, one.step) for one in self.vaults[1].stock if one.is_copy}
+
+    def close(self) -> None:
+        for one in (self.first, self.second, *self.vaults, self.loop):
+            one.close()
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    with closing(Two()) as made:
+        yield made
+
+
+def content(slot: Slot | None) -> bytes:
+    assert slot is not None and slot.mark is not None
+    found = bytearray(slot.mark.index + slot.mark.index_bytes - FIRST_BYTE)
+    slot.read_into(FIRST_BYTE, memoryview(found))
+    return bytes(found)
+
+
+def test_what_workers_keep_lies_on_the_next_host_too_and_they_know_when_it_does(two: Two) -> None:
+    early = two.keep(0, 10, b"of before there was a next host")
+    assert early.trip is None and two.own[0].has_arrived
+    two.link()
+    two.keep(1, 10, b"b" * LARGE)
+    assert not two.own[0].has_arrived and not two.own[1].has_arrived
+    two.until(lambda: two.own[0].has_arrived and two.own[1].has_arrived)
+    assert two.copies() == {(0, 10), (1, 10)}
+    assert content(two.vaults[1].holding(0, 10)) == b"of before there was a next host"
+    assert content(two.vaults[1].holding(1, 10)) == b"b" * LARGE
+    trip = two.own[1].next.trip if two.own[1].newest is None else two.own[1].newest.trip
+    assert trip is not None and trip.step == 10 and trip.took_s > 0 and trip.work_s > 0
+    two.keep(0, 20)
+    assert not two.own[0].has_arrived
+    two.until(lambda: two.own[0].has_arrived)
+    assert two.copies() == {(0, 10), (0, 20), (1, 10)}, "the one before counts until the next one is whole, and after"
+
+
+def test_a_snapshot_that_is_overwritten_on_its_way_does_not_count_there(two: Two) -> None:
+    two.link()
+    slot = two.keep(0, 10, b"a" * LARGE)
+    two.until(lambda: bool(two.vaults[1]._copies))  # its first bytes have come
+    assert two.copies() == set()
+    slot.clear()
+    slot.write(FIRST_BYTE, b"torn")
+    two.keep(1, 10)  # comes behind it
+    two.until(lambda: two.own[1].has_arrived)
+    assert two.copies() == {(1, 10)}
+
+
+def test_what_a_lost_connection_cut_off_does_not_count_and_is_sent_again(two: Two) -> None:
+    two.link()
+    two.keep(0, 10, b"a" * LARGE)
+    two.until(lambda: bool(two.vaults[1]._copies))
+    for incoming in two.second._incoming:
+        incoming.close()
+    assert two.copies() == set()
+    two.turn()
+    assert not two.own[0].has_arrived
+    two.until(lambda: two.own[0].has_arrived, ahead_s=2.0)
+    assert two.copies() == {(0, 10)} and content(two.vaults[1].holding(0, 10)) == b"a" * LARGE
+
+
+def test_workers_do_not_wait_for_a_host_that_has_no_room_and_that_is_said_once(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(slot: Slot, num_bytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    two.link()
+    monkeypatch.setattr(Slot, "reserve", full)
+    two.keep(0, 10)
+    two.until(lambda: two.own[0].has_arrived)
+    two.keep(0, 20)
+    two.turn()
+    assert two.own[0].has_arrived and two.copies() == set()
+    (said,) = two.said
+    assert "host far has no room for copies of them (No space left on device)" in said
+
+
+def test_workers_do_not_wait_for_a_host_that_cannot_be_reached(two: Two) -> None:
+    two.second.close()
+    two.link()
+    two.keep(0, 10)
+    assert not two.own[0].has_arrived
+    two.until(lambda: two.own[0].has_arrived, ahead_s=2.0)
+    (said,) = two.said
+    assert "stay on their own host: host far cannot be reached" in said and "Connection refused" in said
+
+
+def test_a_host_gets_what_its_workers_begin_with_from_another_one(two: Two) -> None:
+    two.link()
+    two.keep(0, 10, b"a" * LARGE)
+    two.keep(1, 10, b"b")
+    two.until(lambda: two.copies() == {(0, 10), (1, 10)})
+    done, failed = list[str](), list[str]()
+    with closing(Vaults()) as anew, closing(Carrying(anew, TOKEN, two.loop, two.said.append)) as third:
+        at = ("127.0.0.1", two.second.port)
+        third.fetch({at: [0, 1]}, 10, done=lambda: done.append("done"), failed=failed.append)
+        two.until(lambda: bool(done or failed))
+        assert (done, failed) == (["done"], [])
+        kept = {one.worker: one for one in anew.stock}
+        assert kept == {worker: Kept(worker=worker, step=10, is_copy=True) for worker in range(2)}
+        assert content(Slot(anew.fds_for(0, step=10)[2])) == b"a" * LARGE
+        third.fetch({at: [1]}, 11, done=lambda: done.append("more"), failed=failed.append)
+        two.until(lambda: len(done + failed) > 1)
+    assert done == ["done"]
+    assert failed[0].startswith("the state of worker 1 after step 11 did not come from 127.0.0.1: it is not there")
+
+
+def test_nobody_without_the_token_gets_anything(two: Two) -> None:
+    two.link()
+    two.keep(0, 10)
+    two.until(lambda: two.copies() == {(0, 10)})
+    done, failed = list[str](), list[str]()
+    with closing(Vaults()) as anew, closing(Carrying(anew, b"another token", two.loop, two.said.append)) as third:
+        at = ("127.0.0.1", two.second.port)
+        third.fetch({at: [0]}, 10, done=lambda: done.append("done"), failed=failed.append)
+        two.until(lambda: bool(done or failed))
+    assert done == [] and "it holds another token than this host" in failed[0]
+
+
+def test_what_its_sender_has_not_signed_does_not_count(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody between the hosts has changed what will be unpickled."""
+    write = Slot.write
+
+    def changed(slot: Slot, offset: int, data: memoryview | bytes) -> None:
+        is_copy = slot in two.vaults[1]._copies[0].slots if two.vaults[1]._copies else False
+        write(slot, offset, bytes(data).replace(b"good", b"evil") if is_copy else data)
+
+    monkeypatch.setattr(Slot, "write", changed)
+    two.link()
+    two.keep(0, 10, b"good")
+    two.until(lambda: two.first._neighbour is not None and two.first._neighbour._num_failures > 0)
+    assert two.copies() == set() and not two.own[0].has_arrived
+    monkeypatch.undo()
+    two.until(lambda: two.own[0].has_arrived, ahead_s=2.0)
+    assert content(two.vaults[1].holding(0, 10)) == b"good"
+
+
+def test_when_the_next_host_changes_the_newest_snapshot_goes_there_too(two: Two) -> None:
+    two.link()
+    two.keep(0, 10)
+    two.keep(0, 20)
+    two.until(lambda: two.own[0].has_arrived)
+    with closing(Vaults()) as other, closing(Carrying(other, TOKEN, two.loop, two.said.append)) as third:
+        third.open("127.0.0.1")
+        two.first.go_to(("127.0.0.1", third.port), "third")
+        assert not two.own[0].has_arrived
+        two.until(lambda: two.own[0].has_arrived)
+        assert [one.step for one in other.stock] == [20]
+        two.first.go_to(None)
+        assert two.own[0].has_arrived and [slot.trip for slot in two.own[0].slots] == [None, None]
+
+
+def test_slots_say_how_far_they_are_without_touching_their_mark(tmp_path: Path) -> None:
+    with closing(Vault.create("test")) as vault:
+        slot = vault.next
+        slot.note(Trip())
+        assert slot.mark is None and slot.trip == Trip() and vault.has_arrived, "there is nothing yet"
+        slot.commit(Mark(step=5, index=FIRST_BYTE, index_bytes=0))
+        assert not vault.has_arrived
+        slot.note(Trip(step=5, work_s=0.5, took_s=1.5))
+        assert vault.has_arrived and slot.mark is not None and slot.mark.step == 5
+        vault.next.commit(Mark(step=9, index=FIRST_BYTE, index_bytes=0))
+        assert vault.has_arrived, "the other one is to stay here"
+        slot.note(None)
+        assert slot.trip is None and slot.mark is not None

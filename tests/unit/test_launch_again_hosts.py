@@ -1,0 +1,192 @@
+"""All begin again on several hosts: what the head waits for, what it asks of the others, and what they answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from paceline.elastic.notices import TOO_FEW
+from paceline.events import Restarted
+from paceline.launch.again import Again
+from paceline.launch.outcome import Broken, Outcome
+from paceline.launch.stock import HostLeft, Kept
+from pretended_hosts import HeadAndMember, MemberAndHead, ended, heard, told
+
+STOCK = (Kept(worker=2, step=10), Kept(worker=0, step=10, is_copy=True))
+
+
+@pytest.fixture
+def both() -> Iterator[HeadAndMember]:
+    """Workers 0 and 1 on the head, worker 2 on another host, at work, with snapshots in memory."""
+    with closing(HeadAndMember(patience_s=60.0)) as made:
+        for worker in range(3):
+            made.notice(worker, "begun")
+            made.notice(worker, "keeps")
+        yield made
+
+
+def lose_host(both: HeadAndMember) -> None:
+    """The other host is lost, and the head's own workers have been ended."""
+    both.member.close()
+    both.loop.turn(1.0)
+    assert both.crew.told[-1] == "kill"
+    for worker in (0, 1):
+        both.head.exited(ended(worker, None, signal=9, sent_by_us=True))
+    both.crew.is_gone = True
+
+
+def gone(both: HeadAndMember, index: int, *workers: int, stock: tuple[Kept, ...] = ()) -> dict[str, Any]:
+    left = HostLeft(index=index, slots=1, workers=workers, stock=stock)
+    return {"op": "gone", "left": dataclasses.asdict(left)}
+
+
+def outcome_of(both: HeadAndMember) -> Outcome:
+    both.head.tick(time.monotonic())
+    assert both.head.outcome is not None
+    return both.head.outcome
+
+
+def test_a_lost_worker_has_all_hosts_end_theirs_and_say_what_they_have(both: HeadAndMember) -> None:
+    both.head.exited(ended(1, None, signal=9, pid=11))
+    assert both.crew.told[-1] == "kill" and both.ops() == ["again"]
+    both.head.exited(ended(0, None, signal=9, sent_by_us=True))
+    both.crew.is_gone = True
+    both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9, sent_by_us=True)))
+    assert both.state() == "going on"  # a process of the other host may still be there
+    both.member._sock.setblocking(True)
+    both.say(**gone(both, 1, 2, stock=STOCK))
+    broken = outcome_of(both).broken
+    left = (HostLeft(index=0, slots=2, workers=(0, 1)), HostLeft(index=1, slots=1, workers=(2,), stock=STOCK))
+    causes = ("worker 1 (pid 11) killed by signal 9",)
+    assert broken == Broken(causes=causes, lost=(1,), workers=3, hosts=left)
+
+
+def test_a_lost_hosts_place_is_taken_by_one_that_comes(both: HeadAndMember) -> None:
+    lose_host(both)
+    assert both.state() == "going on"
+    assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers: waiting up to 60 s")
+    assert both.head.refusal() is None
+    guest, other = both.come("c", index=2)
+    both.head.join(guest)
+    assert both.said[-1] == "host c (10.0.0.3) has come" and told(other) == {"op": "again"}
+    assert both.state() == "going on" and len(both.said) == 3
+    other.send(gone(both, 2))
+    both.loop.turn(1.0)
+    broken = outcome_of(both).broken
+    assert broken is not None and [host.index for host in broken.hosts] == [0, 2] and broken.workers == 3
+
+
+def test_where_no_host_comes_the_job_ends_as_it_would_have(both: HeadAndMember) -> None:
+    lose_host(both)
+    assert both.state() == "going on"
+    both.head.tick(time.monotonic() + 61)
+    assert both.head.outcome is not None
+    assert (both.head.outcome.exit_code, both.head.outcome.may_begin_again) == (1, False)
+    assert both.said[-1] == "no host has come within 60 s in place of the lost one: the run ends"
+
+
+def test_ctrl_c_while_a_host_is_waited_for_ends_the_job(both: HeadAndMember) -> None:
+    lose_host(both)
+    assert both.state() == "going on"
+    both.head.interrupted(signal.SIGINT)
+    outcome = outcome_of(both)
+    assert (outcome.exit_code, outcome.may_begin_again) == (130, False)
+
+
+def test_without_snapshots_a_lost_host_ends_the_job_at_once() -> None:
+    with closing(HeadAndMember()) as both:
+        for worker in range(3):
+            both.notice(worker, "begun")
+        both.member.close()
+        both.loop.turn(1.0)
+        assert "kill" not in both.crew.told
+        for worker in (0, 1):
+            both.head.exited(ended(worker, None, sent_by_us=True))
+        assert both.state() == "failed"
+
+
+def test_a_host_that_does_not_end_its_workers_is_lost_too(both: HeadAndMember) -> None:
+    both.head.exited(ended(1, None, signal=9))
+    both.head.exited(ended(0, None, signal=9, sent_by_us=True))
+    both.crew.is_gone = True
+    both.head.tick(time.monotonic() + 5)
+    assert "host b (10.0.0.2) was lost: it was told to end its workers and did not report their ends" in both.said
+    assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers")
+
+
+def test_an_elastic_run_begins_again_with_as_many_replicas_as_there_is_room_for() -> None:
+    with closing(HeadAndMember(silence_s=60.0)) as both:
+        both.begin(least=1, most=3)
+        both.notice(0, "keeps")
+        for worker in (0, 1):
+            both.head.exited(ended(worker, None, signal=9))
+        both.member.close()
+        both.loop.turn(1.0)
+        both.crew.is_gone = True
+        for worker in (0, 1):  # successors that were on their way
+            both.head.exited(ended(worker, None, signal=9, sent_by_us=True))
+        broken = outcome_of(both).broken
+        assert broken is not None and (broken.workers, broken.workers_each, broken.least) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_an_elastic_run_with_too_little_room_ends_unless_the_lost_host_comes_back_within_the_patience(
+    comes: bool,
+) -> None:
+    with closing(HeadAndMember(silence_s=60.0, patience_s=30.0)) as both:
+        both.begin(least=3, most=3)
+        both.notice(0, "keeps")
+        for worker in (0, 1):
+            both.head.exited(ended(worker, None, signal=9))
+        lose_host(both)
+        assert both.state() == "going on"
+        assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers: waiting up to 30 s")
+        if comes:
+            guest, other = both.come("b", index=2)
+            both.head.join(guest)
+            other.send(gone(both, 2))
+            both.loop.turn(1.0)
+            broken = outcome_of(both).broken
+            assert broken is not None and (broken.workers, broken.workers_each, broken.least) == (3, 1, 3)
+            return
+        both.head.tick(time.monotonic() + 29)
+        assert both.head.outcome is None
+        both.head.tick(time.monotonic() + 31)
+        assert both.head.outcome is not None
+        assert (both.head.outcome.exit_code, both.head.outcome.may_begin_again) == (TOO_FEW, False)
+        assert "no host has come within 30 s in place of the lost one: the run ends" in both.said
+
+
+def test_a_member_ends_its_workers_and_says_what_it_has() -> None:
+    with closing(MemberAndHead()) as pair:
+        pair.lead()
+        pair.head.send({"op": "again"})
+        pair.loop.turn(1.0)
+        assert pair.crew.told == ["kill"]
+        pair.member.tick(time.monotonic())
+        assert [message["op"] for message in heard(pair.head)] == ["ping"]  # not before all processes are gone
+        pair.crew.is_gone, pair.crew.stock = True, STOCK
+        pair.member.tick(time.monotonic())
+        pair.member.tick(time.monotonic())
+        (only,) = heard(pair.head)
+        assert HostLeft.from_json(only["left"]) == HostLeft(index=1, slots=1, workers=(2,), stock=STOCK)
+
+
+def test_a_member_is_told_how_all_begin_again() -> None:
+    restarted = Restarted(
+        causes=["it broke"], lost=[1], workers=3, at_step=12, step=10, source="memory", lost_at=0.0, hosts=2, lent=[]
+    )
+    again = Again(restarted=restarted, ranks={0: (0, 1), 1: (2,)}, slots={0: 2, 1: 1}, most=3)
+    with closing(MemberAndHead()) as pair:
+        pair.lead()
+        outcome = Outcome(state="failed", exit_code=1, again=again)
+        pair.head.send({"op": "end", "outcome": outcome.to_json()})
+        pair.loop.turn(1.0)
+        assert pair.member.outcome is not None and pair.member.outcome.again == again
+        assert pair.member.outcome.may_begin_again

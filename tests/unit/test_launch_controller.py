@@ -1,0 +1,64 @@
+"""The controller tells of losses, and of nothing else, what becomes of the workers that come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.elastic.decisions import Limits
+from paceline.events import Event, WorkerLost
+from paceline.launch.controller import Controller
+from paceline.launch.outcome import lost
+
+
+class Scene:
+    """Two replicas of two workers. The second one has been lost, and others are about to be taken in for it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.killed: list[int] = []
+        self.told: list[tuple[int, dict[str, Any]]] = []
+        crews: Any = self
+        limits = Limits(least=1, most=2, workers_each=2)
+        self.controller = Controller(limits, workers=4, crews=crews, emit=self.events.append)
+        for worker in range(4):
+            self.controller.heard(worker, {"op": "formed", "generation": 0, "step": 0, "noticed": 0.0})
+        self.controller.lost([lost(3, host="a", pid=7, kind="Killed", message="by signal 9")])
+        for worker in (0, 1):
+            self.controller.heard(worker, {"op": "formed", "generation": 1, "step": 5, "noticed": 0.0})
+        for worker in (2, 3):
+            self.controller.heard(worker, {"op": "ready", "generation": 1, "step": 0})
+        self.killed.clear()
+
+    # What crews do.
+
+    def start(self, coming: Any, **_: Any) -> None: ...
+
+    def kill(self, worker: int) -> None:
+        self.killed.append(worker)
+
+    def tell(self, worker: int, message: dict[str, Any]) -> None:
+        self.told.append((worker, message))
+
+    def host_of(self, worker: int) -> str:
+        return "a"
+
+    def is_spread(self, workers: Any) -> bool:
+        return False
+
+    @property
+    def lost(self) -> list[int]:
+        return [one.rank for one in self.events if isinstance(one, WorkerLost)]
+
+
+@pytest.mark.parametrize("why", ["smaller", "over"])
+def test_newcomers_that_are_not_wanted_any_more_are_not_lost(why: str) -> None:
+    scene = Scene()
+    assert scene.lost == [3, 2], "the one that was killed, and who was left of its replica"
+    assert any(worker == 2 and message.get("generation") == 2 for worker, message in scene.told), "they were awaited"
+    if why == "smaller":
+        scene.controller.resize(1)
+    else:
+        scene.controller.stop(75, "SIGTERM came")
+    assert sorted(scene.killed) == [2, 3] and scene.lost == [3, 2]

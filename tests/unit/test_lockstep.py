@@ -1,0 +1,151 @@
+"""The workers of a replica leave an operation together, whichever of them has seen that it failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm.generation import Members
+from paceline.comm.group import Alone, Disrupted, Landed, Transfer
+from paceline.comm.lockstep import Across, InStep, Lockstep
+from paceline.comm.ring import Ring
+
+LIMIT_S = 10.0
+
+
+class Inside(Alone):
+    """One end of a replica of two, in two threads."""
+
+    def __init__(self, index: int, barrier: threading.Barrier, told: list[float]) -> None:
+        self.index, self.size = index, 2
+        self._barrier, self._told = barrier, told
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+        self._told[self.index] = float(tensor)
+        self._barrier.wait(LIMIT_S)
+        tensor.fill_(sum(self._told))
+        self._barrier.wait(LIMIT_S)
+        return Landed()
+
+
+class Between(Alone):
+    """A group of others, whose next transfers fail in the wait, or at once."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.fails: str | None = None
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+        if self.fails == "begin":
+            raise Disrupted("lost at the beginning")
+        return self if self.fails == "wait" else Landed()
+
+    def wait(self) -> None:
+        raise Disrupted("lost in the wait")
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if self.fails is not None:
+            raise Disrupted("lost in a gather")
+        return [value]
+
+
+class Worker:
+    def __init__(self, inside: Inside) -> None:
+        self.lockstep = Lockstep(inside)
+        self.run, self.place = Between(), Between()
+        self.whole, self.across = InStep(self.lockstep, ring=Ring.unread()), Across(self.lockstep, ring=Ring.unread())
+        self.whole.take(self.run, 0, ranks=(0, 1))
+        self.across.take(self.place, 0, ranks=(0, 1))
+
+
+def both(story: Callable[[Worker, int], Any]) -> list[Any]:
+    """What two workers of a replica return, or the Disrupted that they raise."""
+    barrier, told = threading.Barrier(2), [0.0, 0.0]
+    found: list[Any] = [None, None]
+
+    def live(index: int) -> None:
+        try:
+            found[index] = story(Worker(Inside(index, barrier, told)), index)
+        except Disrupted as disruption:
+            found[index] = str(disruption)
+
+    threads = [threading.Thread(target=live, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return found
+
+
+def summed(group: Members) -> None:
+    group.all_reduce(torch.ones(1), what="a sum").wait()
+
+
+def test_what_fails_at_one_worker_ends_the_operation_at_both() -> None:
+    def story(worker: Worker, index: int) -> str:
+        worker.run.fails = "wait" if index else None
+        summed(worker.whole)
+        return "done"
+
+    assert both(story) == ["another worker of this replica knows that a member was lost", "lost in the wait"]
+
+
+@pytest.mark.parametrize("how", ["begin", "wait"])
+def test_a_sum_between_replicas_that_fails_is_kept_until_the_whole_run_does_something(how: str) -> None:
+    """Meanwhile the replica goes on; workers may have different numbers of such sums."""
+    reached: list[int] = []
+
+    def story(worker: Worker, index: int) -> str:
+        worker.place.fails = how if index else None
+        for _ in range(1 + index):
+            summed(worker.across)
+        reached.append(index)
+        summed(worker.whole)
+        return "done"
+
+    told = both(story)
+    assert sorted(reached) == [0, 1]
+    assert "done" not in told
+
+
+def test_anything_else_between_replicas_that_fails_is_raised_at_once_and_the_other_follows() -> None:
+    def story(worker: Worker, index: int) -> str:
+        worker.place.fails = "wait" if index else None
+        try:
+            worker.across.gather_objects(1)
+            summed(worker.whole)
+        except Disrupted as disruption:
+            worker.lockstep.part(disruption)
+            worker.place.fails = None
+            summed(worker.across)
+            summed(worker.whole)  # and in the next generation all is well
+            return "left, and went on"
+        return "done"
+
+    assert both(story) == ["left, and went on"] * 2
+
+
+def test_what_goes_well_returns_and_all_have_to_say_yes() -> None:
+    def story(worker: Worker, index: int) -> Any:
+        summed(worker.across)
+        summed(worker.whole)
+        return worker.whole.gather_objects(5), worker.lockstep.all_say(True), worker.lockstep.all_say(index == 0)
+
+    assert both(story) == [([5], True, False)] * 2
+
+
+def test_a_newcomer_asks_nobody_and_a_worker_alone_is_always_of_one_mind() -> None:
+    newcomer = InStep(Lockstep(Inside(0, threading.Barrier(2), [0.0, 0.0])), ring=Ring.unread())
+    summed(newcomer)
+    assert newcomer.gather_objects(3) == [3]
+    alone = Lockstep()
+    alone.settle()
+    alone.note(Disrupted("a loss"))
+    with pytest.raises(Disrupted, match="a loss"):
+        alone.settle()

@@ -1,0 +1,206 @@
+"""Messages arrive as they were sent, from nobody who does not know the secret, and a lost listener is noticed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from paceline.comm.messages import Caller, Listener, Lost
+from paceline.errors import SyncError
+
+SECRET = b"s" * 32
+
+
+class Enough(Exception):
+    """A wait is to end."""
+
+
+def enough() -> None:
+    raise Enough
+
+
+@contextmanager
+def echo(secret: bytes = SECRET) -> Iterator[tuple[str, list[Mapping[str, Any]], threading.Event]]:
+    """A listener in a thread that sends back what it is sent: its endpoint, what it was told, and its end."""
+    listener, told, ends = Listener("127.0.0.1", secret, largest_bytes=1 << 20), [], threading.Event()
+
+    def listen() -> None:
+        while not ends.is_set():
+            got = listener.receive(0.01)
+            if got is not None:
+                told.append(got[1].header)
+                if got[1].header["op"] == "slow":
+                    ends.wait(0.2)
+                listener.send(got[0], got[1].header, got[1].tensors)
+        listener.close()
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        yield listener.endpoint, told, ends
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_tensors_of_every_kind_come_back_with_the_same_bits() -> None:
+    tensors = [
+        torch.randn(3, 70_000),
+        torch.randn(5, dtype=torch.float64),
+        torch.randn(2, 3).to(torch.bfloat16),
+        torch.tensor(7),
+        torch.zeros(0, 4),
+        torch.randn(4, 6).t(),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(2, dtype=torch.complex128),
+        torch.tensor([-3, 4], dtype=torch.int8),
+        torch.tensor([-300, 400], dtype=torch.int16),
+    ]
+    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+        answer = caller.answer(caller.begin({"op": "x", "number": 0.1}, tensors))
+    assert answer.header["number"] == 0.1
+    for sent, came in zip(tensors, answer.tensors, strict=True):
+        assert came.dtype == sent.dtype and came.shape == sent.shape and torch.equal(came, sent)
+
+
+def test_a_tensor_of_another_kind_is_refused_by_name() -> None:
+    error = pytest.raises(TypeError, match=r"a tensor of torch.float8_e4m3fn .* only float64, ")
+    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller, error:
+        caller.send({"op": "x"}, [torch.zeros(2, dtype=torch.float8_e4m3fn)])
+
+
+def test_an_answer_that_nobody_wants_any_more_is_passed_over() -> None:
+    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+        caller.begin({"op": "first"})
+        assert caller.answer(caller.begin({"op": "second"})).header["op"] == "second"
+
+
+def test_who_does_not_know_the_secret_is_not_heard() -> None:
+    with echo() as (endpoint, told, _):
+        with pytest.raises(SyncError, match="it does not take this worker in: it holds another token"):
+            Caller(endpoint, b"t" * 32, name="it", timeout_s=10)
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(endpoint)
+        stranger.send_multipart([b'{"op": "steal", "call": 1}', b"x" * 1000])
+        stranger.send(b'{"op": "steal", "call": 1}')
+        with closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+            caller.answer(caller.begin({"op": "mine"}))
+        assert stranger.poll(100) == 0, "it gets no answer"
+        context.destroy(linger=0)
+    assert [header["op"] for header in told] == ["mine"]
+
+
+def test_a_listener_that_ends_is_lost_and_a_wait_may_be_ended() -> None:
+    with echo() as (endpoint, _, ends), closing(Caller(endpoint, SECRET, name="server 3", timeout_s=10)) as caller:
+        caller.answer(caller.begin({"op": "x"}))
+        ends.set()
+        with pytest.raises(Lost, match="server 3 was lost"):
+            caller.answer(10**6)
+
+    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+        caller._check = enough
+        with pytest.raises(Enough):
+            caller.answer(10**6)
+
+
+def test_an_answer_can_be_waited_for_whatever_a_check_says() -> None:
+    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+        caller._check = enough
+        assert caller.answer(caller.begin({"op": "slow"}), checks=False).header["op"] == "slow"
+        with pytest.raises(Enough):
+            caller.answer(caller.begin({"op": "slow"}))
+
+
+def test_a_wait_for_what_does_not_leave_ends() -> None:
+    never, done = zmq.MessageTracker(threading.Event()), threading.Event()
+    done.set()
+    with echo() as (endpoint, _, ends), closing(Caller(endpoint, SECRET, name="server 3", timeout_s=10)) as caller:
+        caller.wait_sent(None)
+        caller.wait_sent(zmq.MessageTracker(done))
+        caller._check = enough
+        with pytest.raises(Enough):
+            caller.wait_sent(never)
+        caller._check, caller._timeout_s = lambda: None, 0.05
+        with pytest.raises(SyncError, match="waited 0 s for server 3 to take what was sent"):
+            caller.wait_sent(never)
+        caller._timeout_s = 10
+        ends.set()
+        with pytest.raises(Lost, match="server 3 was lost"):
+            caller.wait_sent(never)
+
+
+def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:
+    listener = Listener("127.0.0.1", SECRET, largest_bytes=1 << 20)
+    address = ("127.0.0.1", int(listener.endpoint.rpartition(":")[2]))
+
+    def greeted() -> socket.socket:
+        stranger = socket.create_connection(address, timeout=10)
+        assert stranger.recv(1), "it is connected"
+        return stranger
+
+    with closing(listener), ThreadPoolExecutor(1) as pool:
+        staying = greeted()
+        assert listener.receive(0.01) is None and listener.num_connected == 0
+        making = pool.submit(Caller, listener.endpoint, SECRET, name="it", timeout_s=10)
+        while not making.done():
+            listener.receive(0.01)
+        caller = making.result()
+        assert listener.num_connected == 1 and listener.had_any
+        greeted().close()
+        greeted().close()  # by now the first one's end is known
+        caller.send({"op": "x"})
+        assert heard(listener) == "x" and listener.num_connected == 1
+        (connection,) = listener._known.values()
+        with socket.socket(fileno=os.dup(connection)) as seen:  # a host that goes without a word is noticed
+            assert seen.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert caller._socket.getsockopt(zmq.TCP_KEEPALIVE_IDLE) == 30
+        caller.send({"op": "last"})
+        caller.close()
+        assert heard(listener) == "last", "what was said before the end is heard"
+        while listener.num_connected:
+            assert listener.receive(10) is None
+        staying.close()
+
+
+def test_who_takes_the_name_of_somebody_who_has_gone_is_a_stranger() -> None:
+    listener = Listener("127.0.0.1", SECRET, largest_bytes=1 << 20)
+    with closing(listener), ThreadPoolExecutor(1) as pool:
+        making = pool.submit(Caller, listener.endpoint, SECRET, name="it", timeout_s=10)
+        while not making.done():
+            listener.receive(0.01)
+        (name,) = listener._known
+        making.result().close()
+        while listener.num_connected:
+            assert listener.receive(10) is None
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.ROUTING_ID, name)
+        stranger.connect(listener.endpoint)
+        stranger.send(b'{"op": "steal"}')
+        assert listener._poll(10), "it has come"
+        assert [listener.receive(0.05) for _ in range(4)] == [None] * 4
+        context.destroy(linger=0)
+
+
+def test_a_message_that_is_too_large_ends_its_connection() -> None:
+    lost = pytest.raises(Lost, match="it was lost")
+    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller, lost:
+        caller.answer(caller.begin({"op": "x"}, [torch.zeros(66 << 20, dtype=torch.uint8)]))
+
+
+def heard(listener: Listener) -> object:
+    while (got := listener.receive(10)) is None:
+        pass
+    return got[1].header["op"]

@@ -1,0 +1,26 @@
+"""The process of a parameter server: one that does not begin is not waited for without end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.sync import server_process
+from paceline.sync.serving import Part, Server
+
+
+def test_a_server_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_process, "BEGIN_S", 0.1)
+
+    def make() -> Part:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        signal.pause()
+        raise AssertionError("nobody wakes it")
+
+    with pytest.raises(RuntimeError, match=r"did not begin within 0 s, and was killed"):
+        server_process.fork_server(make, address="127.0.0.1", secret=b"s", largest_bytes=0, server=Server)
+    pid = tmp_path / "pid"
+    assert not pid.exists() or not Path("/proc", pid.read_text()).exists()

@@ -1,0 +1,97 @@
+"""A parameter server without processes: what it answers, in whatever order its workers come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.comm.messages import Listener, Message
+from paceline.sync.serving import Part, Server, check_held, held_by, options_of
+
+WALK = (0, 1, 0)
+
+
+class PretendedListener(Listener):
+    """Has the workers say what is given, one thing after the other, and notes what they are told."""
+
+    def __init__(self, said: Sequence[tuple[bytes, Message]]) -> None:
+        # Nothing of a real one is made: no socket, and so none to close.
+        self.said = list(said)
+        self.told: list[tuple[bytes, Mapping[str, Any], Sequence[Tensor]]] = []
+        self.had_any = True
+
+    @property
+    def num_connected(self) -> int:
+        return len(self.said)
+
+    def receive(self, timeout_s: float) -> tuple[bytes, Message]:
+        return self.said.pop(0)
+
+    def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        self.told.append((peer, header, [one.clone() for one in tensors]))
+
+
+def test_a_worker_that_asks_for_the_sum_after_another_had_the_step_taken_is_told_it() -> None:
+    weight = Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    ask = {"walk": WALK, "places": [0]}
+
+    def pushed(replica: int, *values: float) -> Message:
+        return Message({**ask, "op": "push", "replica": replica}, (torch.tensor(values),))
+
+    wants_sum = Message({**ask, "op": "sum", "replicas": 2, "call": 1}, ())
+    has_it_taken = Message({**ask, "op": "step", "factor": 0.5, "options": [options_of(optimizer)], "call": 2}, ())
+    said = [(b"fast", pushed(0, 2.0, 0.0)), (b"slow", pushed(1, 4.0, 8.0))]
+    said += [(b"fast", wants_sum), (b"fast", has_it_taken), (b"slow", wants_sum), (b"slow", has_it_taken)]
+    listener = PretendedListener(said)
+    Server(Part({0: weight}, [optimizer]), listener, is_deserted=lambda: True).serve()
+
+    squared = {caller: header["squared"] for caller, header, _ in listener.told if header["call"] == 1}
+    assert squared == {b"fast": pytest.approx(100.0), b"slow": pytest.approx(100.0)}
+    weights = [tensors[0].tolist() for _, header, tensors in listener.told if header["call"] == 2]
+    assert weights == [[-3.0, -4.0]] * 2  # one step, however many ask for it
+
+
+def test_gradients_of_steps_that_were_skipped_do_not_pile_up() -> None:
+    said = [
+        (b"one", Message({"op": "push", "walk": (0, step, 0), "places": [0], "replica": 0}, (torch.zeros(2),)))
+        for step in range(1, 9)
+    ]
+    server = Server(Part({0: Parameter(torch.zeros(2))}, []), PretendedListener(said), is_deserted=lambda: True)
+    server.serve()
+    assert sorted(server._gatherings) == [(0, 7, 0), (0, 8, 0)]
+
+
+def test_complex_gradients_have_a_norm() -> None:
+    ask, listener = {"walk": WALK, "places": [0]}, PretendedListener([])
+    pushed = Message({**ask, "op": "push", "replica": 0}, (torch.tensor([3 + 4j]),))
+    listener.said = [(b"one", pushed), (b"one", Message({**ask, "op": "sum", "replicas": 1, "call": 1}, ()))]
+    weight = Parameter(torch.zeros(1, dtype=torch.complex64))
+    Server(Part({0: weight}, []), listener, is_deserted=lambda: True).serve()
+    assert [header["squared"] for _, header, _ in listener.told] == [pytest.approx(25.0)]
+
+
+def test_what_is_on_other_servers_takes_no_memory() -> None:
+    here, there = (Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.SGD([there, here], lr=1.0)
+    part = Part({1: here}, [optimizer], elsewhere=[there])
+    options = [options_of(optimizer)]
+    assert there.numel() == 0
+    part.step({1: torch.ones(3)}, options)
+    assert part.weights([1])[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_groups_that_change_later_are_refused() -> None:
+    weights = [Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(weights[:1], lr=1.0)]
+    held = held_by(optimizers)
+    optimizers[0].param_groups[0]["lr"] = 0.5
+    check_held(optimizers, held)
+    optimizers[0].add_param_group({"params": weights[1:]})
+    with pytest.raises(RuntimeError, match=r"groups of SGD have changed .*sync=AllReduce"):
+        check_held(optimizers, held)

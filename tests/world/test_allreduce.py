@@ -1,0 +1,157 @@
+"""Every all-reduce algorithm sums what it should, on real workers: for all types and sizes, the same bits on all."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forked import World
+from layout_runs import EXACT, assert_same, without_dropout
+from paceline.comm.group import Group
+from paceline.comm.scheduled import ScheduledGroup
+from paceline.comm.walker import Walk
+from paceline.events import AllReduceChosen, decode
+from paceline.plan import AllReduce, Batch, Plan
+from paceline.plan.job import Assignment, Job
+from paceline.schedule.allreduce.build import build
+from paceline.schedule.allreduce.program import program_of
+
+ALGORITHMS = ("ring", "tree", "halving", "hierarchical")
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+SIZES = (1, 2, 3, 64, 1000)  # of float32; other types have one size each
+LARGE = 1_100_001  # more chunks than workers
+HOSTS = {2: (0, 1), 3: (0, 0, 1), 4: (0, 0, 1, 1), 5: (0, 1, 0, 1, 0)}
+CPU = torch.device("cpu")
+
+
+def given(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What a worker brings: whole numbers, whose sums every type holds exactly."""
+    return ((torch.arange(numel) * (rank + 3) + 7 * rank) % 11 - (0 if dtype == torch.uint8 else 5)).to(dtype)
+
+
+def rough(rank: int, numel: int) -> Tensor:
+    """Numbers whose sum depends on the order of additions."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+
+
+def reference(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def group_of(hosts: tuple[int, ...], *, near: Any = None, choose: Callable[[int], str] = lambda _: "ring") -> Any:
+    world = dist.group.WORLD
+    assert world is not None
+    over = Group(world, device=CPU)
+    return ScheduledGroup(
+        over, choose=choose, hosts=hosts, ranks=range(over.size), timeout_s=30, check=lambda: None, near=near
+    )
+
+
+def sum_everything(worker: Any) -> dict[str, Any]:
+    """What went wrong, by algorithm; and of rough sums what every worker has, to be compared by the caller."""
+    size, rank = worker.workers, worker.rank
+    group = group_of(HOSTS[size])
+    found: dict[str, Any] = {}
+    for name in ALGORITHMS:
+        wrong: list[str] = []
+        kinds = [(torch.float32, numel) for numel in SIZES] + [(dtype, 333) for dtype in DTYPES]
+        tensors = [given(rank, numel, dtype) for dtype, numel in kinds]
+        flights = [group.walk(name, tensor, what="test") for tensor in tensors]
+        for flight in reversed(flights):  # several at once, waited for in another order
+            flight.wait()
+        for (dtype, numel), tensor in zip(kinds, tensors, strict=True):
+            if not torch.equal(tensor, reference([given(one, numel, dtype) for one in range(size)])):
+                wrong.append(f"{dtype} {numel}")
+        large = rough(rank, LARGE)
+        group.walk(name, large, what="test").wait()
+        expected = reference([rough(one, LARGE).double() for one in range(size)])
+        if not torch.allclose(large.double(), expected, rtol=1e-5, atol=1e-3):
+            wrong.append("large")
+        holes = given(rank, 400, torch.float32).view(20, 20).t()[::2]
+        group.walk(name, holes, what="test").wait()
+        wide = reference([given(one, 400, torch.float32) for one in range(size)]).view(20, 20).t()[::2]
+        if not torch.equal(holes, wide):
+            wrong.append("holes")
+        found[name] = (wrong, zlib.crc32(large.numpy().tobytes()))
+    with torch.inference_mode():
+        made_there = torch.ones(100)
+        group.walk("ring", made_there, what="test").wait()
+    found["inference"] = (made_there.tolist() == [size] * 100, 0)
+    # As on a GPU: round by round, in batches.
+    world = dist.group.WORLD
+    assert world is not None
+    in_rounds = given(rank, 500, torch.float32)
+    program = program_of(build("ring", num_workers=size, num_chunks=2 * size), rank)
+    walk = Walk(program=program, flat=in_rounds, peers=range(size), notes=lambda peer, number: None)
+    walk.enqueue(Group(world, device=torch.device("cuda")), tag=7)
+    expected = reference([given(one, 500, torch.float32) for one in range(size)])
+    found["batches"] = (torch.equal(in_rounds, expected), 0)
+    empty = torch.zeros(0)
+    group.all_reduce(empty, what="test").wait()
+    group.barrier()
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_algorithm_sums_all_types_and_sizes_and_gives_all_the_same_bits(world: World, size: int) -> None:
+    results = world(sum_everything, size)
+    for name in ALGORITHMS:
+        assert [found[name][0] for found in results] == [[]] * size, name
+        assert len({found[name][1] for found in results}) == 1, name
+    assert all(found["inference"][0] and found["batches"][0] for found in results)
+
+
+class Apart(World):
+    """Workers that take themselves for those of several hosts."""
+
+    def __init__(self, directory: Path, hosts: tuple[int, ...]) -> None:
+        super().__init__(directory)
+        self._hosts = hosts
+
+    def _assignment(self, rank: int, workers: int, job: Job) -> Assignment:
+        alone = super()._assignment(rank, workers, job)
+        host = self._hosts[rank] if workers > 1 else 0
+        return dataclasses.replace(alone, host=f"host{host}", host_index=host, hosts=len(set(self._hosts[:workers])))
+
+
+def plan_by(algorithm: str) -> Plan:
+    sync = AllReduce(algorithm=algorithm, bucket_bytes=16_000)  # pyright: ignore[reportArgumentType]
+    return Plan(batch=Batch(size=16, micro=3), compute=EXACT, sync=sync)
+
+
+def test_training_is_the_same_by_every_algorithm(tmp_path: Path) -> None:
+    """Uneven shares, a last partial batch, tied weights, a buffer and a clipped norm; two hosts of two and one."""
+    oracle = World(tmp_path).one_process(without_dropout, plan_by("auto"))
+    for algorithm in ("auto", *ALGORITHMS):
+        (tmp_path / algorithm).mkdir()
+        world = Apart(tmp_path / algorithm, (0, 0, 1))
+        results = world(without_dropout, 3, plan_by(algorithm))
+        assert_same(results, oracle, 1e-9)
+        lines = [decode(line).event for line in (world.worker_dir(0) / "events.jsonl").read_text().splitlines()]
+        chosen = [event for event in lines if isinstance(event, AllReduceChosen)]
+        assert len(chosen) == (algorithm == "auto")
+        for event in chosen:
+            assert set(event.table["4096"]) == {"backend", *ALGORITHMS}
+            assert event.chosen.keys() == event.table.keys() and event.hosts == 2

@@ -1,0 +1,291 @@
+"""Replicas that do not wait for each other: whole batches in turns, each sample once, and no update too far behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forked
+from forked import WorkersFailed, World
+from layout_runs import BATCH, EXACT, RESUME, Net, Text, assert_same, next_word, plan_of, train, without_dropout
+from paceline.elastic.notices import Finish
+from paceline.monitor.audit import audit
+from paceline.plan import Batch, Layout, ParameterServer, Plan
+from paceline.plan.job import Assignment
+from paceline.worker.agreement import Leaving
+from paceline.worker.notice import Notice
+from paceline.worker.session import live
+
+THREADS = {"threads": 1}
+PREEMPTED = 75
+
+
+def in_turns(replicas: int, *, staleness: int | None = None, servers: int = 2, batch: Batch = BATCH) -> Plan:
+    sync = ParameterServer(servers=servers, staleness=staleness)
+    return Plan(layout=Layout(replicas=replicas), batch=batch, compute=EXACT, sync=sync)
+
+
+def test_one_replica_that_takes_all_turns_is_one_process(world: World) -> None:
+    results = world(without_dropout, 1, in_turns(1), **THREADS)
+    assert_same(results, world.one_process(without_dropout, plan_of(Layout()), **THREADS))
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{path.name} never came")
+        time.sleep(0.005)
+
+
+def gated(folder: Path) -> Callable[[Any], dict[str, Any]]:
+    """Worker 1 stands still in its first batch until worker 0 has done twelve."""
+
+    def run(worker: Any) -> dict[str, Any]:
+        torch.manual_seed(3)
+        model = worker.prepare(Net(0.0))
+        optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
+        step = worker.stepper(model, optim, next_word)
+        steps: list[int] = []
+        for batch in worker.batches(Text(), epochs=5):  # 20 steps
+            if worker.rank == 1 and not steps:
+                (folder / "held").touch()
+                wait_for(folder / "open")
+            elif worker.rank == 0 and len(steps) == 2:
+                wait_for(folder / "held")
+            step(batch)
+            steps.append(worker.step)
+            if worker.rank == 0 and len(steps) == 12:
+                (folder / "open").touch()
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        return {
+            "steps": steps,
+            "at": worker.step,
+            "weights": worker.gather(weights.tolist()),
+            "seen": float(model.seen),
+        }
+
+    return run
+
+
+def steps_of(world: World, workers: int) -> list[dict[str, Any]]:
+    """What the workers said of their steps."""
+    paths = [world.worker_dir(rank) / "events.jsonl" for rank in range(workers)]
+    events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [event for event in events if event["event"] == "StepDone"]
+
+
+def test_without_a_bound_a_slow_replica_holds_up_nobody_and_each_sample_is_used_once(
+    world: World, tmp_path: Path
+) -> None:
+    results = world(gated(tmp_path), 2, in_turns(2), **THREADS)
+    assert sorted(results[0]["steps"] + results[1]["steps"]) == list(range(1, 21))
+    assert results[1]["steps"][0] <= 4 and len(results[0]["steps"]) >= 12
+    assert all(result["at"] == 20 for result in results)
+    assert results[0]["weights"] == results[1]["weights"] and results[0]["weights"][0] == results[0]["weights"][1]
+    assert results[0]["seen"] == results[1]["seen"]
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+    told = steps_of(world, 2)
+    assert sorted(event["step"] for event in told) == list(range(1, 21)) and all(event["alone"] for event in told)
+    assert max(event["metrics"]["behind"] for event in told) >= 10  # the update that was held back
+
+
+def test_what_a_slow_replica_holds_up_is_saved_when_it_is_done(world: World, tmp_path: Path) -> None:
+    """A checkpoint waits for all batches before it: resumed, each sample is used once, whatever the order was."""
+    world(gated(tmp_path), 2, in_turns(2, batch=RESUME), max_steps=16, **THREADS)
+    after = world(train, 3, Plan(layout=Layout(replicas=3), batch=RESUME, compute=EXACT), max_steps=18, **THREADS)
+    assert [*after[0]] == [17, 18]
+    last = world(train, 2, in_turns(2, batch=RESUME), **THREADS)
+    assert sorted([*last[0], *last[1]]) == list(range(19, 25))
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+
+
+def hurried(worker: Any) -> None:
+    model = worker.prepare(Net(0.0))
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for number, batch in enumerate(worker.batches(Text(), epochs=8)):
+        if worker.rank == 0 and number % 3 == 0:
+            time.sleep(0.05)  # no wait for anything: one that is slower than the others
+        step(batch)
+
+
+def test_with_a_bound_no_update_is_further_behind(world: World) -> None:
+    world(hurried, 3, in_turns(3, staleness=2), **THREADS)
+    behind = [event["metrics"]["behind"] for event in steps_of(world, 3)]
+    assert len(behind) == 32 and max(behind) <= 2
+    assert audit(world.run_dir).verdict == "clean"
+
+
+def live_noticing(function: Callable[[Any], Any], assignment: Assignment, **more: Any) -> Any:
+    """As in a world that somebody else started; the value of who leaves is its exit status."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Notice(grace_s=forked.LIMIT_S) as notice:
+            return live(function, assignment, notice=notice, **more)
+    except Leaving as leaving:
+        return leaving.code
+
+
+class Told:
+    """Orders of a head: all are to leave once the file is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def finish(self) -> Finish | None:
+        return Finish(exit_code=PREEMPTED, reason="asked to leave") if self._path.exists() else None
+
+    def planned(self, generation: int) -> None:
+        return None
+
+    def is_over(self, generation: int) -> bool:
+        return False
+
+    def tell(self, op: str, **fields: Any) -> None:
+        pass
+
+
+def holding_up(
+    folder: Path, *, epochs: int, when_held: Callable[[int], None], has_head: bool = False
+) -> Callable[[Any], int]:
+    """Worker 0 stands still in its first batch until worker 1 has done three; then both do `when_held(rank)`."""
+
+    def run(worker: Any) -> int:
+        if has_head:
+            worker._agreement._orders = Told(folder / "told")
+        torch.manual_seed(3)
+        model = worker.prepare(Net(0.0))
+        step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), next_word)
+        for number, batch in enumerate(worker.batches(Text(), epochs=epochs)):  # 4 steps each
+            if number == 0 and worker.rank == 0:
+                (folder / "held").touch()
+                wait_for(folder / "open")
+                when_held(0)
+            elif number == 0:
+                wait_for(folder / "held")
+            step(batch)
+            if number == 2 and worker.rank == 1:
+                when_held(1)
+                (folder / "open").touch()
+        return worker.step
+
+    return run
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_where_one_is_asked_to_leave_all_finish_their_batches_save_and_leave(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    def ask(rank: int) -> None:
+        if rank == asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(forked, "live", live_noticing)
+    program = holding_up(tmp_path, epochs=50, when_held=ask)
+    assert world(program, 2, in_turns(2, batch=RESUME), limit_s=20, **THREADS) == [PREEMPTED, PREEMPTED]
+    stands = len(steps_of(world, 2))
+    assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == [f"step_{stands:08}"]
+    further = holding_up(tmp_path, epochs=50, when_held=lambda rank: None)
+    assert world(further, 1, in_turns(1, batch=RESUME), max_steps=stands + 2, **THREADS) == [stands + 2]
+    assert [event["step"] for event in steps_of(world, 1)] == [stands + 1, stands + 2]
+    assert audit(world.run_dir).verdict == "clean"
+
+
+def test_a_head_that_ends_the_run_while_one_waits_for_a_save_is_heeded_by_all(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(rank: int) -> None:
+        if rank == 0:
+            (tmp_path / "told").touch()
+
+    monkeypatch.setattr(forked, "live", live_noticing)
+    program = holding_up(tmp_path, epochs=2, when_held=tell, has_head=True)
+    assert world(program, 2, in_turns(2), save_every=4, limit_s=20, **THREADS) == [PREEMPTED, PREEMPTED]
+    assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == ["step_00000004"]
+
+
+def test_a_head_that_ends_the_run_in_the_last_batch_comes_too_late(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(rank: int) -> None:
+        if rank == 0:
+            (tmp_path / "told").touch()
+
+    monkeypatch.setattr(forked, "live", live_noticing)
+    program = holding_up(tmp_path, epochs=1, when_held=tell, has_head=True)
+    assert world(program, 2, in_turns(2), limit_s=20, **THREADS) == [4, 4]
+
+
+def gathering(worker: Any) -> None:
+    model = worker.prepare(Net())
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+        worker.evaluate(model, Text(8), next_word)  # each replica by itself
+        worker.gather(1)
+
+
+def scheduled(worker: Any) -> None:
+    model = worker.prepare(Net())
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    worker.prepare(torch.optim.lr_scheduler.StepLR(optim, 5))
+
+
+def reading_ahead(worker: Any) -> None:
+    model = worker.prepare(Net())
+    worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    next(worker.batches(Text(), loaders=1))
+
+
+def nested(worker: Any) -> None:
+    model = worker.prepare(Net())
+    worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for _ in worker.batches(Text()):
+        next(worker.batches(Text(), name="other"))
+
+
+def unprepared(worker: Any) -> None:
+    worker.prepare(Net())
+    next(worker.batches(Text()))
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (gathering, r"worker.gather\(\) was called in a loop over batches under ParameterServer"),
+        (scheduled, r"got a StepLR .* count only its own batches. Set the rate from worker.step"),
+        (reading_ahead, r"loaders=1 under ParameterServer"),
+        (nested, r"the loop over 'other' began inside of the one over 'train'"),
+        (unprepared, r"began before there was a stepper"),
+    ],
+)
+def test_what_cannot_be_says_so(world: World, program: Callable[[Any], None], says: str) -> None:
+    with pytest.raises(WorkersFailed, match=says):
+        world(program, 1, in_turns(1), **THREADS)
+
+
+def by_rate(worker: Any) -> list[float]:
+    model = worker.prepare(Net())
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = worker.stepper(model, optim, next_word)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for batch in worker.batches(Text()):
+        for group in optim.param_groups:
+            group["lr"] = 0.0 * worker.step
+        step(batch)
+    return [float((now - then).abs().max()) for now, then in zip(model.parameters(), before, strict=True)]
+
+
+def test_a_rate_that_is_set_on_the_worker_counts_on_the_servers(world: World) -> None:
+    assert set(world(by_rate, 1, in_turns(1), **THREADS)[0]) == {0.0}
