@@ -1,7 +1,9 @@
-"""What a program measures of itself: the time of each step, and the most memory that it has held since a moment.
+"""What a program measures of itself: the time of each step, or the most memory that it has held since a moment.
 
-Memory is what of the process is resident, without what was there before the model (Python, torch). The kernel's
-high-water mark is set back once every buffer exists, so what came and went while the model was made does not count.
+Memory is what of the process is resident, without what was there before the model (Python, torch). With PEAK_SINCE_STEP
+in the environment the kernel's high-water mark is set back after that many steps, once every buffer exists, so what came
+and went while the model was made does not count. Such a run is not timed: the kernel visits every page for it, and what
+the mark's reset does to them is paid by the steps that follow.
 """
 
 import json
@@ -19,8 +21,8 @@ def resident_bytes(field: str = "VmRSS") -> int:
 class Measured:
     """Made before the model; `step()` is called after each step."""
 
-    def __init__(self, *, settled_after: int = 2) -> None:
-        self.base, self._settled_after = resident_bytes(), settled_after
+    def __init__(self) -> None:
+        self.base, self._settled_after = resident_bytes(), int(os.environ.get("PEAK_SINCE_STEP", "0"))
         self.took_ms: list[float] = []
         self._began = time.perf_counter()
 
