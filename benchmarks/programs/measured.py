@@ -1,9 +1,9 @@
 """What a program measures of itself: the time of each step, or the most memory that it has held since a moment.
 
 Memory is what of the process is resident, without what was there before the model (Python, torch). With PEAK_SINCE_STEP
-in the environment the kernel's high-water mark is set back after that many steps, once every buffer exists, so what came
-and went while the model was made does not count. Such a run is not timed: the kernel visits every page for it, and what
-the mark's reset does to them is paid by the steps that follow.
+in the environment the kernel's high-water mark is set back after that many steps, once every buffer exists, so what
+came and went while the model was made does not count. Such a run is not timed: for it the kernel visits every page, and
+the steps that follow pay for what that does to them.
 """
 
 import json

@@ -130,10 +130,13 @@ class _Replay(TorchFunctionMode):
         if not any(self._is_owned(tensor) for tensor in given):
             return func(*args, **kwargs)
         call = self._advance(getattr(func, "__name__", str(func)), is_unit=False)
+        only = call.only
         if self._route.stage_of[call.unit] != self._stage:
-            return self._answer(call, given, None)
+            return self._answer(call, given, None) if only is None else self._ghost(only)
         real = self._with_contents(call, args, kwargs, given)
-        return self._done(call, given, tensors_in(real), func(*real[0], **real[1]), None)
+        if only is None:
+            return self._done(call, given, tensors_in(real), func(*real[0], **real[1]), None)
+        return self._made(call, only, func(*real[0], **real[1]))
 
     def _is_owned(self, tensor: Tensor) -> bool:
         if self._numbers.get(tensor) is not None or isinstance(tensor, nn.Parameter):
@@ -151,19 +154,24 @@ class _Replay(TorchFunctionMode):
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return forward(*args, **kwargs)
+            record = self._advance(unit.name, is_unit=True)
+            only, given, passed = record.only, list[Tensor](), list[Tensor]()
             with unseen():
-                given = tensors_in((args, kwargs))
-                record = self._advance(unit.name, is_unit=True)
+                if only is None:
+                    given = tensors_in((args, kwargs))
                 if self._route.stage_of[record.unit] != self._stage:
                     if self._draws is not None:
                         self._draws.pass_by()
-                    return self._answer(record, given, unit.module)
+                    return self._answer(record, given, unit.module) if only is None else self._ghost(only)
                 args, kwargs = self._with_contents(record, args, kwargs, given)
-                passed = tensors_in((args, kwargs))
+                if only is None:
+                    passed = tensors_in((args, kwargs))
             with contextlib.nullcontext() if self._draws is None else self._draws.unit():
                 out = self._run(forward, args, kwargs, is_open=record.is_open)
             with unseen():
-                return self._done(record, given, passed, out, unit.module)
+                if only is None:
+                    return self._done(record, given, passed, out, unit.module)
+                return self._made(record, only, out)
 
         return self._telling(unit, call) if place in self._tellers else call
 
@@ -263,6 +271,14 @@ class _Replay(TorchFunctionMode):
             return Spec.of(real).seen(held(real).clone()) if real is not tensor and id(tensor) in own else real
 
         return map_tensors((args, kwargs), contents)
+
+    def _made(self, call: Call, number: int, out: Any) -> Any:
+        """Give what a call of this stage has made its number, where that is one tensor and all that it did."""
+        if not isinstance(out, Tensor):
+            raise PlanError(_other_way(f"{call.name}() with {type(out).__name__}", "a tensor"))
+        self._numbers[out] = number
+        self._keep(number, out)
+        return out
 
     def _done(self, call: Call, given: list[Tensor], passed: list[Tensor], out: Any, module: nn.Module | None) -> Any:
         """Number what a call of this stage has made. `passed`: the contents of `given`."""

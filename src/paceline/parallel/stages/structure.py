@@ -183,10 +183,26 @@ _PLAIN = frozenset(
 def shape_key(value: Any) -> tuple[Any, ...]:
     """What of an input decides which way a forward goes: shapes and types of tensors, and all else by its text."""
     parts: list[Any] = []
-
-    def note(leaf: Any) -> Any:
-        parts.append((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf))
-        return leaf
-
-    map_leaves(value, note)
+    _note_kinds(value, parts)
     return tuple(parts)
+
+
+def _note_kinds(value: Any, parts: list[Any]) -> None:
+    """In the order of `map_leaves`, without its copies: this runs for every micro-batch."""
+    if isinstance(value, Tensor):
+        parts.append((tuple(value.shape), value.dtype))
+        return
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for item in value:
+            _note_kinds(item, parts)
+    elif kind is dict:
+        for item in value.values():
+            _note_kinds(item, parts)
+    else:
+
+        def note(leaf: Any) -> Any:
+            parts.append((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf))
+            return leaf
+
+        map_leaves(value, note)

@@ -72,6 +72,12 @@ class Call:
     is_open: bool
     effort: float  # by the meter that the recording was given: floating-point operations, say
 
+    @property
+    def only(self) -> int | None:
+        """The number of the value that it returns, if that is all that comes of it, as of most calls."""
+        is_all = not (self.changed or self.left or self.told)
+        return self.output.number if is_all and isinstance(self.output, New) else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Joint:
