@@ -102,6 +102,8 @@ class StepDone(Event):
     num_here: int | None = None  # where replicas take steps by themselves: the samples of this one's; None: all
     noise_scale: float | None = None  # of gradients, in samples: larger batches pay up to about here; None: not known
     alone: bool = False  # no other worker took part in it: replicas take whole batches, in any order
+    num_dropped: int = 0  # of `num_samples` those that came too late, and do not count
+    late: bool = False  # those of this worker did
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ plans = st.builds(
         bucket_bytes=counts,
     )
     | st.builds(ParameterServer, servers=counts, staleness=st.none() | st.integers(0, 100), bucket_bytes=counts)
+    | st.builds(ParameterServer, servers=counts, drop=st.integers(0, 100))
     | st.builds(
         LocalSGD,
         every=counts,

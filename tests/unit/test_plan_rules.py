@@ -49,6 +49,8 @@ BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
     ),
     "turns-have-no-common-weights": (Plan(sync=ParameterServer(staleness=3), guard=Guard(check_every=5)), {}),
     "a-bound-leaves-work-for-all": (Plan(layout=Layout(replicas=4), sync=ParameterServer(staleness=2)), {}),
+    "backups-are-of-those-who-began": (Plan(layout=Layout(replicas=(2, 4)), sync=ParameterServer(drop=1)), {}),
+    "somebody-is-no-backup": (Plan(sync=ParameterServer(drop=2)), {"workers": 2}),
     "servers-get-gradients-as-they-are": (Plan(sync=ParameterServer(), wire=Int8()), {}),
     "served-state-is-elsewhere": (Plan(sync=ParameterServer(), compute=Compute(offload="optimizer")), {}),
     "servers-do-not-go-back": (Plan(sync=ParameterServer(), guard=Guard(snapshot_every=2)), {}),

@@ -79,6 +79,7 @@ class EpochAudit:
     missing: tuple[Missing, ...]  # the first ones
     repeated: tuple[Repeated, ...]  # the first ones
     skipped_steps: tuple[int, ...]  # used their samples without changing the weights
+    num_dropped: int  # came too late for their steps: dealt once, and without effect on the weights
     undone: tuple[Undone, ...]
     is_permutation: bool | None  # None: not tried
     says: tuple[str, ...]  # what is wrong, in words
@@ -122,6 +123,7 @@ def judge(name: str, epoch: int, columns: EpochColumns, rollbacks: list[Rollback
         missing=tuple(_missing(cover, gap, named(*gap[:2])) for gap in missing[:MOST_LISTED]),
         repeated=tuple(_repeated(cover, overlap, named(*overlap[:2])) for overlap in repeated[:MOST_LISTED]),
         skipped_steps=tuple(sorted(columns.skipped_steps)),
+        num_dropped=columns.num_dropped,
         undone=tuple(_undone(cover, rollbacks, named)),
         is_permutation=is_permutation,
         says=tuple(says),

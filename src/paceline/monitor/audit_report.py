@@ -39,7 +39,7 @@ def report(result: AuditResult) -> str:
 
 def _kind(epoch: EpochAudit) -> tuple[object, ...]:
     """Equal for neighbours that one line can tell of."""
-    is_plain = epoch.state == "exact" and not epoch.skipped_steps and not epoch.undone
+    is_plain = epoch.state == "exact" and not (epoch.skipped_steps or epoch.num_dropped or epoch.undone)
     return (epoch.stream, epoch.num_samples, epoch.is_permutation) if is_plain else (epoch.stream, epoch.epoch, "alone")
 
 
@@ -73,6 +73,8 @@ def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
     if epoch.skipped_steps:
         steps = ", ".join(map(str, epoch.skipped_steps[:MOST_STEPS]))
         yield f"    skipped (samples used, weights unchanged): step{'s' * (len(epoch.skipped_steps) > 1)} {steps}"
+    if epoch.num_dropped:
+        yield f"    dropped (too late for their steps, which were taken without them): {epoch.num_dropped:,} samples"
     for undone in epoch.undone:
         first, last = undone.first_step, undone.last_step
         steps = f"step {first}" if first == last else f"steps {first}-{last}"

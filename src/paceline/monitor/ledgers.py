@@ -50,6 +50,7 @@ class Whole:
     start: int
     stop: int
     skipped: bool
+    num_dropped: int = 0  # positions that came too late for it
     num_told: int = 0  # positions that members say they ran
 
 
@@ -92,6 +93,7 @@ class EpochColumns:
     workers: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     seen_steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))  # with repetitions
     skipped_steps: set[int] = dataclasses.field(default_factory=set[int])
+    num_dropped: int = 0  # positions whose gradients came too late for their steps
 
 
 class Ledgers:
@@ -200,6 +202,7 @@ class Ledgers:
         columns.seen_steps.append(step)
         if line["skipped"]:
             columns.skipped_steps.add(step)
+        columns.num_dropped += _num_dropped(line)
         for start, stop in ranges:
             columns.starts.append(start)
             columns.stops.append(stop)
@@ -228,13 +231,19 @@ class Ledgers:
         """Compare what a member of an elastic run says of a step with what others said; True: it is known already."""
         key = str(line["stream"]), int(line["step"])
         start, stop = map(int, line["whole"])
-        told = Whole(epoch=int(line["epoch"]), start=start, stop=stop, skipped=bool(line["skipped"]))
+        told = Whole(
+            epoch=int(line["epoch"]),
+            start=start,
+            stop=stop,
+            skipped=bool(line["skipped"]),
+            num_dropped=_num_dropped(line),
+        )
         whole = attempt.wholes.setdefault(key, told)
         whole.num_told += sum(last - first for first, last in ranges)
-        same = (told.epoch, start, stop, told.skipped) == (whole.epoch, whole.start, whole.stop, whole.skipped)
+        same = dataclasses.replace(told, num_told=0) == dataclasses.replace(whole, num_told=0)
         if not same or any(not start <= first <= last <= stop for first, last in ranges):
             self.problems.append(f"attempt {attempt.number}: its workers disagree on step {key[1]} of stream {key[0]}")
-        elif whole.num_told > stop - start:
+        elif whole.num_told + whole.num_dropped > stop - start:
             self.problems.append(f"attempt {attempt.number}: some samples of step {key[1]} were run by two workers")
         return whole is not told
 
@@ -298,6 +307,11 @@ def _parsed(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) else None
+
+
+def _num_dropped(line: dict[str, Any]) -> int:
+    """How many positions of a step came too late for it."""
+    return sum(int(stop) - int(start) for start, stop in line.get("dropped", ()))
 
 
 def _stream(line: dict[str, Any]) -> Stream:

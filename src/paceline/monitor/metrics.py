@@ -63,6 +63,7 @@ def metrics_line(row: Step) -> dict[str, Any]:
         "loss": real(row.loss),
         "samples_per_s": None if row.samples_per_s is None else round(row.samples_per_s, 3),
         "skipped": row.skipped,
+        **({"num_dropped": row.num_dropped} if row.num_dropped else {}),
         **({"wire_ratio": round(row.num_wire_bytes / row.num_raw_bytes, 6)} if row.num_raw_bytes else {}),
         **({"noise_scale": round(row.noise_scale, 3)} if row.noise_scale is not None else {}),
         "seconds": {name: round(value, 6) for name, value in row.seconds.items()},

@@ -3,7 +3,8 @@
 All workers commit a step together, but each writes its own line, and the files are read one after the other. Nobody
 finishes step k + 2 before everybody has written down step k (they agree in every step), so a row is given out when
 all members have spoken, or when anybody was two steps ahead of it *before* this reading of the files began: what is
-still missing then will not come. Replicas that take steps by themselves are waited for until they have spoken or left.
+still missing then will not come. Replicas that take steps by themselves are waited for until they have spoken or left;
+who was too late for a step has no word on it.
 Members come and go in an elastic run: `regroup`, `join` and `leave` tell.
 """
 
@@ -21,7 +22,8 @@ PHASES = ("data", "compute", "communication", "optimizer", "recovery")  # the la
 OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, bookkeeping
 AHEAD = 2  # steps: see above
 OWN_NAMES = frozenset(
-    {"step", "epoch", "time", "num_samples", "samples_per_s", "skipped", "wire_ratio", "noise_scale", "seconds"}
+    {"step", "epoch", "time", "num_samples", "num_dropped", "samples_per_s", "skipped", "wire_ratio", "noise_scale"}
+    | {"seconds"}
 )
 
 
@@ -45,6 +47,7 @@ class Step:
     num_wire_bytes: int = 0  # gradients between replicas, of all workers together
     num_raw_bytes: int = 0  # what these would have been without a codec
     noise_scale: float | None = None  # of gradients, in samples
+    num_dropped: int = 0  # of its samples those that came too late, and do not count
 
 
 class Idle:
@@ -101,6 +104,8 @@ class StepMerger:
         if not isinstance(event, StepDone) or record.worker is None:
             return
         self.last_steps[record.worker] = event.step
+        if event.late:
+            return  # those who took the step tell of it
         if event.num_here is not None:
             self._ahead = math.inf
         if event.alone:
@@ -144,7 +149,7 @@ class StepMerger:
             num_samples=first.num_samples,
             loss=loss,
             metrics=metrics,
-            samples_per_s=first.num_samples / passed if passed > 0 else None,
+            samples_per_s=(first.num_samples - first.num_dropped) / passed if passed > 0 else None,
             seconds=seconds,
             skipped=first.skipped,
             num_bytes_sent=sum(event.num_bytes_sent for event in events.values()),
@@ -153,6 +158,7 @@ class StepMerger:
             num_wire_bytes=sum(event.num_wire_bytes for event in events.values()),
             num_raw_bytes=sum(event.num_raw_bytes for event in events.values()),
             noise_scale=first.noise_scale,
+            num_dropped=first.num_dropped,
             took_s={worker: event.seconds.get("total", 0.0) for worker, event in events.items()},
         )
 

@@ -49,7 +49,7 @@ class Summary:
         self.first: Step | None = None
         self.last: Step | None = None
         self._newest = 0
-        self.num_steps = self.num_samples = self.num_skipped = self.num_bytes_sent = 0
+        self.num_steps = self.num_samples = self.num_dropped = self.num_skipped = self.num_bytes_sent = 0
         self.num_wire_bytes = self.num_raw_bytes = 0
         self._batch_size = 0  # the largest of a step
         self._opened = time.time()
@@ -155,6 +155,7 @@ class Summary:
             "skipped_steps": self.num_skipped,
             "undone_steps": self._num_undone,
             "samples": self.num_samples,
+            "dropped_samples": self.num_dropped,
             "workers_lost": self._num_lost,
             "workers_joined": self._num_joined,
             "steps_lost": self._num_steps_lost,
@@ -217,6 +218,7 @@ class Summary:
         self.num_steps += 1
         self.num_skipped += row.skipped
         self.num_samples += row.num_samples
+        self.num_dropped += row.num_dropped
         self.num_bytes_sent += row.num_bytes_sent
         self.num_wire_bytes += row.num_wire_bytes
         self.num_raw_bytes += row.num_raw_bytes

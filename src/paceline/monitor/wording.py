@@ -434,7 +434,9 @@ def _speed_text(facts: Mapping[str, Any]) -> str:
 
 
 def _steps_text(facts: Mapping[str, Any]) -> str:
-    text = f"{facts['steps']:,} ({facts['samples']:,} samples)"
+    dropped = facts.get("dropped_samples")
+    late = f", {dropped:,} of them too late" if dropped else ""
+    text = f"{facts['steps']:,} ({facts['samples']:,} samples{late})"
     if facts["resumed_from_step"]:
         text += f", continued after step {facts['resumed_from_step']}"
     if facts["skipped_steps"]:

@@ -16,7 +16,6 @@ FIELDS = {
         "precision='bf16', which needs none, or precision='fp32'",
     ),
     "Compute.precision=fp8": ("fp8 arithmetic", "precision='bf16'"),
-    "ParameterServer.drop": ("leaving the slowest replicas out of a step", "staleness=n, which waits for nobody"),
 }
 
 

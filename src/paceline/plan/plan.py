@@ -95,8 +95,13 @@ class Plan(Part):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether each replica takes whole batches, and none waits for a common step."""
-        return isinstance(self.sync, ParameterServer) and self.sync.staleness != 0
+        """Whether each replica asks by itself for its next batch, or share of one, and some need not wait for all."""
+        return isinstance(self.sync, ParameterServer) and (self.sync.staleness != 0 or self.drops_late)
+
+    @property
+    def drops_late(self) -> bool:
+        """Whether a step is taken without the slowest replicas' shares."""
+        return isinstance(self.sync, ParameterServer) and self.sync.drop > 0
 
     def check(self, *, workers: int | None = None) -> tuple[Broken, ...]:
         """Return all rules that this plan breaks with so many workers; rules about what is not given hold."""

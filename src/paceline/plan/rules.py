@@ -113,7 +113,7 @@ def _micro_fix(facts: Facts) -> str:
 
 def _workers_would_idle(facts: Facts) -> bool:
     shares = _num_shares(facts)
-    if facts.plan.takes_turns:  # each replica takes a whole batch
+    if facts.plan.takes_turns and not facts.plan.drops_late:  # each replica takes a whole batch
         return False
     return shares is not None and not _micro_exceeds_size(facts) and facts.plan.batch.num_micro < shares
 
@@ -203,7 +203,20 @@ def _served_are_cut(facts: Facts) -> bool:
 
 
 def _turns_are_elastic(facts: Facts) -> bool:
-    return facts.plan.takes_turns and facts.plan.layout.is_elastic
+    return facts.plan.takes_turns and not facts.plan.drops_late and facts.plan.layout.is_elastic
+
+
+def _backups_are_elastic(facts: Facts) -> bool:
+    return facts.plan.drops_late and facts.plan.layout.is_elastic
+
+
+def _all_are_backups(facts: Facts) -> bool:
+    replicas = _known_replicas(facts)
+    return replicas is not None and 0 < _drop(facts) >= replicas
+
+
+def _drop(facts: Facts) -> int:
+    return facts.plan.sync.drop if isinstance(facts.plan.sync, ParameterServer) else 0
 
 
 def _turns_are_compared(facts: Facts) -> bool:
@@ -220,10 +233,13 @@ def _staleness(facts: Facts) -> int:
 
 def _num_replicas(facts: Facts) -> int:
     """As far as it is known; 1 where it is not."""
+    return _known_replicas(facts) or 1
+
+
+def _known_replicas(facts: Facts) -> int | None:
+    """Of those that are of one worker; None: it is not known yet."""
     replicas = facts.plan.layout.replicas
-    if isinstance(replicas, int):
-        return replicas
-    return 1 if facts.workers is None else facts.workers
+    return replicas if isinstance(replicas, int) else facts.workers
 
 
 def _served_are_coded(facts: Facts) -> bool:
@@ -246,6 +262,10 @@ def _fragments_travel(facts: Facts) -> bool:
 
 def _shown(facts: Facts) -> str:
     return str(getattr(facts.plan.sync, "staleness", None))
+
+
+def _own_pace(facts: Facts) -> str:
+    return f"drop={_drop(facts)}" if facts.plan.drops_late else f"staleness={_shown(facts)}"
 
 
 def _count(number: int | None, noun: str) -> str:
@@ -435,10 +455,28 @@ RULES = (
         name="turns-have-no-common-weights",
         broken_when=_turns_are_compared,
         says=lambda facts: (
-            f"ParameterServer(staleness={_shown(facts)}) with Guard(check_every={facts.plan.guard.check_every}): "
+            f"ParameterServer({_own_pace(facts)}) with Guard(check_every={facts.plan.guard.check_every}): "
             "replicas that do not wait for each other have different weights, so there is nothing to compare."
         ),
-        fix=lambda facts: "Use check_every=0, or staleness=0.",
+        fix=lambda facts: f"Use check_every=0, or {'drop' if facts.plan.drops_late else 'staleness'}=0.",
+    ),
+    Rule(
+        name="backups-are-of-those-who-began",
+        broken_when=_backups_are_elastic,
+        says=lambda facts: (
+            f"ParameterServer(drop={_drop(facts)}) with {facts.plan.layout!r}: how many replicas a step may do without "
+            "is counted from those who began, who cannot come and go yet."
+        ),
+        fix=lambda facts: "Use drop=0, or replicas=n in place of the pair.",
+    ),
+    Rule(
+        name="somebody-is-no-backup",
+        broken_when=_all_are_backups,
+        says=lambda facts: (
+            f"ParameterServer(drop={_drop(facts)}) with {_count(_num_replicas(facts), 'replica')}: nobody would be "
+            "left whose gradients count."
+        ),
+        fix=lambda facts: f"Use drop={_num_replicas(facts) - 1} or less, or replicas={_drop(facts) + 1} or more.",
     ),
     Rule(
         name="a-bound-leaves-work-for-all",

@@ -48,11 +48,14 @@ class ParameterServer(Part):
     `staleness` says how many updates the weights may have had, at most, between those that a gradient was computed on
     and those that it is applied to. 0: all replicas share each batch, and every step is one update, as with AllReduce.
     s: each replica takes a whole batch at a time, and each is one update. None: the same, without a bound.
+    `drop=n` has n backup workers (Chen et al. 2016): an update is made of the shares of a batch that come first, of all
+    replicas but n. What the slowest n have computed is thrown away, and nobody waits for them.
     `bucket_bytes` counts the gradients that travel together while backward still runs.
     """
 
     servers: int = 1
     staleness: int | None = 0
+    drop: int = 0
     bucket_bytes: int = 8 * MiB
 
     def __post_init__(self) -> None:
@@ -64,6 +67,15 @@ class ParameterServer(Part):
             raise PlanError(
                 f"ParameterServer.staleness is {self.staleness}; it must be 0 (synchronous), the number of updates "
                 "that weights may be behind, or None (no bound)."
+            )
+        if self.drop < 0:
+            raise PlanError(
+                f"ParameterServer.drop is {self.drop}; it must be 0 or more (the number of backup workers)."
+            )
+        if self.drop and self.staleness != 0:
+            raise PlanError(
+                f"ParameterServer.drop is {self.drop} with staleness={self.staleness}: replicas that take batches of "
+                "their own do not wait for slow ones anyway. Use staleness=0, or drop=0."
             )
 
 

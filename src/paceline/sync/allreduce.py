@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,10 @@ SPARE_RIDERS = 256  # places for a walk's own numbers beside one for each parame
 
 class GradientSum:
     """Sums the gradients of a set of named parameters over a group; a parameter with several names counts once."""
+
+    carries_buffers = False  # what this worker has made of the buffers travels with its gradients
+    chosen: tuple[int, ...] | None = None  # the shares of the last walk's step that count; None: all
+    is_late = False  # this worker's is none of them
 
     def __init__(
         self,
@@ -313,6 +318,10 @@ class GradientSum:
     def _look_at(self, name: str, parameter: Tensor) -> None:
         if self._look is not None and parameter.grad is not None:
             self._look.at(name, local_part(parameter.grad).detach())
+
+    def agree_on(self, verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return what all who took part think of the last walk's losses: the same, where they all know the same."""
+        return verdict
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients down so that their norm, which is `norm`, is at most `max_norm`."""

@@ -28,7 +28,7 @@ from paceline.sync.buckets import Named, StayingBucket
 from paceline.sync.servers import Servers
 from paceline.sync.serving import Held, Part, check_held, held_by, options_of
 
-__all__ = ["ServedGradients", "wire_dtype_of"]
+__all__ = ["ServedBucket", "ServedGradients", "wire_dtype_of"]
 
 
 class ServedGradients(GradientSum):
@@ -163,10 +163,10 @@ class ServedGradients(GradientSum):
             caller = self._servers.caller(number)
             return functools.partial(caller.wait_sent, caller.send(header, [flat]))
 
-        return _ServedBucket(run, push=push, wire_dtype=self._wire_dtype)
+        return ServedBucket(run, push=push, wire_dtype=self._wire_dtype)
 
 
-class _ServedBucket(StayingBucket):
+class ServedBucket(StayingBucket):
     """Parameters of one server, whose gradients are pushed together."""
 
     def __init__(

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.messages import Listener, Message
 
-__all__ = ["Held", "MakeServer", "Part", "Server", "check_held", "held_by", "options_of"]
+__all__ = ["Held", "MakeServer", "Part", "Server", "check_held", "held_by", "options_of", "squared_norm"]
 
 LOOK_S = 0.2
 
@@ -273,8 +273,7 @@ class Server:
                 continue
             gathering.add_up(header["places"])
             gradients = [gathering.sums[place] for place in header["places"]]
-            norms = [torch.linalg.vector_norm(_real(one), dtype=torch.float64) for one in gradients]
-            self._squared = float(torch.stack(norms).square().sum()) if norms else 0.0
+            self._squared = squared_norm(gradients)
             self.listener.send(caller, {"call": header["call"], "squared": self._squared})
         self._waiting = still
 
@@ -300,6 +299,12 @@ class Server:
             self._image = (*about, self.part.weights(header["places"]))
         told = {"call": header["call"], "version": self.part.version, "buffers": [*more]}
         self.listener.send(caller, told, [*self._image[2], *more.values()])
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> float:
+    """The square of the norm that they have together."""
+    norms = [torch.linalg.vector_norm(_real(one), dtype=torch.float64) for one in gradients]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from paceline.comm.group import Alone
 from paceline.comm.messages import Message
 from paceline.plan import AllReduce, ParameterServer, Raw, Wire
+from paceline.schedule.backups import Share
 from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
 from paceline.schedule.placing import placed_on
 from paceline.sync.allreduce import GradientSum
@@ -30,7 +31,7 @@ from paceline.sync.buckets import Named, WireBytes
 from paceline.sync.dealing import DealingServer
 from paceline.sync.served import wire_dtype_of
 from paceline.sync.servers import Servers
-from paceline.sync.serving import Held, Part, check_held, held_by, options_of
+from paceline.sync.serving import Held, MakeServer, Part, check_held, held_by, options_of
 
 __all__ = ["TurnGradients"]
 
@@ -52,6 +53,7 @@ class TurnGradients(GradientSum):
         sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in self._all}
         on = placed_on(sizes, servers=sync.servers)
         self.behind: int | None = None  # the last update: how many others its weights did not have
+        self.num_samples = 0  # of the batch in hand, that this replica has
         self._servers, self._staleness, self._worker_rank = servers, sync.staleness, worker_rank
         self._wire_dtype = wire_dtype_of(wire)
         self._server_of = [on[name] for name, _ in self._all]
@@ -72,29 +74,21 @@ class TurnGradients(GradientSum):
     def meet(self, *, index: int, size: int) -> None:
         """Start and reach the servers; all workers must call it."""
         if not self._servers.are_there:
-            make = functools.partial(DealingServer, staleness=self._staleness, buffers=self._kept)
             self.begin(0)  # now it is known which parameters are trained
             largest = sum(one.nbytes for one in [*(parameter for _, parameter in self._all), *self._kept])
-            self._servers.meet(self._served_part, index=index, size=size, largest_bytes=largest, server=make)
+            self._servers.meet(
+                self._served_part, index=index, size=size, largest_bytes=largest, server=self._make_server()
+            )
             self._held = held_by(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now
 
-    def next(self, dealt: Dealt, *, wants_pause: Callable[[], bool]) -> Turn | Save | Pause | Over:
+    def next(self, dealt: Dealt, *, wants_pause: Callable[[], bool]) -> Turn | Share | Save | Pause | Over:
         """Wait for what is to be done next, and take over the weights for it.
 
         `wants_pause()`: whether all should come together; asked again and again until there is an answer.
         """
-        self._dealt, first, has_wished = dealt, self._servers.caller(0), False
-
-        def wish() -> None:
-            nonlocal has_wished
-            if not has_wished and wants_pause():
-                has_wished = True
-                first.send({"op": "wish", **self._about()})
-
-        wish()
-        told = first.answer(first.begin({"op": "turn", **self._about()}), meanwhile=wish).header
+        told = self._ask_for_more(dealt, wants_pause=wants_pause)
         self._pull()
         number = int(told["number"])
         match told["turn"]:
@@ -165,21 +159,38 @@ class TurnGradients(GradientSum):
     def bytes(self) -> WireBytes:
         return self._sent
 
+    def _ask_for_more(self, dealt: Dealt, *, wants_pause: Callable[[], bool]) -> Mapping[str, Any]:
+        """Wait for the first server to tell what is to be done next."""
+        self._dealt, first, has_wished = dealt, self._servers.caller(0), False
+
+        def wish() -> None:
+            nonlocal has_wished
+            if not has_wished and wants_pause():
+                has_wished = True
+                first.send({"op": "wish", **self._about()})
+
+        wish()
+        return first.answer(first.begin({"op": "turn", **self._about()}), meanwhile=wish).header
+
     @torch.no_grad()
-    def _pull(self) -> None:
-        """Take over all weights, and the buffers."""
+    def _pull(self) -> set[int]:
+        """Take over all weights, and the buffers; returns how many updates they have had, by any server's count."""
         places = self._places()
         answers = self._servers.ask([{"op": "weights", "places": some} for some in places])
         for number, (some, answer) in enumerate(zip(places, answers, strict=True)):
             num_flats = self._servers.take(some, answer.tensors, [parameter for _, parameter in self._all])
             if number == 0:
-                for which, value in zip(answer.header["buffers"], answer.tensors[num_flats:], strict=True):
-                    self._kept[which].copy_(value)
+                self._take_buffers(answer.header["buffers"], answer.tensors[num_flats:])
         self._before = [one.detach().clone() for one in self._kept]
+        return {int(answer.header["version"]) for answer in answers}
 
-    def _ask_first(self, question: Mapping[str, Any]) -> Message:
+    def _take_buffers(self, numbers: Sequence[int], values: Sequence[Tensor]) -> None:
+        for number, value in zip(numbers, values, strict=True):
+            self._kept[number].copy_(value)
+
+    def _ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         caller = self._servers.caller(0)
-        return caller.answer(caller.begin({**question, **self._about()}))
+        return caller.answer(caller.begin({**question, **self._about()}, tensors))
 
     def _about(self) -> dict[str, Any]:
         return {"worker": self._worker_rank, **(self._dealt.plain() if self._dealt is not None else {})}
@@ -201,6 +212,9 @@ class TurnGradients(GradientSum):
         sent = [flat if self._wire_dtype is None or flat.is_complex() else flat.to(self._wire_dtype) for flat in flats]
         self._sent += WireBytes(sum(one.nbytes for one in sent), sum(one.nbytes for one in flats))
         return [places for places, _ in by_dtype.values()], sent
+
+    def _make_server(self) -> MakeServer:
+        return functools.partial(DealingServer, staleness=self._staleness, buffers=self._kept)
 
     def _served_part(self, server: int) -> Part:
         """What a server holds; called in its own process."""

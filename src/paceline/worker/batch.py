@@ -55,13 +55,21 @@ class StepBatch:
         self.num_here = self.num_samples if num_here is None else num_here
         self.num_runs = len(self.micros) if num_runs is None else num_runs  # in a walk; beyond the micro-batches: void
         self.spare = spare  # what the void ones run where this worker has none of its own
-        self.dealt = dealt or {}  # where replicas take steps by themselves: what each of them runs, by their numbers
+        self.dealt = dealt or {}  # where each replica takes a step of its share, or some are left out: what each has
+        self.chosen: tuple[int, ...] | None = None  # of these shares those that count, when it is known; None: all
         self.is_void = False  # the one under way
         self.num_walks = 0
         self.serial = 0  # which one of all batches that this worker was given; set by the worker
         self.data_s = 0.0  # waited for data
         self._fetch, self._walk = fetch, walk
         self._kept: list[Any] = []
+
+    @property
+    def dropped(self) -> tuple[Micro, ...]:
+        """The micro-batches that came too late for the step, and do not count."""
+        if self.chosen is None:
+            return ()
+        return tuple(micro for share, micros in self.dealt.items() if share not in self.chosen for micro in micros)
 
     def __len__(self) -> int:
         return len(self.micros)

@@ -41,7 +41,7 @@ class OpenStep:
 
     @property
     def is_skipped(self) -> bool:
-        return self.outcome is None or not (self.outcome.is_taken or self.outcome.is_idle)
+        return self.outcome is None or not (self.outcome.is_taken or self.outcome.is_idle or self.outcome.is_late)
 
 
 class Books:
@@ -107,7 +107,7 @@ class Books:
         if outcome.is_empty:
             return
         step.outcome = step.outcome or outcome
-        if outcome.is_idle:
+        if outcome.is_idle or outcome.is_late:
             return
         self._count_skips(step.batch.step, outcome)
         if outcome.finite and math.isnan(outcome.loss):
@@ -219,12 +219,14 @@ class Books:
         step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
         micros = batch.micros if self._counts else ()
         self._rounds.stepped(batch)
+        if step.outcome is not None and step.outcome.is_late:
+            return  # it is in the ledgers of those who took it
         self._files.ledger.committed(
             batch,
             micros,
             step=batch.step,
             skipped=step.is_skipped and not self._rounds.is_open,  # there it is this replica alone
-            is_whole=self._is_elastic or self._is_alone,
+            is_whole=self._is_elastic or self._is_alone or batch.chosen is not None,
             waits=self._rounds.is_open,
         )
 
@@ -262,6 +264,8 @@ class Books:
             num_raw_bytes=wire.num_raw - self._wire_told.num_raw,
             noise_scale=None if outcome is None else outcome.noise_scale,
             alone=self._is_alone,
+            num_dropped=sum(micro.num_samples for micro in batch.dropped),
+            late=outcome is not None and outcome.is_late,
         )
         self._files.emit(self.told)
         self._told_at, self._bytes_told, self._wire_told = now, num_bytes, wire

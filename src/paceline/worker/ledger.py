@@ -67,7 +67,8 @@ class Ledger:
 
         `is_whole`: note the whole step's positions, too. In an elastic run each member does: one that is lost after its
         gradients were summed, and before it could write them down, leaves no gap. So does a replica that has run all of
-        a step by itself, which is in nobody else's ledger. A step that `waits` is written by `settle`.
+        a step by itself, which is in nobody else's ledger. Micro-batches that came too late
+        for the step are noted by all who did not. A step that `waits` is written by `settle`.
         """
         line: dict[str, Any] = {
             "step": step,
@@ -78,6 +79,8 @@ class Ledger:
         }
         if is_whole:
             line["whole"] = [batch.start, batch.stop]
+        if batch.dropped:
+            line["dropped"] = _ranges(batch.dropped)
         self._waiting[step] = line, list(micros)
         if not waits:
             self.settle()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.events import Note, StreamOpened
 from paceline.plan import ParameterServer, Plan
+from paceline.schedule.backups import DealtShares, Share
 from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
 from paceline.schedule.share import deal_to_replicas
 from paceline.sync.allreduce import GradientSum
@@ -71,7 +72,7 @@ class Loop:
             counts=place.axes.counts,
             recovery_s=lambda: self._agreement.recovery_s,
             rounds=rounds,
-            is_alone=plan.takes_turns,
+            is_alone=plan.takes_turns and not plan.drops_late,
         )
         self._advising = Advising(plan, place=place, models=models, emit=files.emit)
         self.saved_at_step = -1
@@ -203,12 +204,14 @@ class Loop:
         return any(is_due(step) for step in range(since + 1, self.step + 1))
 
     def _turns(self, stream: Stream) -> Iterator[StepBatch]:
-        """As `_steps`, where each replica takes whole batches as they are dealt, and nobody waits for a common step."""
+        """As `_steps`, where each replica takes whole batches as they are dealt, and nobody waits for a common step; or
+        shares of them, where the slowest are left out."""
         if self._turn_of is not None:
             raise RuntimeError(
                 f"the loop over {stream.source.name!r} began inside of the one over {self._turn_of[0].source.name!r}: "
-                "under ParameterServer(staleness=...) batches are dealt of one stream at a time, so that there are "
-                "places where nobody has one in hand. Have one loop after the other, or use staleness=0"
+                "under ParameterServer(staleness=...) or (drop=...) batches are dealt of one stream at a time, so that "
+                "there are places where nobody has one in hand. Have one loop after the other, or use staleness=0 and "
+                "drop=0"
             )
         name, first, gradients, files = stream.source.name, self.step, self._models.turns, self._files
         begun, limit = Cursor(stream.cursor.epoch, stream.cursor.position), stream.num_left()
@@ -219,6 +222,9 @@ class Loop:
         self._agreement.run(lambda: gradients.meet(index=self._everybody.index, size=self._everybody.size))
         ranks = self._agreement.ranks
         dealt = Dealt(stream=name, limit=limit, workers=len(ranks), saves=saves, writer=ranks[0])
+        if self._plan.drops_late:
+            epochs, micros = stream.steps_of_epochs(begun), stream.num_micros(begun)
+            dealt = DealtShares(**dealt.plain(), epochs=epochs, micros=micros)
         self._turn_of = stream, first, begun
         while True:
             self._ring.begin("waiting for a batch", self.step)
@@ -226,6 +232,9 @@ class Loop:
                 case Turn(number=number):
                     self.books.step = first + number
                     batch = stream.batch_at(number, begun=begun, step=first + number + 1)
+                case Share(number=number, index=index, count=count):
+                    self.books.step = first + number
+                    batch = stream.batch_at(number, begun=begun, step=first + number + 1, share=(index, count))
                 case Save(number=number):
                     self.save()
                     gradients.saved(number)
@@ -243,7 +252,7 @@ class Loop:
                         self._stop()
                     return
             self.books.open(batch, Cursor())
-            gradients.behind = None
+            gradients.behind, gradients.num_samples = None, sum(micro.num_samples for micro in batch.micros)
             try:
                 yield batch
             except GeneratorExit:
@@ -252,6 +261,9 @@ class Loop:
                 self._turn_of = None
                 gradients.leave()
                 raise
+            if self._plan.drops_late and batch.chosen is None:  # it was passed over, and nobody has waited for it
+                self.books.leave(name)
+                continue
             if gradients.behind is not None:
                 self.books.report({"behind": gradients.behind})
             self.books.close(name)

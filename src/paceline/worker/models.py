@@ -230,11 +230,12 @@ class Models:
 
     @property
     def turns(self) -> TurnGradients:
-        """The gradients of a replica that takes whole batches. Raises RuntimeError where there is no stepper yet."""
+        """The gradients of a replica that asks for batches. Raises RuntimeError where there is no stepper yet."""
         if self._turns is None:
             raise RuntimeError(
-                "a loop over batches under ParameterServer(staleness=...) began before there was a stepper: the "
-                "servers need its model and optimizer. Write step = worker.stepper(model, optim, loss) before the loop"
+                "a loop over batches under ParameterServer(staleness=...) or (drop=...) began before there was a "
+                "stepper: the servers need its model and optimizer. Write step = worker.stepper(model, optim, loss) "
+                "before the loop"
             )
         return self._turns
 
@@ -250,10 +251,11 @@ class Models:
                 f"{first}: the servers serve a single set of models. Train all by one stepper, "
                 "worker.stepper([a, b], [optim_a, optim_b], forward=...), or use sync=AllReduce()"
             )
-        if sync.staleness != 0:
+        if self._plan.takes_turns:
+            from paceline.sync.backups import BackupGradients
             from paceline.sync.turns import TurnGradients
 
-            self._turns = TurnGradients(
+            self._turns = (BackupGradients if self._plan.drops_late else TurnGradients)(
                 named,
                 models=models,
                 sync=sync,

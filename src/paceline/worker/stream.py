@@ -18,7 +18,7 @@ import torch
 from paceline.comm.group import WorkerGroup, total
 from paceline.errors import SyncError
 from paceline.plan import Batch
-from paceline.schedule.share import Micro, Share, deal_to_replicas, micro_batches, step_ranges
+from paceline.schedule.share import Micro, Share, deal, deal_to_replicas, micro_batches, step_ranges
 from paceline.worker.agreement import Together
 from paceline.worker.axes import Axes, unsplit
 from paceline.worker.balance import Balance
@@ -195,33 +195,49 @@ class Stream:
         if last is None:
             raise ValueError(
                 f"stream {self.source.name!r} is read from an iterable, whose end nobody knows: under "
-                "ParameterServer(staleness=...) batches are dealt by their numbers. Use a dataset with len() and [], "
-                "or staleness=0"
+                "ParameterServer(staleness=...) or (drop=...) batches are dealt by their numbers. Use a dataset with "
+                "len() and [], or staleness=0 and drop=0"
             )
         if self.source.loaders:
             raise ValueError(
-                f"loaders={self.source.loaders} under ParameterServer(staleness=...): which batch a replica gets is "
-                "known only when it asks for one, so nothing can be read ahead yet. Use loaders=0, or staleness=0"
+                f"loaders={self.source.loaders} under ParameterServer(staleness=...) or (drop=...): which batch a "
+                "replica gets is known only when it asks for one, so nothing can be read ahead yet. Use loaders=0, or "
+                "staleness=0 and drop=0"
             )
         return last
 
-    def batch_at(self, number: int, *, begun: Cursor, step: int) -> StepBatch:
-        """The whole of a batch, counted from `begun`, as one worker runs it."""
+    def batch_at(self, number: int, *, begun: Cursor, step: int, share: tuple[int, int] = (0, 1)) -> StepBatch:
+        """A batch, counted from `begun`, as a worker runs one of so many shares of it."""
         epoch, start = self._at(number, begun)
         stop = min(start + self._batch.size, self.num_samples)
         micros = micro_batches(start, stop, self._batch.resolved_micro)
-        reader, requests = MapReader(self._reading()), iter(micros)
+        (index, count), each = share, deal(len(micros), share[1])
+        own = micros[each[index].start : each[index].stop]
+        reader, requests = MapReader(self._reading()), iter(own)
         return StepBatch(
             stream=self.source.name,
             step=step,
             epoch=epoch,
             start=start,
             stop=stop,
-            micros=micros,
+            micros=own,
             ends_epoch=stop == self._order.end_of_epoch(start),
             fetch=lambda: reader[Request(epoch, next(requests))],
             walk=self._walk,
+            dealt={place: micros[some.start : some.stop] for place, some in enumerate(each)} if count > 1 else None,
         )
+
+    def steps_of_epochs(self, begun: Cursor) -> tuple[int, int]:
+        """How many steps are left of the epoch in which `begun` stands, and how many a later one has."""
+        return self._order.num_steps(begun.position), self._order.num_steps(0)
+
+    def num_micros(self, begun: Cursor) -> tuple[int, int, int]:
+        """How many micro-batches a step has, the last one of the epoch in which `begun` stands, and of a later one."""
+        size, num_last = self._batch.size, [self._batch.size] * 2
+        if not self._batch.drop_last:
+            num_last = [left % size or size for left in (self.num_samples - begun.position, self.num_samples)]
+        first, later = (len(micro_batches(0, count, self._batch.resolved_micro)) for count in num_last)
+        return self._batch.num_micro, first, later
 
     def stand_after(self, number: int, *, begun: Cursor) -> None:
         """Move the cursor to where it is when so many batches are done."""

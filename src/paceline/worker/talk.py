@@ -68,8 +68,9 @@ class Talk:
         self.require_between_steps(what)
         if self._is_apart():
             raise RuntimeError(
-                f"{what} was called in a loop over batches under ParameterServer(staleness=...): replicas take "
-                "different numbers of batches there, so not all would come to it. Call it before or after the loop"
+                f"{what} was called in a loop over batches under ParameterServer(staleness=...) or (drop=...): "
+                "replicas take different numbers of batches there, so not all would come to it. Call it before or "
+                "after the loop"
             )
 
     def average(self, value: Tensor | float) -> Tensor:

@@ -67,12 +67,13 @@ class Outcome:
     broken: str = ""  # the first parameter whose gradient is not finite, of those that are here; "": none, or not asked
     spike: Spike | None = None  # the step is not to be taken
     is_idle: bool = False  # this replica, which takes steps by itself, had nothing to run
+    is_late: bool = False  # others took the step without this replica's share of it
     noise_scale: float | None = None  # of gradients, in samples, as far as it is known by now
 
     @property
     def is_taken(self) -> bool:
         """Whether the optimizer is to step; otherwise the gradients have been dropped."""
-        return self.finite and self.spike is None and not self.is_idle
+        return self.finite and self.spike is None and not self.is_idle and not self.is_late
 
 
 class Asked(Protocol):
@@ -289,6 +290,9 @@ class Walks:
         serial = batch.serial % SERIALS
         losses = self._losses if self._axes.counts else []
         own_loss, own_weight = _loss_and_weight(losses)
+        if gradients.carries_buffers:
+            num_samples = sum(micro.num_samples for micro in batch.micros)
+            self.buffers.combine(self.buffers.changed(), num_samples=num_samples, groups=[self._group])()
         loss, loss_rest, weight, weight_rest = _halves(own_loss, own_weight)
         wish = float(self._agreement.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
@@ -315,11 +319,16 @@ class Walks:
         finite = is_finite() if is_finite is not None else gradients.is_finite()
         series = f"{batch.stream}.{batch.num_walks}"
         mean_loss = loss_sum / weight_sum if weight_sum else None
-        spike = self.losses.judge(series, mean_loss, finite=finite)
+        judged = self.losses.judge(series, mean_loss, finite=finite)
+        verdict = gradients.agree_on(None if judged is None else dataclasses.asdict(judged))
+        spike = None if verdict is None else Spike(**verdict)
+        batch.chosen, is_late = gradients.chosen, gradients.is_late
         is_idle = batch.num_here == 0
-        settle, is_taken = self.buffers.give_up, finite and spike is None and not is_idle
+        settle, is_taken = self.buffers.give_up, finite and spike is None and not is_idle and not is_late
         is_staged = self._axes.stages.size > 1
-        if is_taken:
+        if is_taken and gradients.carries_buffers:
+            settle = lambda: None  # noqa: E731  # they are combined already
+        elif is_taken:
             settle = self.buffers.combine(
                 [count > 0 for count in changed],
                 num_samples=batch.num_here,
@@ -355,6 +364,7 @@ class Walks:
             broken=broken,
             spike=spike,
             is_idle=is_idle,
+            is_late=is_late,
             noise_scale=self.noise.samples,
         )
 

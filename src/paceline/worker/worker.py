@@ -249,9 +249,10 @@ class Worker:
             self._loop.follow(thing)
         elif self.plan.takes_turns and isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
             raise PlanError(
-                f"worker.prepare() got a {type(thing).__name__} under ParameterServer(staleness=...): each replica "
-                "would count only its own batches. Set the rate from worker.step, which counts all: for group in "
-                "optim.param_groups: group['lr'] = rate(worker.step), before step(batch); or use staleness=0."
+                f"worker.prepare() got a {type(thing).__name__} under ParameterServer(staleness=...) or (drop=...): "
+                "each replica would count only its own batches. Set the rate from worker.step, which counts all: for "
+                "group in optim.param_groups: group['lr'] = rate(worker.step), before step(batch); or use "
+                "staleness=0 and drop=0."
             )
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
             self._prepared.other(thing, name)

@@ -1,0 +1,185 @@
+"""Who may take which share of a batch, and when its update is made, where the slowest replicas are left out: no I/O.
+
+Backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD"): steps come one after the other, and each
+is cut into as many shares as there are replicas, which go to whoever asks. When all but `drop` of them have arrived,
+the step is *closed*: these are the *chosen* ones, and the replica that came last of them, its *closer*, has the
+servers take the step. Then it is over, and the next one begins, whoever still computes on a share of an old one: that
+share is late, and is thrown away.
+
+A short batch may have fewer micro-batches than there are replicas, and so fewer shares: of these all but `drop` are
+waited for, too, and one at least. Shares that nobody computes, because their workers have left the loop or passed over
+a batch, are not waited for.
+
+Saves come between two steps. So do pauses, which a worker may *wish* (`paceline.schedule.clock` says what they are):
+all come to them, the late ones when they are done with what they have in hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from paceline.schedule.clock import Dealt, Over, Pause, Save
+
+__all__ = ["DealtShares", "Share", "StepClock", "num_micro_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """Part `index` of the `count` into which the micro-batches of a batch, by its number, are dealt."""
+
+    number: int
+    index: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DealtShares(Dealt):
+    """A stream of whose batches shares are dealt: how many steps its first epoch has left and each later one has, and
+    how many micro-batches a step has, the last one of the first epoch, and of a later one."""
+
+    epochs: tuple[int, int]
+    micros: tuple[int, int, int]
+
+
+def num_micro_of(number: int, *, epochs: Sequence[int], micros: Sequence[int]) -> int:
+    """Return how many micro-batches a batch has, by its number; `epochs` and `micros` as in `DealtShares`."""
+    first, later = epochs
+    full, first_last, last = micros
+    if number < first:
+        return first_last if number == first - 1 else full
+    return last if (number - first) % later == later - 1 else full
+
+
+class StepClock:
+    """Deals the shares of `limit` batches to so many workers. `num_micro(number)` is how many micro-batches one has.
+
+    Before those in `saves` all others are done, and `writer` saves.
+    """
+
+    def __init__(
+        self,
+        *,
+        drop: int,
+        limit: int,
+        workers: int,
+        num_micro: Callable[[int], int],
+        saves: Iterable[int] = (),
+        writer: int = 0,
+    ) -> None:
+        self.done = 0  # steps that are over; the number of the one under way
+        self.closer: int | None = None  # the worker that is to finish it
+        self._drop, self._limit, self._workers, self._writer = drop, limit, workers, writer
+        self._num_micro, self._saves = num_micro, set(saves)
+        self._num_present = workers
+        self._is_open = False  # the step has begun
+        self._count = self._num_dealt = 0  # of its shares
+        self._arrived: dict[int, int] = {}  # share -> worker, in the order of their coming
+        self._turns: dict[int, Share] = {}  # what each worker has in hand, of whatever step
+        self._is_wished = self._has_lost = False
+        self._paused_at = 0
+        self._coming: set[int] = set()  # who waits for a pause
+        self._pausing: set[int] = set()  # who is to be told of it: all have come
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is under way. Late shares of old ones may be."""
+        return not self._is_open
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """The shares that have arrived in time, in order."""
+        return tuple(sorted(self._arrived))
+
+    @property
+    def oldest(self) -> int:
+        """The oldest step of which somebody may still ask how it ended."""
+        return min((share.number for share in self._turns.values()), default=self.done)
+
+    def ask(self, worker: int) -> Share | Save | Pause | Over | None:
+        """What a worker is to do next; None: it is to wait. What it had in hand before it is done with."""
+        self._let_go(worker)
+        if worker in self._pausing:
+            self._pausing.remove(worker)
+            return Pause(self.done)
+        if self._is_open:
+            return self._deal(worker)
+        if self._is_pause_due():
+            self._coming.add(worker)
+            if len(self._coming) < self._workers:
+                return None
+            self._pausing, self._coming = self._coming - {worker}, set()
+            self._is_wished, self._paused_at = False, self.done
+            return Pause(self.done)
+        if self.done in self._saves:
+            return Save(self.done) if worker == self._writer else None
+        if self.done == self._limit:
+            return Over()
+        self._is_open, self._num_dealt = True, 0
+        self._count = min(self._num_micro(self.done), self._num_present)
+        return self._deal(worker)
+
+    def arrive(self, worker: int) -> Share | None:
+        """A worker's gradients are on all servers; returns its share, or None where that is late."""
+        share = self._turns[worker]
+        if share.number != self.done or self.closer is not None:
+            return None
+        self._arrived[share.index] = worker
+        self._close_if_due()
+        return share
+
+    def settle(self) -> None:
+        """The step under way is over, whether there was an update or not."""
+        self._is_open, self.closer = False, None
+        self._arrived.clear()
+        self.done += 1
+
+    def saved(self, number: int) -> None:
+        """The state before this batch is kept: it may begin."""
+        self._saves.discard(number)
+
+    def wish(self) -> None:
+        """A worker wants all to pause."""
+        self._is_wished = True
+
+    def lost(self, worker: int) -> None:
+        """A worker takes no more shares; what has arrived of it counts. Without the writer nothing is saved any more,
+        and there are no pauses."""
+        self._has_lost = True
+        self._num_present -= 1
+        if worker == self._writer:
+            self._saves.clear()
+        if self.closer == worker:
+            self.settle()
+        self._let_go(worker)
+        self._close_if_due()
+
+    def _deal(self, worker: int) -> Share | None:
+        if self.closer is not None or self._num_dealt == self._count:
+            return None
+        share = self._turns[worker] = Share(self.done, self._num_dealt, self._count)
+        self._num_dealt += 1
+        return share
+
+    def _let_go(self, worker: int) -> None:
+        """A worker is done with its share; where that has not arrived nobody waits for it any more."""
+        if self._turns.pop(worker, None) is not None:
+            self._close_if_due()
+
+    def _close_if_due(self) -> None:
+        if not self._is_open or self.closer is not None:
+            return
+        num_needed = max(1, min(self._count, self._num_present) - self._drop)
+        is_awaited = self._num_dealt < self._count or any(
+            share.number == self.done and share.index not in self._arrived for share in self._turns.values()
+        )
+        if len(self._arrived) < num_needed and is_awaited:
+            return
+        here = [worker for worker in self._arrived.values() if worker in self._turns]
+        if here:
+            self.closer = here[-1]
+        else:  # nobody is left who could finish it
+            self.settle()
+
+    def _is_pause_due(self) -> bool:
+        return self._is_wished and not self._has_lost and self._paused_at < self.done < self._limit

@@ -1,0 +1,205 @@
+"""Steps that leave the slowest out: each is made of exactly those shares that came in time, and nobody holds one up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from paceline.schedule.backups import Share, StepClock, num_micro_of
+from paceline.schedule.clock import Over, Pause, Save
+
+NUM_MICRO = 8
+SHORT = 2  # micro-batches of an epoch's last step
+EPOCH = 10
+
+
+def num_micro(number: int) -> int:
+    return num_micro_of(number, epochs=(EPOCH, EPOCH), micros=(NUM_MICRO, SHORT, SHORT))
+
+
+def clock_of(
+    workers: int,
+    *,
+    drop: int = 1,
+    limit: int = 40,
+    saves: Iterable[int] = (),
+    num_micro: Callable[[int], int] = lambda _: NUM_MICRO,
+) -> StepClock:
+    return StepClock(drop=drop, limit=limit, workers=workers, num_micro=num_micro, saves=saves)
+
+
+def shares(clock: StepClock, *workers: int) -> None:
+    """These workers take a share of the step under way, in this order."""
+    for index, worker in enumerate(workers):
+        share = clock.ask(worker)
+        assert isinstance(share, Share) and share.index == index
+
+
+def drive(
+    seed: int, *, drop: int, workers: int, limit: int, leaves: float = 0.0, passes: float = 0.0, wishes: float = 0.0
+) -> dict[str, list[int]]:
+    """Let pretended workers do everything in a random order; the slow ones act seldom. Returns what happened.
+
+    A model of its own keeps which step each worker's weights are of, and which shares were dealt and have come.
+    """
+    chance = random.Random(seed)
+    saves = frozenset(chance.sample(range(1, limit + 1), k=3))
+    clock = clock_of(workers, drop=drop, limit=limit, saves=saves, num_micro=num_micro)
+    told: dict[str, list[int]] = {"late": [], "chosen": [], "saves": [], "pauses": []}
+    here, hand, sent = set(range(workers)), dict[int, Share](), dict[int, Share]()
+    dealt, came = dict[int, set[int]](), dict[int, set[int]]()  # by step
+    over, paused = set[int](), set[int]()
+    speed = {worker: chance.choice([1, 1, 4, 30]) for worker in here}
+    for _ in range(2000 * limit):
+        acting = here - over - paused
+        if not here - over:
+            break
+        worker = chance.choices(sorted(acting), [1 / speed[one] for one in sorted(acting)])[0]
+        if chance.random() < wishes:
+            clock.wish()
+        if clock.closer == worker:  # it has been told so, and finishes the step
+            number, chosen = clock.done, set(clock.chosen)
+            assert chosen == came[number] and sent[worker].index in chosen
+            told["chosen"].append(len(chosen))
+            clock.settle()
+            del sent[worker]
+        elif worker in sent:
+            if sent[worker].number < clock.done:  # it has been told how the step has ended
+                del sent[worker]
+        elif worker in hand:
+            if not paused and len(here) > 1 and chance.random() < leaves:
+                here.discard(worker)
+                clock.lost(worker)
+                continue
+            share = hand.pop(worker)
+            if chance.random() < passes:
+                continue  # and asks for another one
+            sent[worker] = share
+            number, is_open = clock.done, clock.closer is None
+            in_time = clock.arrive(worker)
+            assert (in_time == share) == (share.number == number and is_open)
+            if in_time is None:
+                told["late"].append(share.number)
+            else:
+                came.setdefault(number, set()).add(share.index)
+        else:
+            match clock.ask(worker):
+                case Share(number=number, index=index, count=count) as share:
+                    assert number == clock.done and index < count <= num_micro(number)
+                    assert index not in dealt.setdefault(number, set())
+                    dealt[number].add(index)
+                    hand[worker] = share
+                case Save(number=number):
+                    assert worker == 0 and number == clock.done and clock.is_idle
+                    told["saves"].append(number)
+                    clock.saved(number)
+                case Pause(number=number):
+                    assert not hand and not sent and number == clock.done and len(here) == workers
+                    paused.add(worker)
+                    if paused == here:
+                        told["pauses"].append(number)
+                        paused.clear()
+                case Over():
+                    assert clock.done == limit
+                    over.add(worker)
+                case None:
+                    pass
+    assert over == here, "somebody waits for ever"
+    assert clock.done == limit
+    assert sorted(told["saves"]) == [one for one in sorted(saves) if 0 in here or one in told["saves"]]
+    return told
+
+
+@pytest.mark.parametrize("drop", [1, 2])
+def test_each_step_is_made_of_all_shares_but_those_that_are_dropped(drop: int) -> None:
+    num_late = 0
+    for seed in range(60):
+        workers = drop + 1 + seed % 4
+        told = drive(seed, drop=drop, workers=workers, limit=40)
+        expected = [max(1, min(workers, num_micro(number)) - drop) for number in range(40)]
+        assert told["chosen"] == expected
+        num_late += len(told["late"])
+    assert num_late > 500
+
+
+def test_whoever_leaves_or_passes_a_batch_over_holds_up_nobody() -> None:
+    for seed in range(80):
+        told = drive(seed, drop=1, workers=2 + seed % 4, limit=40, leaves=0.01, passes=0.1)
+        assert all(told["chosen"])
+
+
+def test_all_pause_between_two_steps_where_one_wishes_it() -> None:
+    pauses = 0
+    for seed in range(60):
+        told = drive(seed, drop=1 + seed % 2, workers=3 + seed % 3, limit=40, wishes=0.05)
+        assert len(told["chosen"]) == 40 and len(set(told["pauses"])) == len(told["pauses"])
+        pauses += len(told["pauses"])
+    assert pauses > 100
+
+
+def test_the_slow_one_holds_up_no_step_and_joins_the_one_under_way_when_it_comes() -> None:
+    clock = clock_of(3)
+    shares(clock, 2, 0, 1)
+    for number in range(20):
+        if number:
+            shares(clock, 0, 1)
+        assert clock.arrive(0) is not None and clock.closer is None
+        assert clock.arrive(1) is not None
+        assert clock.closer == 1 and clock.chosen == ((0, 1) if number else (1, 2))
+        clock.settle()
+    assert clock.oldest == 0  # its record is kept
+    assert clock.arrive(2) is None
+    assert clock.ask(2) == Share(20, 0, 3)
+
+
+def test_a_closed_step_deals_no_more_shares_and_what_arrives_then_is_late() -> None:
+    clock = clock_of(4, drop=2)
+    shares(clock, 0, 1, 2)
+    clock.arrive(0)
+    clock.arrive(1)
+    assert clock.closer == 1 and clock.chosen == (0, 1)
+    assert clock.ask(3) is None
+    assert clock.arrive(2) is None and clock.chosen == (0, 1)
+    clock.settle()
+    assert clock.ask(3) == Share(1, 0, 4)
+
+
+def test_a_short_batch_has_fewer_shares_and_waits_for_one_at_least() -> None:
+    clock = clock_of(4, drop=2, num_micro=lambda _: 1)
+    assert clock.ask(3) == Share(0, 0, 1)
+    assert clock.ask(0) is None
+    clock.arrive(3)
+    assert clock.closer == 3
+
+
+def test_a_wish_waits_for_the_step_under_way_and_for_the_late_ones() -> None:
+    clock = clock_of(3)
+    shares(clock, 0, 1, 2)
+    clock.arrive(0)
+    clock.arrive(1)
+    clock.settle()
+    clock.wish()
+    assert clock.ask(0) is None and clock.ask(1) is None  # no further step begins
+    clock.arrive(2)
+    assert clock.ask(2) == Pause(1)
+    assert clock.ask(0) == clock.ask(1) == Pause(1)
+    assert clock.ask(0) == Share(1, 0, 3)
+
+
+def test_before_a_step_that_is_due_the_writer_saves_whoever_is_late() -> None:
+    clock = clock_of(3, saves=[1])
+    shares(clock, 2, 0, 1)
+    clock.arrive(0)
+    clock.arrive(1)
+    clock.settle()
+    assert clock.ask(1) is None
+    assert clock.ask(0) == Save(1)
+    clock.saved(1)
+    assert clock.ask(1) == Share(1, 0, 3)
+
+
+def test_batches_are_as_long_as_their_place_in_the_epoch_says() -> None:
+    counts = [num_micro_of(number, epochs=(2, 3), micros=(8, 1, 5)) for number in range(8)]
+    assert counts == [8, 1, 8, 8, 5, 8, 8, 5]

@@ -1,0 +1,159 @@
+"""Backup workers: the slowest are left out of a step, which is one on exactly the samples of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forked import World
+from layout_runs import BATCH, EXACT, RESUME, Net, Text, next_word, train
+from paceline.monitor.audit import audit
+from paceline.plan import Batch, Cast, Compute, Layout, ParameterServer, Plan
+from paceline.schedule.order import sample_indices
+
+THREADS = {"threads": 1}
+CLIP = 0.5
+
+
+def backed(replicas: int, *, drop: int = 1, servers: int = 2, batch: Batch = BATCH) -> Plan:
+    sync = ParameterServer(servers=servers, drop=drop)
+    return Plan(layout=Layout(replicas=replicas), batch=batch, compute=EXACT, sync=sync)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 40
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{path.name} never came")
+        time.sleep(0.005)
+
+
+def gated(folder: Path, *, slow: int, steps: int, epochs: int = 3) -> Callable[[Any], dict[str, Any]]:
+    """Worker `slow` stands still in its first batch until worker 0 has done so many steps."""
+
+    def run(worker: Any) -> dict[str, Any]:
+        torch.manual_seed(3)
+        model = worker.prepare(Net(0.0))
+        optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
+        step = worker.stepper(model, optim, next_word, clip_norm=CLIP)
+        losses: dict[int, float] = {}
+        norms: dict[int, float] = {}
+        for batch in worker.batches(Text(), epochs=epochs):  # 4 steps each
+            if worker.rank == slow and not losses:
+                (folder / "held").touch()
+                wait_for(folder / "open")
+            elif not losses:
+                wait_for(folder / "held")
+            loss = float(step(batch))
+            losses[worker.step], norms[worker.step] = loss, float(step.grad_norm)
+            if worker.rank == 0 and len(losses) == steps:
+                (folder / "open").touch()
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        return {
+            "losses": losses,
+            "norms": norms,
+            "at": worker.step,
+            "weights": worker.gather(weights.tolist()),
+            "seen": float(model.seen),
+        }
+
+    return run
+
+
+def lines_of(world: World, workers: int, name: str) -> list[dict[str, Any]]:
+    paths = [world.worker_dir(rank) / name for rank in range(workers)]
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def used_in(world: World, workers: int) -> dict[int, tuple[int, list[int]]]:
+    """Of each step its epoch and the positions whose gradients count, by the ledgers."""
+    used: dict[int, tuple[int, list[int]]] = {}
+    for line in lines_of(world, workers, "ledger.jsonl"):
+        if "step" in line:
+            dropped = {place for start, stop in line.get("dropped", ()) for place in range(start, stop)}
+            places = [place for place in range(*line["whole"]) if place not in dropped]
+            assert used.setdefault(line["step"], (line["epoch"], places)) == (line["epoch"], places)
+            ran = {place for start, stop in line["ranges"] for place in range(start, stop)}
+            assert ran <= set(places)
+    return used
+
+
+def one_process(used: dict[int, tuple[int, list[int]]]) -> dict[str, Any]:
+    """Steps on exactly these samples, by plain torch."""
+    torch.manual_seed(3)
+    model, text = Net(0.0).double(), Text()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses: dict[int, float] = {}
+    norms: dict[int, float] = {}
+    for number, (epoch, places) in sorted(used.items()):
+        order = sample_indices(seed=0, epoch=epoch, num_samples=50, positions=np.array(places), shuffle=True)
+        words, target = (torch.stack(some) for some in zip(*(text[int(one)] for one in order), strict=True))
+        optim.zero_grad()
+        loss = next_word(model(words), target)
+        loss.backward()
+        norms[number] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optim.step()
+        losses[number] = float(loss.detach())
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return {"losses": losses, "norms": norms, "weights": weights.tolist(), "seen": float(model.seen)}
+
+
+@pytest.mark.parametrize(("replicas", "drop", "servers"), [(3, 1, 2), (4, 2, 1)])
+def test_steps_are_those_of_one_process_on_the_samples_that_came_in_time_and_the_slow_one_holds_up_nobody(
+    world: World, tmp_path: Path, replicas: int, drop: int, servers: int
+) -> None:
+    program = gated(tmp_path, slow=replicas - 1, steps=6)  # worker 0 takes part in six while it is held
+    results = world(program, replicas, backed(replicas, drop=drop, servers=servers), **THREADS)
+    used = used_in(world, replicas)
+    assert sorted(used) == list(range(1, 13))
+    oracle = one_process(used)
+    for result in results:
+        assert result["at"] == 12
+        assert result["losses"] == pytest.approx({step: oracle["losses"][step] for step in result["losses"]}, rel=1e-9)
+        assert result["norms"] == pytest.approx({step: oracle["norms"][step] for step in result["norms"]}, rel=1e-9)
+        assert result["seen"] == pytest.approx(oracle["seen"], rel=1e-6)  # of single precision
+        for weights in result["weights"]:
+            assert weights == results[0]["weights"][0]
+    assert results[0]["weights"][0] == pytest.approx(oracle["weights"], rel=1e-7, abs=1e-9)
+    assert [*results[-1]["losses"]][:2] != [1, 2]  # the held one missed at least the second
+
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+    num_used = sum(len(places) for _, places in used.values())
+    assert sum(epoch.num_dropped for epoch in judged.epochs) == 150 - num_used > 0
+    told = [event for event in lines_of(world, replicas, "events.jsonl") if event["event"] == "StepDone"]
+    assert all(not event["alone"] for event in told)
+    assert {event["step"]: event["num_samples"] - event["num_dropped"] for event in told} == {
+        step: len(places) for step, (_, places) in used.items()
+    }
+    late = [event for event in told if event["late"]]
+    assert (1, replicas - 1) in [(event["step"], event["worker"]) for event in late]
+
+
+def test_a_replica_that_is_alone_in_time_takes_steps_by_itself_with_a_rounded_wire_too(
+    world: World, tmp_path: Path
+) -> None:
+    rounded = {"compute": Compute(precision="fp32"), "wire": Cast(dtype="bf16", feedback=False)}
+    plan = dataclasses.replace(backed(2), **rounded)
+    results = world(gated(tmp_path, slow=1, steps=4), 2, plan, **THREADS)
+    oracle = one_process(used_in(world, 2))
+    for step in range(1, 5):  # taken by it alone
+        assert results[0]["losses"][step] == pytest.approx(oracle["losses"][step], rel=2e-2)
+
+
+def test_a_checkpoint_comes_between_two_steps_and_any_layout_goes_on_from_it(world: World, tmp_path: Path) -> None:
+    world(gated(tmp_path, slow=2, steps=3, epochs=6), 3, backed(3, batch=RESUME), max_steps=9, save_every=4, **THREADS)
+    assert sorted(path.name for path in (world.run_dir / "checkpoints").glob("step_*"))[-1] == "step_00000009"
+    after = world(train, 2, Plan(layout=Layout(replicas=2), batch=RESUME, compute=EXACT), max_steps=11, **THREADS)
+    assert [*after[0]] == [10, 11]
+    last = world(train, 3, backed(3, batch=RESUME), max_steps=14, **THREADS)
+    assert {step for losses in last for step in losses} == {12, 13, 14}
+    assert audit(world.run_dir).is_clean
