@@ -34,6 +34,7 @@ class Reference:
     cut: int = 0  # the number of parameters of the first of two
     overlap: int = 0
     mixing: float = 0.0
+    keep_moves: bool = False
 
     def __post_init__(self) -> None:
         self.models = [copy.deepcopy(self.model) for _ in range(self.replicas)]
@@ -43,6 +44,7 @@ class Reference:
         places = list(range(len(self.momentum)))
         self.parts = [places] if self.fragments == 1 else [places[: self.cut], places[self.cut :]]
         self.used_of = [[0] * self.replicas for _ in self.parts]
+        self.sent: dict[tuple[int, int], Tensor] = {}  # weights under way, by replica and place
 
     def run(self, steps: int) -> list[list[float]]:
         """Take steps; returns the replicas' losses in each."""
@@ -99,18 +101,19 @@ class Reference:
                     self.land(part, self.mixing)
         if is_last:
             for number, part in enumerate(self.parts):
-                sent = range(max(1, step - self.overlap), step + 1)
+                sent = range(max(1, step - self.overlap + 1), step + 1)  # and has not landed
                 if self.overlap and any(one % self.every == number * self.every // len(self.parts) for one in sent):
                     self.land(part, 0.0)
                 if sum(self.used_of[number]):
                     self.outer_step(part, self.used_of[number])
-                self.land(part, 0.0)
+                self.land(part, 0.0, keeps=False)
             self.average_buffers()
 
     def outer_step(self, part: Sequence[int], used: list[int]) -> None:
         for place in part:
             agreed = list(self.model.parameters())[place]
             owns = [list(model.parameters())[place] for model in self.models]
+            self.sent |= {(replica, place): own.clone() for replica, own in enumerate(owns)}
             moved = _sum((agreed - own) * n / sum(used) for own, n in zip(owns, used, strict=True))
             if self.outer is not None:
                 self.momentum[place].mul_(self.outer.momentum).add_(moved)
@@ -118,11 +121,14 @@ class Reference:
             agreed.sub_(moved)
         used[:] = [0] * self.replicas
 
-    def land(self, part: Sequence[int], mixing: float) -> None:
-        for model in self.models:
+    def land(self, part: Sequence[int], mixing: float, *, keeps: bool = True) -> None:
+        for replica, model in enumerate(self.models):
             for place in part:
                 own, agreed = list(model.parameters())[place], list(self.model.parameters())[place]
-                own.copy_(mixing * own + (1 - mixing) * agreed)
+                if self.keep_moves and keeps:
+                    own.copy_(agreed + own - self.sent[replica, place])
+                else:
+                    own.copy_(mixing * own + (1 - mixing) * agreed)
 
     @torch.no_grad()
     def agree(self) -> None:

@@ -167,6 +167,7 @@ def test_text_may_be_written_in_several_ways(text: str, plan: Plan) -> None:
         ("localsgd(every=2,fragments=3)", "LocalSGD.fragments is 3; it must be from 1 to every=2"),
         ("localsgd(every=2,overlap=2)", "LocalSGD.overlap is 2; it must be from 0 to below every=2"),
         ("localsgd(every=2,mixing=1)", "LocalSGD.mixing is 1.0; it must be from 0"),
+        ("localsgd(every=2,keep_moves=true)", "LocalSGD.keep_moves=True with overlap=0 and mixing=0.0: what a replica"),
         ("localsgd(every=2,outer=adam)", "plan.sync.outer is 'adam'; it must be Nesterov or none."),
         ("localsgd(every=2,outer=nesterov(lr=0))", "Nesterov.lr is 0.0; it must be more than 0"),
         ("localsgd(every=2,outer=nesterov(momentum=1))", "Nesterov.momentum is 1.0; it must be from 0 to below 1"),

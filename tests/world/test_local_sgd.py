@@ -112,6 +112,7 @@ def reference(
         cut=3,  # as the sizes are
         overlap=sync.overlap,
         mixing=sync.mixing,
+        keep_moves=sync.keep_moves,
     )
     return made, made.run(3 * STEPS)
 
@@ -135,6 +136,12 @@ def assert_same(found: dict[str, Any], state: dict[str, Tensor], tolerance: floa
         (LocalSGD(every=4, fragments=2, mixing=0.25, outer=Nesterov()), 2, {"optimizer": "momentum"}),
         (LocalSGD(every=3, fragments=2, overlap=1, outer=Nesterov(lr=0.5)), 3, {"optimizer": "adamw"}),
         (LocalSGD(every=5, overlap=2, mixing=0.5), 2, {"optimizer": "adamw"}),
+        (LocalSGD(every=4, overlap=3, keep_moves=True), 2, {"optimizer": "adamw"}),
+        (
+            LocalSGD(every=3, fragments=2, overlap=2, keep_moves=True, outer=Nesterov(lr=0.5)),
+            3,
+            {"optimizer": "momentum"},
+        ),
     ],
     ids=str,
 )

@@ -107,7 +107,9 @@ class LocalSGD(Part):
 
     Streaming (Douillard et al. 2025): with `fragments=n` the parameters are divided into n parts of about the same
     size, each with a place of its own within the `every` steps; what is agreed about one travels while the next
-    `overlap` steps are taken, and when it lands the share `mixing` of the replica's own weights stays.
+    `overlap` steps are taken, and when it lands the share `mixing` of the replica's own weights stays. With
+    `keep_moves` it is what the replica has moved by since then that stays, in full, on top of what was agreed (Shen et
+    al. 2019): no step is lost to an overlap, however long. That takes 4 more bytes for each fp32 parameter under way.
 
     `algorithm` and `bucket_bytes` say how the sums travel, as in `AllReduce`.
     """
@@ -117,6 +119,7 @@ class LocalSGD(Part):
     fragments: int = 1
     overlap: int = 0
     mixing: float = 0.0
+    keep_moves: bool = False
     algorithm: Algorithm = "auto"
     bucket_bytes: int = 8 * MiB
 
@@ -139,6 +142,12 @@ class LocalSGD(Part):
             raise PlanError(
                 f"LocalSGD.mixing is {self.mixing}; it must be from 0 (what was agreed replaces the replica's own "
                 "weights) to below 1 (it would be dropped)."
+            )
+        if self.keep_moves and (self.mixing > 0 or not self.overlap):
+            raise PlanError(
+                f"LocalSGD.keep_moves=True with overlap={self.overlap} and mixing={self.mixing}: what a replica moves "
+                "by while a fragment travels is kept, so that has to take a step or more, and mixing does nothing. Set "
+                "overlap to at least 1 (and below every), leave out mixing, or leave out keep_moves."
             )
 
     @property

@@ -9,7 +9,8 @@ momentum (DiLoCo, Douillard et al. 2023, algorithm 1). Without one, anchor - sum
 Of a parameter that is split over the workers of a replica each has the anchor of its local part.
 
 Streaming (Douillard et al. 2025, algorithm 2): one of these for each *fragment* of the parameters. What it sends is
-under way while the replica takes steps; when it lands, the replica's weights are mixed with the new anchors.
+under way while the replica takes steps; when it lands, the replica's weights are mixed with the new anchors, or become
+anchor + (weight - weight when it was sent), so that the steps meanwhile count (CoCoD-SGD, Shen et al. 2019).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class OuterStep:
         self._parameters = [parameter for _, parameter in parameters]
         self._anchors = [_anchor_of(parameter) for parameter in self._parameters]
         self._names = [name for name, _ in parameters]
+        self._sent: list[Tensor] = []  # the replica's own weights then, where what it moves by meanwhile is kept
         self.sums = GradientSum(self.anchors, group=group, everybody=everybody, sync=sync.sums, wire=wire, seed=seed)
         self.optimizer: torch.optim.SGD | None = None
         if sync.outer is not None:
@@ -82,6 +84,8 @@ class OuterStep:
     def send(self, share: float, numbers: Sequence[float], *, step: int) -> None:
         """Begin to; meanwhile the replica may take steps."""
         self.sums.begin(0, step=step)
+        if self._sync.keep_moves:
+            self._sent = [local_part(parameter).clone() for parameter, _ in self._pairs()]
         for parameter, anchor in self._pairs():
             own, agreed = local_part(parameter), local_part(anchor)
             # A parameter that no replica has used is sent by nobody, and its momentum does not move it.
@@ -98,7 +102,8 @@ class OuterStep:
 
     @torch.no_grad()
     def take(self, *, mixing: float = 0.0) -> None:
-        """Move the anchors, and give this replica their weights; the share `mixing` of its own stays."""
+        """Move the anchors, and give this replica their weights; the share `mixing` of its own stays, or all that it
+        has moved by since it has sent them."""
         owes = bool(self.sums.memory().own)  # what the wire had still to send has been added to what was sent now
         self.sums.settle()
         if self.optimizer is not None:
@@ -109,10 +114,14 @@ class OuterStep:
             for anchor in self._anchors:
                 if anchor.grad is not None:
                     local_part(anchor).sub_(local_part(anchor.grad))
-        for parameter, anchor in self._pairs():
+        for place, (parameter, anchor) in enumerate(self._pairs()):
             if anchor.grad is not None:
                 own, agreed = local_part(parameter), local_part(anchor)
-                own.copy_(agreed if not mixing else own * mixing + agreed * (1 - mixing))
+                if self._sent:
+                    own.sub_(self._sent[place]).add_(agreed)
+                else:
+                    own.copy_(agreed if not mixing else own * mixing + agreed * (1 - mixing))
+        self._sent = []
         self.sums.drop()
 
     @torch.no_grad()
@@ -123,6 +132,7 @@ class OuterStep:
 
     def drop(self) -> None:
         """Forget what was exchanged."""
+        self._sent = []
         self.sums.drop()
 
     def _pairs(self) -> list[tuple[Parameter, Parameter]]:
