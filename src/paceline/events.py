@@ -30,6 +30,7 @@ __all__ = [
     "Restarted",
     "RunFinished",
     "RunStarted",
+    "ServerReplaced",
     "SpikeSeen",
     "StateKept",
     "StepDone",
@@ -295,6 +296,17 @@ class Regrouped(Event):
     steps_lost: int  # that had been committed, and have to be taken again
     holds: bool  # too few: they wait for others
     workers_each: int = 1  # of a replica
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerReplaced(Event):
+    """A parameter server was lost, and its mirror has taken its place; said by the first worker that asked it."""
+
+    server: int
+    lost: str  # "parameter server 0 (pid 4711 on node1) killed by signal 9"
+    by: str  # "pid 4713 on node2"
+    step: int  # under way
+    took_s: float  # from when the worker knew until the mirror had answered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

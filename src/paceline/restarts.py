@@ -112,6 +112,7 @@ def begin_again(broken: Broken, *, most: int, on_disk: int | None, at_step: int)
         errands=errands(hosts, ranks, step, workers_each=each) if is_kept else (),
         workers_each=each,
         least=broken.least,
+        keeps=broken.keeps,
     )
 
 

@@ -1,9 +1,10 @@
 """Where workers of a test's program are lost: at chosen points of chosen steps, each fault once, never by the clock.
 
 FAULTS     JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; with "whom": "supervisor" it is
-           the supervisor that is killed, by that worker. where: data, forward, backward, evaluate (the program calls
-           `fault` there), sum (its part of a sum over replicas is handed over), vote (it has the sums, others may not
-           know), committed, save (its part of a checkpoint is on its way), regroup (during the recovery from another)
+           the supervisor that is killed, by that worker, with "server" the parameter server that it has started. where:
+           data, forward, backward, evaluate (the program calls `fault` there), sum (its part of a sum over replicas is
+           handed over), vote (it has the sums, others may not know), committed, save (its part of a checkpoint is on
+           its way), regroup (during the recovery from another)
 OPTIONS    JSON: what the programs take beside it, each its own
 FAULT_DIR  a folder for what they leave: which faults came, and the weights at the end
 """
@@ -41,13 +42,18 @@ def fault(worker: paceline.Worker, where: str) -> None:
         is_due = one["where"] == where and one["worker"] == worker.rank and worker.step + 1 >= one["step"]
         if is_due and not marker.exists():
             marker.write_text(f"{worker.step} {time.time()}")
-            whom = os.getpid() if one.get("whom") != "supervisor" else supervisor()
-            os.kill(whom, one.get("signal", signal.SIGKILL))
+            whom = {"": lambda _: os.getpid(), "supervisor": lambda _: supervisor(), "server": server_of}
+            os.kill(whom[one.get("whom", "")](worker), one.get("signal", signal.SIGKILL))
 
 
 def supervisor() -> int:
     """The process number of whoever keeps the run's record."""
     return int(json.loads(Path(OPTIONS["job"]["run_dir"], "run.json").read_text())["pid"])
+
+
+def server_of(worker: Any) -> int:
+    """The process number of the first parameter server that this worker has started."""
+    return worker._servers._started[0]
 
 
 def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -41,6 +42,65 @@ def test_replicas_that_take_turns_leave_together_and_any_sync_goes_on(tmp_path: 
     assert then.code == 0, then.output
     judged = audit(then.run_dir)
     assert judged.verdict == "clean", judged
+
+
+@pytest.mark.parametrize("replicas", ["2-4", "4"])
+def test_a_killed_server_has_all_begin_again_from_the_newest_checkpoint(tmp_path: Path, replicas: str) -> None:
+    plan = PLAN.replace("2-4", replicas)
+    run = trained(
+        tmp_path / "a", {"worker": 1, "step": 8, "where": "backward", "whom": "server"}, plan=plan, pause_s=0.05
+    )
+    assert_unharmed(run)
+    said = re.search(
+        r"parameter server 1 \(pid \d+ on \S+\) killed by signal 9 after step 7: all 4 workers start again "
+        r"from the checkpoint of step (\d) on disk: (\d) steps? (is|are) done again",
+        run.output,
+    )
+    assert said is not None and int(said[1]) + int(said[2]) == 7, run.output
+
+
+def test_a_mirror_takes_over_while_a_worker_is_lost_too(tmp_path: Path) -> None:
+    server = {"worker": 1, "step": 6, "where": "backward", "whom": "server"}
+    worker = {"worker": 3, "step": 6, "where": "vote"}
+    run = trained(
+        tmp_path / "a", server, worker, plan=PLAN.replace("servers=2", "servers=2,mirrored=true"), pause_s=0.05
+    )
+    assert_unharmed(run)
+    said = r"parameter server 1 .* (killed by signal 9|was lost) in step 6: its mirror .* took its place .* lost 0"
+    assert re.search(said, run.output), run.output
+    assert "start again" not in run.output, run.output
+
+
+def test_a_server_that_is_lost_with_its_mirror_has_all_begin_again(tmp_path: Path) -> None:
+    plan = "replicas=2+parameterserver(mirrored=true)+batch(size=20,micro=2)+compute(precision=fp64)"
+    both = [{"worker": worker, "step": 8, "where": "backward", "whom": "server"} for worker in (0, 1)]
+    run = trained(tmp_path / "a", *both, plan=plan, pause_s=0.05, job={"workers": 2})
+    assert_unharmed(run)
+    assert re.search(r"parameter server 0 .* after step 7: both workers start again from the", run.output), run.output
+
+
+def test_replicas_that_take_turns_begin_again_too(tmp_path: Path) -> None:
+    turns = "replicas=3+parameterserver(servers=2,staleness=none)+batch(size=20,micro=2)+compute(precision=fp64)"
+    killed = {"worker": 0, "step": 8, "where": "backward", "whom": "server"}
+    run = trained(tmp_path / "a", killed, turns=True, plan=turns, pause_s=0.05, job={"workers": 3})
+    assert run.code == 0, run.output
+    assert re.search(r"parameter server 0 .* after step \d+: all 3 workers start again", run.output), run.output
+    assert sorted(row["step"] for row in run.metrics()) == list(range(1, 13))
+    judged = audit(run.run_dir)
+    assert judged.verdict == "clean", judged
+
+
+def test_a_stopped_server_is_named_while_it_is_awaited_and_given_up_in_the_end(tmp_path: Path) -> None:
+    stopped = {"worker": 0, "step": 6, "where": "backward", "whom": "server", "signal": signal.SIGSTOP}
+    run = trained(tmp_path / "a", stopped, plan=PLAN.replace("2-4", "2"), job={"workers": 2, "timeout_s": 8})
+    assert_unharmed(run)
+    name = r"parameter server 0 \(pid (\d+) on \S+\)"
+    said = re.search(rf"{name} is stopped .* has waited 4 s for it; `kill -CONT \d+` .* after 8 s", run.output)
+    assert said is not None, run.output
+    assert re.search(rf"{name} stood still .* for 8 s .* after step 5: both workers start again", run.output), (
+        run.output
+    )
+    assert not Path("/proc", said[1]).exists()
 
 
 def test_no_server_outlives_a_run_whose_supervisor_is_killed(tmp_path: Path) -> None:

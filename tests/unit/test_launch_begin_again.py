@@ -118,6 +118,48 @@ def test_nobody_begins_again_beside_a_process_that_does_not_end(one: OneHost) ->
     assert one.said[0].endswith(AGAIN)
 
 
+SERVER = "parameter server 1 (pid 5 on a) killed by signal 9"
+
+
+def test_a_lost_server_has_all_begin_again_though_nothing_is_in_memory(one: OneHost) -> None:
+    one.head.request(2, {"op": "unserved", "cause": SERVER})
+    one.head.request(1, {"op": "unserved", "cause": "the same, told later"})
+    assert one.crew.told == ["kill"]
+    one.crew.is_gone = True
+    for worker in range(4):
+        one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
+    one.head.tick(time.monotonic())
+    assert one.head.outcome is not None
+    left = (HostLeft(index=0, slots=4, workers=(0, 1, 2, 3)),)
+    lost = Broken(causes=(SERVER,), lost=(), keeps=False, workers_each=2, workers=4, hosts=left)
+    assert one.head.outcome.broken == lost
+
+
+def test_a_lost_server_ends_a_run_that_nobody_can_begin_again(one: OneHost) -> None:
+    one.head.judge = lambda _: None
+    one.head.request(2, {"op": "unserved", "cause": SERVER})
+    one.crew.is_gone = True
+    for worker in range(4):
+        one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
+    one.head.tick(time.monotonic())
+    assert one.head.outcome is not None
+    (failure,) = one.head.outcome.failures
+    assert (one.head.outcome.exit_code, one.head.outcome.may_begin_again) == (1, False)
+    assert failure.error is not None and failure.error["message"] == f"{SERVER}: {AGAIN}"
+
+
+@pytest.mark.parametrize("before", ["error", "barren", "leaving"])
+def test_a_lost_server_changes_nothing_where_the_run_ends_anyway(one: OneHost, before: str) -> None:
+    if before == "error":
+        one.head.exited(ended(0, 1, error={"message": "the user's"}))
+    elif before == "barren":
+        one.head.barren()
+    else:
+        one.head.interrupted(signal.SIGTERM)
+    one.head.request(2, {"op": "unserved", "cause": SERVER})
+    assert "kill" not in one.crew.told
+
+
 def test_an_error_of_the_program_counts_though_the_others_are_lost_after_it(one: OneHost) -> None:
     one.keep()
     one.head.exited(ended(0, 1, error={"message": "the user's"}))

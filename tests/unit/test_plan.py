@@ -45,6 +45,7 @@ plans = st.builds(
     )
     | st.builds(ParameterServer, servers=counts, staleness=st.none() | st.integers(0, 100), bucket_bytes=counts)
     | st.builds(ParameterServer, servers=counts, drop=st.integers(0, 100))
+    | st.builds(ParameterServer, servers=counts, mirrored=st.booleans())
     | st.builds(
         LocalSGD,
         every=counts,

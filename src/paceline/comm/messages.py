@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.comm.token import HANDSHAKE_TIMEOUT_S, Handshake, Refused
 from paceline.errors import SyncError
 
-__all__ = ["Caller", "Listener", "Lost", "Message", "Secret"]
+__all__ = ["Caller", "Late", "Listener", "Lost", "Message", "Secret"]
 
 LOOK_S = 0.02  # how often a wait looks up
 LINGER_MS = 1000  # at a good end, for what is still on its way
@@ -36,11 +36,20 @@ HEADER_BYTES = 1 << 26  # as large as any header may become
 # What is said to a host that has gone without a word is noticed in time; who is only stopped still answers.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 
+# A listener listens before anybody is told where: who cannot connect, or is cut off, has lost it.
+GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
 Secret = bytes
 
 
 class Lost(SyncError):
     """The listener is there no longer."""
+
+    listener = ""  # its name, for people
+
+
+class Late(Lost):
+    """The listener may be there, and has not answered for as long as its caller waits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,14 +155,22 @@ class Caller:
     """One connection to a listener; for one thread. Raises SyncError where the two do not hold the same secret."""
 
     def __init__(
-        self, endpoint: str, secret: Secret, *, name: str, timeout_s: float, check: Callable[[], None] = lambda: None
+        self,
+        endpoint: str,
+        secret: Secret,
+        *,
+        name: str,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        waits: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`name`: of the listener, for people. `check()` is called while it waits, and ends a wait by raising."""
+        """`name`: of the listener, for people. `check()` is called while it waits, and ends a wait by raising; so is
+        `waits(seconds)`, with how long that has been."""
         self.name = name
-        self._timeout_s, self._check = timeout_s, check
+        self._timeout_s, self._check, self._waits = timeout_s, check, waits
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.DEALER, is_v6="[" in endpoint)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(GONE)
         self._lost = False
         self._num_calls = 0
         self._socket.connect(endpoint)
@@ -188,8 +205,8 @@ class Caller:
         """Wait for the answer to a question; older ones, that nobody wanted any more, are passed over. `meanwhile()` is
         called every now and then, and may say something more.
 
-        Raises Lost where the listener has gone, RuntimeError where it has failed, and, unless without `checks`, what
-        `check` raises.
+        Raises Lost where the listener has gone, Late where it says nothing in time, RuntimeError where it has failed,
+        and, unless without `checks`, what `check` raises.
         """
         while True:
             message = _read(self._wait(self._timeout_s, f"an answer of {self.name}", checks, meanwhile))
@@ -234,11 +251,19 @@ class Caller:
     def _go_on_waiting(self, deadline: float, limit_s: float, what: str, *, is_lost: bool, checks: bool = True) -> None:
         if is_lost or self._lost:
             self._lost = True
-            raise Lost(f"{self.name} was lost: the connection was closed while this worker waited for {what}")
+            raise self._told(
+                Lost(f"{self.name} was lost: the connection was closed while this worker waited for {what}")
+            )
         if checks:
             self._check()
-        if time.monotonic() > deadline:
-            raise SyncError(f"waited {limit_s:.0f} s for {what}")
+        now = time.monotonic()
+        if now > deadline:
+            raise self._told(Late(f"waited {limit_s:.0f} s for {what}"))
+        self._waits(limit_s - (deadline - now))
+
+    def _told(self, lost: Lost) -> Lost:
+        lost.listener = self.name
+        return lost
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, *, is_v6: bool) -> zmq.Socket[bytes]:

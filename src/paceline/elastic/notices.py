@@ -9,6 +9,7 @@ worker -> head    elastic    the plan lets replicas come and go: the least and t
                   committed  its first step of a generation
                   stuck      a transfer of a generation failed, though nobody is known to be lost; `peer`: with whom
                   leaving    it was asked to go, by this `signal`
+                  unserved   it has lost a parameter server, and all are to begin again; `cause`: how
                   left       the others go on without it, and it ends
                   alive      nothing else to say
 head -> worker    form       a generation: who is in it, and whether it begins at once or between two steps
@@ -25,7 +26,7 @@ from typing import Any
 __all__ = ["FROM_WORKERS", "PREEMPTED", "TOO_FEW", "Finish", "Form"]
 
 FROM_WORKERS = frozenset(
-    {"elastic", "begun", "keeps", "ready", "formed", "committed", "stuck", "leaving", "left", "alive"}
+    {"elastic", "begun", "keeps", "ready", "formed", "committed", "stuck", "leaving", "unserved", "left", "alive"}
 )
 PREEMPTED = 75  # exit code (EX_TEMPFAIL): everything is saved, run the same command again
 TOO_FEW = 76  # exit code: fewer replicas than the plan's minimum were left; the same command goes on from the last save

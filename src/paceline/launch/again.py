@@ -23,6 +23,7 @@ class Again:
     errands: tuple[Errand, ...] = ()  # snapshots that go to another host first
     workers_each: int | None = None  # of replicas that come and go; None: their number is fixed
     least: int = 1  # of such replicas
+    keeps: bool = True  # what all do is in memory from the beginning, as it was before
 
     @property
     def workers(self) -> int:
@@ -55,4 +56,5 @@ class Again:
             errands=tuple(Errand(**one) for one in data["errands"]),
             workers_each=data["workers_each"],
             least=int(data["least"]),
+            keeps=bool(data["keeps"]),
         )

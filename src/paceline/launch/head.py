@@ -86,7 +86,8 @@ class Head:
         self._controller: Controller | None = None
         self._emit: Callable[[Event], None] = _nowhere
         self._has_begun = False  # some worker is at work on steps
-        self._keeps_state = again is not None  # in memory that outlives the workers: all can begin again
+        self._keeps_state = again is not None and again.keeps  # in memory that outlives the workers
+        self._is_barren = False  # there is nobody to fork workers from
         self._needs = Needs(
             most=job.workers or 0 if again is None else again.most,
             workers_each=None if again is None else again.workers_each,
@@ -178,7 +179,7 @@ class Head:
             self._end_at = time.monotonic() + (self._job.silence_s + 1.0 if is_echo else GATHER_S)
 
     def barren(self) -> None:
-        self._keeps_state = False  # there is nobody to fork workers from
+        self._is_barren, self._keeps_state = True, False
         self.guests.barren()
 
     # What the supervisor tells.
@@ -382,6 +383,8 @@ class Head:
                 self._has_begun = True
             case "keeps":
                 self._keeps_state = True
+            case "unserved":
+                self._unserved(worker, str(notice["cause"]))
             case "leaving" if not self._has_begun:
                 self._stop(signal.SIGTERM, by=f" to worker {worker}")
             case "leaving" if self._controller is None:
@@ -391,6 +394,20 @@ class Head:
                 self._note_finish(self._controller.finish)
             case _:
                 pass
+
+    def _unserved(self, worker: int, cause: str) -> None:
+        """A parameter server was lost, and what only it had: all begin again from the newest checkpoint.
+
+        Where nobody can start them, or the run is about to end, the workers' own error tells it.
+        """
+        is_over = self._ending or self._end_at is not None or self._leave_by is not None
+        if is_over or self._is_barren or self._job.launcher == "inline":
+            return
+        message = f"{cause}: {next_time(Path(self.run_dir))}"
+        failure = lost(worker, host=self.host_of(worker), pid=0, kind="ServerLost", message=message, names_workers=True)
+        broken = Broken(causes=(cause,), lost=(), keeps=self._keeps_state)
+        self._keeps_state = True  # on the disk
+        self._end_for_another_start(Outcome(state="failed", exit_code=1, failures=(failure,), broken=broken))
 
     def _begin_elastic(self, least: int, most: int, workers_each: int) -> None:
         limits = Limits(

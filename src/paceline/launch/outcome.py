@@ -88,6 +88,7 @@ class Broken:
 
     causes: tuple[str, ...]
     lost: tuple[int, ...]  # workers, but for those that were ended because of others
+    keeps: bool = True  # in memory: otherwise what was lost was no worker, and all begin again from the disk
     workers_each: int | None = None  # of replicas that come and go, and hold the same; None: their number is fixed
     least: int = 1  # of such replicas
     workers: int = 0  # that may begin again
@@ -175,9 +176,17 @@ def interrupted(signum: int, exits: Sequence[WorkerExit], *, by: str = "") -> Ou
 
 
 def lost(
-    worker: int, *, host: str, pid: int, kind: str, message: str, echo: bool = False, sent_by_us: bool = False
+    worker: int,
+    *,
+    host: str,
+    pid: int,
+    kind: str,
+    message: str,
+    echo: bool = False,
+    sent_by_us: bool = False,
+    names_workers: bool = False,
 ) -> WorkerExit:
-    """The end of a worker of which nothing is known but what `message` says."""
+    """The end of a worker of which nothing is known but what `message` says. `names_workers`: it says all there is."""
     error = {
         "kind": kind,
         "message": message,
@@ -189,6 +198,8 @@ def lost(
         "time": time.time(),
         "usage": False,
         "echo": echo,
+        "says_all": names_workers,
+        "names_workers": names_workers,
     }
     return WorkerExit(
         worker=worker,

@@ -7,6 +7,7 @@ the file always tells one story from the first step to the last.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -47,7 +48,9 @@ class MetricsFile:
     def _open(self, last_step: int) -> TextIO:
         if self._file is None:
             written = drop_later_steps(self.path, last_step)
-            missing = steps_between(self.path.parent, before_attempt=self._attempt, after=written, until=last_step)
+            whole = next(step for step in itertools.count() if step + 1 not in written)  # all until there
+            found = steps_between(self.path.parent, before_attempt=self._attempt, after=whole, until=last_step)
+            missing = [row for row in found if row.step not in written]
             self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
             self._file.writelines(map(_text, missing))
         return self._file
@@ -75,20 +78,20 @@ def _text(row: Step) -> str:
     return json.dumps(metrics_line(row), allow_nan=False) + "\n"
 
 
-def drop_later_steps(path: Path, last_step: int) -> int:
+def drop_later_steps(path: Path, last_step: int) -> set[int]:
     """Remove the lines of steps after `last_step`, and unreadable ones; the file is replaced in one instant.
 
-    Returns the last step that is left; 0: none is.
+    Returns the steps that are left. Where replicas take steps by themselves, their lines are in no order.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
-            num_dropped, kept = 0, 0
+            num_dropped, kept = 0, set[int]()
             for line in old:
                 step = _step(line) if line.endswith("\n") else None
                 if step is not None and step <= last_step:
                     new.write(line)
-                    kept = step
+                    kept.add(step)
                 else:
                     num_dropped += 1
             new.flush()
@@ -97,7 +100,7 @@ def drop_later_steps(path: Path, last_step: int) -> int:
             os.replace(temporary, path)
         return kept
     except FileNotFoundError:  # a new run
-        return 0
+        return set()
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ from paceline.events import (
     Regrouped,
     Reported,
     Restarted,
+    ServerReplaced,
     SpikeSeen,
     StreamOpened,
     WeightsDiffer,
@@ -175,6 +176,8 @@ def event_line(event: Event) -> str | None:
             return f"{', '.join(causes)} after step {step}: {regrouped_text(regrouped)}"
         case Restarted() as restarted:
             return restarted_text(restarted)
+        case ServerReplaced(lost=lost, by=by, step=step, took_s=took_s):
+            return f"{lost} in step {step}: its mirror ({by}) took its place in {took_s:.2f} s, steps lost 0"
         case WorkerLeft(rank=worker, reason=reason, step=step, members=members):
             go_on = "1 worker goes on" if len(members) == 1 else f"{len(members)} workers go on"
             return f"worker {worker} has left ({reason}) after step {step}: {go_on}"

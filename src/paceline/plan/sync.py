@@ -50,12 +50,15 @@ class ParameterServer(Part):
     s: each replica takes a whole batch at a time, and each is one update. None: the same, without a bound.
     `drop=n` has n backup workers (Chen et al. 2016): an update is made of the shares of a batch that come first, of all
     replicas but n. What the slowest n have computed is thrown away, and nobody waits for them.
-    `bucket_bytes` counts the gradients that travel together while backward still runs.
+    `bucket_bytes` counts the gradients that travel together while backward still runs. With `mirrored` each server has
+    a second process beside it, which holds and does the same, and takes its place where it is lost: no step is. The
+    price: the servers' memory and the optimizer's work twice, and each step's sums once more over the network.
     """
 
     servers: int = 1
     staleness: int | None = 0
     drop: int = 0
+    mirrored: bool = False
     bucket_bytes: int = 8 * MiB
 
     def __post_init__(self) -> None:
@@ -76,6 +79,13 @@ class ParameterServer(Part):
             raise PlanError(
                 f"ParameterServer.drop is {self.drop} with staleness={self.staleness}: replicas that take batches of "
                 "their own do not wait for slow ones anyway. Use staleness=0, or drop=0."
+            )
+        if self.mirrored and (self.staleness != 0 or self.drop):
+            other = f"drop={self.drop}" if self.drop else f"staleness={self.staleness}"
+            raise PlanError(
+                f"ParameterServer.mirrored is True with {other}: mirrors follow steps that all replicas share, and no "
+                "shares or updates of single ones yet. Leave one of the two out; without mirrors all begin again from "
+                "the newest checkpoint where a server is lost."
             )
 
 

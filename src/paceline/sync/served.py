@@ -10,7 +10,6 @@ Norms are exact: the servers give the squares of theirs, before anybody steps.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -74,6 +73,7 @@ class ServedGradients(GradientSum):
             self._held = held_by(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now
+        self._servers.begin(self._key, index=self._everybody.index, size=self._everybody.size)
 
     def land(self, *, scale: float) -> None:
         """Learn the norm of the sums; they stay where they are, and so does nothing here."""
@@ -160,8 +160,7 @@ class ServedGradients(GradientSum):
 
         def push(flat: Tensor) -> Callable[[], None]:
             header = {"op": "push", "walk": self._key, "replica": self._everybody.index, "places": places}
-            caller = self._servers.caller(number)
-            return functools.partial(caller.wait_sent, caller.send(header, [flat]))
+            return self._servers.push(number, header, flat)
 
         return ServedBucket(run, push=push, wire_dtype=self._wire_dtype)
 

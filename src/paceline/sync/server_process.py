@@ -23,8 +23,10 @@ import torch
 from paceline.comm.messages import Listener, Secret
 from paceline.sync.serving import MakeServer, Part
 
-__all__ = ["fork_server"]
+__all__ = ["end_server", "fork_server", "is_stopped", "reaped"]
 
+NAME = "paceline-server"  # of the process, where a system has such names
+POLL_S = 0.005
 BEGIN_S = 60.0  # from the fork until it can be reached
 ALONE_S = 60.0  # without any caller, where the worker that forked it has gone
 
@@ -63,6 +65,34 @@ def fork_server(
     return pid, endpoint
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host stands still: SIGSTOP, or a debugger. False where that cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:  # it has gone, or this is no Linux
+        return False
+
+
+def end_server(pid: int) -> None:
+    """Kill a server of this host, whoever started it; nothing happens where it is not known that it is one."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/comm").read_text().strip() == NAME:
+            os.kill(pid, signal.SIGKILL)
+
+
+def reaped(pid: int, *, within_s: float) -> str:
+    """Wait for the end of a child; returns "killed by signal 9" or "ended with status 1", "" where it does not end."""
+    deadline = time.monotonic() + within_s
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(POLL_S)  # a child that has left its parent's session tells nobody but waitpid
+
+
 def _told(ours: int, pid: int) -> str:
     """The endpoint that a server tells, or nothing where it has ended; one that says nothing is ended."""
     with os.fdopen(ours, "rb", buffering=0) as said:
@@ -90,12 +120,12 @@ def _be(
     try:
         os.setsid()
         tell = _cut_off(keeping=tell)
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, signal.SIG_DFL)
+        for signum in (signal.SIGTERM, signal.SIGINT):  # which may come to all of a job: workers save, and need it
+            signal.signal(signum, signal.SIG_IGN)
         torch.set_num_threads(1)  # those of the worker's pool are not here
         torch.set_grad_enabled(True)
         if sys.platform == "linux":
-            Path("/proc/self/comm").write_text("paceline-server")
+            Path("/proc/self/comm").write_text(NAME)
         with contextlib.closing(
             Listener(address, secret, largest_bytes=largest_bytes)
         ) as listener:  # what was said last arrives, after a failure too

@@ -6,6 +6,7 @@ server that is there stays the same for the whole attempt, whoever comes and goe
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -18,16 +19,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.messages import Caller, Message
+from paceline.comm.messages import Caller, Late, Lost, Message
 from paceline.errors import SyncError
-from paceline.sync.server_process import fork_server
-from paceline.sync.serving import MakeServer, Part, Server
+from paceline.sync.server_process import end_server, fork_server, is_stopped, reaped
+from paceline.sync.serving import MakeServer, Part, Server, Walk
 
 __all__ = ["Servers"]
 
 KEY = "paceline/servers/{attempt}/{number}"
 POLL_S = 0.005
 END_S = 3.0  # until a server that this worker has started has noticed that all are gone
+TOLD_S = 10.0  # a wait of so long is told
+STARTER_FIRST_S = 0.5  # who has started a server knows by which signal it was killed, and may say so first
 
 
 class Servers:
@@ -43,13 +46,17 @@ class Servers:
         host: str,
         timeout_s: float,
         check: Callable[[], None],
+        say: Callable[[str], None] = lambda _: None,
+        holds_back: bool = False,
     ) -> None:
         """`store` is the run's board, `address` that of this host as others see it. `check()` is called in waits, and
-        ends them by raising."""
+        ends them by raising. `say` warns the user; `holds_back`: a server may have good reason not to answer yet."""
         self.count = count
         self._store, self._attempt, self._address, self._host = store, attempt, address, host
         self._timeout_s, self._check = timeout_s, check
+        self._say, self._holds_back = say, holds_back
         self._callers: list[Caller] = []
+        self._abouts: dict[str, Mapping[str, Any]] = {}  # of each server by its name: where it is
         self._started: list[int] = []  # process numbers
 
     @property
@@ -79,16 +86,16 @@ class Servers:
                 about = {"endpoint": endpoint, "secret": secret.hex(), "pid": pid, "host": self._host}
                 self._store.set(key, json.dumps(about))
         for number in range(len(self._callers), self.count):  # where a member was lost meanwhile, some are met already
-            about = self._found(number)
-            self._callers.append(
-                Caller(
-                    about["endpoint"],
-                    bytes.fromhex(about["secret"]),
-                    name=f"parameter server {number} (pid {about['pid']} on {about['host']})",
-                    timeout_s=self._timeout_s,
-                    check=self._check,
-                )
-            )
+            about = self._found(KEY.format(attempt=self._attempt, number=number), f"parameter server {number}")
+            self._callers.append(self._connected(f"parameter server {number}", about))
+
+    def begin(self, walk: Walk, *, index: int, size: int) -> None:
+        """A walk begins, on this one of so many workers."""
+
+    def push(self, number: int, header: Mapping[str, Any], flat: Tensor) -> Callable[[], None]:
+        """Send what nobody answers; returns what waits until `flat` may be written to again."""
+        caller = self._callers[number]
+        return functools.partial(caller.wait_sent, caller.send(header, [flat]))
 
     def caller(self, number: int) -> Caller:
         return self._callers[number]
@@ -119,6 +126,28 @@ class Servers:
             for number, place, key, is_tensor, value in answer.header["entries"]:
                 optimizers[number].state[parameters[place]][key] = next(tensors) if is_tensor else value
 
+    def cause_of(self, error: BaseException | None, *, at_once: bool = False) -> str:
+        """Return how a server was lost, where that is what an error says: "parameter server 1 (pid 4711 on node1)
+        killed by signal 9"; else "". One that stands still on this host is killed: nobody asks it again. Unless
+        `at_once`, who knows less than others lets them speak first."""
+        if not isinstance(error, Lost) or error.listener not in self._abouts:
+            return ""
+        name, about = error.listener, self._abouts[error.listener]
+        if isinstance(error, Late):
+            stood_still = self._is_stopped(about)
+            if about["host"] == self._host:
+                end_server(about["pid"])
+            how = "stood still (SIGSTOP, or a debugger)" if stood_still else "gave no answer"
+            return f"{name} {how} for {self._timeout_s:.0f} s (timeout_s)"
+        if about["pid"] in self._started:
+            how = reaped(about["pid"], within_s=END_S)
+            if how:
+                self._started.remove(about["pid"])
+            return f"{name} {how or 'was lost'}"
+        if not at_once:
+            time.sleep(STARTER_FIRST_S)
+        return f"{name} was lost"
+
     def close(self) -> None:
         """Leave them; those that this worker has started are waited for a moment, and end with the last caller."""
         for caller in self._callers:
@@ -129,12 +158,55 @@ class Servers:
             self._started = [pid for pid in self._started if os.waitpid(pid, os.WNOHANG)[0] == 0]
             if self._started:
                 time.sleep(POLL_S)  # a child that has left its parent's session tells nobody but waitpid
+        for pid in filter(is_stopped, self._started):  # the end of the others does not wake it
+            end_server(pid)
+            reaped(pid, within_s=END_S)
 
-    def _found(self, number: int) -> dict[str, Any]:
-        key, deadline = KEY.format(attempt=self._attempt, number=number), time.monotonic() + self._timeout_s
+    def _connected(self, name: str, about: Mapping[str, Any]) -> Caller:
+        """A connection to a server."""
+        name = f"{name} (pid {about['pid']} on {about['host']})"
+        self._abouts[name] = about
+        return Caller(
+            about["endpoint"],
+            bytes.fromhex(about["secret"]),
+            name=name,
+            timeout_s=self._timeout_s,
+            check=self._heed,
+            waits=self._teller(name, about),
+        )
+
+    def _heed(self) -> None:
+        """Called in waits for a server; ends them by raising."""
+        self._check()
+
+    def _teller(self, name: str, about: Mapping[str, Any]) -> Callable[[float], None]:
+        """What tells of a wait that has become long, once."""
+        is_told, due_s = False, min(TOLD_S, self._timeout_s / 2)
+
+        def waits(seconds: float) -> None:
+            nonlocal is_told
+            if seconds < due_s:
+                is_told = False  # another wait
+            elif not is_told and ((is_still := self._is_stopped(about)) or not self._holds_back):
+                is_told = True
+                pid, host = about["pid"], about["host"]
+                remedy = f"; `kill -CONT {pid}` on {host} has it go on" if is_still else ""
+                self._say(
+                    f"{name} {'is stopped (SIGSTOP, or a debugger)' if is_still else 'has not answered'}, and this "
+                    f"worker has waited {seconds:.0f} s for it{remedy}. It is given up after {self._timeout_s:.0f} s "
+                    "(timeout_s)"
+                )
+
+        return waits
+
+    def _is_stopped(self, about: Mapping[str, Any]) -> bool:
+        return about["host"] == self._host and is_stopped(about["pid"])
+
+    def _found(self, key: str, name: str) -> dict[str, Any]:
+        deadline = time.monotonic() + self._timeout_s
         while not self._store.check([key]):
             self._check()
             if time.monotonic() > deadline:
-                raise SyncError(f"parameter server {number} was not started within {self._timeout_s:.0f} s")
+                raise SyncError(f"{name} was not started within {self._timeout_s:.0f} s")
             time.sleep(POLL_S)  # a board's wait would not look for lost members
         return json.loads(self._store.get(key))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,18 @@ from torch.optim import Optimizer
 
 from paceline.comm.messages import Listener, Message
 
-__all__ = ["Held", "MakeServer", "Part", "Server", "check_held", "held_by", "options_of", "squared_norm"]
+__all__ = [
+    "Held",
+    "MakeServer",
+    "Part",
+    "Server",
+    "Walk",
+    "check_held",
+    "held_by",
+    "options_of",
+    "squared_norm",
+    "walk_of",
+]
 
 LOOK_S = 0.2
 
@@ -117,6 +128,25 @@ class Part:
                         tensors.append(value.detach().clone())
         return entries, tensors
 
+    @torch.no_grad()
+    def fill(self, flats: Iterable[Tensor], entries: Iterable[Sequence[Any]], tensors: Iterator[Tensor]) -> None:
+        """Take over what `weights` told of all `places`, and `state`, elsewhere."""
+        by_dtype = {flat.dtype: flat for flat in flats}
+        for parameter in self._parameters.values():
+            flat = by_dtype[parameter.dtype]
+            parameter.copy_(flat[: parameter.numel()].view(parameter.shape))
+            by_dtype[parameter.dtype] = flat[parameter.numel() :]
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        for number, place, key, is_tensor, value in entries:
+            state = self._optimizers[number].state.setdefault(self._parameters[place], {})
+            state[key] = next(tensors).clone() if is_tensor else value
+
+    @property
+    def places(self) -> list[int]:
+        """All that it has."""
+        return [*self._parameters]
+
     def like(self, place: int, flat: Tensor) -> Tensor:
         """A part of a flat tensor as the gradient of a parameter."""
         parameter = self._parameters[place]
@@ -142,7 +172,7 @@ class _CutDown:
             del optimizer.state[parameter]
 
     @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         return self._optimizer.state
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -242,9 +272,19 @@ class Server:
         raise ValueError(f"a worker asked for {message.header['op']!r}, which this server does not know")
 
     def _push(self, header: Mapping[str, Any], flat: Tensor) -> None:
-        walk = _walk(header)
+        gathering, offset = self._gathering(walk_of(header)), 0
+        if gathering is None:
+            return
+        for place in header["places"]:
+            count = self.part.numel(place)
+            gradient = self.part.like(place, flat[offset : offset + count])
+            gathering.pushed.setdefault(place, {})[header["replica"]] = gradient
+            offset += count
+
+    def _gathering(self, walk: Walk) -> _Gathering | None:
+        """What there is of a walk, to which something comes; what it replaces is forgotten. None: it was given up."""
         if walk[0] < self._generation:
-            return  # it was given up
+            return None
         if walk[0] > self._generation:
             self._generation = walk[0]
             self._gatherings.clear()
@@ -252,43 +292,54 @@ class Server:
         # All have voted on the steps before the last one, and none was taken that is still here.
         for old in [one for one in self._gatherings if one[1] < walk[1] - 1]:
             del self._gatherings[old]
-        gathering, offset = self._gatherings.setdefault(walk, _Gathering()), 0
-        for place in header["places"]:
-            count = self.part.numel(place)
-            gradient = self.part.like(place, flat[offset : offset + count])
-            gathering.pushed.setdefault(place, {})[header["replica"]] = gradient
-            offset += count
+        return self._gatherings.setdefault(walk, _Gathering())
 
     def _answer_sums(self) -> None:
         """Tell all who wait for a sum that is complete."""
         still: list[tuple[bytes, Message]] = []
         for caller, message in self._waiting:
             header = message.header
-            if _walk(header) == self._stepped:  # a faster worker has had the step taken before this one asked
+            if walk_of(header) == self._stepped:  # a faster worker has had the step taken before this one asked
                 self.listener.send(caller, {"call": header["call"], "squared": self._squared})
                 continue
-            gathering = self._gatherings.setdefault(_walk(header), _Gathering())
+            gathering = self._gatherings.setdefault(walk_of(header), _Gathering())
             if not gathering.has_all(header["places"], header["replicas"]):
                 still.append((caller, message))
                 continue
             gathering.add_up(header["places"])
             gradients = [gathering.sums[place] for place in header["places"]]
             self._squared = squared_norm(gradients)
+            self._before_sum(walk_of(header), header["places"])
             self.listener.send(caller, {"call": header["call"], "squared": self._squared})
         self._waiting = still
 
     def _step(self, header: Mapping[str, Any]) -> None:
         """Take the step, unless another worker has said so before."""
-        walk = _walk(header)
+        walk = walk_of(header)
         if walk == self._stepped:
             return
         gathering = self._gatherings.pop(walk)
         gathering.add_up(header["places"])
         gradients = {place: gathering.sums[place].mul_(header["factor"]) for place in header["places"]}
+        self._before_step(header)
         self.part.step(gradients, header["options"])
         self._stepped = walk
+        self._after_step()
         for old in [one for one in self._gatherings if one[:2] < walk[:2]]:
             del self._gatherings[old]
+
+    def _before_sum(self, walk: Walk, places: Sequence[int]) -> None:
+        """The sums of these parameters are complete, and about to be told."""
+
+    def _before_step(self, header: Mapping[str, Any]) -> None:
+        """The optimizers are about to step."""
+
+    def _after_step(self) -> None:
+        """They have, and nobody has been told."""
+
+    def _tells(self) -> Mapping[str, Any]:
+        """What is told of this server with its weights."""
+        return {}
 
     def _tell_weights(
         self, caller: bytes, header: Mapping[str, Any], *, buffers: Mapping[int, Tensor] | None = None
@@ -297,7 +348,7 @@ class Server:
         about, more = (self.part.version, tuple(header["places"])), buffers or {}
         if self._image[:2] != about:
             self._image = (*about, self.part.weights(header["places"]))
-        told = {"call": header["call"], "version": self.part.version, "buffers": [*more]}
+        told = {"call": header["call"], "version": self.part.version, "buffers": [*more], **self._tells()}
         self.listener.send(caller, told, [*self._image[2], *more.values()])
 
 
@@ -311,6 +362,6 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _walk(header: Mapping[str, Any]) -> Walk:
+def walk_of(header: Mapping[str, Any]) -> Walk:
     generation, step, number = header["walk"]
     return int(generation), int(step), int(number)

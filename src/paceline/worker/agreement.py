@@ -394,6 +394,13 @@ class Agreement:
         if self.elastic is not None and self.elastic.workers_each > 1:
             time.sleep(END_S)  # also when the channel is closed meanwhile: the signal is on its way then
 
+    def unserved(self, cause: str) -> None:
+        """A parameter server was lost: leave it to the head to end all workers, and to have them begin again. Returns
+        where there is no head, or it does not."""
+        if self._orders is not None and not self._orders.is_orphaned:
+            self._orders.tell("unserved", cause=cause)
+            time.sleep(END_S)
+
     @property
     def _step(self) -> int:
         return 0 if self._holder is None else self._holder.step

@@ -101,6 +101,7 @@ def live(
                 host=assignment.host,
                 timeout_s=job.timeout_s,
             )
+            stack.push(worker.tell_lost)
             files.emit(_started(assignment, resolved, worker))
             idle_gpus = why_no_gpu(job.device, local_workers=assignment.local_workers)
             if idle_gpus and assignment.local_rank == 0:

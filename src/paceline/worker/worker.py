@@ -8,6 +8,7 @@ common. Every public method is called by all workers, in the same order, between
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,7 +21,7 @@ from torch.utils.data import default_collate
 from paceline.comm.group import Alone
 from paceline.comm.vault import Slot
 from paceline.errors import PlanError
-from paceline.events import Evaluated, Note
+from paceline.events import Evaluated, Note, Warned
 from paceline.memory import free_bytes
 from paceline.parallel.check.hints import Hints
 from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
@@ -105,7 +106,7 @@ class Worker:
             is_in_step=lambda: walks.under_way,
             is_apart=lambda: self._loop.is_dealing,
         )
-        self._servers = _servers(plan, place, device=device, attempt=files.attempt, host=host, timeout_s=timeout_s)
+        self._servers = _servers(plan, place, device=device, files=files, host=host, timeout_s=timeout_s)
         self._models = Models(
             plan,
             group=own.group,
@@ -549,6 +550,13 @@ class Worker:
         held = self._prepared.registry.num_bytes
         self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(self.device), state_bytes=held)
 
+    def tell_lost(self, _: object, error: BaseException | None, __: object) -> None:
+        """At the end of a run, as `__exit__`: where the error is that a parameter server was lost, ask that all begin
+        again, which ends this worker."""
+        cause = self._servers.cause_of(error) if self._servers is not None else ""
+        if cause:
+            self._agreement.unserved(cause)
+
     def abandon(self) -> None:
         """After an error: forget the step under way, and give a checkpoint under way a moment to be committed."""
         self._loop.books.leave()
@@ -566,7 +574,7 @@ class Worker:
 
 
 def _servers(
-    plan: Plan, place: Place, *, device: torch.device, attempt: int, host: str, timeout_s: float
+    plan: Plan, place: Place, *, device: torch.device, files: RunFiles, host: str, timeout_s: float
 ) -> Servers | None:
     """The parameter servers, where the plan has some; none is started yet."""
     if not isinstance(plan.sync, ParameterServer):
@@ -576,16 +584,20 @@ def _servers(
             f"ParameterServer(...) is built for the CPU so far, not for {device.type}. Use sync=AllReduce(), or "
             "device='cpu'."
         )
+    from paceline.sync.mirrors import MirroredServers
     from paceline.sync.servers import Servers
 
-    return Servers(
+    make = functools.partial(MirroredServers, tell=files.emit) if plan.sync.mirrored else Servers
+    return make(
         plan.sync.servers,
         store=place.shared,
-        attempt=attempt,
+        attempt=files.attempt,
         address=place.address,
         host=host,
         timeout_s=timeout_s,
         check=place.agreement.check,
+        say=lambda text: files.emit(Warned(text=text)),
+        holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
     )
 
 

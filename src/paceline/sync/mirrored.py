@@ -1,0 +1,185 @@
+"""A parameter server and its mirror: the mirror has all that a worker was ever told of, so either may be lost.
+
+Both are the same program. The one that workers ask tells the other, before it tells any worker:
+
+    copy      everything, when the mirror is new: weights, optimizer state, the sums of steps that are under way
+    sums      the sums of a walk, before their norm is told: from then on no worker need send its gradients again
+    follow    the step, as a worker has asked for it. Both take it at the same time, by the same code on the same
+              numbers, so they stay equal to the last bit; weights are told when both have taken it
+
+What was pushed, and not summed, only one has: the workers still hold it, and push it again. A worker that has lost the
+server asks the mirror to *take over*. From then on that one refuses what the other may still say, which ends by it: so
+where a server was only cut off from some of the workers, no two of them ever go on. A mirror that has fallen behind,
+because the server went on without it, is told so by the first worker, and does not take over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.comm.messages import Caller, Listener, Lost, Message, Secret
+from paceline.sync.serving import Part, Server, Walk, walk_of
+
+__all__ = ["MirroredServer"]
+
+PATIENCE = 0.5  # of what workers wait for a server: so long it waits for its mirror, and then goes on without
+
+
+class _Superseded(SystemExit):
+    """The mirror has taken over: this server has nothing more to say, and nobody to say it to."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Mirror:
+    """What a server has of its mirror."""
+
+    number: int
+    caller: Caller
+    walk: Walk = (-1, -1, -1)  # whose sums it has last got, and of which parameters
+    places: set[int] = dataclasses.field(default_factory=set[int])
+
+
+class MirroredServer(Server):
+    """One of the two. `secret` is that of both, `timeout_s` what workers wait for an answer."""
+
+    def __init__(
+        self,
+        part: Part,
+        listener: Listener,
+        *,
+        is_deserted: Callable[[], bool],
+        secret: Secret,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(part, listener, is_deserted=is_deserted)
+        self._secret, self._timeout_s = secret, timeout_s * PATIENCE
+        self._mirror: _Mirror | None = None
+        self._following: int | None = None  # the call by which the mirror was told of the step under way
+        self._is_copy = False  # of a server, which has said everything
+        self._has_taken_over = False
+
+    def serve(self) -> None:
+        try:
+            super().serve()
+        except _Superseded:
+            return
+        finally:
+            self._let_go()
+
+    # The side of the one that workers ask.
+
+    def _begin_mirroring(self, header: Mapping[str, Any]) -> None:
+        """Tell a new mirror everything; where that fails there is none, which the workers are told."""
+        self._let_go()
+        walks = self._gatherings
+        entries, tensors = self.part.state()
+        weights = self.part.weights(self.part.places)
+        told = {
+            "op": "copy",
+            "version": self.part.version,
+            "num_weights": len(weights),
+            "entries": entries,
+            "walks": [[walk, [*one.sums]] for walk, one in walks.items()],
+            "generation": self._generation,
+            "stepped": self._stepped,
+            "squared": self._squared,
+        }
+        sums = itertools.chain.from_iterable(one.sums.values() for one in walks.values())
+        caller = None
+        try:
+            caller = Caller(header["endpoint"], self._secret, name=header["name"], timeout_s=self._timeout_s)
+            caller.answer(caller.begin(told, [*weights, *tensors, *sums]))
+        except Lost:
+            if caller is not None:
+                caller.close(at_once=True)
+        else:
+            self._mirror = _Mirror(header["number"], caller)
+
+    def _before_sum(self, walk: Walk, places: Sequence[int]) -> None:
+        mirror = self._mirror
+        if mirror is None:
+            return
+        known = mirror.places if mirror.walk == walk else set[int]()
+        new = [place for place in places if place not in known]
+        if new or mirror.walk != walk:
+            told = {"op": "sums", "walk": walk, "places": new, "squared": self._squared}
+            sums = self._gatherings[walk].sums
+            self._hear(mirror, mirror.caller.begin(told, [sums[place] for place in new]))
+            mirror.walk, mirror.places = walk, known.union(new)
+
+    def _before_step(self, header: Mapping[str, Any]) -> None:
+        mirror = self._mirror
+        if mirror is not None:
+            told = {name: header[name] for name in ("walk", "factor", "options", "places")}
+            self._following = mirror.caller.begin({**told, "op": "follow"})
+
+    def _after_step(self) -> None:
+        if self._mirror is not None and self._following is not None:
+            self._hear(self._mirror, self._following)
+        self._following = None
+
+    def _tells(self) -> Mapping[str, Any]:
+        return {"mirror": None if self._mirror is None else self._mirror.number}
+
+    def _hear(self, mirror: _Mirror, call: int) -> None:
+        """Wait until the mirror has it. One that is lost is let go of, and the next worker that asks is told so."""
+        try:
+            answer = mirror.caller.answer(call)
+        except (Lost, RuntimeError):  # gone, or failed by itself: what it cannot do, this one may
+            self._let_go()
+            return
+        if answer.header.get("refused"):
+            raise _Superseded
+
+    def _let_go(self) -> None:
+        if self._mirror is not None:
+            self._mirror.caller.close(at_once=True)
+            self._mirror = None
+
+    # The mirror's side.
+
+    def _take_other(self, caller: bytes, message: Message) -> None:
+        header, told = message.header, dict[str, Any]()
+        match header["op"]:
+            case "mirror":
+                self._begin_mirroring(header)
+                return
+            case "take_over":
+                told = self._take_over(header)
+            case "copy" | "sums" | "follow" if self._has_taken_over:
+                told = {"refused": True}
+            case "copy":
+                self._copy(message)
+            case "sums":
+                self._add_sums(walk_of(header), header["places"], message.tensors)
+                self._squared = header["squared"]
+            case "follow":
+                self._step(header)
+            case _:
+                super()._take_other(caller, message)
+                return
+        self.listener.send(caller, {"call": header["call"], **told})
+
+    def _take_over(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        """From now on answer in the other's place, if nothing is lacking that the worker was told."""
+        was, lacks = self._has_taken_over, not self._is_copy or self.part.version < header["version"]
+        self._has_taken_over = was or not lacks
+        return {"lacks": lacks, "is_first": self._has_taken_over and not was}
+
+    def _copy(self, message: Message) -> None:
+        header, tensors = message.header, iter(message.tensors)
+        self.part.fill([*itertools.islice(tensors, header["num_weights"])], header["entries"], tensors)
+        self.part.version, self._squared = header["version"], header["squared"]
+        self._generation, self._stepped = header["generation"], walk_of({"walk": header["stepped"]})
+        self._gatherings.clear()
+        for walk, places in header["walks"]:
+            self._add_sums(walk_of({"walk": walk}), places, [*itertools.islice(tensors, len(places))])
+        self._is_copy = True
+
+    def _add_sums(self, walk: Walk, places: Sequence[int], sums: Sequence[Any]) -> None:
+        gathering = self._gathering(walk)
+        if gathering is not None:
+            gathering.sums.update(zip(places, sums, strict=True))
