@@ -115,28 +115,28 @@ def drive(
 @pytest.mark.parametrize("drop", [1, 2])
 def test_each_step_is_made_of_all_shares_but_those_that_are_dropped(drop: int) -> None:
     num_late = 0
-    for seed in range(60):
+    for seed in range(30):
         workers = drop + 1 + seed % 4
         told = drive(seed, drop=drop, workers=workers, limit=40)
         expected = [max(1, min(workers, num_micro(number)) - drop) for number in range(40)]
         assert told["chosen"] == expected
         num_late += len(told["late"])
-    assert num_late > 500
+    assert num_late > 250
 
 
 def test_whoever_leaves_or_passes_a_batch_over_holds_up_nobody() -> None:
-    for seed in range(80):
+    for seed in range(40):
         told = drive(seed, drop=1, workers=2 + seed % 4, limit=40, leaves=0.01, passes=0.1)
         assert all(told["chosen"])
 
 
 def test_all_pause_between_two_steps_where_one_wishes_it() -> None:
     pauses = 0
-    for seed in range(60):
+    for seed in range(30):
         told = drive(seed, drop=1 + seed % 2, workers=3 + seed % 3, limit=40, wishes=0.05)
         assert len(told["chosen"]) == 40 and len(set(told["pauses"])) == len(told["pauses"])
         pauses += len(told["pauses"])
-    assert pauses > 100
+    assert pauses > 50
 
 
 def test_the_slow_one_holds_up_no_step_and_joins_the_one_under_way_when_it_comes() -> None:

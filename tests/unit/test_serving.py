@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.comm.messages import Listener, Message
+from listening import PretendedListener
+from paceline.comm.messages import Message
 from paceline.sync.serving import Part, Server, check_held, held_by, options_of
 
 WALK = (0, 1, 0)
-
-
-class PretendedListener(Listener):
-    """Has the workers say what is given, one thing after the other, and notes what they are told."""
-
-    def __init__(self, said: Sequence[tuple[bytes, Message]]) -> None:
-        # Nothing of a real one is made: no socket, and so none to close.
-        self.said = list(said)
-        self.told: list[tuple[bytes, Mapping[str, Any], Sequence[Tensor]]] = []
-        self.had_any = True
-
-    @property
-    def num_connected(self) -> int:
-        return len(self.said)
-
-    def receive(self, timeout_s: float) -> tuple[bytes, Message]:
-        return self.said.pop(0)
-
-    def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        self.told.append((peer, header, [one.clone() for one in tensors]))
 
 
 def test_a_worker_that_asks_for_the_sum_after_another_had_the_step_taken_is_told_it() -> None:

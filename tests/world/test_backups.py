@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-from forked import World
+import forked
+from forked import WorkersFailed, World
+from holding import live_noticing, wait_for
 from layout_runs import BATCH, EXACT, RESUME, Net, Text, next_word, train
 from paceline.monitor.audit import audit
-from paceline.plan import Batch, Cast, Compute, Layout, ParameterServer, Plan
+from paceline.plan import Batch, Cast, Compute, Guard, Layout, ParameterServer, Plan
 from paceline.schedule.order import sample_indices
 
 THREADS = {"threads": 1}
 CLIP = 0.5
+PREEMPTED = 75
 
 
 def backed(replicas: int, *, drop: int = 1, servers: int = 2, batch: Batch = BATCH) -> Plan:
     sync = ParameterServer(servers=servers, drop=drop)
     return Plan(layout=Layout(replicas=replicas), batch=batch, compute=EXACT, sync=sync)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 40
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{path.name} never came")
-        time.sleep(0.005)
 
 
 def gated(folder: Path, *, slow: int, steps: int, epochs: int = 3) -> Callable[[Any], dict[str, Any]]:
@@ -157,3 +153,92 @@ def test_a_checkpoint_comes_between_two_steps_and_any_layout_goes_on_from_it(wor
     last = world(train, 3, backed(3, batch=RESUME), max_steps=14, **THREADS)
     assert {step for losses in last for step in losses} == {12, 13, 14}
     assert audit(world.run_dir).is_clean
+
+
+def asked_to_leave(folder: Path, *, asked: int) -> Callable[[Any], int]:
+    """Worker 2 stands still in its first batch until worker 0 has done three; then one of them gets SIGTERM."""
+
+    def run(worker: Any) -> int:
+        torch.manual_seed(3)
+        model = worker.prepare(Net(0.0))
+        step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), next_word)
+        for number, batch in enumerate(worker.batches(Text(), epochs=50)):
+            if number == 0 and worker.rank == 2:
+                (folder / "held").touch()
+                wait_for(folder / "open")
+                if asked == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            elif number == 0:
+                wait_for(folder / "held")
+            step(batch)
+            if number == 2 and worker.rank == 0:
+                if asked == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                (folder / "open").touch()
+        return worker.step
+
+    return run
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_where_one_is_asked_to_leave_the_late_one_comes_too_and_all_save_and_leave(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    monkeypatch.setattr(forked, "live", live_noticing)
+    plan = backed(3, batch=RESUME, servers=1)
+    assert world(asked_to_leave(tmp_path, asked=asked), 3, plan, **THREADS) == [PREEMPTED] * 3
+    stands = max(used_in(world, 3))
+    assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == [f"step_{stands:08}"]
+    assert audit(world.run_dir).is_clean
+
+
+def spiked(folder: Path) -> Callable[[Any], dict[int, float]]:
+    """The loss of step 10 is far too high. Worker 2 stands still until then, so that both others take every step."""
+
+    def run(worker: Any) -> dict[int, float]:
+        model = worker.prepare(Net(0.0))
+
+        def forward(model: Any, micro: Any) -> Any:
+            words, target = micro
+            return next_word(model(words), target) * (1e3 if worker.step == 9 else 1.0)
+
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.01))
+        step = worker.stepper(model, optim, forward=forward)
+        losses: dict[int, float] = {}
+        for batch in worker.batches(Text(), epochs=3):
+            if worker.rank == 2 and not losses:
+                (folder / "held").touch()
+                wait_for(folder / "open")
+            elif not losses:
+                wait_for(folder / "held")
+            loss = float(step(batch))
+            losses[worker.step] = loss
+            if worker.rank == 0 and worker.step > 10:
+                (folder / "open").touch()
+        return losses
+
+    return run
+
+
+def test_what_the_closer_judges_to_be_a_spike_is_left_out_by_all(world: World, tmp_path: Path) -> None:
+    plan = dataclasses.replace(backed(3, servers=1), guard=Guard(on_spike="skip", window=8))
+    results = world(spiked(tmp_path), 3, plan, **THREADS)
+    told = [event for event in lines_of(world, 3, "events.jsonl") if event["event"] == "StepDone"]
+    skipped = [(event["step"], event["worker"]) for event in told if event["skipped"]]
+    assert sorted(skipped) == [(10, 0), (10, 1)]
+    assert results[0][10] == results[1][10] > 1e3
+    assert {line["step"] for line in lines_of(world, 3, "ledger.jsonl") if line.get("skipped")} == {10}
+    assert results[0][11] < 2 * results[0][9]  # the weights have not been changed by it
+
+
+def twice(worker: Any) -> None:
+    model = worker.prepare(Net())
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+        step(batch)
+
+
+def test_a_second_step_on_one_batch_is_refused(world: World) -> None:
+    with pytest.raises(WorkersFailed, match=r"step\(batch\) was called twice for one batch: .* use drop=0"):
+        world(twice, 2, backed(2, servers=1), **THREADS)

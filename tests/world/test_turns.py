@@ -15,14 +15,11 @@ import torch
 
 import forked
 from forked import WorkersFailed, World
+from holding import live_noticing, wait_for
 from layout_runs import BATCH, EXACT, RESUME, Net, Text, assert_same, next_word, plan_of, train, without_dropout
 from paceline.elastic.notices import Finish
 from paceline.monitor.audit import audit
 from paceline.plan import Batch, Layout, ParameterServer, Plan
-from paceline.plan.job import Assignment
-from paceline.worker.agreement import Leaving
-from paceline.worker.notice import Notice
-from paceline.worker.session import live
 
 THREADS = {"threads": 1}
 PREEMPTED = 75
@@ -36,14 +33,6 @@ def in_turns(replicas: int, *, staleness: int | None = None, servers: int = 2, b
 def test_one_replica_that_takes_all_turns_is_one_process(world: World) -> None:
     results = world(without_dropout, 1, in_turns(1), **THREADS)
     assert_same(results, world.one_process(without_dropout, plan_of(Layout()), **THREADS))
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{path.name} never came")
-        time.sleep(0.005)
 
 
 def gated(folder: Path) -> Callable[[Any], dict[str, Any]]:
@@ -124,16 +113,6 @@ def test_with_a_bound_no_update_is_further_behind(world: World) -> None:
     behind = [event["metrics"]["behind"] for event in steps_of(world, 3)]
     assert len(behind) == 32 and max(behind) <= 2
     assert audit(world.run_dir).verdict == "clean"
-
-
-def live_noticing(function: Callable[[Any], Any], assignment: Assignment, **more: Any) -> Any:
-    """As in a world that somebody else started; the value of who leaves is its exit status."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with Notice(grace_s=forked.LIMIT_S) as notice:
-            return live(function, assignment, notice=notice, **more)
-    except Leaving as leaving:
-        return leaving.code
 
 
 class Told:

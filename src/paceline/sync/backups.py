@@ -165,36 +165,33 @@ class BackupGradients(TurnGradients):
     def clip(self, max_norm: float, norm: Tensor) -> None:
         self._factor *= min(1.0, max_norm / (float(norm) + 1e-6))
 
-    @torch.no_grad()
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the servers step, where that is for this replica to do, and take the weights over."""
+        """Have the servers step, where that is for this replica to do. All get the weights with their next share."""
         check_held(optimizers, self._held)
         if not self._closes:
             return
         began = time.perf_counter()
-        places, options = self._used_places(), [options_of(optimizer) for optimizer in optimizers]
-        step = {"op": "step", "walk": self._key, "factor": self._factor, "options": options}
-        answers = self._servers.ask([{**step, "places": some} for some in places])
-        for some, answer in zip(places, answers, strict=True):
-            self._servers.take(some, answer.tensors, [parameter for _, parameter in self._all])
-        ended = self._ask_first(self._end(taken=True))
-        self._take_buffers(ended.header["buffers"], ended.tensors)
-        self._version, self._closes = answers[0].header["version"], False
+        options = [options_of(optimizer) for optimizer in optimizers]
+        apply = {"op": "apply", "walk": self._key, "factor": self._factor, "options": options}
+        self._servers.ask([{**apply, "places": some} for some in self._used_places()])
+        self._settle(is_taken=True)
         self.waited_s += time.perf_counter() - began
 
     def drop(self) -> None:
         """Remove all gradients; where this replica was to end the step, there is no update."""
         super().drop()
         if self._closes:
-            self._servers.caller(0).send({**self._end(taken=False), **self._about()})
-            self._closes = False
+            self._settle(is_taken=False)
 
     @property
     def bytes(self) -> WireBytes:
         return sum((bucket.bytes for bucket in self._buckets), self._bytes_before)
 
-    def _end(self, *, taken: bool) -> dict[str, Any]:
-        return {"op": "settle", "taken": taken, "norm": self._norm, "verdict": self._verdict}
+    def _settle(self, *, is_taken: bool) -> None:
+        """Tell all who took part how the step has ended."""
+        told = {"op": "settle", "taken": is_taken, "norm": self._norm, "verdict": self._verdict}
+        self._servers.caller(0).send({**told, **self._about()})
+        self._closes = False
 
     def _used_places(self) -> list[list[int]]:
         """Of each server, the parameters that any chosen share has a gradient of."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.comm.messages import Listener, Message
 from paceline.schedule.backups import Share, StepClock, num_micro_of
 from paceline.schedule.clock import Over, Pause, Save
-from paceline.sync.serving import Part, Server, squared_norm
+from paceline.sync.serving import Gathering, Part, Server, squared_norm, walk_of
 
 __all__ = ["GatheringServer"]
 
@@ -114,8 +114,11 @@ class GatheringServer(Server):
                 answer = {}
             case "add":
                 answer = {"squared": self._add(header)}
+            case "apply":
+                self._step(header)
+                answer = {}
             case "settle":
-                self._settle(caller, header)
+                self._settle(header)
             case "weights":
                 changed = {number: self._buffers[number].clone() for number in sorted(self._changed)}
                 self._tell_weights(caller, header, buffers=changed)
@@ -139,12 +142,12 @@ class GatheringServer(Server):
             stream.settle(taken=False, norm=math.nan, verdict=None)
 
     def _push(self, header: Mapping[str, Any], flat: Tensor) -> None:
-        if tuple(header["walk"]) > self._stepped:  # others are late
+        if walk_of(header) > self._stepped:  # others are late
             super()._push(header, flat)
 
     def _add(self, header: Mapping[str, Any]) -> float:
         """Add up the gradients of the chosen shares, in their order; returns the square of the sum's norm."""
-        gathering = self._gatherings[tuple(header["walk"])]
+        gathering = self._gatherings.setdefault(walk_of(header), Gathering())  # new where nothing of it is here
         chosen = set(header["shares"])
         for place in header["places"]:
             pushed = gathering.pushed[place]
@@ -165,21 +168,19 @@ class GatheringServer(Server):
         if share is not None:
             stream.arrivals[share.index] = arrival
 
-    def _settle(self, caller: bytes, header: Mapping[str, Any]) -> None:
-        """The closer tells how the step under way went, and is told the buffers if it wants to."""
+    def _settle(self, header: Mapping[str, Any]) -> None:
+        """The closer tells how the step under way went, when all servers have taken it."""
         stream = self._stream(header)
         if stream.clock.closer != header["worker"]:  # it was broken off, and has asked for another share since
             return
-        changed = self._combine([stream.arrivals[share] for share in stream.clock.chosen]) if header["taken"] else []
+        if header["taken"]:
+            self._combine([stream.arrivals[share] for share in stream.clock.chosen])
         stream.settle(taken=header["taken"], norm=header["norm"], verdict=header["verdict"])
-        if "call" in header:
-            told = {"call": header["call"], "buffers": changed}
-            self.listener.send(caller, told, [self._buffers[number].clone() for number in changed])
 
     @torch.no_grad()
-    def _combine(self, chosen: Sequence[_Arrival]) -> list[int]:
+    def _combine(self, chosen: Sequence[_Arrival]) -> None:
         """Give buffers the mean of what chosen shares have made of them; one that has not changed it counts with what
-        it was. Returns which have changed."""
+        it was."""
         changed = sorted({number for one in chosen for number in one.buffers})
         num_samples = sum(one.num_samples for one in chosen)
         for number in changed:
@@ -191,7 +192,6 @@ class GatheringServer(Server):
             is_integer = not (buffer.is_floating_point() or buffer.is_complex())
             buffer.copy_(mean.round() if is_integer else mean)
         self._changed.update(changed)
-        return changed
 
     def _answer_held(self) -> bool:
         """Answer what can be answered now; returns whether that was anything."""

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from paceline.comm.messages import Listener, Message
 
 __all__ = [
+    "Gathering",
     "Held",
     "MakeServer",
     "Part",
@@ -193,7 +194,7 @@ def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 @dataclasses.dataclass(slots=True)
-class _Gathering:
+class Gathering:
     """What was pushed for a walk: of each parameter the gradient of each replica."""
 
     pushed: dict[int, dict[int, Tensor]] = dataclasses.field(default_factory=dict[int, dict[int, Tensor]])
@@ -225,7 +226,7 @@ class Server:
         """`is_deserted()`: nobody has come, and nobody will."""
         self.part, self.listener = part, listener
         self._is_deserted = is_deserted
-        self._gatherings: dict[Walk, _Gathering] = {}
+        self._gatherings: dict[Walk, Gathering] = {}
         self._generation = -1  # the newest that has pushed
         self._stepped: Walk = (-1, -1, -1)
         self._squared = 0.0  # what was told last: the sum's norm, squared
@@ -281,7 +282,7 @@ class Server:
             gathering.pushed.setdefault(place, {})[header["replica"]] = gradient
             offset += count
 
-    def _gathering(self, walk: Walk) -> _Gathering | None:
+    def _gathering(self, walk: Walk) -> Gathering | None:
         """What there is of a walk, to which something comes; what it replaces is forgotten. None: it was given up."""
         if walk[0] < self._generation:
             return None
@@ -292,7 +293,7 @@ class Server:
         # All have voted on the steps before the last one, and none was taken that is still here.
         for old in [one for one in self._gatherings if one[1] < walk[1] - 1]:
             del self._gatherings[old]
-        return self._gatherings.setdefault(walk, _Gathering())
+        return self._gatherings.setdefault(walk, Gathering())
 
     def _answer_sums(self) -> None:
         """Tell all who wait for a sum that is complete."""
@@ -302,7 +303,7 @@ class Server:
             if walk_of(header) == self._stepped:  # a faster worker has had the step taken before this one asked
                 self.listener.send(caller, {"call": header["call"], "squared": self._squared})
                 continue
-            gathering = self._gatherings.setdefault(walk_of(header), _Gathering())
+            gathering = self._gatherings.setdefault(walk_of(header), Gathering())
             if not gathering.has_all(header["places"], header["replicas"]):
                 still.append((caller, message))
                 continue

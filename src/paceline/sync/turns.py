@@ -180,13 +180,10 @@ class TurnGradients(GradientSum):
         for number, (some, answer) in enumerate(zip(places, answers, strict=True)):
             num_flats = self._servers.take(some, answer.tensors, [parameter for _, parameter in self._all])
             if number == 0:
-                self._take_buffers(answer.header["buffers"], answer.tensors[num_flats:])
+                for which, value in zip(answer.header["buffers"], answer.tensors[num_flats:], strict=True):
+                    self._kept[which].copy_(value)
         self._before = [one.detach().clone() for one in self._kept]
         return {int(answer.header["version"]) for answer in answers}
-
-    def _take_buffers(self, numbers: Sequence[int], values: Sequence[Tensor]) -> None:
-        for number, value in zip(numbers, values, strict=True):
-            self._kept[number].copy_(value)
 
     def _ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         caller = self._servers.caller(0)

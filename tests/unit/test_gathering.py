@@ -1,0 +1,217 @@
+"""A server that leaves the slowest out, without processes: what counts, what is thrown away, and who is told what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from listening import PretendedListener
+from paceline.comm.messages import Message
+from paceline.plan import ParameterServer, Raw
+from paceline.schedule.backups import DealtShares, Share
+from paceline.sync.backups import BackupGradients
+from paceline.sync.gathering import GatheringServer
+from paceline.sync.servers import Servers
+from paceline.sync.serving import Part, options_of
+
+DEALT = {"stream": "train", "limit": 10, "saves": [11, 11, 1], "writer": 0, "epochs": [10, 10], "micros": [8, 8, 8]}
+
+
+class Told:
+    """A server of one weight (0, with SGD of rate 1) and two buffers, and what it answers."""
+
+    def __init__(self, *, workers: int = 3, drop: int = 1, has_weight: bool = True) -> None:
+        self.weight = Parameter(torch.zeros(2))
+        self._optimizer = torch.optim.SGD([self.weight], lr=1.0)
+        self._listener = PretendedListener([])
+        self._workers, self._calls = workers, 0
+        self.server = GatheringServer(
+            Part({0: self.weight} if has_weight else {}, [self._optimizer]),
+            self._listener,
+            is_deserted=lambda: True,
+            drop=drop,
+            buffers=[torch.tensor([1.0, 1.0]), torch.tensor(4)],
+        )
+
+    def say(self, worker: int, op: str, tensors: Sequence[Tensor] = (), **fields: Any) -> int:
+        self._calls += 1
+        header = {**DEALT, "op": op, "worker": worker, "workers": self._workers, "call": self._calls, **fields}
+        self.server._take(b"%d" % worker, Message(header, tuple(tensors)))
+        return self._calls
+
+    def answer(self, call: int) -> Mapping[str, Any] | None:
+        return next((header for _, header, _ in self._listener.told if header["call"] == call), None)
+
+    def tensors(self, call: int) -> Sequence[Tensor]:
+        return next(tensors for _, header, tensors in self._listener.told if header["call"] == call)
+
+    def share(self, worker: int) -> Mapping[str, Any]:
+        told = self.answer(self.say(worker, "turn"))
+        assert told is not None and told["turn"] == "share"
+        return told
+
+    def arrive(
+        self,
+        worker: int,
+        share: Mapping[str, Any],
+        gradient: Sequence[float] | None,
+        *,
+        buffers: Any = (),
+        loss: float = 1.0,
+    ) -> int:
+        """Push a gradient, and say that it is there."""
+        if gradient is not None:
+            self.say(worker, "push", [torch.tensor(gradient)], walk=share["walk"], replica=share["index"], places=[0])
+        changed = dict(buffers)
+        about = {"number": share["number"], "samples": 2 + share["index"], "numbers": [loss, 0.0, 2.0, 0.0]}
+        return self.say(worker, "arrive", [*changed.values()], used=[0], buffers=[*changed], **about)
+
+    def finish(self, worker: int, share: Mapping[str, Any], shares: Sequence[int]) -> float:
+        """Take a step, as its closer; returns the square of the sum's norm."""
+        about = {"walk": share["walk"], "places": [0]}
+        summed = self.answer(self.say(worker, "add", shares=shares, **about))
+        self.say(worker, "apply", factor=0.5, options=[options_of(self._optimizer)], **about)
+        self.say(worker, "settle", **{"taken": True, "norm": 1.5, "verdict": None})
+        assert summed is not None
+        return summed["squared"]
+
+
+def test_a_step_is_made_of_the_shares_in_time_and_the_late_one_is_told_so() -> None:
+    told = Told()
+    shares = [told.share(worker) for worker in range(3)]
+    first = told.arrive(0, shares[0], [2.0, 0.0], loss=3.0)
+    told.say(2, "push", [torch.tensor([100.0, 100.0])], walk=shares[2]["walk"], replica=2, places=[0])  # not all of it
+    assert told.answer(first) is None
+    closing = told.answer(told.arrive(1, shares[1], [4.0, 2.0], loss=5.0))
+    assert closing is not None and closing["closes"] and closing["shares"] == [0, 1] and closing["used"] == [0]
+    assert closing["numbers"] == [8.0, 0.0, 4.0, 0.0]
+    assert told.finish(1, shares[1], [0, 1]) == pytest.approx(40.0)
+    assert told.weight.tolist() == [-3.0, -1.0]
+    late = told.arrive(2, shares[2], [100.0, 100.0])
+    for call in (first, late):
+        record = told.answer(call)
+        assert record is not None and not record["closes"]
+        assert (record["shares"], record["numbers"], record["norm"]) == ([0, 1], [8.0, 0.0, 4.0, 0.0], 1.5)
+    assert not told.server._gatherings  # what came late is not kept
+    following = told.share(2)
+    assert (following["number"], following["index"], following["version"]) == (1, 0, 1)
+
+
+def test_buffers_become_their_mean_by_samples_over_the_shares_in_time() -> None:
+    told = Told(workers=4)
+    shares = [told.share(worker) for worker in range(4)]
+    told.arrive(0, shares[0], [0.0, 0.0], buffers={0: torch.tensor([2.0, 1.0]), 1: torch.tensor(5)})  # of 2 samples
+    told.arrive(1, shares[1], [0.0, 0.0], buffers={1: torch.tensor(5)})  # of 3
+    told.arrive(2, shares[2], [0.0, 0.0], buffers={0: torch.tensor([1.0, 10.0]), 1: torch.tensor(5)})  # of 4
+    told.finish(2, shares[2], [0, 1, 2])
+    told.arrive(3, shares[3], [0.0, 0.0], buffers={0: torch.tensor([99.0, 99.0]), 1: torch.tensor(99)})
+    asked = told.say(3, "weights", places=[0])
+    answer, (_, mean, count) = told.answer(asked), told.tensors(asked)
+    assert answer is not None and answer["buffers"] == [0, 1]
+    assert mean.tolist() == pytest.approx([11 / 9, 45 / 9]) and count.item() == 5
+
+
+def test_a_closer_that_breaks_off_leaves_a_step_without_an_update() -> None:
+    told = Told()
+    shares = [told.share(worker) for worker in range(2)]
+    first = told.arrive(0, shares[0], [1.0, 1.0])
+    told.arrive(1, shares[1], [1.0, 1.0])
+    again = told.say(1, "turn")
+    record, following = told.answer(first), told.answer(again)
+    assert record is not None and not record["taken"] and math.isnan(record["norm"])
+    assert following is not None and (following["number"], following["version"]) == (1, 0)
+    assert told.weight.tolist() == [0.0, 0.0]
+
+
+def test_a_verdict_of_the_closer_is_everybodys() -> None:
+    told = Told()
+    shares = [told.share(worker) for worker in range(2)]
+    first = told.arrive(0, shares[0], [1.0, 1.0])
+    told.arrive(1, shares[1], [1.0, 1.0])
+    verdict = {"loss": 9.0, "limit": 3.0, "in_a_row": 1}
+    told.say(1, "settle", taken=False, norm=1.0, verdict=verdict)
+    record = told.answer(first)
+    assert record is not None and record["verdict"] == verdict and not record["taken"]
+    assert told.share(0)["version"] == 0
+
+
+def test_a_server_without_parameters_takes_part_in_steps_all_the_same() -> None:
+    told = Told(has_weight=False)
+    shares = [told.share(worker) for worker in range(2)]
+    for worker, share in enumerate(shares):
+        told.arrive(worker, share, None)
+    about = {"walk": shares[1]["walk"], "places": []}
+    squared = told.answer(told.say(1, "add", shares=[0, 1], **about))
+    assert squared is not None and squared["squared"] == 0.0
+    told.say(1, "apply", factor=1.0, options=[[]], **about)
+    assert told.server.part.version == 1
+
+
+def test_gradients_of_skipped_steps_do_not_pile_up() -> None:
+    told = Told(workers=2)
+    for _ in range(8):
+        share = told.share(0)
+        told.arrive(0, share, [1.0, 1.0])
+        told.say(0, "settle", taken=False, norm=math.inf, verdict=None)
+    assert len(told.server._gatherings) <= 2
+    assert len(told.server._streams["train"].records) == 1
+
+
+class PretendedServers(Servers):
+    """Two servers, of which the second takes a step between the two answers of one look at the weights."""
+
+    def __init__(self) -> None:
+        self.count = 2
+        self.versions = iter([(4, 5), (5, 5)])
+        self.turns = iter([(3, 4), (4, 5)])  # numbers, and versions
+        self.asked: list[str] = []
+
+    @property
+    def are_there(self) -> bool:
+        return True
+
+    def caller(self, number: int) -> Any:
+        return self
+
+    def begin(self, header: Mapping[str, Any]) -> int:
+        self.asked.append(header["op"])
+        return 0
+
+    def answer(self, call: int, **_: Any) -> Message:
+        number, version = next(self.turns)
+        told = {"turn": "share", "number": number, "index": 1, "count": 3, "walk": [0, number, 0], "version": version}
+        return Message(told)
+
+    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[Message]:
+        self.asked.append(questions[0]["op"])
+        first, second = next(self.versions)
+        weights = [torch.tensor([float(first)]), torch.tensor([float(second)])]
+        return [
+            Message({"version": version, "buffers": []}, (weight,))
+            for version, weight in zip((first, second), weights, strict=True)
+        ]
+
+
+def test_weights_of_two_versions_are_not_computed_on_their_share_is_late() -> None:
+    weights, servers = [Parameter(torch.zeros(1)) for _ in range(2)], PretendedServers()
+    gradients = BackupGradients(
+        [("a", weights[0]), ("b", weights[1])],
+        models=[],
+        sync=ParameterServer(servers=2, drop=1),
+        wire=Raw(),
+        servers=servers,
+        worker_rank=1,
+    )
+    gradients.begin(0)
+    dealt = DealtShares(
+        stream="train", limit=9, workers=3, saves=(10, 10, 1), writer=0, epochs=(9, 9), micros=(8, 8, 8)
+    )
+    assert gradients.next(dealt, wants_pause=lambda: False) == Share(4, 1, 3)
+    assert servers.asked == ["turn", "weights"] * 2
+    assert [weight.item() for weight in weights] == [5.0, 5.0]
