@@ -4,7 +4,8 @@ FAULTS     JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal"
            the supervisor that is killed, by that worker, with "server" the parameter server that it has started. where:
            data, forward, backward, evaluate (the program calls `fault` there), sum (its part of a sum over replicas is
            handed over), vote (it has the sums, others may not know), committed, save (its part of a checkpoint is on
-           its way), regroup (during the recovery from another)
+           its way), regroup (during the recovery from another); with OPTIONS["turns"]: permitted (its update may be
+           applied), half (one of two servers has it), applied (all have it, and it is not in the ledger)
 OPTIONS    JSON: what the programs take beside it, each its own
 FAULT_DIR  a folder for what they leave: which faults came, and the weights at the end
 """
@@ -84,6 +85,21 @@ def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str
         (*save, _lost_before(worker, "save", getattr(*save))),
         (place, "assemble", _lost_before(worker, "regroup", place.assemble)),
     ]
+    if OPTIONS.get("turns"):
+        from paceline.sync.turns import TurnGradients
+        from paceline.worker.ledger import Ledger
+
+        flats: Any = TurnGradients._flats
+
+        @functools.wraps(flats)
+        def lost_between(gradients: TurnGradients, server: int) -> Any:
+            fault(worker, "half" if server == 0 else "permitted")
+            return flats(gradients, server)
+
+        patched += [
+            (TurnGradients, "_flats", lost_between),
+            (Ledger, "committed", _lost_before(worker, "applied", Ledger.committed)),
+        ]
     for owner, name, function in patched:
         setattr(owner, name, function)
 

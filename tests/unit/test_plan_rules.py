@@ -43,10 +43,6 @@ BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "streaming-keeps-nothing-gathered": (Plan(layout=Layout(shard=2, zero=1), compute=Compute(offload="all")), {}),
     "streaming-layers-are-whole": (Plan(layout=Layout(tensor=2), compute=Compute(offload="all")), {}),
     "served-replicas-are-whole": (Plan(layout=Layout(shard=2), sync=ParameterServer()), {}),
-    "turns-are-taken-by-those-who-began": (
-        Plan(layout=Layout(replicas=(1, 2)), sync=ParameterServer(staleness=None)),
-        {},
-    ),
     "turns-have-no-common-weights": (Plan(sync=ParameterServer(staleness=3), guard=Guard(check_every=5)), {}),
     "a-bound-leaves-work-for-all": (Plan(layout=Layout(replicas=4), sync=ParameterServer(staleness=2)), {}),
     "backups-are-of-those-who-began": (Plan(layout=Layout(replicas=(2, 4)), sync=ParameterServer(drop=1)), {}),

@@ -118,6 +118,8 @@ def test_with_a_bound_no_update_is_further_behind(world: World) -> None:
 class Told:
     """Orders of a head: all are to leave once the file is there."""
 
+    has_acknowledged = False
+
     def __init__(self, path: Path) -> None:
         self._path = path
 

@@ -82,6 +82,10 @@ class Listener:
         """How many of those who have proved the secret are there."""
         return sum(connection in self._open for connection in self._known.values())
 
+    def is_there(self, peer: bytes) -> bool:
+        """Whether somebody who has proved the secret is still connected."""
+        return self._known.get(peer) in self._open
+
     def receive(self, timeout_s: float) -> tuple[bytes, Message] | None:
         """Return who said what; None where nobody has within the time."""
         ready = dict(self._poll(timeout_s))

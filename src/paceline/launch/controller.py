@@ -208,7 +208,8 @@ class Controller:
         incident = self._incident
         if incident is None or int(notice["generation"]) < incident.generation:
             return
-        step = int(notice["step"])
+        # Of members that take batches by themselves each has another step, and none of them is lost.
+        step = incident.at_step if notice.get("is_apart") else int(notice["step"])
         incident.noticed = max(incident.noticed, float(notice["noticed"]))
         incident.formed = max(incident.formed, time.time())
         incident.goes_on_at = step if incident.goes_on_at is None else min(step, incident.goes_on_at)

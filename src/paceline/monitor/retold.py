@@ -77,7 +77,7 @@ def _told(path: Path, after: int, until: int) -> Iterator[Record]:
         record = decoded(line) if line.startswith(DONE) else None
         if record is None or not isinstance(record.event, StepDone):
             continue
-        if record.event.step <= after:
+        if record.event.step <= after and not record.event.alone:  # those are not in order
             return
-        if record.event.step <= until:
+        if after < record.event.step <= until:
             yield record

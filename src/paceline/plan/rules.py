@@ -202,10 +202,6 @@ def _served_are_cut(facts: Facts) -> bool:
     return _is_served(facts) and facts.plan.layout.workers_each > 1
 
 
-def _turns_are_elastic(facts: Facts) -> bool:
-    return facts.plan.takes_turns and not facts.plan.drops_late and facts.plan.layout.is_elastic
-
-
 def _backups_are_elastic(facts: Facts) -> bool:
     return facts.plan.drops_late and facts.plan.layout.is_elastic
 
@@ -232,8 +228,9 @@ def _staleness(facts: Facts) -> int:
 
 
 def _num_replicas(facts: Facts) -> int:
-    """As far as it is known; 1 where it is not."""
-    return _known_replicas(facts) or 1
+    """The most that there may be, as far as it is known; 1 where it is not."""
+    replicas = facts.plan.layout.replicas
+    return replicas[1] if isinstance(replicas, tuple) else _known_replicas(facts) or 1
 
 
 def _known_replicas(facts: Facts) -> int | None:
@@ -441,15 +438,6 @@ RULES = (
             "such a replica has a part of them, which it cannot push yet."
         ),
         fix=lambda facts: "Use sync=AllReduce(), or replicas of one worker.",
-    ),
-    Rule(
-        name="turns-are-taken-by-those-who-began",
-        broken_when=_turns_are_elastic,
-        says=lambda facts: (
-            f"ParameterServer(staleness={_shown(facts)}) with {facts.plan.layout!r}: replicas that do not wait for "
-            "each other cannot come and go yet."
-        ),
-        fix=lambda facts: "Use staleness=0, or replicas=n in place of the pair.",
     ),
     Rule(
         name="turns-have-no-common-weights",

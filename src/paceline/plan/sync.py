@@ -48,6 +48,7 @@ class ParameterServer(Part):
     `staleness` says how many updates the weights may have had, at most, between those that a gradient was computed on
     and those that it is applied to. 0: all replicas share each batch, and every step is one update, as with AllReduce.
     s: each replica takes a whole batch at a time, and each is one update. None: the same, without a bound.
+    Under all of these replicas may come and go, with `Layout(replicas=(least, most))`; with `drop` they may not.
     `drop=n` has n backup workers (Chen et al. 2016): an update is made of the shares of a batch that come first, of all
     replicas but n. What the slowest n have computed is thrown away, and nobody waits for them.
     `bucket_bytes` counts the gradients that travel together while backward still runs. With `mirrored` each server has

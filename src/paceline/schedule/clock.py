@@ -8,20 +8,23 @@ when all servers have it. An update is behind by those that were permitted befor
 
 That is kept by one condition: the turns under way could be permitted in the order of their bases without breaking it.
 A new turn is dealt, and a permission given, only where the condition holds afterwards. Who has the oldest base can
-always be permitted, so nobody waits for ever unless the oldest one computes for ever; where it is lost, its batch is
-dealt again.
+always be permitted, so nobody waits for ever unless the oldest one computes for ever.
+
+Workers come and go. Where one is *lost*, its batch is dealt again, also where its update was permitted and is not done:
+some servers may have it. What was permitted stays permitted, and counts in every distance: so the bound holds on each
+of the servers, on those that have it and on those that have it not.
 
 A worker may *wish* that all come together. Then nothing more is dealt, and when all have asked for a batch, so that
 nobody has one in hand, each is told to *pause*. Where all batches are dealt they come together at the end, and a wish
-changes nothing; neither does it where one of them has left, who would not come. Between two pauses a batch is dealt:
-a wish that comes to nothing, again and again, does not keep all from their work.
+changes nothing; neither does it where one of them has left the loop, who would not come. Between two pauses a batch is
+dealt: a wish that comes to nothing, again and again, does not keep all from their work.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = ["Clock", "Dealt", "Over", "Pause", "Save", "Turn"]
@@ -56,35 +59,55 @@ class Over:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dealt:
-    """A stream whose batches are dealt: how many there are, to how many, before which the state is saved, by whom."""
+    """A stream whose batches are dealt: how many there are, to whom at first, and before which the state is saved.
+
+    Its batch 0 is that of `step` + 1, at (epoch, position): where it stood when the loop began.
+    """
 
     stream: str
     limit: int
-    workers: int
+    workers: tuple[int, ...]
     saves: tuple[int, int, int]  # as a range
-    writer: int
+    step: int
+    epoch: int
+    position: int
 
     def plain(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_plain(cls, told: Mapping[str, Any]) -> Dealt:
+        """Read it back, from JSON as well; raises KeyError or TypeError where it is not one."""
+        begin, end, every = told["saves"]
+        return cls(
+            stream=str(told["stream"]),
+            limit=int(told["limit"]),
+            workers=tuple(told["workers"]),
+            saves=(int(begin), int(end), int(every)),
+            step=int(told["step"]),
+            epoch=int(told["epoch"]),
+            position=int(told["position"]),
+        )
+
 
 class Clock:
-    """Deals `limit` batches to so many workers. Before those in `saves` all others are done, and `writer` saves."""
+    """Deals `limit` batches to these workers, and to who joins. Before those in `saves` all others are done, and the
+    first worker that is there saves."""
 
-    def __init__(
-        self, *, staleness: int | None, limit: int, workers: int, saves: Iterable[int] = (), writer: int = 0
-    ) -> None:
-        self.permitted = self.done = 0  # updates
-        self._staleness, self._limit, self._workers, self._writer = staleness, limit, workers, writer
-        self._saves = set(saves)
+    def __init__(self, *, staleness: int | None, limit: int, workers: Iterable[int], saves: Iterable[int] = ()) -> None:
+        self.permitted = self.done = 0  # updates; what was permitted to who is lost is done
+        self._staleness, self._limit = staleness, limit
+        self._workers, self._saves = set(workers), set(saves)
         self._next = 0
         self._again: list[int] = []  # batches of workers that were lost, a heap
         self._turns: dict[int, Turn] = {}  # under way, by worker
         self._applying: dict[int, Turn] = {}  # permitted, and not done
-        self._is_wished = self._has_lost = False
+        self._saving: int | None = None  # who is at it
+        self._is_wished = self._has_left = False
         self._paused_at = 0  # the last time, before the batch of this number
         self._coming: set[int] = set()  # who waits for a pause
         self._pausing: set[int] = set()  # who is to be told of it: all have come
+        self._paused: set[int] = set()  # who was told, and has not asked since: until all have, nothing is dealt
 
     @property
     def is_idle(self) -> bool:
@@ -96,21 +119,36 @@ class Clock:
         """How many batches have begun; where nothing is under way, all of them are done."""
         return self._next
 
+    def join(self, worker: int) -> None:
+        """A worker has come, and will ask."""
+        self._workers.add(worker)
+
+    def returned(self, worker: int) -> None:
+        """A worker has nothing in hand, and is going to ask."""
+        self.skip(worker)
+        self._paused.discard(worker)
+
     def ask(self, worker: int) -> Turn | Save | Pause | Over | None:
         """What a worker that has nothing in hand is to do next; None: it is to wait."""
-        self.skip(worker)
+        self.returned(worker)
         number = self._again[0] if self._again else self._next
-        if self._is_pause_due(number):
+        if self._is_pause_due():
             self._coming.add(worker)
-            if len(self._coming) < self._workers:
+            if not self._coming >= self._workers:
                 return None
             self._pausing, self._coming = self._coming, set()
             self._is_wished, self._paused_at = False, number
         if worker in self._pausing:
             self._pausing.remove(worker)
+            self._paused.add(worker)
             return Pause(number)
+        if self._pausing or self._paused:
+            return None
         if number in self._saves:
-            return Save(number) if self.is_idle and worker == self._writer else None
+            if not self.is_idle or self._saving is not None or worker != min(self._workers):
+                return None
+            self._saving = worker
+            return Save(number)
         if number == self._limit:
             return Over() if self.is_idle else None
         turn = Turn(number, self.done)
@@ -121,11 +159,13 @@ class Clock:
         else:
             self._next += 1
         self._turns[worker] = turn
+        self._coming.discard(worker)
         return turn
 
     def saved(self, number: int) -> None:
         """The state before this batch is kept: it may begin."""
         self._saves.discard(number)
+        self._saving = None
 
     def wish(self) -> None:
         """A worker wants all to pause."""
@@ -150,22 +190,30 @@ class Clock:
         self._turns.pop(worker, None)
 
     def lost(self, worker: int) -> None:
-        """A worker is there no longer. What it had in hand is dealt again; what was permitted counts.
-
-        Without the writer nothing is saved any more, and there are no pauses.
-        """
-        self._has_lost = True
-        if worker == self._writer:
-            self._saves.clear()
-        turn = self._turns.pop(worker, None)
-        if turn is not None:
-            heapq.heappush(self._again, turn.number)
+        """A worker is there no longer. What it had in hand is dealt again."""
+        for workers in (self._workers, self._coming, self._pausing, self._paused):
+            workers.discard(worker)
+        in_hand = self._turns.pop(worker, None)
         if worker in self._applying:
+            in_hand = self._applying[worker]
             self.finish(worker)
+        if worker == self._saving:
+            self._saving = None
+        if in_hand is not None:
+            heapq.heappush(self._again, in_hand.number)
 
-    def _is_pause_due(self, number: int) -> bool:
-        """Whether this batch, which would be dealt next, is not to be."""
-        return self._is_wished and not self._has_lost and self._paused_at < number < self._limit
+    def left(self, worker: int) -> None:
+        """A worker has left the loop, and the others take the batches that are left. From now on there are no pauses;
+        where it was the writer, nothing is saved any more."""
+        self._has_left = True
+        if worker == min(self._workers):
+            self._saves.clear()
+        self.lost(worker)
+
+    def _is_pause_due(self) -> bool:
+        """Whether the next batch is not to be dealt. One that is dealt again comes before: all are done up to it."""
+        is_between = self._paused_at < self._next < self._limit
+        return self._is_wished and not self._has_left and not self._again and is_between
 
     def _would_hold(self, turns: list[Turn], permitted: int) -> bool:
         """Whether these turns could be permitted after so many updates, in the order of their bases."""

@@ -65,13 +65,17 @@ class BackupGradients(TurnGradients):
         self._factor, self._norm = 1.0, 0.0
         self._verdict: Mapping[str, Any] | None = None
 
-    def next(self, dealt: Dealt, *, wants_pause: Callable[[], bool]) -> Share | Save | Pause | Over:
+    def next(
+        self, dealt: Dealt, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool] = lambda: False
+    ) -> Share | Save | Pause | Over | None:
         """Wait for what is to be done next, and have the weights for it.
 
         `wants_pause()`: whether all should come together; asked again and again until there is an answer.
         """
         while True:
-            told = self._ask_for_more(dealt, wants_pause=wants_pause)
+            told = self._ask_for_more(dealt, wants_pause=wants_pause, is_called=is_called)
+            if told is None:
+                return None
             version = int(told["version"])
             if version == self._version:
                 self._before = [one.detach().clone() for one in self._kept]
@@ -196,6 +200,9 @@ class BackupGradients(TurnGradients):
     def _used_places(self) -> list[list[int]]:
         """Of each server, the parameters that any chosen share has a gradient of."""
         return [[place for place in some if self._used[place]] for some in self._places()]
+
+    def _greet(self) -> None:
+        """Its workers do not come and go."""
 
     def _make_server(self) -> MakeServer:
         return functools.partial(GatheringServer, drop=self._drop, buffers=self._kept)

@@ -3,6 +3,12 @@
 The first server also has the clock (`paceline.schedule.clock`), of each stream: it deals batches, permits updates, and
 holds an answer back until the clock allows it. It also keeps the buffers of the model: a replica tells by how much its
 batch has changed them, and that is added to what is here.
+
+Each update is applied once on each server, whoever dies when. It is done when the first server, which gets it last, has
+it. Where a worker dies before that, its batch is dealt again; a server that has its update leaves the one of the second
+try out. That a worker is lost the first server sees by its connection; the others are told with the next question for
+weights. From then on nothing that it has said counts, so weights that are told afterwards have its update or never
+will. Where it dies when its update is done, and may not be in its books, the others are asked to note it in theirs.
 """
 
 from __future__ import annotations
@@ -13,14 +19,19 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.messages import Listener, Message
-from paceline.schedule.clock import Clock, Over, Pause, Save, Turn
+from paceline.schedule.clock import Clock, Dealt, Over, Pause, Save, Turn
 from paceline.sync.serving import Part, Server
 
 __all__ = ["DealingServer"]
 
+Batch = tuple[str, int]  # stream, and number in it
+
 
 class DealingServer(Server):
-    """`staleness` is the plan's; `buffers` those of the model, on the first server."""
+    """`staleness` is the plan's; `buffers` those of the model, on the first server.
+
+    Workers have a rank and a *name*, which nobody else ever has: who replaces another one may have its rank.
+    """
 
     def __init__(
         self,
@@ -34,14 +45,39 @@ class DealingServer(Server):
         super().__init__(part, listener, is_deserted=is_deserted)
         self._staleness = staleness
         self._clocks: dict[str, Clock] = {}
+        self._dealt: dict[str, Dealt] = {}  # of each stream, as the first who asked has said
         self._buffers = [buffer.detach().clone() for buffer in buffers]
         self._changed: set[int] = set()  # of them
         self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # questions that the clock has not answered
+        self._here: dict[int, tuple[bytes, str]] = {}  # workers by rank: connection and name
+        self._lost_ranks: set[int] = set()  # nobody is there in their place
+        self._applied: dict[str, Batch] = {}  # by name: the last update that is here
+        self._gone: dict[str, Batch | None] = {}  # names of who is lost, and the same
+        self._unnoted: dict[str, tuple[str, int, bool]] = {}  # by name: done, skipped, and perhaps not in its books yet
+        self._losses: list[dict[str, Any]] = []  # in order: whose they are, and what they leave to be noted
+
+    def _look(self) -> None:
+        """Notice who is there no longer."""
+        gone = [worker for worker, (caller, _) in self._here.items() if not self.listener.is_there(caller)]
+        for worker in gone:
+            self._lose(worker)
+        if gone:
+            self._answer_all()
 
     def _take_other(self, caller: bytes, message: Message) -> None:
         header = message.header
+        if header["name"] in self._gone:  # it was given up, or another one has come in its place
+            if "call" in header:
+                self.listener.send(caller, {"call": header["call"], "is_lost": True})
+            return
         match header["op"]:
-            case "turn" | "permit":
+            case "hello":
+                self._meet(caller, header)
+            case "turn":
+                self._unnoted.pop(header["name"], None)  # who asks for the next one has noted it
+                self._clock(header).returned(header["worker"])  # others may have waited for that
+                self._held.append((caller, header))
+            case "permit" | "about":
                 self._held.append((caller, header))
             case "wish":
                 self._clock(header).wish()
@@ -50,28 +86,67 @@ class DealingServer(Server):
             case "stand":
                 self.listener.send(caller, {"call": header["call"], "number": self._clock(header).num_dealt})
             case "left":
-                self._clock(header).lost(header["worker"])
+                self._unnoted.pop(header["name"], None)
+                self._clock(header).left(header["worker"])
+            case "gone":
+                self._unnoted.pop(header["name"], None)
+                self._lose(header["worker"])
             case "update":
                 self._update(caller, message)
+            case "skip":
+                self._clock(header).skip(header["worker"])
+                self._done(header, is_skipped=True)
+                self.listener.send(caller, {"call": header["call"]})
             case "weights":
-                changed = {number: self._buffers[number].clone() for number in sorted(self._changed)}
-                self._tell_weights(caller, header, buffers=changed)
+                for name in header["lost"]:
+                    self._forget(name)
+                numbers = range(len(self._buffers)) if header["is_first"] else sorted(self._changed)
+                told = {number: self._buffers[number].clone() for number in numbers}
+                self._tell_weights(caller, header, buffers=told)
             case op:
                 raise ValueError(f"a worker asked for {op!r}, which this server does not know")
-        while self._answer_held():  # an answer may allow another one
-            pass
+        self._answer_all()
+
+    def _meet(self, caller: bytes, header: Mapping[str, Any]) -> None:
+        """A worker has come; whoever had its rank before is lost."""
+        worker = header["worker"]
+        if worker in self._here:
+            self._lose(worker)
+        self._here[worker] = caller, header["name"]
+        self._lost_ranks.discard(worker)
+        for clock in self._clocks.values():
+            clock.join(worker)
+        self.listener.send(caller, {"call": header["call"]})
+
+    def _lose(self, worker: int) -> None:
+        """A worker is there no longer."""
+        caller, name = self._here.pop(worker)
+        self._lost_ranks.add(worker)
+        self._forget(name)
+        self._losses.append({"name": name, "unnoted": self._unnoted.pop(name, None)})
+        self._held = [one for one in self._held if one[0] != caller]
+        for clock in self._clocks.values():
+            clock.lost(worker)
+
+    def _forget(self, name: str) -> None:
+        """What this worker has said, and is not done yet, does not count any more."""
+        self._gone.setdefault(name, self._applied.pop(name, None))
 
     def _clock(self, header: Mapping[str, Any]) -> Clock:
         stream = header["stream"]
         if stream not in self._clocks:
+            dealt = self._dealt[stream] = Dealt.from_plain(header)
             self._clocks[stream] = Clock(
                 staleness=self._staleness,
-                limit=header["limit"],
-                workers=header["workers"],
-                saves=range(*header["saves"]),
-                writer=header["writer"],
+                limit=dealt.limit,
+                workers={*dealt.workers, *self._here} - self._lost_ranks,
+                saves=range(*dealt.saves),
             )
         return self._clocks[stream]
+
+    def _answer_all(self) -> None:
+        while self._answer_held():  # an answer may allow another one
+            pass
 
     def _answer_held(self) -> bool:
         """Answer what the clock allows now; returns whether that was anything."""
@@ -85,21 +160,27 @@ class DealingServer(Server):
         return len(self._held) < len(held)
 
     def _judged(self, header: Mapping[str, Any]) -> dict[str, Any] | None:
+        if header["op"] == "about":
+            dealt = self._dealt.get(header["stream"])
+            return None if dealt is None else {"dealt": dealt.plain()}
         clock, worker = self._clock(header), header["worker"]
         if header["op"] == "permit":
             behind = clock.permit(worker)
             return None if behind is None else {"behind": behind}
+        losses = self._losses[header["num_losses"] :]
         match clock.ask(worker):
             case None:
                 return None
             case Turn(number=number, base=base):
-                return {"turn": "batch", "number": number, "base": base}
+                return {"turn": "batch", "number": number, "base": base, "losses": losses}
             case Save(number=number):
-                return {"turn": "save", "number": number}
+                return {"turn": "save", "number": number, "losses": losses}
             case Pause(number=number):
-                return {"turn": "pause", "number": number}
+                return {"turn": "pause", "number": number, "losses": losses}
+            case Over() if self._unnoted:  # should one of these be lost now, others have to hear of it
+                return None
             case Over():
-                return {"turn": "over", "number": header["limit"]}
+                return {"turn": "over", "number": header["limit"], "losses": losses}
 
     def _update(self, caller: bytes, message: Message) -> None:
         """Have the optimizers step with one replica's gradients, and its change of the buffers added."""
@@ -113,7 +194,14 @@ class DealingServer(Server):
         for number in header["buffers"]:
             self._buffers[number].add_(next(tensors))
             self._changed.add(number)
-        self.part.step(gradients, header["options"])
+        batch: Batch = header["stream"], header["number"]
+        if batch not in self._gone.values():  # otherwise who had the batch before has brought it as far as here
+            self.part.step(gradients, header["options"])
+        self._applied[header["name"]] = batch
         if header["is_last"]:  # all other servers have it
             self._clock(header).finish(header["worker"])
+            self._done(header, is_skipped=False)
         self.listener.send(caller, {"call": header["call"]})
+
+    def _done(self, header: Mapping[str, Any], *, is_skipped: bool) -> None:
+        self._unnoted[header["name"]] = header["stream"], header["number"], is_skipped

@@ -46,10 +46,10 @@ class _Stream:
         self.clock = StepClock(
             drop=drop,
             limit=header["limit"],
-            workers=header["workers"],
+            workers=len(header["workers"]),
             num_micro=functools.partial(num_micro_of, epochs=header["epochs"], micros=header["micros"]),
             saves=range(*header["saves"]),
-            writer=header["writer"],
+            writer=min(header["workers"]),
         )
         self.arrivals: dict[int, _Arrival] = {}  # by share, of the step under way
         self.records: dict[int, dict[str, Any]] = {}  # by step: how it ended, for those who will ask

@@ -242,6 +242,7 @@ class Server:
                 if got is not None:
                     self._callers.add(got[0])
                     self._take(*got)
+                self._look()
         except Exception:  # the process's boundary: the workers raise it
             for caller in self._callers:
                 self.listener.send(caller, {"failed": traceback.format_exc()})
@@ -268,6 +269,9 @@ class Server:
             case _:
                 self._take_other(caller, message)
         self._answer_sums()
+
+    def _look(self) -> None:
+        """Called again and again, whether anything has come or not."""
 
     def _take_other(self, caller: bytes, message: Message) -> None:
         raise ValueError(f"a worker asked for {message.header['op']!r}, which this server does not know")

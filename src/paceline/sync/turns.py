@@ -6,11 +6,17 @@ replicas there are. The first server gets it last, and counts it then: so weight
 all servers.
 
 Who wants all to come together, because it was asked to leave, tells the first server so; all pause then, or none.
+
+Who comes later learns from the first server what is dealt, and from all of them what the model's tensors are: it needs
+nothing of another worker. With each answer workers hear who is lost, tell it to the other servers before they take
+weights, and keep what a lost one has left to be noted (`paceline.sync.dealing`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,6 +28,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.group import Alone
 from paceline.comm.messages import Message
+from paceline.errors import SyncError
 from paceline.plan import AllReduce, ParameterServer, Raw, Wire
 from paceline.schedule.backups import Share
 from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
@@ -33,7 +40,20 @@ from paceline.sync.served import wire_dtype_of
 from paceline.sync.servers import Servers
 from paceline.sync.serving import Held, MakeServer, Part, check_held, held_by, options_of
 
-__all__ = ["TurnGradients"]
+__all__ = ["Bequest", "TurnGradients"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bequest:
+    """A batch that counts, though who took it may have been lost before it could note that."""
+
+    stream: str
+    number: int
+    is_skipped: bool
+
+
+class _Called(Exception):
+    """Whoever waits for a batch is to leave."""
 
 
 class TurnGradients(GradientSum):
@@ -54,7 +74,13 @@ class TurnGradients(GradientSum):
         on = placed_on(sizes, servers=sync.servers)
         self.behind: int | None = None  # the last update: how many others its weights did not have
         self.num_samples = 0  # of the batch in hand, that this replica has
+        self.bequests: list[Bequest] = []  # to be noted by this worker, and taken from here
         self._servers, self._staleness, self._worker_rank = servers, sync.staleness, worker_rank
+        self._name = f"{worker_rank}-{secrets.token_hex(8)}"  # that of nobody else, before or after
+        self._is_known = False  # to the servers
+        self._num_losses = 0  # that were told so far
+        self._lost: list[str] = []  # names of those whom the other servers have still to be told of
+        self._is_first_pull = True
         self._wire_dtype = wire_dtype_of(wire)
         self._server_of = [on[name] for name, _ in self._all]
         buffers = {id(one): one for model in models for one in model.buffers() if one.dtype != torch.bool}
@@ -63,6 +89,8 @@ class TurnGradients(GradientSum):
         self._optimizers: tuple[Optimizer, ...] = ()
         self._held: Held = ()
         self._dealt: Dealt | None = None
+        self._number = 0  # of the batch in hand
+        self._is_taken = True  # the servers know what becomes of it
         self._sent = WireBytes()
 
     def serve(self, optimizers: Sequence[Optimizer]) -> None:
@@ -73,7 +101,7 @@ class TurnGradients(GradientSum):
 
     def meet(self, *, index: int, size: int) -> None:
         """Start and reach the servers; all workers must call it."""
-        if not self._servers.are_there:
+        if not self._is_known:
             self.begin(0)  # now it is known which parameters are trained
             largest = sum(one.nbytes for one in [*(parameter for _, parameter in self._all), *self._kept])
             self._servers.meet(
@@ -82,15 +110,31 @@ class TurnGradients(GradientSum):
             self._held = held_by(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now
+            self._greet()
+            self._is_known = True
 
-    def next(self, dealt: Dealt, *, wants_pause: Callable[[], bool]) -> Turn | Share | Save | Pause | Over:
-        """Wait for what is to be done next, and take over the weights for it.
+    def join(self, stream: str) -> Dealt:
+        """Reach the servers, which others have started or will, and learn what is dealt of a stream."""
+        self.meet(index=self._servers.count, size=1)
+        told: dict[str, Any] = self._ask_first({"op": "about", "stream": stream}).header["dealt"]
+        return Dealt.from_plain(told)
 
-        `wants_pause()`: whether all should come together; asked again and again until there is an answer.
+    def next(
+        self, dealt: Dealt, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool] = lambda: False
+    ) -> Turn | Share | Save | Pause | Over | None:
+        """Wait for what is to be done next, and take over the weights for it; None: this worker is to leave, and has
+        taken leave of the servers.
+
+        `wants_pause()`: whether all should come together, `is_called()`: whether this worker alone is to leave. Both
+        are asked again and again until there is an answer.
         """
-        told = self._ask_for_more(dealt, wants_pause=wants_pause)
+        told = self._ask_for_more(dealt, wants_pause=wants_pause, is_called=is_called)
+        if told is None:
+            return None
+        self._hear(told["losses"])
         self._pull()
-        number = int(told["number"])
+        number = self._number = int(told["number"])
+        self._is_taken = told["turn"] != "batch"
         match told["turn"]:
             case "batch":
                 return Turn(number, int(told["base"]))
@@ -115,6 +159,12 @@ class TurnGradients(GradientSum):
         """This replica takes no more batches: what it has in hand is dealt to another one."""
         self._servers.caller(0).send({"op": "left", **self._about()})
 
+    def pass_over(self) -> None:
+        """Where the batch in hand has brought no update, it will not, and counts as used."""
+        if not self._is_taken:
+            self._ask_first({"op": "skip", "number": self._number})
+            self._is_taken = True
+
     @torch.no_grad()
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Have the servers step with the gradients that are here."""
@@ -131,6 +181,7 @@ class TurnGradients(GradientSum):
             places, flats = self._flats(number)
             header: dict[str, Any] = {
                 "op": "update",
+                "number": self._number,
                 "places": places,
                 "options": options,
                 "buffers": [],
@@ -139,7 +190,8 @@ class TurnGradients(GradientSum):
             if number == 0:
                 header["buffers"], flats = [*deltas], [*flats, *deltas.values()]
             caller = self._servers.caller(number)
-            caller.answer(caller.begin({**header, **self._about()}, flats))
+            self._checked(caller.answer(caller.begin({**header, **self._about()}, flats)))
+        self._is_taken = True
         for _, parameter in self._all:
             parameter.grad = None
         self.waited_s += time.perf_counter() - began
@@ -159,24 +211,37 @@ class TurnGradients(GradientSum):
     def bytes(self) -> WireBytes:
         return self._sent
 
-    def _ask_for_more(self, dealt: Dealt, *, wants_pause: Callable[[], bool]) -> Mapping[str, Any]:
-        """Wait for the first server to tell what is to be done next."""
+    def _ask_for_more(
+        self, dealt: Dealt, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool]
+    ) -> Mapping[str, Any] | None:
+        """Wait for the first server to tell what is to be done next; None: this worker has taken leave."""
         self._dealt, first, has_wished = dealt, self._servers.caller(0), False
 
-        def wish() -> None:
+        def look() -> None:
             nonlocal has_wished
+            if is_called():
+                raise _Called
             if not has_wished and wants_pause():
                 has_wished = True
                 first.send({"op": "wish", **self._about()})
 
-        wish()
-        return first.answer(first.begin({"op": "turn", **self._about()}), meanwhile=wish).header
+        try:
+            look()
+            asked = first.begin({"op": "turn", "num_losses": self._num_losses, **self._about()})
+            return self._checked(first.answer(asked, meanwhile=look)).header
+        except _Called:
+            first.send({"op": "gone", **self._about()})
+            return None
 
     @torch.no_grad()
     def _pull(self) -> set[int]:
-        """Take over all weights, and the buffers; returns how many updates they have had, by any server's count."""
-        places = self._places()
-        answers = self._servers.ask([{"op": "weights", "places": some} for some in places])
+        """Take over all weights that are trained, and the buffers; the first time all that are in the models. Returns
+        how many updates they have had, by any server's count."""
+        places = self._places(all_of_them=self._is_first_pull)
+        about = {"op": "weights", "lost": self._lost, **self._about()}
+        ask = [{**about, "places": some, "is_first": self._is_first_pull and n == 0} for n, some in enumerate(places)]
+        answers = [self._checked(one) for one in self._servers.ask(ask)]
+        self._lost, self._is_first_pull = [], False
         for number, (some, answer) in enumerate(zip(places, answers, strict=True)):
             num_flats = self._servers.take(some, answer.tensors, [parameter for _, parameter in self._all])
             if number == 0:
@@ -187,14 +252,34 @@ class TurnGradients(GradientSum):
 
     def _ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         caller = self._servers.caller(0)
-        return caller.answer(caller.begin({**question, **self._about()}, tensors))
+        return self._checked(caller.answer(caller.begin({**self._about(), **question}, tensors)))
+
+    def _greet(self) -> None:
+        """Tell the first server that this worker is there."""
+        self._ask_first({"op": "hello"})
+
+    def _checked(self, answer: Message) -> Message:
+        if answer.header.get("is_lost"):
+            raise SyncError(
+                f"the parameter servers have given worker {self._worker_rank} up: its connection to the first one was "
+                "closed, or another one has come in its place"
+            )
+        return answer
+
+    def _hear(self, losses: Sequence[Mapping[str, Any]]) -> None:
+        """Somebody is lost."""
+        self._num_losses += len(losses)
+        self._lost += [loss["name"] for loss in losses]
+        self.bequests += [Bequest(*loss["unnoted"]) for loss in losses if loss["unnoted"] is not None]
 
     def _about(self) -> dict[str, Any]:
-        return {"worker": self._worker_rank, **(self._dealt.plain() if self._dealt is not None else {})}
+        who = {"worker": self._worker_rank, "name": self._name}
+        return who if self._dealt is None else {**who, **self._dealt.plain()}
 
-    def _places(self) -> list[list[int]]:
-        """Of each server, the parameters that are trained."""
-        return [[place for place in self._followed if self._server_of[place] == n] for n in range(self._servers.count)]
+    def _places(self, *, all_of_them: bool = False) -> list[list[int]]:
+        """Of each server, the parameters that are trained, or all."""
+        some = range(len(self._all)) if all_of_them else self._followed
+        return [[place for place in some if self._server_of[place] == n] for n in range(self._servers.count)]
 
     def _flats(self, server: int) -> tuple[list[list[int]], list[Tensor]]:
         """The gradients for a server: places and a flat tensor of each dtype."""

@@ -11,6 +11,10 @@ With replicas of several workers those of one replica act as one: in an operatio
 
 Who joins gets its state from a member, between two steps.
 
+Where replicas take batches by themselves, dealt by servers, they are *apart* inside the loop: whoever is lost or joins
+then, nobody waits, and nothing is done again. Members come together, in the newest generation, at its end, and where
+all are to save and leave. Who came later has worked with the others by then, without a state from any of them.
+
 All may also leave between two steps: because the head has said so to everybody, because one of them was asked to where
 there is no head (`Notice`), or because the supervisor has gone. In the last case nobody writes before all members of
 the present generation have said that they leave after this same step: a part of a run never saves for the whole.
@@ -122,6 +126,7 @@ class Agreement:
         self._tells_commit = False
         self._is_dismissed = False  # all have agreed to go on without this one
         self._come: Callable[[], None] = lambda: None
+        self._is_apart = False
 
     def attach(self, holder: Holder) -> None:
         """Say whose state it is."""
@@ -173,6 +178,7 @@ class Agreement:
     def run(self, operation: Callable[[], T]) -> T:
         """Do an operation to its end, through as many generations as it takes; newcomers leave it out."""
         self._come()
+        self.come_together()
         return self.do(operation)
 
     def do(self, operation: Callable[[], T]) -> T:
@@ -189,6 +195,56 @@ class Agreement:
                 if self.vote():
                     return value
             self.recovery_s += time.perf_counter() - began
+
+    def part(self) -> None:
+        """From now on this worker does without the others. Nothing happens where their number is fixed."""
+        if self.elastic is not None and self._orders is not None:
+            self._is_apart = True
+            self._orders.part()
+
+    def come(self) -> None:
+        """Where this worker came later: it is at work, and the others may count on it. Said once."""
+        if self.is_newcomer and self._orders is not None and not self._orders.has_come:
+            self._orders.come()
+
+    def come_together(self) -> None:
+        """Meet the others again, where this worker was apart; all of them must come."""
+        orders = self._orders
+        if not self._is_apart or orders is None:
+            return
+        self._is_apart = False
+        orders.join()
+        if self.is_newcomer:
+            while not orders.has_come:  # too late for a batch: whoever waits for the others' end is ended by the head
+                finish = orders.wait_for_change(orders.newest)
+                if finish is not None:
+                    raise Leaving(finish.exit_code)
+            self._change_over()
+        self.do(self._members.barrier)
+
+    def await_enough(self) -> None:
+        """Where this worker is apart: return when there are enough members, or it has something else to do."""
+        if self._is_apart and self._orders is not None:
+            self._orders.await_enough()
+
+    @property
+    def is_dismissed(self) -> bool:
+        """Whether the others, who are apart, go on without this worker."""
+        return self._is_apart and self._orders is not None and self._orders.is_dismissed
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Where this worker is apart: the ranks of all members, as far as it has heard of others than at first."""
+        return self._orders.members if self._is_apart and self._orders is not None else ()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the members are, or may be, others than those who began the run."""
+        return self.is_newcomer or (self._orders is not None and self._orders.newest > 0)
+
+    def depart(self) -> NoReturn:
+        """Leave the run to the others. Raises Leaving."""
+        self._depart(self._needed()[0])
 
     def vote(self) -> bool:
         """Wait until all members have the operation's result; False: it is void, and has to be done again."""
@@ -231,7 +287,7 @@ class Agreement:
             if self._is_dismissed:
                 self._depart(orders)
             form = orders.wait_for(members.generation, is_between_steps=is_between_steps, timeout_s=self._timeout_s)
-            is_newcomer = self._position is None
+            is_newcomer = self._position is None and not orders.acknowledges
             if is_newcomer and (self._rank not in form.members or not form.planned):
                 members.generation = form.generation  # that one is for those who have the state
                 orders.tell("ready", generation=form.generation)
@@ -239,7 +295,8 @@ class Agreement:
             if self._rank not in form.members:
                 self._depart(orders)
             try:
-                members.take(elastic.build(form, not is_newcomer), form.generation, ranks=form.members)
+                is_hurry = not is_newcomer and not orders.acknowledges  # others may still have a batch in hand
+                members.take(elastic.build(form, is_hurry), form.generation, ranks=form.members)
                 stands: list[Standing] = members.meet(Standing(self._position, holds_result, self._step))
                 is_done = _is_done(stands, self._position, holds_result)
                 received = self._hand_over(stands, elastic.workers_each)
@@ -256,6 +313,8 @@ class Agreement:
         if received is not None and self._holder is not None:
             self._position, state = received
             self._holder.fill(state)
+        elif self._position is None:
+            self._position = 0  # all have come later, and have what the servers have
         self.holds = form.holds
         self._tells_commit = True
         orders.tell("formed", generation=form.generation, noticed=noticed)
@@ -286,7 +345,7 @@ class Agreement:
         self._orders.tell("begun")
         if keeps:
             self._orders.tell("keeps")
-        if self.is_newcomer:
+        if self.is_newcomer and not self._orders.acknowledges:  # otherwise it has the servers' state
             self._orders.tell("ready", generation=self._orders.newest)
             self._change_over()
             self.hold()
@@ -307,9 +366,10 @@ class Agreement:
 
     def committed(self) -> None:
         """A step is committed: the first one of a generation is told."""
-        if self._tells_commit and self._orders is not None:
-            self._tells_commit = False
-            self._orders.tell("committed", pid=os.getpid())
+        orders = self._orders
+        if orders is not None and (self._tells_commit or orders.has_acknowledged):
+            self._tells_commit = orders.has_acknowledged = False
+            orders.tell("committed", pid=os.getpid())
 
     @property
     def rank(self) -> int:
@@ -412,6 +472,8 @@ class Agreement:
         if not newcomers or self._holder is None:
             return None
         positions = [one.position for one in stands if one.position is not None]
+        if not positions and self._orders is not None and self._orders.acknowledges:
+            return None
         if not positions:
             raise Disrupted("none of those who met has the run's state")
         ranks, place, newest = self._members.ranks, self._rank % workers_each, max(positions)

@@ -38,6 +38,7 @@ from paceline.worker.vaulting import Vaulting
 from paceline.worker.walk import Again, Outcome, Walks
 
 if TYPE_CHECKING:
+    from paceline.sync.turns import TurnGradients
     from paceline.worker.pipelined import Pipelined
     from paceline.worker.stepper import Stepper
 
@@ -213,44 +214,47 @@ class Loop:
                 "there are places where nobody has one in hand. Have one loop after the other, or use staleness=0 and "
                 "drop=0"
             )
-        name, first, gradients, files = stream.source.name, self.step, self._models.turns, self._files
-        begun, limit = Cursor(stream.cursor.epoch, stream.cursor.position), stream.num_left()
-        if files.max_steps is not None:
-            limit = max(0, min(limit, files.max_steps - first))
-        every = files.save_every
-        saves = (limit + 1, limit + 1, 1) if every is None else (every - first % every, limit + 1, every)
-        self._agreement.run(lambda: gradients.meet(index=self._everybody.index, size=self._everybody.size))
-        ranks = self._agreement.ranks
-        dealt = Dealt(stream=name, limit=limit, workers=len(ranks), saves=saves, writer=ranks[0])
-        if self._plan.drops_late:
-            epochs, micros = stream.steps_of_epochs(begun), stream.num_micros(begun)
-            dealt = DealtShares(**dealt.plain(), epochs=epochs, micros=micros)
+        name, gradients, agreement = stream.source.name, self._models.turns, self._agreement
+        dealt = self._begin_turns(stream, gradients)
+        first, begun = dealt.step, Cursor(dealt.epoch, dealt.position)
         self._turn_of = stream, first, begun
         while True:
             self._ring.begin("waiting for a batch", self.step)
-            match gradients.next(dealt, wants_pause=lambda: self._agreement.wants_change):
+            agreement.await_enough()
+            told = gradients.next(
+                dealt, wants_pause=lambda: agreement.wants_change, is_called=lambda: agreement.is_dismissed
+            )
+            self._note_bequests(stream, gradients, begun=begun, first=first)
+            match told:
                 case Turn(number=number):
+                    agreement.come()
                     self.books.step = first + number
                     batch = stream.batch_at(number, begun=begun, step=first + number + 1)
                 case Share(number=number, index=index, count=count):
                     self.books.step = first + number
                     batch = stream.batch_at(number, begun=begun, step=first + number + 1, share=(index, count))
                 case Save(number=number):
-                    self.save()
+                    self.save(is_writer=True)
                     gradients.saved(number)
                     continue
                 case Pause(number=number):  # all workers are told so
                     self._stand(number)
                     self._ring.begin("between two steps", self.step)
-                    self._agreement.change_is_due()
-                    self._agreement.between_steps()
+                    agreement.come_together()
+                    agreement.change_is_due()
+                    agreement.between_steps()
+                    agreement.part()
                     continue
                 case Over():
-                    self._stand(limit)
+                    self._stand(dealt.limit)
+                    self._ring.begin("between two steps", self.step)
+                    agreement.come_together()
                     self._turn_of = None
-                    if files.is_last_step(self.step):
+                    if self._files.is_last_step(self.step):
                         self._stop()
                     return
+                case None:
+                    agreement.depart()
             self.books.open(batch, Cursor())
             gradients.behind, gradients.num_samples = None, sum(micro.num_samples for micro in batch.micros)
             try:
@@ -264,9 +268,45 @@ class Loop:
             if self._plan.drops_late and batch.chosen is None:  # it was passed over, and nobody has waited for it
                 self.books.leave(name)
                 continue
+            gradients.pass_over()
             if gradients.behind is not None:
                 self.books.report({"behind": gradients.behind})
             self.books.close(name)
+
+    def _begin_turns(self, stream: Stream, gradients: TurnGradients) -> Dealt:
+        """Reach the servers; returns what is dealt: who comes later is told by them. From then on members are apart."""
+        name, first, limit, files = stream.source.name, self.step, stream.num_left(), self._files
+        if self._agreement.is_newcomer:
+            self._agreement.part()
+            return gradients.join(name)
+        if files.max_steps is not None:
+            limit = max(0, min(limit, files.max_steps - first))
+        every = files.save_every
+        saves = (limit + 1, limit + 1, 1) if every is None else (every - first % every, limit + 1, every)
+        self._agreement.run(lambda: gradients.meet(index=self._everybody.index, size=self._everybody.size))
+        self._agreement.part()
+        begun = Cursor(stream.cursor.epoch, stream.cursor.position)
+        dealt = Dealt(
+            stream=name,
+            limit=limit,
+            workers=self._agreement.ranks,
+            saves=saves,
+            step=first,
+            epoch=begun.epoch,
+            position=begun.position,
+        )
+        if self._plan.drops_late:
+            epochs, micros = stream.steps_of_epochs(begun), stream.num_micros(begun)
+            dealt = DealtShares(**dealt.plain(), epochs=epochs, micros=micros)
+        return dealt
+
+    def _note_bequests(self, stream: Stream, gradients: TurnGradients, *, begun: Cursor, first: int) -> None:
+        """Note the batches that count, and may be in the ledger of a lost worker alone, or in none."""
+        for one in gradients.bequests:
+            if one.stream == stream.source.name:  # who came later hears of earlier ones, too
+                batch = stream.batch_at(one.number, begun=begun, step=first + one.number + 1)
+                self._files.ledger.committed(batch, (), step=batch.step, skipped=one.is_skipped, is_whole=True)
+        gradients.bequests.clear()
 
     @property
     def is_dealing(self) -> bool:
@@ -303,17 +343,19 @@ class Loop:
     def _stop(self) -> None:
         """A loop ends at max_steps: what a later start goes on from is the state of now. Code after the loop will run
         there too, in its time, so what it does today is not saved at the end."""
-        is_saved = self._came_by(self._files.is_save_due)  # by the save that was due after this very step
+        is_due = self._files.is_save_due
+        is_saved = is_due(self.step) if self._takes_turns else self._came_by(is_due)  # after this very step
         prepared = self._prepared
         is_newer = prepared.is_recalled or prepared.has_taken_over or self.step > prepared.step
         if self._files.saves_at_end and not self.is_stopped and is_newer and not is_saved:
             self.save()
         self.is_stopped = True
 
-    def save(self, gathered: Gathered | None = None) -> None:
+    def save(self, gathered: Gathered | None = None, *, is_writer: bool = False) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background.
 
-        All workers must call it; within an operation of all of them, with what they have `gathered` there.
+        All workers must call it; within an operation of all of them, with what they have `gathered` there. `is_writer`:
+        this one alone calls it, since it is to write.
         """
         self.end_round()
         if self.is_dealing:  # nobody has a batch in hand
@@ -324,7 +366,9 @@ class Loop:
         self.saved_at_step = self.step
         if gathered is None:
             gathered = self._agreement.run(self._memories.gather) if self._memories.is_kept else Gathered()
-        self._prepared.save(step=self.step, cursors=self.cursors, gathered=gathered)
+        if is_writer and self._agreement.has_changed:
+            self._prepared.has_taken_over = True
+        self._prepared.save(step=self.step, cursors=self.cursors, gathered=gathered, is_writer=is_writer)
 
     # One step.
 
@@ -442,6 +486,8 @@ class Loop:
     def commit(self, batch: StepBatch, *, by: Stepper | None = None) -> None:
         """End the transaction of a batch, taken by a stepper; without one it was a prepared optimizer in the plain
         loop."""
+        if self._takes_turns:
+            self._models.turns.pass_over()  # before it is in the ledger: nobody else takes it then
         self.books.commit(batch)
         for gradients in self._unsettled:
             gradients.settle()

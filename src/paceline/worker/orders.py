@@ -4,12 +4,16 @@ The thread also says that this process is alive, outside of the training thread,
 leave, or, after the head has said "end", the end itself. Python's own signal handlers would wait until the training
 thread comes out of whatever it is in. Where the supervisor has gone, this worker is an *orphan*: what it can still do
 with the others is to save and leave, and SIGTERM ends it at once.
+
+Where members take batches by themselves, the thread also *acknowledges* each generation for the training thread, at
+once: nothing of what that is doing depends on who else is there, and it may be in the middle of a long batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import selectors
 import signal
@@ -22,7 +26,7 @@ from typing import Any
 from paceline import environment
 from paceline.comm.channel import Channel, ChannelClosed
 from paceline.comm.group import Disrupted
-from paceline.elastic.notices import PREEMPTED, Finish, Form
+from paceline.elastic.notices import AT_ONCE, PREEMPTED, Finish, Form
 from paceline.errors import SyncError
 
 __all__ = ["Orders"]
@@ -46,6 +50,10 @@ class Orders:
         self._requests = {int(signal.SIGTERM)}  # signals that ask to leave
         self._closed: ChannelClosed | None = None
         self._told_at = 0.0
+        self.acknowledges = False  # generations, for the training thread; each interrupts all before it
+        self.has_acknowledged = False  # one since this was set to False
+        self._is_apart = False  # the training thread needs no other member
+        self._is_coming = False  # this worker came later, and is in no generation yet
 
     def begin(self, *, hears_sigterm: bool) -> None:
         """Start the thread; `hears_sigterm`: in the main thread of a process of its own."""
@@ -85,10 +93,45 @@ class Orders:
         with contextlib.suppress(ChannelClosed):
             self._channel.send({"op": "kept"})
 
+    def part(self) -> None:
+        """The training thread does without the other members: no generation concerns it until it joins them again."""
+        self._is_apart = True
+
+    def join(self) -> None:
+        """The training thread is going to do something together with the others."""
+        self._is_apart = False
+
+    def come(self) -> None:
+        """This worker, which came later, is at work without needing the others: they may count on it."""
+        self._is_coming = True
+        self.tell("ready", generation=self.newest)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether a worker that came later has said so, or is in a generation already."""
+        return self._is_coming or (self._form is not None and self.worker in self._form.members)
+
+    @property
+    def is_dismissed(self) -> bool:
+        """Whether the others go on without this worker."""
+        form = self._form
+        return form is not None and self.worker not in form.members and not self._is_coming
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Those of the newest generation; none where there was only the first."""
+        return () if self._form is None else self._form.members
+
+    def await_enough(self) -> None:
+        """Return when there are enough members to take steps, or this worker has something else to do."""
+        with self._changed:
+            while self._form is not None and self._form.holds and self.finish is None and not self.is_dismissed:
+                self._changed.wait()
+
     def check(self, generation: int) -> None:
         """Raise Disrupted where the generation is over, at once."""
         form = self._form
-        if form is not None and form.interrupts(generation):
+        if form is not None and not self._is_apart and form.interrupts(generation):
             raise Disrupted(form.reason)
 
     def is_over(self, generation: int) -> bool:
@@ -104,7 +147,7 @@ class Orders:
 
     def planned(self, generation: int) -> Form | None:
         """The generation that is to begin between two steps, if there is one after `generation`."""
-        form = self._form
+        form = None if self.acknowledges else self._form
         is_next = form is not None and form.generation > generation and not form.interrupts(generation)
         return form if is_next else None
 
@@ -168,9 +211,14 @@ class Orders:
     def _take(self, message: Mapping[str, Any]) -> None:
         match message.get("op"):
             case "form":
+                form = Form.from_json(message)
+                if self.acknowledges:
+                    form = dataclasses.replace(form, after=AT_ONCE)
                 with self._changed:
-                    self._form = Form.from_json(message)
+                    self._form = form
                     self._changed.notify_all()
+                if self.acknowledges:
+                    self._acknowledge(form)
             case "finish":
                 with self._changed:
                     self._finish = Finish.from_json(message)
@@ -179,6 +227,13 @@ class Orders:
                 self._ends = True
             case _:
                 pass  # of a later version
+
+    def _acknowledge(self, form: Form) -> None:
+        if self.worker in form.members:
+            self._is_coming, self.has_acknowledged = False, True
+            self.tell("formed", generation=form.generation, noticed=time.time(), is_apart=True)
+        elif self._is_coming:
+            self.tell("ready", generation=form.generation)
 
     def _asked_to_leave(self, signum: int) -> None:
         if not self._ends:

@@ -191,6 +191,7 @@ def _elastic(arrival: Arrival, channel: Channel, orders: Orders) -> Iterator[Pla
     replicas = layout.replicas
     least, most = replicas if isinstance(replicas, tuple) else (assignment.workers, assignment.workers)
     shared = BoardStore(channel, timeout_s=timeout_s)
+    orders.acknowledges = arrival.plan.takes_turns
     orders.tell("elastic", least=least, most=most, workers_each=layout.workers_each)
     with contextlib.ExitStack() as stack:
         if layout.workers_each == 1:

@@ -260,10 +260,11 @@ class Preparation:
         for name in self.registry.objects:
             self._fill_other(name)
 
-    def save(self, *, step: int, cursors: Mapping[str, Cursor], gathered: Gathered) -> None:
+    def save(self, *, step: int, cursors: Mapping[str, Cursor], gathered: Gathered, is_writer: bool = False) -> None:
         """Stage the state and let a background thread write it: worker 0's, or, of sharded replicas, those of the first
-        replica's workers; the others have nothing to do. `gathered`: what is saved beside the registry."""
-        if not self._writes:
+        replica's workers; the others have nothing to do. `gathered`: what is saved beside the registry. `is_writer`:
+        this worker writes, whoever is the first."""
+        if not self._writes and not is_writer:
             return
         self.saved_at = step
         with self._states_here():

@@ -52,6 +52,7 @@ class Talk:
 
     def together(self, operation: Callable[[], T]) -> T:
         """Do an operation of all workers. Newcomers take the results of those before the first loop from the others."""
+        self._agreement.come_together()
         if self._agreement.is_newcomer:
             return self._prelude.next()
         value = self._agreement.run(operation)

@@ -422,7 +422,7 @@ class Worker:
                     staged=self._models.staged(model),
                 )
 
-        results = self._talk.together(measure)
+        results = measure() if self._loop.is_dealing else self._talk.together(measure)
         took_s = time.perf_counter() - began
         self._files.emit(Evaluated(step=self.step, num_samples=len(dataset), metrics=results, duration_s=took_s))
         return results
@@ -481,12 +481,13 @@ class Worker:
     @property
     def is_first(self) -> bool:
         """Whether this is the first worker: worker 0, or, after that was lost, the next one."""
-        return self._group.index == 0
+        present = self._agreement.present
+        return present[0] == self.rank if present else self._group.index == 0
 
     @property
     def workers(self) -> int:
         """How many workers take part at present."""
-        return self._group.size
+        return len(self._agreement.present) or self._group.size
 
     @property
     def replica(self) -> int:
@@ -518,6 +519,7 @@ class Worker:
         self._shards.close()
         self._loop.end_round()
         self._loop.books.leave()
+        self._agreement.come_together()
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
 
             def settle() -> None:
