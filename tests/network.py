@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -13,9 +15,12 @@ import pytest
 from paceline.testing import network
 from paceline.testing.network import Host, cut, mend
 
-__all__ = ["TOOLS", "Host", "cut", "mend", "needs_network", "two_hosts"]
+__all__ = ["TOOLS", "Host", "cut", "free_port", "mend", "needs_network", "two_hosts"]
 
 Test = TypeVar("Test", bound=Callable[..., None])
+# Below those that the kernel gives to whoever connects (ip_local_port_range): one of them could be taken by anybody
+# before the program that is told of it listens there. Each session of tests begins elsewhere.
+_ports = itertools.count(10_000 + os.getpid() * 67 % 20_000)
 TOOLS = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
@@ -33,3 +38,12 @@ def two_hosts(
     """Make two hosts that know each other by name, and remove them."""
     with network.two_hosts(folder, names=names, subnet=subnet, own_name_is_loopback=own_name_is_loopback) as made:
         yield list(made)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 where nobody listens, which no other test and no connection is given."""
+    for port in _ports:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("there is no end of numbers")

@@ -148,6 +148,7 @@ class MemberAndHead:
             on_close=lambda error: self.member.head_lost(str(error)),
         )
         fields: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "host_index": 1, "attempt": 1, "run_dir": "r"}
+        fields["silence_s"] = 10.0
         self.member = Member(link, head="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **fields)
         self.head = Channel(theirs)
 

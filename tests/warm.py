@@ -23,7 +23,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -34,8 +35,9 @@ from warm_source import MARKS, SEARCHED, STATUS
 if TYPE_CHECKING:
     from paceline.testing.network import Host
 
-__all__ = ["Process", "Running", "can_start", "close", "run", "start"]
+__all__ = ["Process", "Running", "Subprocess", "ask", "can_start", "close", "run", "shell_path", "start"]
 
+MODULES = ("paceline", warm_source.TORCHRUN)
 # Looked at when Python or torch is loaded: with another value of these a program has to be loaded anew.
 READ_EARLY = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH", "PYTHON", "LD_", "GLIBC_", "MALLOC_")
 
@@ -109,21 +111,32 @@ Running: TypeAlias = "subprocess.Popen[str] | Process"
 
 
 class _Source:
-    """The process that programs are forked from, seen from the tests."""
+    """A process that programs are forked from, seen from who asks it to. `address`: where shells ask it."""
 
-    def __init__(self) -> None:
-        self._sock, theirs = socket.socketpair()
+    def __init__(
+        self, sock: socket.socket, *, address: str = "", process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self._sock, self.address, self._process = sock, address, process
         self.environment = dict(os.environ)
+
+    @classmethod
+    def begin(cls) -> _Source:
+        ours, theirs = socket.socketpair()
+        door, address = socket.socket(socket.AF_UNIX), f"\0paceline-tests-{uuid.uuid4().hex}"  # a name without a file
+        door.bind(address)
+        door.listen()
+        fds = [theirs.fileno(), door.fileno()]
         marked = {name: "-" * length for name, length in MARKS.items()}
         paths = [str(Path(__file__).resolve().parent.parent / "src"), *filter(None, [os.environ.get(SEARCHED)])]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, warm_source.__file__, str(theirs.fileno())],
-                env=self.environment | marked | {SEARCHED: os.pathsep.join(paths)},
-                pass_fds=[theirs.fileno()],
+        with theirs, door:
+            process = subprocess.Popen(
+                [sys.executable, warm_source.__file__, *map(str, fds)],
+                env=os.environ | marked | {SEARCHED: os.pathsep.join(paths)},
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
             )
-        leaks.LASTING_PIDS.add(self._process.pid)
+        leaks.LASTING_PIDS.add(process.pid)
+        return cls(ours, address=address, process=process)
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> None:
         data = json.dumps(request).encode()
@@ -134,27 +147,25 @@ class _Source:
 
     def close(self) -> None:
         self._sock.close()
-        self._process.wait(60)
-        leaks.LASTING_PIDS.discard(self._process.pid)
+        if self._process is not None:
+            self._process.wait(60)
+            leaks.LASTING_PIDS.discard(self._process.pid)
 
 
 _sources: list[_Source] = []  # at most one, of this test process
 
 
 def can_start(words: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a command may be started by `start`: a script or `-m paceline`, and no variable that is read early."""
-    if (
-        len(words) < 2
-        or words[0] != sys.executable
-        or not (words[1].endswith(".py") or words[1:3] == ["-m", "paceline"])
-    ):
+    """Whether a command may be started by `start`: a script or one of MODULES, and no variable that is read early."""
+    is_module = len(words) > 2 and words[1] == "-m" and words[2] in MODULES
+    if words[0] != sys.executable or not (is_module or (len(words) > 1 and words[1].endswith(".py"))):
         return False
     loaded = _sources[0].environment if _sources else os.environ
-    return all(
-        environment.get(name) == loaded.get(name)
-        for name in environment.keys() | loaded.keys()
-        if name.startswith(READ_EARLY) and name != SEARCHED
-    )
+    return all(environment.get(name) == loaded.get(name) for name in _read_early(environment.keys() | loaded.keys()))
+
+
+def _read_early(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(READ_EARLY) and name != SEARCHED]
 
 
 def start(
@@ -169,8 +180,7 @@ def start(
 ) -> Process:
     """Start a command for which `can_start` holds, on a host of `network.two_hosts` where one is given. The streams are
     as with Popen; nothing comes on standard input."""
-    if not _sources:
-        _sources.append(_Source())
+    source = _source()
     with contextlib.ExitStack() as stack:
         null = os.open(os.devnull, os.O_RDWR)
         stack.callback(os.close, null)
@@ -185,7 +195,7 @@ def start(
             "own_session": start_new_session,
             "host": host and [host.namespace, host.name, str(host.hosts_file)],
         }
-        _sources[0].ask(request, [null, out, err, tells])
+        source.ask(request, [null, out, err, tells])
     return Process(told, ours, ours_too)
 
 
@@ -198,6 +208,46 @@ def run(words: Sequence[str], *, timeout: float, **options: Any) -> subprocess.C
         process.kill()
         raise
     return subprocess.CompletedProcess(list(words), process.wait(), out, err)
+
+
+def shell_path(folder: Path) -> str:
+    """Write programs `python` and `paceline` that start commands as `start` does, and return a PATH that begins with
+    them: for the lines of a shell."""
+    source = _source()
+    loaded = {name: source.environment.get(name) for name in _read_early(source.environment)}
+    given = f"address={source.address!r}, python={sys.executable!r}, early={loaded!r}"
+    folder.mkdir()
+    for name, words in (("python", []), ("paceline", ["-m", "paceline"])):
+        program = folder / name
+        program.write_text(
+            f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            f"import warm_client\nwarm_client.main([*{words!r}, *sys.argv[1:]], {given})\n"
+        )
+        program.chmod(0o755)
+    return os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+
+
+def _source() -> _Source:
+    if not _sources:
+        _sources.append(_Source.begin())
+    return _sources[0]
+
+
+class Subprocess:
+    """Stands for the module of this name where commands are started that may as well be forks."""
+
+    DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(words: Sequence[str], *, env: Mapping[str, str], stdin: int, **options: Any) -> Running:
+        if can_start(words, env):
+            return start(words, env=env, **options)
+        return subprocess.Popen(words, env=env, stdin=stdin, **options)
+
+
+def ask(sock: socket.socket) -> None:
+    """Have what is started in this process forked from the one at the other end."""
+    _sources.append(_Source(sock))
 
 
 def close() -> None:

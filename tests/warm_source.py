@@ -1,6 +1,8 @@
-"""The process that programs of tests are forked from, as a program: `python warm_source.py FD`.
+"""The process that programs of tests are forked from, as a program: `python warm_source.py FD DOOR_FD`.
 
     a test --request, files--> this --fork--> the program --fork, while it is clean--> its warm parent
+
+A command that is started in a shell asks as a test does, through the door (see `warm_client`).
 
 It has imported what programs need and has done nothing else: no threads, no random numbers, no run. See `warm.py`.
 """
@@ -31,10 +33,11 @@ from typing import Any
 import imported
 import leaks
 
-__all__ = ["MARKS", "SEARCHED", "STATUS"]
+__all__ = ["MARKS", "SEARCHED", "STATUS", "TORCHRUN"]
 
 # Marks by which processes are found in /proc: text of the same length is put in their place, which only then is seen.
 MARKS = {leaks.PROGRAM_MARK: 32, "PACELINE_FAMILY": 16}
+TORCHRUN = "torch.distributed.run"  # starts interpreters, and is none of Paceline's
 SEARCHED = "PYTHONPATH"  # the one variable read early that may differ: it is known what Python does with it
 STATUS = struct.Struct("i")  # of what is told of a program: its number, and later its end
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # linux/sched.h
@@ -43,8 +46,9 @@ MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
 _places: dict[str, int] = {}  # addresses of MARKS in this process, and in all that are forked from it
 
 
-def serve(sock: socket.socket) -> dict[str, Any] | None:
-    """Fork for each request that comes; returns it in the child, and None here when nobody can ask any more."""
+def serve(sock: socket.socket, door: socket.socket | None = None) -> dict[str, Any] | None:
+    """Fork for each request that comes, from the test or through the door; returns it in the child, and None here when
+    the test cannot ask any more."""
     selector = selectors.DefaultSelector()
     heard, wakeup = socket.socketpair()
     for end in (heard, wakeup):
@@ -52,8 +56,9 @@ def serve(sock: socket.socket) -> dict[str, Any] | None:
     signal.set_wakeup_fd(wakeup.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: whoever asked decides
-    selector.register(sock, selectors.EVENT_READ)
-    selector.register(heard, selectors.EVENT_READ)
+    ends = [end for end in (sock, door, heard, wakeup) if end is not None]
+    for end in ends[:-1]:
+        selector.register(end, selectors.EVENT_READ)
     told: dict[int, int] = {}  # where each child's end is told, by process number
     while True:
         for key, _ in selector.select():
@@ -61,15 +66,21 @@ def serve(sock: socket.socket) -> dict[str, Any] | None:
                 heard.recv(4096)
                 _reap(told)
                 continue
-            request, files = _received(sock)
-            if request is None:
-                return None
+            if door is not None and key.fileobj is door:
+                with door.accept()[0] as caller:
+                    request, files = _received(caller)
+                if request is None:
+                    continue
+            else:
+                request, files = _received(sock)
+                if request is None:
+                    return None
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                for end in (selector, sock, heard, wakeup):
+                for end in (selector, *ends):
                     end.close()
                 for fd in (*told.values(), files[3]):
                     os.close(fd)
@@ -122,12 +133,15 @@ def become(request: Mapping[str, Any]) -> None:
         _enter(*request["host"])
     _take_environment(request["environment"])
     os.chdir(request["folder"])
+    words: list[str] = request["words"]
+    if words[:3] == ["-m", "paceline", "drill"] or "paceline.testing" in _text_of(words[0]):
+        _fork_runs()
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
     for path in reversed(os.environ.get(SEARCHED, "").split(os.pathsep)):
         if path and path not in sys.path:
             sys.path.insert(0, path)
-    words: list[str] = request["words"]
-    _prepare_warm_parents(6 if "parity" in words else 1)  # that command has one for each of its runs
+    if TORCHRUN not in words:
+        _prepare_warm_parents(6 if "parity" in words else 1)  # that command has one for each of its runs
     try:
         if words[0] == "-m":
             sys.argv[:] = words[1:]
@@ -149,6 +163,28 @@ def become(request: Mapping[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         _leave(1)
     _leave(0)
+
+
+def _text_of(name: str) -> str:
+    path = Path(name)
+    return path.read_text() if path.suffix == ".py" and path.exists() else ""
+
+
+def _fork_runs() -> None:
+    """Have the runs that this program will start forked too, from a process that is as this one is now."""
+    import warm
+    from paceline.testing import runs
+
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        request = serve(theirs)
+        if request is not None:
+            become(request)
+        os._exit(0)
+    theirs.close()
+    warm.ask(ours)
+    runs.subprocess = warm.Subprocess  # type: ignore[assignment]
 
 
 def _exit_status(stop: SystemExit) -> int:
@@ -312,15 +348,16 @@ def preload() -> None:
     os.waitpid(pid, 0)
 
 
-def main(fd: int) -> None:
-    sock = socket.socket(fileno=fd)
-    sock.set_inheritable(False)
+def main(*fds: int) -> None:
+    sock, door = (socket.socket(fileno=fd) for fd in fds)
+    for end in (sock, door):
+        end.set_inheritable(False)
     _find_marks()
     preload()
-    request = serve(sock)
+    request = serve(sock, door)
     if request is not None:
         become(request)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

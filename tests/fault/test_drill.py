@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.testing import KINDS, Report, assert_unharmed, network, run_with
+import warm
+from paceline.testing import KINDS, Report, assert_unharmed, network, run_with, runs
 from paceline.testing import disk as disks
 from programs import PACELINE, run
 
@@ -42,6 +43,11 @@ if __name__ == "__main__":
 STEPS = 32
 OPTIONS: dict[str, Any] = {"max_steps": STEPS, "save_every": 4, "silence_s": 2.0, "tensorboard": False}
 ELASTIC = ["plan.layout.replicas=1-3"]
+
+
+@pytest.fixture(autouse=True)
+def _runs_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "subprocess", warm.Subprocess)
 
 
 @functools.cache

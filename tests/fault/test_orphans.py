@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fault.elastic_runs import LIMIT_S, Run, assert_unharmed, finish, start, trained, undisturbed
+from network import free_port
 from paceline.attempt import Attempt, wait_for_orphans
 from paceline.errors import LaunchError
 from paceline.launch.occupied import occupants, occupy, wait_until_free
@@ -221,9 +222,3 @@ def test_where_the_heads_supervisor_is_killed_all_hosts_save_and_say_run_me_agai
     assert [run.code for run in ends] == [0, 0], ends[0].output + ends[1].output
     assert any(f"resumed from step {saved} " in run.output for run in ends)
     assert_unharmed(ends[0], undisturbed(ALONE))
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

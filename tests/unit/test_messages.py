@@ -40,6 +40,8 @@ def echo(secret: bytes = SECRET) -> Iterator[tuple[str, list[Mapping[str, Any]],
                 told.append(got[1].header)
                 if got[1].header["op"] == "slow":
                     ends.wait(0.2)
+                if got[1].header["op"] == "held":
+                    ends.wait()
                 listener.send(got[0], got[1].header, got[1].tensors)
         listener.close()
 
@@ -119,7 +121,7 @@ def test_an_answer_can_be_waited_for_whatever_a_check_says() -> None:
         caller._check = enough
         assert caller.answer(caller.begin({"op": "slow"}), checks=False).header["op"] == "slow"
         with pytest.raises(Enough):
-            caller.answer(caller.begin({"op": "slow"}))
+            caller.answer(caller.begin({"op": "held"}))
 
 
 def test_a_wait_for_what_does_not_leave_ends() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import select
 import signal
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.comm.channel import Channel
+from paceline.worker import orders
 from paceline.worker.orders import Orders
 
 pytestmark = pytest.mark.timeout(30)
@@ -58,7 +62,7 @@ class Worker:
 
 def _be_a_worker(channel: socket.socket, said: int) -> None:
     try:
-        orders = Orders(Channel(channel), 0)
+        orders = Orders(Channel(channel), 0, silence_s=4.0)
         orders.begin(hears_sigterm=True)
         orders.tell("begun")
         orders.wait_for_change(0)  # nobody forms anything: it returns when the supervisor has gone
@@ -92,3 +96,45 @@ def test_sigterm_ends_a_worker_whose_supervisor_has_gone_at_once(worker: Worker)
     worker.says_that_it_is_orphaned()
     os.kill(worker.pid, signal.SIGTERM)
     assert worker.ended_by() == signal.SIGTERM
+
+
+class Clock:
+    """Time passes only while somebody waits for a message; then the training thread says something, at `words`."""
+
+    def __init__(self, *words: float) -> None:
+        self.now, self.words, self.told = 100.0, [100.0 + at for at in words], list[float]()
+        self.orders: Any = None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def select(self, timeout: float) -> list[Any]:
+        until = self.now + timeout + 1e-4  # a wait is never too short
+        while self.words and self.words[0] <= until:
+            self.now = self.words.pop(0)
+            self.orders.tell("formed")
+        self.now = until
+        return []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.told.append(self.now)
+        if len(self.told) > 12:
+            raise OSError("that is enough")
+
+    def take(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("silence_s", [0.4, 2.0, 10.0])
+def test_whoever_is_alive_is_heard_of_several_times_within_the_silence_that_ends_it(
+    silence_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its training thread has spoken right after its last sign of life."""
+    clock = Clock(0.01, 1.37)
+    selector = SimpleNamespace(register=lambda *_: None, select=clock.select)
+    monkeypatch.setattr(orders, "time", clock)
+    monkeypatch.setattr(orders.selectors, "DefaultSelector", lambda: contextlib.nullcontext(selector))
+    clock.orders = one = Orders(clock, 0, silence_s=silence_s)  # type: ignore[arg-type]  # the clock is its channel
+    one._listen(0)
+    assert len(clock.told) > 12
+    assert max(later - told for told, later in itertools.pairwise(clock.told)) <= silence_s / 4 + 1e-3

@@ -37,14 +37,13 @@ def busy(tmp_path: Path) -> Iterator[Path]:
 def test_a_reader_never_sees_a_time_or_a_count_that_is_only_half_written(busy: Path) -> None:
     seen: list[tuple[float, float, float]] = []
     counts: list[int] = []
-    for _ in range(LOOKS):
+    while len(seen) < LOOKS or counts[-1] == counts[0]:  # at least until the other process has had its turn
         image = read_ring(busy, with_calls=False)
         assert image is not None
         seen.append((image.waited_s, image.idle_s, image.phase_s))
         counts += [group.entered for group in image.groups]
     assert max(max(ages) for ages in seen) < LONG_S
     assert counts == sorted(counts)
-    assert counts[-1] > counts[0], "the other process has written meanwhile"
 
 
 def test_a_wait_whose_beginning_is_not_written_yet_begins_now(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from fault.launching import REFUSED, Announcements, Supervised, supervised
+from network import free_port
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 ADDRESSES = {"left": "10.77.0.1", "right": "10.77.0.2"}
@@ -240,9 +240,7 @@ def test_a_host_whose_imports_fail_tells_the_others(start: Any, net: Net, tmp_pa
 
 
 def test_two_supervisors_on_one_machine_are_two_hosts(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]  # free, and not given to anybody else for a while
-    job = {"workers": 2, "hosts": 2, "head": f"127.0.0.1:{port}", "args": ["*:large=100"]}
+    job = {"workers": 2, "hosts": 2, "head": f"127.0.0.1:{free_port()}", "args": ["*:large=100"]}
     with ExitStack() as stack:
         environment = {"PACELINE_TOKEN": TOKEN}
         options = [{"job": job, "run_dir": str(tmp_path / str(number))} for number in range(2)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.comm import arena
 from paceline.comm.mailboxes import MAX_PLACES, Mailboxes
 from paceline.errors import SyncError
-from sharing import Workers
+from sharing import LIMIT_S, Workers
 
 pytestmark = pytest.mark.skipif(arena.refusal() is not None, reason=str(arena.refusal()))
 
@@ -88,11 +88,13 @@ def test_who_does_not_send_is_named(tmp_path: Path) -> None:
 
     def work(workers: Workers, rank: int) -> Any:
         found = []
-        for case, (group_size, timeout_s) in enumerate([(2, 30.0), (2, 0.5), (2, 30.0)]):
-            group = workers.join(rank, group_size, generation=case, timeout_s=timeout_s, ranks=(4, 5))
+        for case in range(3):
+            group = workers.join(rank, 2, generation=case, ranks=(4, 5))
             boxes = group.mailboxes()
             boxes.make_room(400)
             group.barrier()
+            if case == 1:
+                group._waiting._timeout_s = 0.5  # from here on: who is slow in what comes before is not meant
             if rank == 1:
                 found.append(lost(boxes, 100))
             elif case == 0:
@@ -109,7 +111,7 @@ def test_who_does_not_send_is_named(tmp_path: Path) -> None:
     (elsewhere, _), (silent, silent_s), (killed, killed_s) = found
     waiting = f"{WAY}: waiting for what blocks.1 returns"
     assert elsewhere.startswith(f"{waiting}: 28 bytes came, and 400 were expected")
-    assert silent.startswith(f"{waiting} failed: worker 4 has not come to it in 0.")
-    assert 0.5 <= silent_s < 5
+    assert silent.startswith(f"{waiting} failed: worker 4 has not come to it in ")
+    assert 0.5 <= silent_s < LIMIT_S / 2
     assert killed == f"lost contact with a peer during {waiting}: worker 4 has ended"
-    assert killed_s < 1
+    assert killed_s < LIMIT_S / 2  # not the limit itself

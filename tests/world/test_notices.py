@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from network import Host, two_hosts
+from network import Host, free_port, two_hosts
 from paceline.monitor.audit import audit
 from programs import (
     STEPS,
@@ -157,9 +156,7 @@ def asked_while_running(words: list[Any], folder: Path, **more: Any) -> Iterator
 
 def by_hand(train: Path, *arguments: str) -> list[int]:
     """The exit codes of two workers that were told where they are in variables."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sock.getsockname()[1])}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     workers = [
         subprocess.Popen([sys.executable, str(train), *arguments], env=child_environment() | place | {"RANK": rank})
         for rank in "01"

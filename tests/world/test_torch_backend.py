@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import warnings
@@ -274,7 +275,7 @@ def test_a_killed_peer_ends_what_waits_for_it_and_is_named(tmp_path: Path) -> No
         assert [text for text, _ in told] == ["lost contact with a peer during all_reduce: worker 2 has ended"] * 3 + [
             "lost contact with a peer during barrier: worker 2 has ended"
         ] * (len(told) - 3)
-        assert max(took_s for _, took_s in told) < 5  # where the limit is 60 s
+        assert max(took_s for _, took_s in told) < LIMIT_S / 2  # not the limit itself
         assert (is_done, left) == ("True", "")
 
 
@@ -289,5 +290,5 @@ def test_a_stopped_peer_is_named_when_the_time_of_the_group_is_over(tmp_path: Pa
         return text, took_s
 
     (text, took_s), _ = Workers(tmp_path, 2, work).values()
-    assert "worker 0 waited 3.0 s in broadcast" in text and "for worker 1 (joined 0)" in text
-    assert 3 <= took_s < 15
+    assert re.search(r"worker 0 waited [\d.]+ s in broadcast", text) and "for worker 1 (joined 0)" in text
+    assert 3 <= took_s < LIMIT_S / 2

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from paceline.elastic.decisions import Limits
 
-__all__ = ["Hearing"]
+__all__ = ["Hearing", "between_words_s"]
+
+ALIVE_S = 1.0
+
+
+def between_words_s(silence_s: float) -> float:
+    """How long whoever would be lost after `silence_s` of silence goes on between two words, where there is nothing
+    else to be said: a few of them may be late on a busy machine."""
+    return min(ALIVE_S, silence_s / 4)
 
 
 class Hearing:

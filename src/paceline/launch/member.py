@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline.elastic.hearing import between_words_s
 from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event
 from paceline.launch.carrying import At, Carrying
 from paceline.launch.crew import Crew
-from paceline.launch.guests import FAREWELL_S, PING_S, SILENCE_S
+from paceline.launch.guests import FAREWELL_S, SILENCE_S
 from paceline.launch.head import REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.link import Link
 from paceline.launch.outcome import Outcome, WorkerExit, interrupted, left, lost
@@ -40,10 +41,12 @@ class Member:
         slots: int,
         attempt: int,
         run_dir: str,
+        silence_s: float,
         say: Callable[[str], None],
         doors: Mapping[int, At] | None = None,
     ) -> None:
-        """`doors`: where other hosts give what this one's workers begin with."""
+        """`silence_s`: after so long without a word the head takes this host for lost. `doors`: where other hosts give
+        what this one's workers begin with."""
         self.host, self.address, self.host_index = host, address, host_index
         self.ranks, self.slots = tuple(ranks), slots  # with which this host begins; for how many it has room
         self.here = set(ranks)  # that have their files on this host; follows them as they come
@@ -64,7 +67,7 @@ class Member:
         self._has_begun = False  # some worker here is at work on steps
         self._leave_by: float | None = None  # after the head was lost, workers have saved and left by then
         self._patience: float | None = None  # a stopping head has sent the outcome by then
-        self._next_ping = 0.0
+        self._next_ping, self._ping_s = 0.0, between_words_s(silence_s)
 
     @property
     def is_late(self) -> bool:
@@ -136,7 +139,7 @@ class Member:
         if self._crew is None or self.outcome is not None:
             return
         if now >= self._next_ping:
-            self._next_ping = now + PING_S
+            self._next_ping = now + self._ping_s
             self._link.send({"op": "ping"})
         if not self._head_lost and now - self._link.heard > SILENCE_S:
             self.head_lost(f"it said nothing for {SILENCE_S:.0f} s")

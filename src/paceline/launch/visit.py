@@ -105,6 +105,7 @@ class Visit:
                 slots=int(message["slots"]),
                 attempt=int(message["attempt"]),
                 run_dir=str(message["run_dir"]),
+                silence_s=self._terms.job.silence_s,
                 say=self._say,
                 doors={int(index): (str(host), int(port)) for index, host, port in message["doors"]},
             )

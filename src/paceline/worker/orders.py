@@ -26,20 +26,22 @@ from typing import Any
 from paceline import environment
 from paceline.comm.channel import Channel, ChannelClosed
 from paceline.comm.group import Disrupted
+from paceline.elastic.hearing import between_words_s
 from paceline.elastic.notices import AT_ONCE, PREEMPTED, Finish, Form
 from paceline.errors import SyncError
 
 __all__ = ["Orders"]
 
-ALIVE_S = 1.0
 ORPHANED = Finish(exit_code=PREEMPTED, reason="the supervisor of these workers has gone")
 
 
 class Orders:
     """The newest word of the head. The training thread asks; it is interrupted only by what `check` raises."""
 
-    def __init__(self, channel: Channel, worker: int) -> None:
+    def __init__(self, channel: Channel, worker: int, *, silence_s: float) -> None:
+        """After `silence_s` without a word of it the head takes this worker for lost."""
         self.worker = worker
+        self._alive_s = between_words_s(silence_s)
         self._finish: Finish | None = None
         self._channel = channel
         self._form: Form | None = None
@@ -189,12 +191,13 @@ class Orders:
             if self._signals is not None:
                 selector.register(self._signals, selectors.EVENT_READ)
             while True:
-                ready = {key.fd for key, _ in selector.select(ALIVE_S)}
+                due_s = self._told_at + self._alive_s - time.monotonic()
+                ready = {key.fd for key, _ in selector.select(max(0.0, due_s))}
                 try:
                     if fd in ready:
                         for message in self._channel.take():
                             self._take(message)
-                    if time.monotonic() - self._told_at >= ALIVE_S:
+                    if time.monotonic() - self._told_at >= self._alive_s:
                         self.tell("alive")
                 except (ChannelClosed, OSError) as end:
                     if self._signals is not None:

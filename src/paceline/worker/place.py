@@ -105,7 +105,7 @@ def placed(arrival: Arrival) -> Iterator[Place]:
     # The supervisor ends a hang after timeout_s, and can say more about it than who waits.
     job = dataclasses.replace(arrival.job, timeout_s=arrival.job.timeout_s + BACKSTOP_S)
     arrival = dataclasses.replace(arrival, job=job)
-    orders = Orders(channel, assignment.rank)
+    orders = Orders(channel, assignment.rank, silence_s=job.silence_s)
     own_process = job.launcher != "inline" and threading.current_thread() is threading.main_thread()
     orders.begin(hears_sigterm=own_process)
     with contextlib.closing(channel):
