@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.comm.split import is_split
 from paceline.errors import PlanError, Reason
-from paceline.plan import Compute, Layout, Plan, Sparse
+from paceline.parallel.lookups import tables_of, unfit_tables
+from paceline.plan import Compute, Layout, ParameterServer, Plan, Sparse
 
 __all__ = ["require_fit", "require_open"]
 
@@ -35,7 +36,7 @@ def require_fit(model: nn.Module, plan: Plan, *, may_be_hollow: bool = False) ->
 
     `may_be_hollow`: tensors on the meta device are well.
     """
-    sparse = () if isinstance(plan.wire, Sparse) else _sparse(model)
+    sparse = unfit_tables(model, plan) if isinstance(plan.sync, ParameterServer) else _sparse(model, plan)
     _refuse(model, [*_lazy(model), *sparse, *(() if may_be_hollow else _on_meta(model))])
 
 
@@ -76,14 +77,14 @@ def _on_meta(model: nn.Module) -> Iterator[Reason]:
         )
 
 
-def _sparse(model: nn.Module) -> Iterator[Reason]:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            yield Reason(
-                module=name,
-                what=f"{name} = {module} makes sparse gradients, which only wire=Sparse() sends.",
-                remedy="Use wire=Sparse(), or sparse=False (and an optimizer for dense gradients, in both cases).",
-            )
+def _sparse(model: nn.Module, plan: Plan) -> Iterator[Reason]:
+    for name, module in tables_of(model).items() if not isinstance(plan.wire, Sparse) else ():
+        yield Reason(
+            module=name,
+            what=f"{name} = {module} makes sparse gradients, which only wire=Sparse() and servers take.",
+            remedy="Use wire=Sparse(), or sparse=False (and an optimizer for dense gradients, in both cases); or "
+            "sync=ParameterServer(), with an optimizer for sparse ones.",
+        )
 
 
 def _wrapped(model: nn.Module) -> Iterator[Reason]:

@@ -2,14 +2,15 @@
 
 Whole parameters are placed, so that a server may run any optimizer that looks at one parameter at a time, matrices and
 norms included. The largest goes first, each to the server that has the least so far (Graham 1969: at most 4/3 of the
-best that whole parameters allow).
+best that whole parameters allow). Tables of which only the rows that a step touches move are the exception: of each
+all servers have rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["load_of", "placed_on"]
+__all__ = ["load_of", "placed_on", "rows_on"]
 
 
 def placed_on(num_bytes: Mapping[str, int], *, servers: int) -> dict[str, int]:
@@ -29,3 +30,13 @@ def load_of(num_bytes: Mapping[str, int], places: Mapping[str, int], *, servers:
     for name, server in places.items():
         loads[server] += num_bytes[name]
     return loads
+
+
+def rows_on(server: int, *, servers: int) -> slice:
+    """Return which rows of a table a server has: row r is on server r mod n, as row r div n there.
+
+    In turns, because words are often numbered by how frequent they are: blocks would give the first server the work.
+    """
+    if not 0 <= server < servers:
+        raise ValueError(f"server is {server}; it must be from 0 to {servers - 1}")
+    return slice(server, None, servers)

@@ -31,6 +31,7 @@ from paceline.sync.gathering import GatheringServer
 from paceline.sync.served import ServedBucket
 from paceline.sync.servers import Servers
 from paceline.sync.serving import MakeServer, check_held, options_of
+from paceline.sync.tables import RowsBucket, Tables
 from paceline.sync.turns import TurnGradients
 
 __all__ = ["BackupGradients"]
@@ -52,10 +53,14 @@ class BackupGradients(TurnGradients):
         wire: Wire,
         servers: Servers,
         worker_rank: int,
+        tables: Tables | None = None,
     ) -> None:
-        super().__init__(parameters, models=models, sync=sync, wire=wire, servers=servers, worker_rank=worker_rank)
+        super().__init__(
+            parameters, models=models, sync=sync, wire=wire, servers=servers, worker_rank=worker_rank, tables=tables
+        )
         self._drop = sync.drop
         self._homes = [Alone() for _ in range(sync.servers)]  # one for each server: buckets are made for each apart
+        self._home_of_rows = Alone()
         self._place_of = {id(parameter): place for place, (_, parameter) in enumerate(self._all)}
         self._version = -1  # of the weights that are here
         self._share = Share(0, 0, 0)
@@ -140,13 +145,14 @@ class BackupGradients(TurnGradients):
         began = time.perf_counter()
         self._factor = scale
         if self._closes:
-            ask = {"op": "add", "walk": self._key, "shares": self.chosen}
+            ask = {"op": "add", "walk": self._key, "shares": self.chosen, "tables": self._used_tables()}
             answers = self._servers.ask([{**ask, "places": some} for some in self._used_places()])
             self._norm = abs(scale) * math.sqrt(math.fsum(answer.header["squared"] for answer in answers))
         else:
             self._norm = float(self._ended["norm"])
         for parameter in self.parameters:
             parameter.grad = None
+        self.sent_beside(self._tables.end())
         self.waited_s += time.perf_counter() - began
         self.waited_in_all_s += self.waited_s
 
@@ -177,6 +183,7 @@ class BackupGradients(TurnGradients):
         began = time.perf_counter()
         options = [options_of(optimizer) for optimizer in optimizers]
         apply = {"op": "apply", "walk": self._key, "factor": self._factor, "options": options}
+        apply["tables"] = self._used_tables()
         self._servers.ask([{**apply, "places": some} for some in self._used_places()])
         self._settle(is_taken=True)
         self.waited_s += time.perf_counter() - began
@@ -204,13 +211,24 @@ class BackupGradients(TurnGradients):
     def _greet(self) -> None:
         """Its workers do not come and go."""
 
+    def _used_tables(self) -> list[int]:
+        return [place for place in self._by_rows if self._used.get(place)]
+
     def _make_server(self) -> MakeServer:
         return functools.partial(GatheringServer, drop=self._drop, buffers=self._kept)
 
     def _group_of(self, parameter: Parameter) -> WorkerGroup:
-        return self._homes[self._server_of[self._place_of[id(parameter)]]]
+        server = self._server_of[self._place_of[id(parameter)]]
+        return self._home_of_rows if server is None else self._homes[server]
 
     def _staying(self, run: Sequence[Named], group: WorkerGroup) -> StayingBucket:
+        if group is self._home_of_rows:
+            return RowsBucket(
+                run,
+                tables=self._tables,
+                about=lambda: {"walk": self._key, "replica": self._share.index},
+                wire_dtype=self._wire_dtype,
+            )
         number = next(number for number, home in enumerate(self._homes) if home is group)
         places = [self._place_of[id(parameter)] for _, parameter in run]
 

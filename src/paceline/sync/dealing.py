@@ -191,6 +191,8 @@ class DealingServer(Server):
                 count = self.part.numel(place)
                 gradients[place] = self.part.like(place, flat[offset : offset + count])
                 offset += count
+        for place in header.get("tables", ()):
+            gradients[place] = self.part.rows.gradient(place, next(tensors), next(tensors))
         for number in header["buffers"]:
             self._buffers[number].add_(next(tensors))
             self._changed.add(number)

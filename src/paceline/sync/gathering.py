@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.comm.messages import Listener, Message
 from paceline.schedule.backups import Share, StepClock, num_micro_of
 from paceline.schedule.clock import Over, Pause, Save
-from paceline.sync.serving import Gathering, Part, Server, squared_norm, walk_of
+from paceline.sync.serving import Gathering, Part, Server, Walk, places_of, squared_norm, walk_of
 
 __all__ = ["GatheringServer"]
 
@@ -141,19 +141,18 @@ class GatheringServer(Server):
         if stream.clock.closer == header["worker"]:
             stream.settle(taken=False, norm=math.nan, verdict=None)
 
-    def _push(self, header: Mapping[str, Any], flat: Tensor) -> None:
-        if walk_of(header) > self._stepped:  # others are late
-            super()._push(header, flat)
+    def _gathering(self, walk: Walk) -> Gathering | None:
+        return super()._gathering(walk) if walk > self._stepped else None  # others are late
 
     def _add(self, header: Mapping[str, Any]) -> float:
         """Add up the gradients of the chosen shares, in their order; returns the square of the sum's norm."""
         gathering = self._gatherings.setdefault(walk_of(header), Gathering())  # new where nothing of it is here
         chosen = set(header["shares"])
-        for place in header["places"]:
+        for place in places_of(header):
             pushed = gathering.pushed[place]
             gathering.pushed[place] = {share: one for share, one in pushed.items() if share in chosen}
-        gathering.add_up(header["places"])
-        return squared_norm([gathering.sums[place] for place in header["places"]])
+        gathering.add_up(places_of(header))
+        return squared_norm([gathering.sums[place] for place in places_of(header)])
 
     def _arrive(self, message: Message) -> None:
         header = message.header

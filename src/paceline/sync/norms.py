@@ -68,8 +68,9 @@ class Norms:
 
 
 def gradients_here(parameters: Iterable[Parameter]) -> list[Tensor]:
-    """This worker's parts of all gradients."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    """This worker's parts of all gradients; of one that is sparse, and coalesced, the rows that it has."""
+    found = (local_part(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    return [one._values() if one.is_sparse else one for one in found]
 
 
 def _norm(parameters: Iterable[Parameter], dtype: torch.dtype | None) -> Tensor:

@@ -26,6 +26,7 @@ from paceline.sync.allreduce import GradientSum
 from paceline.sync.buckets import Named, StayingBucket
 from paceline.sync.servers import Servers
 from paceline.sync.serving import Held, Part, check_held, held_by, options_of
+from paceline.sync.tables import RowsBucket, Tables
 
 __all__ = ["ServedBucket", "ServedGradients", "wire_dtype_of"]
 
@@ -42,15 +43,20 @@ class ServedGradients(GradientSum):
         wire: Wire,
         servers: Servers,
         generation: Callable[[], int],
+        tables: Tables | None = None,
     ) -> None:
         super().__init__(parameters, group=group, sync=AllReduce(bucket_bytes=sync.bucket_bytes), wire=wire)
-        sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in self._all}
-        on = placed_on(sizes, servers=sync.servers)
+        self._tables = tables or Tables(servers)
+        self._by_rows = self._tables.settle(self._all)
+        whole = {name: parameter for place, (name, parameter) in enumerate(self._all) if place not in self._by_rows}
+        on = placed_on({name: one.numel() * one.element_size() for name, one in whole.items()}, servers=sync.servers)
         self._servers, self._generation = servers, generation
         self._wire_dtype = wire_dtype_of(wire)
         self._homes = [Alone() for _ in range(sync.servers)]  # one for each server: buckets are made for each apart
+        self._home_of_rows = Alone()
+        self._is_served = False  # the servers have what was here
         self._place_of = {id(parameter): place for place, (_, parameter) in enumerate(self._all)}
-        self._server_of = {id(parameter): on[name] for name, parameter in self._all}
+        self._server_of = {id(parameter): on[name] for name, parameter in whole.items()}
         self._optimizers: tuple[Optimizer, ...] = ()
         self._held: Held = ()
         self._key: tuple[int, int, int] = (0, 0, 0)
@@ -65,7 +71,7 @@ class ServedGradients(GradientSum):
     def begin(self, walk: int, *, step: int = 0, measures: bool = False) -> None:
         super().begin(walk, step=step, measures=measures)
         self._key = (self._generation(), step, walk)
-        if not self._servers.are_there:
+        if not self._is_served:
             largest = sum(parameter.nbytes for _, parameter in self._all)
             self._servers.meet(
                 self._served_part, index=self._everybody.index, size=self._everybody.size, largest_bytes=largest
@@ -73,21 +79,24 @@ class ServedGradients(GradientSum):
             self._held = held_by(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now
+            self._tables.leave()
+            self._is_served = True
         self._servers.begin(self._key, index=self._everybody.index, size=self._everybody.size)
+        self._tables.begin()
 
     def land(self, *, scale: float) -> None:
         """Learn the norm of the sums; they stay where they are, and so does nothing here."""
         super().land(scale=scale)
         began = time.perf_counter()
         places = self._used_places()
-        replicas = self._everybody.size
-        ask = [{"op": "sum", "walk": self._key, "places": some, "replicas": replicas} for some in places]
-        answers = self._servers.ask(ask)
+        about = {"op": "sum", "walk": self._key, "tables": self._used_tables(), "replicas": self._everybody.size}
+        answers = self._servers.ask([{**about, "places": some} for some in places])
         self._factor = scale
         self._norm = abs(scale) * math.sqrt(math.fsum(answer.header["squared"] for answer in answers))
         self.measured_square = self._norm**2 if self._measures else None
         for parameter in self.parameters:
             parameter.grad = None
+        self.sent_beside(self._tables.end())
         self.waited_s += time.perf_counter() - began
 
     def norm(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -111,7 +120,8 @@ class ServedGradients(GradientSum):
         check_held(optimizers, self._held)
         options = [options_of(optimizer) for optimizer in optimizers]
         places = self._used_places()
-        about = {"op": "step", "walk": self._key, "factor": self._factor, "options": options}
+        tables = self._used_tables()
+        about = {"op": "step", "walk": self._key, "factor": self._factor, "options": options, "tables": tables}
         began = time.perf_counter()
         answers = self._servers.ask([{**about, "places": some} for some in places], checks=False)
         for some, answer in zip(places, answers, strict=True):
@@ -122,39 +132,52 @@ class ServedGradients(GradientSum):
 
     def fetch_state(self) -> None:
         """Put the optimizers' state, which is on the servers, into the optimizers here: for a checkpoint."""
-        if not self._servers.are_there:
-            return
-        self._servers.fetch_state(self._optimizers, [parameter for _, parameter in self._all])
+        if self._is_served:
+            by_rows = self._servers.fetch_state(self._optimizers, [parameter for _, parameter in self._all])
+            self._tables.fetch(self._optimizers, by_rows)
 
     def drop_state(self) -> None:
         """Forget what `fetch_state` brought."""
-        if self._servers.are_there:
+        if self._is_served:
             for optimizer in self._optimizers:
                 optimizer.state.clear()
+            self._tables.leave()
 
     def _used_places(self) -> list[list[int]]:
         """Of each server, the parameters that any worker used in the last walk."""
         places: list[list[int]] = [[] for _ in range(self._servers.count)]
         for place, is_used in self._used.items():
-            if is_used:
+            if is_used and place not in self._by_rows:
                 places[self._server_of[id(self._all[place][1])]].append(place)
         return places
 
+    def _used_tables(self) -> list[int]:
+        return [place for place, is_used in self._used.items() if is_used and place in self._by_rows]
+
     def _served_part(self, server: int) -> Part:
         """What a server holds; called in its own process."""
-        here = {place: p for place, (_, p) in enumerate(self._all) if self._server_of[id(p)] == server}
-        return Part(here, self._optimizers, elsewhere=[p for _, p in self._all if self._server_of[id(p)] != server])
+        parts = {place: p for place, (_, p) in enumerate(self._all) if self._server_of.get(id(p)) == server}
+        here = {**parts, **self._by_rows}
+        others = [p for place, (_, p) in enumerate(self._all) if place not in here]
+        return Part(here, self._optimizers, elsewhere=others, rows=self._tables.rows_of(server))
 
     def _kind(self) -> torch.dtype:
         return self.parameters[0].dtype.to_real() if self.parameters else torch.float32
 
     def _group_of(self, parameter: Parameter) -> WorkerGroup:
+        if parameter in self._tables:
+            return self._home_of_rows
         return self._homes[self._server_of[id(parameter)]]
 
     def _is_measured(self, parameter: Parameter) -> bool:
         return True
 
     def _staying(self, run: Sequence[Named], group: WorkerGroup) -> StayingBucket:
+        if group is self._home_of_rows:
+            header = {"replica": self._everybody.index}
+            return RowsBucket(
+                run, tables=self._tables, about=lambda: {**header, "walk": self._key}, wire_dtype=self._wire_dtype
+            )
         number = next(number for number, home in enumerate(self._homes) if home is group)
         places = [self._place_of[id(parameter)] for _, parameter in run]
 

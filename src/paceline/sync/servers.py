@@ -58,6 +58,7 @@ class Servers:
         self._callers: list[Caller] = []
         self._abouts: dict[str, Mapping[str, Any]] = {}  # of each server by its name: where it is
         self._started: list[int] = []  # process numbers
+        self._is_closed = False
 
     @property
     def are_there(self) -> bool:
@@ -85,6 +86,15 @@ class Servers:
                 self._started.append(pid)
                 about = {"endpoint": endpoint, "secret": secret.hex(), "pid": pid, "host": self._host}
                 self._store.set(key, json.dumps(about))
+        self.join()
+
+    def join(self) -> None:
+        """Connect to all; those that others start are waited for."""
+        if self._is_closed:
+            raise RuntimeError(
+                "the parameter servers have ended with this worker's run, and what they held with them: take it before "
+                "the training function returns, by model.state_dict(), or from a checkpoint (paceline export)"
+            )
         for number in range(len(self._callers), self.count):  # where a member was lost meanwhile, some are met already
             about = self._found(KEY.format(attempt=self._attempt, number=number), f"parameter server {number}")
             self._callers.append(self._connected(f"parameter server {number}", about))
@@ -119,12 +129,14 @@ class Servers:
             offsets[parameter.dtype] += count
         return len(kinds)
 
-    def fetch_state(self, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> None:
-        """Put the state that the servers have into these optimizers."""
-        for answer in self.ask([{"op": "state"}] * self.count, checks=False):  # a member's loss does not end a save
+    def fetch_state(self, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> Sequence[Sequence[Any]]:
+        """Put the state that the servers have into these optimizers; returns what they keep by the rows of tables."""
+        answers = self.ask([{"op": "state"}] * self.count, checks=False)  # a member's loss does not end a save
+        for answer in answers:
             tensors = iter(answer.tensors)
             for number, place, key, is_tensor, value in answer.header["entries"]:
                 optimizers[number].state[parameters[place]][key] = next(tensors) if is_tensor else value
+        return answers[0].header.get("rows", ())
 
     def cause_of(self, error: BaseException | None, *, at_once: bool = False) -> str:
         """Return how a server was lost, where that is what an error says: "parameter server 1 (pid 4711 on node1)
@@ -150,6 +162,7 @@ class Servers:
 
     def close(self) -> None:
         """Leave them; those that this worker has started are waited for a moment, and end with the last caller."""
+        self._is_closed = True
         for caller in self._callers:
             caller.close()
         self._callers = []

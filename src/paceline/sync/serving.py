@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.messages import Listener, Message
+from paceline.sync.rows import Rows, added_up, is_by_rows
 
 __all__ = [
     "Gathering",
@@ -33,6 +34,7 @@ __all__ = [
     "check_held",
     "held_by",
     "options_of",
+    "places_of",
     "squared_norm",
     "walk_of",
 ]
@@ -72,7 +74,8 @@ def check_held(optimizers: Sequence[Optimizer], held: Held) -> None:
 class Part:
     """Some parameters, by their places in the model, and optimizers cut down to them.
 
-    The objects are the process's own: they are changed in place. Those `elsewhere` are emptied.
+    The objects are the process's own: they are changed in place. Those `elsewhere` are emptied, and of tables the
+    `rows` are kept that are given by the tables' places.
     """
 
     def __init__(
@@ -81,11 +84,14 @@ class Part:
         optimizers: Sequence[Optimizer],
         *,
         elsewhere: Iterable[Parameter] = (),
+        rows: Mapping[int, slice] | None = None,
     ) -> None:
         self.version = 0  # updates since the beginning
         self._parameters = dict(parameters)
         self._places = {id(parameter): place for place, parameter in self._parameters.items()}
-        for parameter in self._parameters.values():
+        tables = {place: self._parameters[place] for place in rows or {}}
+        self.rows = Rows(tables, rows or {}, optimizers)
+        for parameter in (one for place, one in self._parameters.items() if place not in tables):
             parameter.data = parameter.data.clone()  # it may lie in memory that others see
             parameter.grad = None
         for parameter in elsewhere:
@@ -116,13 +122,15 @@ class Part:
     def state(self) -> tuple[list[list[Any]], list[Tensor]]:
         """The optimizers' state: [optimizer, place, key, plain value or None for a tensor] of each entry, and tensors.
 
-        Tensors are copies: what was told does not change.
+        Tensors are copies: what was told does not change. What goes by the rows of tables is not among them.
         """
         entries: list[list[Any]] = []
         tensors: list[Tensor] = []
         for number, optimizer in enumerate(self._optimizers):
             for parameter, values in optimizer.state.items():
                 for key, value in values.items():
+                    if is_by_rows(value) and self._places[id(parameter)] in self.rows:
+                        continue
                     is_tensor = isinstance(value, Tensor)
                     entries.append([number, self._places[id(parameter)], key, is_tensor, None if is_tensor else value])
                     if is_tensor:
@@ -207,7 +215,11 @@ class Gathering:
         for place in places:
             if place not in self.sums:
                 parts = self.pushed.pop(place)
-                first, *others = [parts[replica] for replica in sorted(parts)]
+                ordered = [parts[replica] for replica in sorted(parts)]
+                if ordered[0].is_sparse:
+                    self.sums[place] = added_up(ordered)
+                    continue
+                first, *others = ordered
                 for other in others:
                     first.add_(other)
                 self.sums[place] = first
@@ -258,6 +270,11 @@ class Server:
         match header["op"]:
             case "push":
                 self._push(header, message.tensors[0])
+            case "push_rows":
+                self._push_rows(header, message.tensors)
+            case "rows" | "piece":
+                told = self.part.rows.told(header, message.tensors)
+                self.listener.send(caller, {"call": header["call"], "version": self.part.version}, [told])
             case "sum":
                 self._waiting.append((caller, message))
             case "step":
@@ -265,7 +282,9 @@ class Server:
                 self._tell_weights(caller, header)
             case "state":
                 entries, tensors = self.part.state()
-                self.listener.send(caller, {"call": header["call"], "entries": entries}, tensors)
+                by_rows = self.part.rows.entries()
+                about = {"call": header["call"], "entries": entries, "rows": by_rows, "version": self.part.version}
+                self.listener.send(caller, about, tensors)
             case _:
                 self._take_other(caller, message)
         self._answer_sums()
@@ -285,6 +304,11 @@ class Server:
             gradient = self.part.like(place, flat[offset : offset + count])
             gathering.pushed.setdefault(place, {})[header["replica"]] = gradient
             offset += count
+
+    def _push_rows(self, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        gathering, place = self._gathering(walk_of(header)), header["place"]
+        if gathering is not None:
+            gathering.pushed.setdefault(place, {})[header["replica"]] = self.part.rows.gradient(place, *tensors)
 
     def _gathering(self, walk: Walk) -> Gathering | None:
         """What there is of a walk, to which something comes; what it replaces is forgotten. None: it was given up."""
@@ -307,14 +331,14 @@ class Server:
             if walk_of(header) == self._stepped:  # a faster worker has had the step taken before this one asked
                 self.listener.send(caller, {"call": header["call"], "squared": self._squared})
                 continue
+            places = places_of(header)
             gathering = self._gatherings.setdefault(walk_of(header), Gathering())
-            if not gathering.has_all(header["places"], header["replicas"]):
+            if not gathering.has_all(places, header["replicas"]):
                 still.append((caller, message))
                 continue
-            gathering.add_up(header["places"])
-            gradients = [gathering.sums[place] for place in header["places"]]
-            self._squared = squared_norm(gradients)
-            self._before_sum(walk_of(header), header["places"])
+            gathering.add_up(places)
+            self._squared = squared_norm([gathering.sums[place] for place in places])
+            self._before_sum(walk_of(header), places)
             self.listener.send(caller, {"call": header["call"], "squared": self._squared})
         self._waiting = still
 
@@ -324,8 +348,8 @@ class Server:
         if walk == self._stepped:
             return
         gathering = self._gatherings.pop(walk)
-        gathering.add_up(header["places"])
-        gradients = {place: gathering.sums[place].mul_(header["factor"]) for place in header["places"]}
+        gathering.add_up(places_of(header))
+        gradients = {place: gathering.sums[place].mul_(header["factor"]) for place in places_of(header)}
         self._before_step(header)
         self.part.step(gradients, header["options"])
         self._stepped = walk
@@ -359,12 +383,19 @@ class Server:
 
 def squared_norm(gradients: Sequence[Tensor]) -> float:
     """The square of the norm that they have together."""
-    norms = [torch.linalg.vector_norm(_real(one), dtype=torch.float64) for one in gradients]
+    norms = [torch.linalg.vector_norm(_numbers(one), dtype=torch.float64) for one in gradients]
     return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _numbers(gradient: Tensor) -> Tensor:
+    """The real numbers of which a gradient consists."""
+    values = gradient.values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def places_of(header: Mapping[str, Any]) -> list[int]:
+    """The parameters that a question is about, and the tables, of which all servers have rows."""
+    return [*header["places"], *header.get("tables", ())]
 
 
 def walk_of(header: Mapping[str, Any]) -> Walk:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from paceline.comm.group import Alone
+from paceline.comm.group import Alone, WorkerGroup
 from paceline.comm.messages import Message
 from paceline.errors import SyncError
 from paceline.plan import AllReduce, ParameterServer, Raw, Wire
@@ -34,11 +34,13 @@ from paceline.schedule.backups import Share
 from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
 from paceline.schedule.placing import placed_on
 from paceline.sync.allreduce import GradientSum
-from paceline.sync.buckets import Named, WireBytes
+from paceline.sync.buckets import Named, StayingBucket, WireBytes
 from paceline.sync.dealing import DealingServer
+from paceline.sync.norms import gradients_here
 from paceline.sync.served import wire_dtype_of
 from paceline.sync.servers import Servers
 from paceline.sync.serving import Held, MakeServer, Part, check_held, held_by, options_of
+from paceline.sync.tables import Tables
 
 __all__ = ["Bequest", "TurnGradients"]
 
@@ -68,10 +70,13 @@ class TurnGradients(GradientSum):
         wire: Wire,
         servers: Servers,
         worker_rank: int,
+        tables: Tables | None = None,
     ) -> None:
         super().__init__(parameters, group=Alone(), sync=AllReduce(bucket_bytes=sync.bucket_bytes), wire=Raw())
-        sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in self._all}
-        on = placed_on(sizes, servers=sync.servers)
+        self._tables = tables or Tables(servers)
+        self._by_rows = self._tables.settle(self._all)
+        whole = {name: parameter for place, (name, parameter) in enumerate(self._all) if place not in self._by_rows}
+        on = placed_on({name: one.numel() * one.element_size() for name, one in whole.items()}, servers=sync.servers)
         self.behind: int | None = None  # the last update: how many others its weights did not have
         self.num_samples = 0  # of the batch in hand, that this replica has
         self.bequests: list[Bequest] = []  # to be noted by this worker, and taken from here
@@ -82,7 +87,7 @@ class TurnGradients(GradientSum):
         self._lost: list[str] = []  # names of those whom the other servers have still to be told of
         self._is_first_pull = True
         self._wire_dtype = wire_dtype_of(wire)
-        self._server_of = [on[name] for name, _ in self._all]
+        self._server_of = [on.get(name) for name, _ in self._all]  # None: a table, of which all have rows
         buffers = {id(one): one for model in models for one in model.buffers() if one.dtype != torch.bool}
         self._kept = [*buffers.values()]
         self._before: list[Tensor] = []  # what they were when the batch began
@@ -92,6 +97,19 @@ class TurnGradients(GradientSum):
         self._number = 0  # of the batch in hand
         self._is_taken = True  # the servers know what becomes of it
         self._sent = WireBytes()
+
+    def begin(self, walk: int, *, step: int = 0, measures: bool = False) -> None:
+        super().begin(walk, step=step, measures=measures)
+        self._tables.begin()
+
+    def land(self, *, scale: float) -> None:
+        super().land(scale=scale)
+        self._sent += WireBytes(num_sent=self._tables.end())
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        factor = min(1.0, max_norm / (float(norm) + 1e-6))  # as torch has it, which takes no sparse gradients
+        for gradient in gradients_here(self.parameters):
+            gradient.mul_(factor)
 
     def serve(self, optimizers: Sequence[Optimizer]) -> None:
         """These optimizers are to run on the servers. Raises ValueError where others do."""
@@ -110,6 +128,7 @@ class TurnGradients(GradientSum):
             self._held = held_by(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now
+            self._tables.leave()
             self._greet()
             self._is_known = True
 
@@ -177,20 +196,24 @@ class TurnGradients(GradientSum):
             for number, (now, before) in enumerate(zip(self._kept, self._before, strict=True))
             if not torch.equal(now, before)
         }
+        by_rows = self._divided()
         for number in (*range(1, self._servers.count), 0):
             places, flats = self._flats(number)
+            tables, rows = by_rows[number]
             header: dict[str, Any] = {
                 "op": "update",
                 "number": self._number,
                 "places": places,
+                "tables": tables,
                 "options": options,
                 "buffers": [],
                 "is_last": number == 0,
             }
             if number == 0:
-                header["buffers"], flats = [*deltas], [*flats, *deltas.values()]
+                header["buffers"] = [*deltas]
+            tensors = [*flats, *rows, *(deltas.values() if number == 0 else ())]
             caller = self._servers.caller(number)
-            self._checked(caller.answer(caller.begin({**header, **self._about()}, flats)))
+            self._checked(caller.answer(caller.begin({**header, **self._about()}, tensors)))
         self._is_taken = True
         for _, parameter in self._all:
             parameter.grad = None
@@ -199,13 +222,15 @@ class TurnGradients(GradientSum):
     def fetch_state(self) -> None:
         """Put the optimizers' state, which is on the servers, into the optimizers here: for a checkpoint."""
         if self._servers.are_there:
-            self._servers.fetch_state(self._optimizers, [parameter for _, parameter in self._all])
+            by_rows = self._servers.fetch_state(self._optimizers, [parameter for _, parameter in self._all])
+            self._tables.fetch(self._optimizers, by_rows)
 
     def drop_state(self) -> None:
         """Forget what `fetch_state` brought."""
         if self._servers.are_there:
             for optimizer in self._optimizers:
                 optimizer.state.clear()
+            self._tables.leave()
 
     @property
     def bytes(self) -> WireBytes:
@@ -298,8 +323,40 @@ class TurnGradients(GradientSum):
     def _make_server(self) -> MakeServer:
         return functools.partial(DealingServer, staleness=self._staleness, buffers=self._kept)
 
+    def _divided(self) -> list[tuple[list[int], list[Tensor]]]:
+        """The gradients of tables for each server: their places, and of each the numbers of rows there, and rows."""
+        found: list[tuple[list[int], list[Tensor]]] = [([], []) for _ in range(self._servers.count)]
+        for place, parameter in self._by_rows.items():
+            if parameter.grad is None:
+                continue
+            for (places, tensors), more in zip(
+                found, self._tables.divided(parameter, wire_dtype=self._wire_dtype), strict=True
+            ):
+                places.append(place)
+                tensors.extend(more)
+                self._sent += WireBytes(num_sent=sum(one.nbytes for one in more))
+            self._sent += WireBytes(num_raw=parameter.nbytes)
+        return found
+
+    def _staying(self, run: Sequence[Named], group: WorkerGroup) -> StayingBucket:
+        return _TurnBucket(run)
+
     def _served_part(self, server: int) -> Part:
         """What a server holds; called in its own process."""
-        here = {place: p for place, (_, p) in enumerate(self._all) if self._server_of[place] == server}
+        parts = {place: p for place, (_, p) in enumerate(self._all) if self._server_of[place] == server}
+        here = {**parts, **self._by_rows}
         others = [p for place, (_, p) in enumerate(self._all) if place not in here]
-        return Part(here, self._optimizers, elsewhere=others)
+        return Part(here, self._optimizers, elsewhere=others, rows=self._tables.rows_of(server))
+
+
+class _TurnBucket(StayingBucket):
+    """As one that stays, but that gradients of tables stay sparse, each row once."""
+
+    def depart(self, riders: Sequence[float] = (), *, seed: int = 0) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+
+    def scale(self, factor: float) -> None:
+        for gradient in gradients_here(self.parameters):
+            gradient.mul_(factor)

@@ -425,6 +425,9 @@ class Loop:
         self, batch: StepBatch, gradients: GradientSum, run: Callable[[], Iterator[Any]], *, names_unused: bool
     ) -> Iterator[Any]:
         """Walk by `run`, again where a member was lost meanwhile, and book what it took."""
+        stream = self.streams[batch.stream]
+        if stream.is_dealt_anew and not self._takes_turns:  # a member was lost in what the loop does before its step
+            stream.redeal(batch)
         step = self.books.begin_walk(batch)
         if batch.num_walks == 0:
             self._unsettled.clear()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.comm.away import is_away
 from paceline.comm.group import WorkerGroup
 from paceline.comm.ring import Ring
 from paceline.comm.split import Slice, is_split, whole
@@ -19,6 +20,7 @@ from paceline.errors import PlanError, SyncError
 from paceline.parallel.apply import place, send_from_first
 from paceline.parallel.check.hints import Hints
 from paceline.parallel.fit import require_fit, require_open
+from paceline.parallel.lookups import look_rows_up
 from paceline.parallel.recompute import turn_caches_off
 from paceline.parallel.shard import ShardedModel, Shards
 from paceline.parallel.units import names_matching
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.parallel.tensor.plan import ParameterCut, TensorPlan
     from paceline.parallel.tensor.team import Team
     from paceline.sync.servers import Servers
+    from paceline.sync.tables import Tables
     from paceline.sync.turns import TurnGradients
     from paceline.worker.pipelined import Pipelined
     from paceline.worker.stages import StagedModel
@@ -65,12 +68,14 @@ class Models:
         together: Together,
         note: Callable[[str], None],
         servers: Servers | None = None,
+        tables: Tables | None = None,
         generation: Callable[[], int] = lambda: 0,
         worker_rank: int = 0,
     ) -> None:
         """`together` does an operation of the whole run; `note` is told how a model is cut, in words. `servers`: where
-        the plan has some; `generation()` tells that of the members."""
+        the plan has some, and the models' `tables` on them; `generation()` tells that of the members."""
         self._servers, self._generation, self._worker_rank = servers, generation, worker_rank
+        self._tables = tables
         self._turns: TurnGradients | None = None
         self._together = together
         self._plan, self._group, self._axes, self._shards, self._ring = plan, group, axes, shards, ring
@@ -130,6 +135,8 @@ class Models:
             cut=lambda whole: self._cut(whole, device=device, is_fresh=is_fresh, hints=hints),
             split=lambda whole: self._split(whole, is_fresh=is_fresh, hints=hints),
         )
+        if self._tables is not None:
+            look_rows_up(model, self._tables)
 
     def add(self, model: nn.Module, name: str) -> None:
         """A model was prepared under this name."""
@@ -144,6 +151,8 @@ class Models:
 
         None where nobody has one.
         """
+        if tensor is not None and self._tables is not None and is_away(tensor):
+            return self._tables.whole(tensor)
         home, complete = self._homes.get(name), None
         if tensor is not None and (home is None or self._axes.is_at(home)):
             complete = whole(tensor)
@@ -262,6 +271,7 @@ class Models:
                 wire=self._plan.wire,
                 servers=self._servers,
                 worker_rank=self._worker_rank,
+                tables=self._tables,
             )
             return self._turns
         from paceline.sync.served import ServedGradients
@@ -273,6 +283,7 @@ class Models:
             wire=self._plan.wire,
             servers=self._servers,
             generation=self._generation,
+            tables=self._tables,
         )
 
     @contextlib.contextmanager

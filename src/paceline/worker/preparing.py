@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,26 @@ class Preparation:
         self._keeper: Keeper | None = None
         self._has_saved = False
 
-    def model(self, model: nn.Module, name: str | None, *, cuts: Mapping[str, Slice], homes: Mapping[str, Home]) -> str:
+    def model(
+        self,
+        model: nn.Module,
+        name: str | None,
+        *,
+        cuts: Mapping[str, Slice],
+        homes: Mapping[str, Home],
+        tables: Collection[str] = (),
+    ) -> str:
         """Register a model that has been placed, fill it, and make it equal everywhere; returns its name.
 
-        `cuts`: what is here of its parameters that are cut. `homes`: where these differ, who has the word.
+        `cuts`: what is here of its parameters that are cut. `homes`: where these differ, who has the word. `tables`:
+        parameters that a newcomer need not be told, since servers have them.
         """
         self._refuse_known(model)
         full_name = self.registry.name_for("model", name)
         self.registry.models[full_name] = model
         self.registry.cuts.update((f"{full_name}.{key}", cut) for key, cut in cuts.items())
         self.registry.homes.update((f"{full_name}.{key}", home) for key, home in homes.items())
+        self.registry.tables.update(f"{full_name}.{key}" for key in tables)
         self._fill_model(full_name)
         self._buffers.add(model)
         return full_name

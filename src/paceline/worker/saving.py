@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.reader import Checkpoint
+from paceline.comm.away import as_it_is, is_away
 from paceline.comm.group import WorkerGroup
 from paceline.comm.split import Slice, fill_local, is_split, local_part, part_like, whole_shape
 from paceline.errors import CheckpointError
@@ -42,6 +43,7 @@ class Registry:
             int, str
         ] = {}  # ids of tensors that optimizers hold in place of parameters, and the names of these
         self.cuts: dict[str, Slice] = {}  # by a parameter's full name: what this worker holds of it, where it is cut
+        self.tables: set[str] = set()  # full names of parameters of which servers have the rows, once they are there
 
     def name_for(self, kind: str, wanted: str | None) -> str:
         """A new name of a kind ("model", "optimizer", "scheduler", "object")."""
@@ -83,7 +85,7 @@ class Registry:
         found: dict[str, Tensor] = {}
         for prefix, model in self.models.items():
             of_model = {f"{prefix}.{name}": value for name, value in _tensors_of(model).items()}
-            found.update((name, value) for name, value in of_model.items() if not value.is_meta)
+            found.update((name, value) for name, value in of_model.items() if not value.is_meta and not is_away(value))
         parameters = self.parameter_names()
         for prefix, optimizer in self.optimizers.items():
             for parameter, state in optimizer.state.items():
@@ -311,11 +313,13 @@ def restore_rates(optimizers: Mapping[str, Optimizer], saved_by_name: Mapping[st
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+    with as_it_is():
+        return {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def _extra_of(model: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    with as_it_is():
+        return {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
 
 
 def set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.away import away, is_away
 from paceline.comm.group import Alone
 from paceline.comm.split import Spread, local_part
 from paceline.errors import CheckpointError
@@ -50,7 +51,7 @@ class Snapshot:
 
 def named_tensors(registry: Registry, *, with_caches: bool) -> dict[str, Tensor]:
     """All tensors of the state, live, not copied; `with_caches`: also buffers that do not persist, which each worker
-    may have for itself. Of what is split, the rows that are here; nothing of other stages."""
+    may have for itself. Of what is split, the rows that are here; nothing of other stages, or of servers."""
     found: dict[str, Tensor] = {}
     for prefix, model in registry.models.items():
         found.update((f"{prefix}.{key}", parameter) for key, parameter in model.named_parameters())
@@ -60,7 +61,7 @@ def named_tensors(registry: Registry, *, with_caches: bool) -> dict[str, Tensor]
             if with_caches or not _is_cache(module, key)
         )
     found.update(_optimizer_tensors(registry))
-    return {name: local_part(value) for name, value in found.items() if not value.is_meta}
+    return {name: local_part(value) for name, value in found.items() if not value.is_meta and not is_away(value)}
 
 
 def spreads_of(registry: Registry) -> dict[str, Spread]:
@@ -97,8 +98,11 @@ def fill_model(name: str, registry: Registry, tensors: Mapping[str, Tensor], pla
     """
     model = registry.models[name]
     for key, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            target, full_name = local_part(parameter), f"{name}.{key}"
+        full_name = f"{name}.{key}"
+        if full_name in registry.tables and full_name not in tensors:
+            parameter.data = away(parameter)  # it lies on servers, as that worker's did
+        elif not parameter.is_meta:
+            target = local_part(parameter)
             _require(full_name, tensors, target)
             target.copy_(tensors[full_name])
     _fill_buffers(name, model, tensors)

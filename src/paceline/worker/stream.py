@@ -259,6 +259,11 @@ class Stream:
         self._is_stale = True
         self._deal_anew()
 
+    @property
+    def is_dealt_anew(self) -> bool:
+        """Whether the members have changed since a batch was dealt last: their shares of it are others now."""
+        return self._is_stale
+
     def redeal(self, batch: StepBatch) -> None:
         """Give a batch this worker's present share, for a step that is taken again from its beginning."""
         if self.num_samples:

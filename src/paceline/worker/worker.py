@@ -27,6 +27,7 @@ from paceline.parallel.check.hints import Hints
 from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
 from paceline.worker.axes import unsplit
 from paceline.worker.batch import StepBatch
+from paceline.worker.by_rows import names_of_tables, require_rows
 from paceline.worker.comparing import Comparison
 from paceline.worker.device import peak_memory_bytes
 from paceline.worker.evaluation import Measure, evaluate
@@ -51,6 +52,7 @@ from paceline.worker.walk import LossLike, Walks
 
 if TYPE_CHECKING:
     from paceline.sync.servers import Servers
+    from paceline.sync.tables import Tables
 
 __all__ = ["Worker"]
 
@@ -107,6 +109,7 @@ class Worker:
             is_apart=lambda: self._loop.is_dealing,
         )
         self._servers = _servers(plan, place, device=device, files=files, host=host, timeout_s=timeout_s)
+        self._tables = _tables(self._servers)
         self._models = Models(
             plan,
             group=own.group,
@@ -116,6 +119,7 @@ class Worker:
             together=agreement.run,
             note=self._say,
             servers=self._servers,
+            tables=self._tables,
             generation=lambda: agreement.generation,
             worker_rank=rank,
         )
@@ -246,6 +250,7 @@ class Worker:
             )
             self._prepare_model(thing, name, hints)
         elif isinstance(thing, Optimizer):
+            require_rows(thing, self._tables, self._prepared.registry.parameter_names())
             self._prepared.optimizer(thing, name)
             self._loop.follow(thing)
         elif self.plan.takes_turns and isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
@@ -567,8 +572,12 @@ class Worker:
 
     def _prepare_model(self, model: nn.Module, name: str | None, hints: Hints) -> None:
         self._models.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
-        cuts, homes = self._models.slices(model), self._models.homes(model)
-        self._models.add(model, self._prepared.model(model, name, cuts=cuts, homes=homes))
+        cuts, homes, tables = (
+            self._models.slices(model),
+            self._models.homes(model),
+            names_of_tables(model, self._tables),
+        )
+        self._models.add(model, self._prepared.model(model, name, cuts=cuts, homes=homes, tables=tables))
 
     def _say(self, text: str) -> None:
         if self.is_first:
@@ -601,6 +610,15 @@ def _servers(
         say=lambda text: files.emit(Warned(text=text)),
         holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
     )
+
+
+def _tables(servers: Servers | None) -> Tables | None:
+    """The tables that servers will have by rows, where there are servers; none is known yet."""
+    if servers is None:
+        return None
+    from paceline.sync.tables import Tables
+
+    return Tables(servers)
 
 
 def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:

@@ -1,0 +1,38 @@
+"""Tables on servers while a worker is lost and another one comes: the same losses, and no table on any worker."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from fault.elastic_runs import LIMIT_S, finish, start
+from paceline.monitor.audit import audit
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+
+PROGRAM = Path(__file__).with_name("table_program.py")
+BATCH = "batch(size=20,micro=2)+compute(precision=fp64)"
+SERVED = f"replicas=2-3+parameterserver(servers=2,bucket_bytes=400)+{BATCH}"
+
+
+def test_a_killed_worker_costs_no_step_and_its_successor_needs_no_table(tmp_path: Path) -> None:
+    run = functools.partial(start, program=PROGRAM)
+    alone = run(tmp_path / "alone", plan=BATCH, sparse=False, job={"workers": 1})
+    evaluating, voting = {"worker": 0, "step": 4, "where": "forward"}, {"worker": 1, "step": 9, "where": "vote"}
+    there = run(tmp_path / "served", evaluating, voting, plan=SERVED, pause_s=0.2, job={"workers": 3, "save_every": 5})
+    expected, found = finish(tmp_path / "alone", alone), finish(tmp_path / "served", there)
+    assert expected.code == 0 and found.code == 0, expected.output + found.output
+    assert found.losses() == pytest.approx(expected.losses(), rel=1e-9)
+    assert found.held_out() == pytest.approx(expected.held_out(), rel=1e-9) and found.held_out()
+    told = json.loads((tmp_path / "served" / "told.json").read_text())
+    assert {event["rank"] for event in found.events("WorkerJoined")} == {0, 1} and [rank for rank, _, _ in told] == [
+        0,
+        1,
+        2,
+    ]
+    assert all(is_away for _, is_away, _ in told) and len({total for _, _, total in told}) == 1
+    assert (found.run_dir / "checkpoints" / "step_00000010").is_dir()
+    assert audit(found.run_dir).verdict == "clean"
