@@ -26,6 +26,7 @@ PLANS = (
     "allreduce",
     "localsgd(every=16)",
     "parameterserver",
+    "parameterserver(drop=1)",
     "parameterserver(staleness=12)",
     "parameterserver(staleness=none)",
 )
@@ -36,7 +37,8 @@ AIM = 0.95  # of the undisturbed, where workers do not wait for each other
 def others_rate(plan: str, options: argparse.Namespace, *, times: float) -> float:
     """Run once; returns batches by second of all workers but the last one."""
     workers, num_batches = options.workers, options.batches
-    takes_whole = Plan.parse(f"replicas={workers}+{plan}").takes_turns
+    parsed = Plan.parse(f"replicas={workers}+{plan}")
+    takes_whole = parsed.takes_turns and not parsed.drops_late
     micro = BATCH if takes_whole else BATCH // workers
     with tempfile.TemporaryDirectory(prefix="paceline-slow-") as scratch:
         command = [sys.executable, "-m", "paceline", "run", str(PROGRAM), "--workers", str(workers)]

@@ -254,7 +254,8 @@ class Attempt:
     @property
     def _may_balance(self) -> bool:
         """Whether slower workers could be given less, as far as is known here: the plan may be in the script."""
-        return not self.job.balance and (self._plan is None or self._plan.layout.workers_each == 1)
+        plan = self._plan
+        return not self.job.balance and (plan is None or (plan.layout.workers_each == 1 and not plan.takes_turns))
 
     def _end(self, outcome: Outcome, failures: tuple[Failure, ...]) -> int:
         """Close the books, as far as they were opened; returns the exit status."""

@@ -406,6 +406,40 @@ def test_a_rollback_in_void_steps_is_void(run: Path) -> None:
     assert not any(epoch.undone for epoch in result.epochs)
 
 
+def without_the_slowest(*, first: int = 1, last: int) -> Iterator[tuple[int, int, Line]]:
+    """As `steps`, of three workers whose last one is late in each: two have a share of each step in their ledgers."""
+    for worker, step, line in steps(workers=3, first=first, last=last):
+        start = (step - 1) % 7 * BATCH
+        stop = min(start + BATCH, SAMPLES)
+        late = [[a, min(a + MICRO, stop)] for a in range(start + 2 * MICRO, stop, 3 * MICRO)]
+        if worker < 2:
+            yield worker, step, {**line, "whole": [start, stop], "dropped": late}
+
+
+def test_samples_that_came_too_late_for_their_steps_are_counted_and_lost_by_nobody(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_attempt(run, 1, without_the_slowest(last=7), workers=3)
+    result = audit(run)
+    assert result.verdict == "clean" and states(result) == ["exact"]
+    assert result.epochs[0].num_dropped == 6 * MICRO
+    assert main_audit(run) == 0
+    assert "dropped (too late for their steps, which were taken without them): 12 samples" in capsys.readouterr().out
+
+
+def test_workers_that_do_not_agree_on_what_was_late_are_a_problem(run: Path) -> None:
+    write_attempt(run, 1, without_the_slowest(last=7), workers=3)
+    edit(ledger(run, 1, 1), 3, dropped=[[16, 18], [20, 22]])
+    assert any("disagree on step 3" in problem for problem in audit(run).problems)
+
+
+def test_what_is_in_a_step_and_too_late_for_it_is_a_problem(run: Path) -> None:
+    write_attempt(run, 1, without_the_slowest(last=7), workers=3)
+    for worker in range(2):
+        edit(ledger(run, 1, worker), 3, dropped=[[16, 22]])
+    assert any("samples of step 3 were run by two workers" in problem for problem in audit(run).problems)
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=25))
 def test_the_cover_agrees_with_counting_each_position(ranges: list[tuple[int, int]]) -> None:
     columns = EpochColumns()

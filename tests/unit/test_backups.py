@@ -59,9 +59,13 @@ def drive(
         worker = chance.choices(sorted(acting), [1 / speed[one] for one in sorted(acting)])[0]
         if chance.random() < wishes:
             clock.wish()
+        if not paused and len(here) > 1 and (worker in hand or worker in sent) and chance.random() < leaves:
+            here.discard(worker)  # with its share in hand, or while it waits for how the step ends, or is to end it
+            clock.lost(worker)
+            continue
         if clock.closer == worker:  # it has been told so, and finishes the step
             number, chosen = clock.done, set(clock.chosen)
-            assert chosen == came[number] and sent[worker].index in chosen
+            assert chosen == came[number] and sent[worker].index in chosen and sent[worker].number == number
             told["chosen"].append(len(chosen))
             clock.settle()
             del sent[worker]
@@ -69,10 +73,6 @@ def drive(
             if sent[worker].number < clock.done:  # it has been told how the step has ended
                 del sent[worker]
         elif worker in hand:
-            if not paused and len(here) > 1 and chance.random() < leaves:
-                here.discard(worker)
-                clock.lost(worker)
-                continue
             share = hand.pop(worker)
             if chance.random() < passes:
                 continue  # and asks for another one
@@ -127,7 +127,7 @@ def test_each_step_is_made_of_all_shares_but_those_that_are_dropped(drop: int) -
 def test_whoever_leaves_or_passes_a_batch_over_holds_up_nobody() -> None:
     for seed in range(40):
         told = drive(seed, drop=1, workers=2 + seed % 4, limit=40, leaves=0.01, passes=0.1)
-        assert all(told["chosen"])
+        assert all(told["chosen"]) and len(told["chosen"]) > 30
 
 
 def test_all_pause_between_two_steps_where_one_wishes_it() -> None:
@@ -203,3 +203,14 @@ def test_before_a_step_that_is_due_the_writer_saves_whoever_is_late() -> None:
 def test_batches_are_as_long_as_their_place_in_the_epoch_says() -> None:
     counts = [num_micro_of(number, epochs=(2, 3), micros=(8, 1, 5)) for number in range(8)]
     assert counts == [8, 1, 8, 8, 5, 8, 8, 5]
+
+
+def test_a_step_whose_only_share_so_far_has_lost_its_worker_is_ended_by_the_next_one() -> None:
+    clock = clock_of(3)
+    shares(clock, 0, 1, 2)
+    clock.arrive(0)
+    clock.lost(0)
+    clock.lost(1)
+    assert clock.closer is None and clock.done == 0  # who could end it is still at work
+    assert clock.arrive(2) is not None
+    assert clock.closer == 2 and clock.chosen == (0, 2)

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.events import EventLog, Note, Record, StepDone, Warned, decode
 from paceline.monitor.files import Growing, last_lines, replace_text
+from paceline.monitor.metrics import metrics_line
 from paceline.monitor.once import Once, tag
 from paceline.monitor.steps import StepMerger
 from paceline.monitor.stream import Tail
@@ -137,6 +138,19 @@ def test_a_row_is_the_mean_of_the_workers_that_reported(tmp_path: Path) -> None:
     assert row.seconds == {"total": 2.0, "data": pytest.approx(0.2)}
     assert (row.time, row.workers, row.num_bytes_sent) == (10.5, (0, 1, 2), 11)
     assert row.samples_per_s == 8 / 2.0  # the first step: by its own duration
+
+
+def test_a_row_of_a_step_without_its_slowest_is_that_of_those_in_time() -> None:
+    merger = StepMerger(range(3))
+    merger.add(done(1, 0, when=1.0, seconds={"total": 1.0}, num_dropped=2))
+    merger.add(done(1, 2, when=9.0, seconds={"total": 9.0}, num_dropped=2, late=True))
+    merger.add(done(1, 1, when=1.0, seconds={"total": 3.0}, num_dropped=2))
+    assert merger.rows() == []  # another one may have been in time, for all that is known
+    (row,) = merger.rest()
+    assert (row.workers, row.time, row.num_dropped) == ((0, 1), 1.0, 2)
+    assert row.samples_per_s == (8 - 2) / 2.0
+    assert metrics_line(row)["num_dropped"] == 2
+    assert merger.last_steps == {0: 1, 1: 1, 2: 1}
 
 
 def test_steps_of_single_workers_are_rows_of_their_own_however_late() -> None:

@@ -178,7 +178,7 @@ class StepClock:
         here = [worker for worker in self._arrived.values() if worker in self._turns]
         if here:
             self.closer = here[-1]
-        else:  # nobody is left who could finish it
+        elif not is_awaited:  # nobody is left who could finish it
             self.settle()
 
     def _is_pause_due(self) -> bool:

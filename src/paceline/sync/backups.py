@@ -234,7 +234,6 @@ class BackupGradients(TurnGradients):
 
         def push(flat: Tensor) -> Callable[[], None]:
             header = {"op": "push", "walk": self._key, "replica": self._share.index, "places": places}
-            caller = self._servers.caller(number)
-            return functools.partial(caller.wait_sent, caller.send(header, [flat]))
+            return self._servers.push(number, header, flat)
 
         return ServedBucket(run, push=push, wire_dtype=self._wire_dtype)
