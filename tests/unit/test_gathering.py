@@ -20,7 +20,7 @@ from paceline.sync.gathering import GatheringServer
 from paceline.sync.servers import Servers
 from paceline.sync.serving import Part, options_of
 
-DEALT = {"stream": "train", "limit": 10, "saves": [11, 11, 1], "writer": 0, "epochs": [10, 10], "micros": [8, 8, 8]}
+DEALT = {"stream": "train", "limit": 10, "saves": [11, 11, 1], "epochs": [10, 10], "micros": [8, 8, 8]}
 
 
 class Told:
@@ -41,7 +41,14 @@ class Told:
 
     def say(self, worker: int, op: str, tensors: Sequence[Tensor] = (), **fields: Any) -> int:
         self._calls += 1
-        header = {**DEALT, "op": op, "worker": worker, "workers": self._workers, "call": self._calls, **fields}
+        header = {
+            **DEALT,
+            "op": op,
+            "worker": worker,
+            "workers": [*range(self._workers)],
+            "call": self._calls,
+            **fields,
+        }
         self.server._take(b"%d" % worker, Message(header, tuple(tensors)))
         return self._calls
 
@@ -210,7 +217,15 @@ def test_weights_of_two_versions_are_not_computed_on_their_share_is_late() -> No
     )
     gradients.begin(0)
     dealt = DealtShares(
-        stream="train", limit=9, workers=3, saves=(10, 10, 1), writer=0, epochs=(9, 9), micros=(8, 8, 8)
+        stream="train",
+        limit=9,
+        workers=(0, 1, 2),
+        saves=(10, 10, 1),
+        step=0,
+        epoch=0,
+        position=0,
+        epochs=(9, 9),
+        micros=(8, 8, 8),
     )
     assert gradients.next(dealt, wants_pause=lambda: False) == Share(4, 1, 3)
     assert servers.asked == ["turn", "weights"] * 2
