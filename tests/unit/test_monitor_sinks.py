@@ -125,6 +125,16 @@ def test_rows_that_a_killed_supervisor_did_not_write_come_from_the_events_of_who
     assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_rows_of_replicas_that_take_steps_by_themselves_come_once_though_they_are_in_no_order(tmp_path: Path) -> None:
+    told(tmp_path, 1, 0, range(1, 5), loss=1.0)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": number, "loss": 0.0}) + "\n" for number in (1, 3, 5, 2)))
+    sink = MetricsFile(path, attempt=2)
+    sink.accept(started(resumed_from_step=4))
+    sink.close()
+    assert [(line["step"], line["loss"]) for line in read(path)] == [(1, 0.0), (3, 0.0), (2, 0.0), (4, 1.0)]
+
+
 @pytest.mark.parametrize(
     ("samples", "batch", "says"),
     [

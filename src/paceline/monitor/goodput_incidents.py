@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from paceline.events import (
     Regrouped,
     Restarted,
+    ServerReplaced,
     SpikeSeen,
     WeightsDiffer,
     WorkerFailed,
@@ -41,7 +42,8 @@ class Joined:
 @dataclasses.dataclass(kw_only=True)
 class Incident:
     """A loss that the others survived ("loss"), a spike whose step was left out or rolled back ("spike"), weights that
-    were healed ("weights"), a worker that left in good order ("left"), or the early end of an attempt ("end").
+    were healed ("weights"), a parameter server whose mirror took its place ("server"), a worker that left in good order
+    ("left"), or the early end of an attempt ("end").
 
     It grows while events are read. `costs` are worker-seconds by account: recovery, repeated, undone, vacant and down.
     """
@@ -99,6 +101,8 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                 _rejoined(found, record.time, joined, after_s)
             case WorkerLeft() as leaving:
                 found.append(_left(log.attempt, record.time, leaving))
+            case ServerReplaced() as replaced:
+                found.append(_replaced(log.attempt, record.time, replaced))
             case SpikeSeen(step=step, action="skip" | "rollback") as spike if ("spike", step) not in seen:
                 seen.add(("spike", step))
                 found.append(_spike(log.attempt, record.time, spike))
@@ -189,6 +193,18 @@ def _spike(attempt: int, when: float, spike: SpikeSeen) -> Incident:
         step=step,
         at_step=spike.step,
         steps_undone=undone,
+    )
+
+
+def _replaced(attempt: int, when: float, replaced: ServerReplaced) -> Incident:
+    return Incident(
+        kind="server",
+        attempt=attempt,
+        began=when - replaced.took_s,
+        went_on=when,
+        causes=[replaced.lost],
+        step=replaced.step - 1,
+        at_step=replaced.step,
     )
 
 

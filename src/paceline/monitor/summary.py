@@ -21,6 +21,7 @@ from paceline.events import (
     Regrouped,
     Restarted,
     RunStarted,
+    ServerReplaced,
     SpikeSeen,
     WireJudged,
     WorkerFinished,
@@ -58,6 +59,7 @@ class Summary:
         self._devices: dict[str, None] = {}
         self._ranks: set[int] = set()  # of workers that have started
         self._num_lost = self._num_joined = self._num_steps_lost = 0
+        self._num_replaced = 0  # servers, by their mirrors
         self._judged: dict[str, Any] | None = None  # what holds of the wire
         self._begun_again: dict[str, Any] | None = None  # as this attempt: after whose loss, from where
         self._left: list[dict[str, Any]] = []  # who left the run to the others, by time
@@ -97,6 +99,8 @@ class Summary:
                 self._num_steps_lost += steps_lost
             case WorkerJoined():
                 self._num_joined += 1
+            case ServerReplaced():
+                self._num_replaced += 1
             case WorkerLeft(rank=worker, step=step, reason=reason):
                 self._left.append({"worker": worker, "step": step, "reason": reason})
             case WireJudged(kind=kind) as judged:
@@ -160,6 +164,7 @@ class Summary:
             "workers_joined": self._num_joined,
             "steps_lost": self._num_steps_lost,
             "begun_again": self._begun_again,
+            "servers_replaced": self._num_replaced,
             "left": self._left,
             "steps_unsaved": 0 if state == "finished" or last is None else max(0, self._newest - self._saved_step),
             "epochs": len(self._epochs),

@@ -341,7 +341,7 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
         if facts["last_loss"] is not None:
             first = "" if facts["first_loss"] is None else f"{number_text(facts['first_loss'])} -> "
             rows.append(("loss", first + number_text(facts["last_loss"])))
-    if facts["workers_lost"] or facts.get("begun_again"):
+    if facts["workers_lost"] or facts.get("begun_again") or facts.get("servers_replaced"):
         rows.append(("incidents", _incidents_text(facts)))
     if facts.get("left"):
         rows.append(("left", _left_text(facts["left"])))
@@ -458,7 +458,10 @@ def _incidents_text(facts: Mapping[str, Any]) -> str:
     if again := facts.get("begun_again"):
         steps = again["at_step"] - again["step"]
         begun = f"again from {again['source']} after step {again['step']}" if again["step"] else "anew"
-        told.append(f"{workers_text(again['lost'])} lost: all began {begun}, {_counted(steps, 'step')} done again")
+        lost = workers_text(again["lost"]) if again["lost"] else "a parameter server"
+        told.append(f"{lost} lost: all began {begun}, {_counted(steps, 'step')} done again")
+    if servers := facts.get("servers_replaced"):
+        told.append(f"{_counted(servers, 'parameter server')} lost, replaced by mirrors, 0 steps lost")
     if lost := facts["workers_lost"]:
         steps = facts["steps_lost"] + facts.get("steps_unsaved", 0)
         told.append(f"{_counted(lost, 'worker')} lost, {facts['workers_joined']} taken in again")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from paceline.sync.serving import Part, Server, Walk, walk_of
 __all__ = ["MirroredServer"]
 
 PATIENCE = 0.5  # of what workers wait for a server: so long it waits for its mirror, and then goes on without
+ORPHANED_S = 60.0  # without its server and without a worker: in the first step none has met its mirror yet
 
 
 class _Superseded(SystemExit):
@@ -59,7 +61,8 @@ class MirroredServer(Server):
         self._mirror: _Mirror | None = None
         self._following: int | None = None  # the call by which the mirror was told of the step under way
         self._is_copy = False  # of a server, which has said everything
-        self._has_taken_over = False
+        self._has_taken_over = self._is_dismissed = False
+        self._orphaned_at: float | None = None
 
     def serve(self) -> None:
         try:
@@ -68,6 +71,15 @@ class MirroredServer(Server):
             return
         finally:
             self._let_go()
+
+    def _is_over(self) -> bool:
+        if self._is_dismissed or not super()._is_over():
+            self._orphaned_at = None
+            return self._is_dismissed
+        if not self._is_copy or self._has_taken_over:
+            return True
+        self._orphaned_at = self._orphaned_at or time.monotonic()
+        return time.monotonic() - self._orphaned_at > ORPHANED_S
 
     # The side of the one that workers ask.
 
@@ -135,8 +147,10 @@ class MirroredServer(Server):
             raise _Superseded
 
     def _let_go(self) -> None:
+        """Have no mirror any more; the one that there was ends, unless it has taken over."""
         if self._mirror is not None:
-            self._mirror.caller.close(at_once=True)
+            self._mirror.caller.send({"op": "end"})
+            self._mirror.caller.close()
             self._mirror = None
 
     # The mirror's side.
@@ -149,6 +163,9 @@ class MirroredServer(Server):
                 return
             case "take_over":
                 told = self._take_over(header)
+            case "end":
+                self._is_dismissed = not self._has_taken_over
+                return
             case "copy" | "sums" | "follow" if self._has_taken_over:
                 told = {"refused": True}
             case "copy":

@@ -30,7 +30,7 @@ from paceline.sync.serving import MakeServer, Part, Server, Walk
 
 __all__ = ["MirroredServers"]
 
-AGAIN = 20  # walks until another mirror is tried in place of one that could not begin
+RAREST = 10  # at least every 2^10 walks another mirror is tried in place of those that could not begin
 
 
 class MirroredServers(Servers):
@@ -45,7 +45,8 @@ class MirroredServers(Servers):
         self._versions = [0] * count  # updates that it had when it last told its weights
         self._mirror_of: list[int | None] = [None] * count  # as it told then
         self._mirrors: list[Caller | None] = [None] * count
-        self._waits_until = [0] * count  # no mirror is started before this walk, as counted here
+        self._tried = [0] * count  # mirrors that were started, since there was one
+        self._waits_until = [0] * count  # no other one is before this walk, as counted here
         self._num_walks, self._walk = 0, (-1, -1, -1)
         self._pushed: list[list[tuple[Mapping[str, Any], Tensor]]] = [[] for _ in range(count)]  # in this walk
         self._sums: list[Mapping[str, Any]] = [{} for _ in range(count)]  # the newest question of this kind
@@ -79,7 +80,8 @@ class MirroredServers(Servers):
         for number, mirror in enumerate(self._mirror_of):
             is_mine = index == (number + size // 2) % size
             if mirror is None and is_mine and self._num_walks >= self._waits_until[number]:
-                self._waits_until[number] = self._num_walks + AGAIN
+                self._waits_until[number] = self._num_walks + (1 << min(self._tried[number], RAREST))
+                self._tried[number] += 1
                 process = self._store.add(self._key(number, "count"), 1)
                 about = self._start(number, process)
                 told = {"number": process, "endpoint": about["endpoint"], "name": f"its mirror (pid {about['pid']})"}
@@ -145,7 +147,7 @@ class MirroredServers(Servers):
             self._callers[number].close(at_once=True)
             self._callers[number], self._processes[number] = caller, process
             self._mirrors[number] = self._mirror_of[number] = None
-            self._waits_until[number] = 0
+            self._tried[number] = self._waits_until[number] = 0
             self._store.set(self._key(number, "serving"), str(process))
             for header, flat in self._pushed[number]:
                 caller.send(header, [flat])
@@ -179,7 +181,7 @@ class MirroredServers(Servers):
             if before is not None:
                 before.close(at_once=True)
             self._mirrors[number] = None if mirror is None else self._reached(number, mirror)
-            self._waits_until[number] = 0  # where it is lost later, another one may begin as well
+            self._tried[number] = self._waits_until[number] = 0  # where it is lost later, another one may begin as well
         for (server, process), pid in [*self._own.items()]:
             if server == number and process not in (mirror, self._processes[number]):
                 del self._own[server, process]

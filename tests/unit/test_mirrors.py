@@ -1,0 +1,293 @@
+"""Mirrored parameter servers with threads for processes: killed at random, both sides of the protocol lose no bit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.optim import AdamW
+
+from listening import PretendedListener
+from paceline.comm.messages import Listener, Message
+from paceline.errors import PlanError
+from paceline.events import Event
+from paceline.plan import ParameterServer
+from paceline.sync import mirrors, servers
+from paceline.sync.mirrored import MirroredServer
+from paceline.sync.mirrors import MirroredServers
+from paceline.sync.serving import MakeServer, Part, options_of
+
+SIZES = [3, 5, 2, 4]  # of the parameters; even ones are on server 0, odd ones on server 1
+SERVERS, WORKERS, STEPS, FACTOR = 2, 3, 12, 0.25
+LIMIT_S = 60.0
+METHODS = ("_push", "_before_sum", "_before_step", "_after_step", "_tell_weights", "_add_sums", "_step", "_copy")
+
+
+class Killed(BaseException):
+    """What is left of a process."""
+
+
+class Threads:
+    """Servers that are threads. `deaths` are of whichever process comes by a method in a step, each once."""
+
+    def __init__(self, deaths: Sequence[tuple[int, str, str]]) -> None:
+        self._deaths, self._lock = list(deaths), threading.Lock()
+        self._pids, self._all = itertools.count(1), list[threading.Thread]()
+        self.failed: list[BaseException] = []
+
+    def fork(
+        self, make: Callable[[], Part], *, address: str, secret: bytes, largest_bytes: int, server: MakeServer
+    ) -> tuple[int, str]:
+        listener = Listener(address, secret, largest_bytes=largest_bytes)
+        one = threading.Thread(target=self._serve, args=(server(make(), listener, is_deserted=lambda: False), listener))
+        self._all.append(one)
+        one.start()
+        return next(self._pids), listener.endpoint
+
+    def _serve(self, server: MirroredServer, listener: Listener) -> None:
+        try:
+            server.serve()
+        except Killed:
+            listener._socket.close(linger=0)
+        except BaseException as error:
+            self.failed.append(error)
+        finally:
+            if not listener._socket.closed:
+                listener.close()
+            else:
+                listener._monitor.close(linger=0)
+                listener._context.term()
+
+    def strike(self, server: MirroredServer, method: str, moment: str) -> None:
+        """Kill the server, where its hour has come: it says no last word."""
+        death = (server.part.version, method, moment)
+        with self._lock:
+            if death not in self._deaths:
+                return
+            self._deaths.remove(death)
+        if server._mirror is not None:
+            server._mirror.caller.close(at_once=True)
+            server._mirror = None
+        raise Killed
+
+    def join(self) -> None:
+        for one in self._all:
+            one.join(LIMIT_S)
+        assert not any(one.is_alive() for one in self._all), "a server is left, though all callers have gone"
+
+
+def watched(threads: Threads, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(server: MirroredServer, *args: Any, **more: Any) -> Any:
+        threads.strike(server, name, "before")
+        result = function(server, *args, **more)
+        threads.strike(server, name, "after")
+        return result
+
+    return call
+
+
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Sequence[tuple[int, str, str]]], Threads]]:
+    """Has threads take the place of processes, from then on."""
+    made: list[Threads] = []
+
+    def begin(deaths: Sequence[tuple[int, str, str]]) -> Threads:
+        threads = Threads(deaths)
+        made.append(threads)
+        monkeypatch.setattr(mirrors, "fork_server", threads.fork)
+        for module in (mirrors, servers):  # a thread cannot be killed from outside, and has nobody to wait for it
+            monkeypatch.setattr(module, "reaped", lambda pid, within_s: "killed by signal 9")
+            monkeypatch.setattr(module, "end_server", lambda pid: None)
+        for name in METHODS:
+            monkeypatch.setattr(MirroredServer, name, watched(threads, name, getattr(MirroredServer, name)))
+        return threads
+
+    yield begin
+    for threads in made:
+        threads.join()
+
+
+def parameters() -> list[Parameter]:
+    return [Parameter(torch.arange(size, dtype=torch.float64) / 8) for size in SIZES]
+
+
+def part_of(number: int) -> Part:
+    model = parameters()
+    here = {place: one for place, one in enumerate(model) if place % SERVERS == number}
+    return Part(here, [AdamW(model, lr=0.1)], elsewhere=[one for place, one in enumerate(model) if place not in here])
+
+
+def gradient(worker: int, step: int, place: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * worker + place)
+    return torch.randn(SIZES[place], generator=generator, dtype=torch.float64)
+
+
+def oracle() -> list[torch.Tensor]:
+    """What one process makes of the same gradients, added up in the same order."""
+    model = parameters()
+    optim = AdamW(model, lr=0.1)
+    for step in range(1, STEPS + 1):
+        for place, one in enumerate(model):
+            total = gradient(0, step, place)
+            for worker in range(1, WORKERS):
+                total += gradient(worker, step, place)
+            one.grad = total * FACTOR
+        optim.step()
+    return [one.detach() for one in model]
+
+
+class Worker(threading.Thread):
+    """Takes all steps with the others, and keeps the newest weights."""
+
+    def __init__(self, index: int, store: dist.Store, vote: threading.Barrier) -> None:
+        super().__init__()
+        self.index, self.told, self.error = index, list[Event](), None
+        self._model = parameters()
+        self._vote = vote
+        self._options = [options_of(AdamW(parameters(), lr=0.1))]
+        self.servers = MirroredServers(
+            SERVERS,
+            tell=self.told.append,
+            store=store,
+            attempt=1,
+            address="127.0.0.1",
+            host="here",
+            timeout_s=LIMIT_S,
+            check=lambda: None,
+        )
+        self.error: BaseException | None
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [one.detach() for one in self._model]
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # the thread's boundary
+            self.error = error
+            self._vote.abort()
+        finally:
+            self.servers._started = []  # nobody waits for threads
+            self.servers.close()
+
+    def _work(self) -> None:
+        self.servers.meet(part_of, index=self.index, size=WORKERS, largest_bytes=1 << 20)
+        here = [[place for place in range(len(SIZES)) if place % SERVERS == number] for number in range(SERVERS)]
+        for step in range(1, STEPS + 1):
+            walk = (0, step, 0)
+            self.servers.begin(walk, index=self.index, size=WORKERS)
+            for number, some in enumerate(here):
+                flat = torch.cat([gradient(self.index, step, one) for one in some])
+                header = {"op": "push", "walk": walk, "replica": self.index, "places": some}
+                self.servers.push(number, header, flat)()
+            about: Mapping[str, Any] = {"walk": walk, "replicas": WORKERS}
+            self.servers.ask([{**about, "op": "sum", "places": some} for some in here])
+            self._vote.wait(LIMIT_S)
+            about = {"walk": walk, "factor": FACTOR, "options": self._options}
+            answers = self.servers.ask([{**about, "op": "step", "places": some} for some in here], checks=False)
+            with torch.no_grad():
+                for some, answer in zip(here, answers, strict=True):
+                    self.servers.take(some, answer.tensors, self._model)
+
+
+def drawn(seed: int) -> list[tuple[int, str, str]]:
+    """Deaths some steps apart, so that there is another mirror in between; by updates that a process has."""
+    draw = random.Random(seed)
+    steps = range(draw.randint(1, 2), STEPS - 1, 3)
+    return [(step, draw.choice(METHODS), draw.choice(["before", "after"])) for step in steps]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_is_killed_wherever_no_bit_is_lost(seed: int, hosted: Callable[..., Threads]) -> None:
+    threads, store, vote = hosted(drawn(seed)), dist.HashStore(), threading.Barrier(WORKERS)
+    workers = [Worker(index, store, vote) for index in range(WORKERS)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join(LIMIT_S)
+    assert [one.error for one in workers] == [None] * WORKERS
+    assert threads.failed == []
+    expected = oracle()
+    for one in workers:
+        assert all(torch.equal(*pair) for pair in zip(one.weights, expected, strict=True))
+
+
+def server(part: Part | None = None, said: Sequence[tuple[bytes, Message]] = ()) -> MirroredServer:
+    listener = PretendedListener(said)
+    return MirroredServer(part or part_of(0), listener, is_deserted=lambda: True, secret=b"s", timeout_s=1.0)
+
+
+def told(one: MirroredServer, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Mapping[str, Any]:
+    """What it answers."""
+    assert isinstance(one.listener, PretendedListener)
+    one._take(b"somebody", Message({"call": 1, **header}, tuple(tensors)))
+    return one.listener.told[-1][1]
+
+
+def copied(one: MirroredServer) -> tuple[Mapping[str, Any], list[torch.Tensor]]:
+    entries, tensors = one.part.state()
+    weights = one.part.weights(one.part.places)
+    about = {"op": "copy", "version": one.part.version, "num_weights": len(weights), "entries": entries}
+    return {**about, "walks": [], "generation": 0, "stepped": (0, 1, 0), "squared": 0.0}, [*weights, *tensors]
+
+
+def test_a_mirror_takes_over_once_it_has_all_that_a_worker_knows_of_and_then_hears_the_other_no_more() -> None:
+    first, mirror = server(), server()
+    options = [options_of(AdamW(parameters(), lr=0.1))]
+    first.part.step({0: torch.ones(3, dtype=torch.float64)}, options)
+    assert told(mirror, {"op": "take_over", "version": 0}) == {"call": 1, "lacks": True, "is_first": False}
+    assert "refused" not in told(mirror, *copied(first))
+    assert torch.equal(*(one.part.weights([0])[0] for one in (first, mirror)))
+    assert told(mirror, {"op": "take_over", "version": 2})["lacks"]
+    assert told(mirror, {"op": "take_over", "version": 1}) == {"call": 1, "lacks": False, "is_first": True}
+    assert told(mirror, {"op": "take_over", "version": 1}) == {"call": 1, "lacks": False, "is_first": False}
+    assert told(mirror, {"op": "sums", "walk": (0, 2, 0), "places": [], "squared": 1.0})["refused"]
+    assert told(mirror, *copied(first))["refused"]
+
+
+class Refusing:
+    """A connection to a mirror that has taken over."""
+
+    def begin(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> int:
+        return 1
+
+    def answer(self, call: int) -> Message:
+        return Message({"call": call, "refused": True})
+
+    def send(self, header: Mapping[str, Any]) -> None: ...
+
+    def close(self, *, at_once: bool = False) -> None: ...
+
+
+def test_who_was_only_cut_off_ends_without_a_word() -> None:
+    push = {"op": "push", "walk": (0, 1, 0), "places": [0], "replica": 0}
+    asked = {"op": "sum", "walk": (0, 1, 0), "places": [0], "replicas": 1, "call": 1}
+    said = [(b"one", Message(push, (torch.ones(3, dtype=torch.float64),))), (b"one", Message(asked))]
+    one = server(said=[*said, (b"one", Message({"op": "nonsense"}))])
+    one._mirror = mirrors_of(Refusing())
+    one.serve()
+    assert isinstance(one.listener, PretendedListener)
+    assert one.listener.told == [] and len(one.listener.said) == 1, "it ended before the next word"
+
+
+def mirrors_of(caller: Any) -> Any:
+    from paceline.sync.mirrored import _Mirror
+
+    return _Mirror(1, caller)
+
+
+def test_mirrors_are_for_steps_that_all_share() -> None:
+    with pytest.raises(PlanError, match=r"mirrored is True with staleness=3: .*Leave one of the two out"):
+        ParameterServer(mirrored=True, staleness=3)
+    with pytest.raises(PlanError, match=r"mirrored is True with drop=1: "):
+        ParameterServer(mirrored=True, drop=1)
