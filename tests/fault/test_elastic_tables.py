@@ -36,3 +36,16 @@ def test_a_killed_worker_costs_no_step_and_its_successor_needs_no_table(tmp_path
     assert all(is_away for _, is_away, _ in told) and len({total for _, _, total in told}) == 1
     assert (found.run_dir / "checkpoints" / "step_00000010").is_dir()
     assert audit(found.run_dir).verdict == "clean"
+
+
+def test_where_nobody_waits_a_killed_worker_and_its_successor_leave_tables_that_all_agree_on(tmp_path: Path) -> None:
+    plan = f"replicas=2-3+parameterserver(servers=2,staleness=none)+{BATCH}"
+    killed = {"worker": 1, "step": 4, "where": "forward"}
+    job = {"workers": 3, "max_steps": 60}
+    found = finish(tmp_path, start(tmp_path, killed, program=PROGRAM, plan=plan, pause_s=0.1, job=job))
+    assert found.code == 0, found.output
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert found.events("WorkerJoined") and [rank for rank, _, _ in told] == [0, 1, 2]
+    assert all(is_away for _, is_away, _ in told) and len({total for _, _, total in told}) == 1
+    assert found.held_out()[-1] < found.held_out()[0]
+    assert audit(found.run_dir).verdict == "clean"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -107,10 +106,9 @@ def whole(replicas: int = 1, batch: Batch = BATCH) -> Plan:
     return Plan(layout=Layout(replicas=replicas), batch=batch, compute=EXACT)
 
 
-@pytest.mark.parametrize(("kind", "servers"), [("adagrad", 2), ("sgd", 3)])
-def test_tables_on_servers_train_like_one_process(world: World, kind: str, servers: int) -> None:
-    results = world(trained(kind), 3, served(3, servers=servers))
-    oracle = world.one_process(trained(kind, sparse=False), whole())
+def test_tables_on_servers_train_like_one_process(world: World) -> None:
+    results = world(trained("adagrad"), 3, served(3))
+    oracle = world.one_process(trained("adagrad", sparse=False), whole())
     found = torch.tensor([result.pop("state") for result in results])
     torch.testing.assert_close(found, torch.tensor(oracle.pop("state")).expand_as(found), rtol=1e-6, atol=1e-9)
     assert_same(results, oracle)
@@ -169,14 +167,6 @@ def test_one_replica_in_turns_trains_tables_like_one_process(world: World) -> No
     found = torch.tensor(results[0].pop("state"))
     torch.testing.assert_close(found, torch.tensor(oracle.pop("state")), rtol=1e-6, atol=1e-9)
     assert_same(results, oracle)
-
-
-def test_replicas_in_turns_train_tables_and_agree_in_the_end(world: World) -> None:
-    results = world(trained("adagrad", epochs=4), 3, served(3, staleness=2))
-    assert len({json.dumps(result["state"]) for result in results}) == 1
-    assert results[0]["evaluated"][1] < results[0]["evaluated"][0]
-    steps = sorted(itertools.chain(*(result["losses"] for result in results)))
-    assert steps == list(range(1, 17))
 
 
 def test_rounded_rows_train_nearly_as_well(world: World) -> None:
