@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import forked
 from forked import WorkersFailed, World
@@ -32,14 +34,20 @@ def backed(replicas: int, *, drop: int = 1, servers: int = 2, batch: Batch = BAT
     return Plan(layout=Layout(replicas=replicas), batch=batch, compute=EXACT, sync=sync)
 
 
-def gated(folder: Path, *, slow: int, steps: int, epochs: int = 3) -> Callable[[Any], dict[str, Any]]:
+def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
+
+
+def gated(
+    folder: Path, *, slow: int, steps: int, epochs: int = 3, loss: Callable[..., Any] = next_word
+) -> Callable[[Any], dict[str, Any]]:
     """Worker `slow` stands still in its first batch until worker 0 has done so many steps."""
 
     def run(worker: Any) -> dict[str, Any]:
         torch.manual_seed(3)
         model = worker.prepare(Net(0.0))
         optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
-        step = worker.stepper(model, optim, next_word, clip_norm=CLIP)
+        step = worker.stepper(model, optim, loss, clip_norm=CLIP)
         losses: dict[int, float] = {}
         norms: dict[int, float] = {}
         for batch in worker.batches(Text(), epochs=epochs):  # 4 steps each
@@ -48,8 +56,8 @@ def gated(folder: Path, *, slow: int, steps: int, epochs: int = 3) -> Callable[[
                 wait_for(folder / "open")
             elif not losses:
                 wait_for(folder / "held")
-            loss = float(step(batch))
-            losses[worker.step], norms[worker.step] = loss, float(step.grad_norm)
+            value = float(step(batch))
+            losses[worker.step], norms[worker.step] = value, float(step.grad_norm)
             if worker.rank == 0 and len(losses) == steps:
                 (folder / "open").touch()
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
@@ -102,11 +110,11 @@ def one_process(used: dict[int, tuple[int, list[int]]]) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights.tolist(), "seen": float(model.seen)}
 
 
-@pytest.mark.parametrize(("replicas", "drop", "servers"), [(3, 1, 2), (4, 2, 1)])
+@pytest.mark.parametrize(("replicas", "drop", "servers", "loss"), [(3, 1, 2, next_word), (4, 2, 1, summed)])
 def test_steps_are_those_of_one_process_on_the_samples_that_came_in_time_and_the_slow_one_holds_up_nobody(
-    world: World, tmp_path: Path, replicas: int, drop: int, servers: int
+    world: World, tmp_path: Path, replicas: int, drop: int, servers: int, loss: Callable[..., Any]
 ) -> None:
-    program = gated(tmp_path, slow=replicas - 1, steps=6)  # worker 0 takes part in six while it is held
+    program = gated(tmp_path, slow=replicas - 1, steps=6, loss=loss)  # worker 0 takes part in six while it is held
     results = world(program, replicas, backed(replicas, drop=drop, servers=servers), **THREADS)
     used = used_in(world, replicas)
     assert sorted(used) == list(range(1, 13))
