@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -170,6 +170,29 @@ def test_gradients_of_skipped_steps_do_not_pile_up() -> None:
     assert len(told.server._streams["train"].records) == 1
 
 
+class PretendedCaller:
+    """One connection to them."""
+
+    def __init__(self, servers: PretendedServers) -> None:
+        self._servers = servers
+
+    def begin(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> int:
+        self._servers.asked.append(header["op"])
+        return 0
+
+    def answer(self, call: int, **_: Any) -> Message:
+        match self._servers.asked[-1]:
+            case "synced":
+                return Message({})
+            case "arrive":
+                record = {"shares": [0, 2], "numbers": [3.0, 0.0, 2.0, 0.0], "used": [0], "norm": 7.0, "verdict": None}
+                return Message({"closes": False, **record})
+            case _:
+                number, version = next(self._servers.turns)
+                share = {"number": number, "index": 1, "count": 3, "walk": [0, number, 0]}
+                return Message({"turn": "share", "version": version, **share})
+
+
 class PretendedServers(Servers):
     """Two servers, of which the second takes a step between the two answers of one look at the weights."""
 
@@ -184,16 +207,11 @@ class PretendedServers(Servers):
         return True
 
     def caller(self, number: int) -> Any:
-        return self
+        return PretendedCaller(self)
 
-    def begin(self, header: Mapping[str, Any]) -> int:
-        self.asked.append(header["op"])
-        return 0
-
-    def answer(self, call: int, **_: Any) -> Message:
-        number, version = next(self.turns)
-        told = {"turn": "share", "number": number, "index": 1, "count": 3, "walk": [0, number, 0], "version": version}
-        return Message(told)
+    def push(self, number: int, header: Mapping[str, Any], flat: Tensor) -> Callable[[], None]:
+        self.asked.append(f"push to {number}")
+        return lambda: None
 
     def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[Message]:
         self.asked.append(questions[0]["op"])
@@ -205,28 +223,41 @@ class PretendedServers(Servers):
         ]
 
 
+def backed_by(servers: Servers, weights: Sequence[Parameter]) -> BackupGradients:
+    named = [(f"weight_{number}", weight) for number, weight in enumerate(weights)]
+    sync = ParameterServer(servers=2, drop=1)
+    return BackupGradients(named, models=[], sync=sync, wire=Raw(), servers=servers, worker_rank=1)
+
+
+def next_of(gradients: BackupGradients) -> Any:
+    about = {"workers": (0, 1, 2), "saves": (10, 10, 1), "step": 0, "epoch": 0, "position": 0}
+    dealt = DealtShares(stream="train", limit=9, **about, epochs=(9, 9), micros=(8, 8, 8))
+    return gradients.next(dealt, wants_pause=lambda: False)
+
+
 def test_weights_of_two_versions_are_not_computed_on_their_share_is_late() -> None:
     weights, servers = [Parameter(torch.zeros(1)) for _ in range(2)], PretendedServers()
-    gradients = BackupGradients(
-        [("a", weights[0]), ("b", weights[1])],
-        models=[],
-        sync=ParameterServer(servers=2, drop=1),
-        wire=Raw(),
-        servers=servers,
-        worker_rank=1,
-    )
+    gradients = backed_by(servers, weights)
     gradients.begin(0)
-    dealt = DealtShares(
-        stream="train",
-        limit=9,
-        workers=(0, 1, 2),
-        saves=(10, 10, 1),
-        step=0,
-        epoch=0,
-        position=0,
-        epochs=(9, 9),
-        micros=(8, 8, 8),
-    )
-    assert gradients.next(dealt, wants_pause=lambda: False) == Share(4, 1, 3)
+    assert next_of(gradients) == Share(4, 1, 3)
     assert servers.asked == ["turn", "weights"] * 2
     assert [weight.item() for weight in weights] == [5.0, 5.0]
+
+
+def test_a_share_has_arrived_when_all_servers_have_its_gradients_and_the_late_one_learns_how_the_step_ended() -> None:
+    weights, servers = [Parameter(torch.zeros(1)) for _ in range(2)], PretendedServers()
+    gradients = backed_by(servers, weights)
+    gradients.begin(0)
+    next_of(gradients)
+    servers.asked.clear()
+    gradients.begin(0)
+    gradients.arm()
+    (weights[0] * 2.0 + weights[1]).sum().backward()
+    gradients.flush([1.0, 1.0, 0.0, 0.0, 5.0, 0.0, 1.0, 0.0, 0.0])
+    assert gradients.collect() == [1.0, 1.0, 0.0, 0.0, 3.0, 0.0, 2.0, 0.0, 0.0]
+    assert sorted(servers.asked[:2]) == ["push to 0", "push to 1"] and servers.asked[2:] == ["synced", "arrive"]
+    gradients.land(scale=0.5)
+    assert gradients.is_late and gradients.chosen == (0, 2) and float(gradients.norm()) == 7.0
+    assert gradients.unused() == ("weight_1",)
+    gradients.apply([])
+    assert servers.asked[-1] == "arrive"  # it is not for this replica to end the step
