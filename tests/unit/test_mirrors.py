@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from listening import PretendedListener
 from paceline.comm.messages import Listener, Message
 from paceline.errors import PlanError
-from paceline.events import Event
+from paceline.events import Event, ServerReplaced
 from paceline.plan import ParameterServer
 from paceline.sync import mirrors, servers
 from paceline.sync.mirrored import MirroredServer
@@ -38,8 +38,9 @@ class Killed(BaseException):
 class Threads:
     """Servers that are threads. `deaths` are of whichever process comes by a method in a step, each once."""
 
-    def __init__(self, deaths: Sequence[tuple[int, str, str]]) -> None:
-        self._deaths, self._lock = list(deaths), threading.Lock()
+    def __init__(self, deaths: Sequence[tuple[int, str, str]], *, until: threading.Event | None = None) -> None:
+        """`until`: nobody says that they have died, before that."""
+        self._deaths, self._lock, self._until = list(deaths), threading.Lock(), until
         self._pids, self._all = itertools.count(1), list[threading.Thread]()
         self.failed: list[BaseException] = []
 
@@ -73,6 +74,8 @@ class Threads:
             if death not in self._deaths:
                 return
             self._deaths.remove(death)
+        if self._until is not None:
+            self._until.wait(LIMIT_S)
         if server._mirror is not None:
             server._mirror.caller.close(at_once=True)
             server._mirror = None
@@ -100,8 +103,8 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Sequence[tuple
     """Has threads take the place of processes, from then on."""
     made: list[Threads] = []
 
-    def begin(deaths: Sequence[tuple[int, str, str]]) -> Threads:
-        threads = Threads(deaths)
+    def begin(deaths: Sequence[tuple[int, str, str]], *, until: threading.Event | None = None) -> Threads:
+        threads = Threads(deaths, until=until)
         made.append(threads)
         monkeypatch.setattr(mirrors, "fork_server", threads.fork)
         for module in (mirrors, servers):  # a thread cannot be killed from outside, and has nobody to wait for it
@@ -148,7 +151,7 @@ def oracle() -> list[torch.Tensor]:
 class Worker(threading.Thread):
     """Takes all steps with the others, and keeps the newest weights."""
 
-    def __init__(self, index: int, store: dist.Store, vote: threading.Barrier) -> None:
+    def __init__(self, index: int, store: dist.Store, vote: threading.Barrier, *, timeout_s: float) -> None:
         super().__init__()
         self.index, self.told, self.error = index, list[Event](), None
         self._model = parameters()
@@ -161,7 +164,7 @@ class Worker(threading.Thread):
             attempt=1,
             address="127.0.0.1",
             host="here",
-            timeout_s=LIMIT_S,
+            timeout_s=timeout_s,
             check=lambda: None,
         )
         self.error: BaseException | None
@@ -209,8 +212,27 @@ def drawn(seed: int) -> list[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_is_killed_wherever_no_bit_is_lost(seed: int, hosted: Callable[..., Threads]) -> None:
-    threads, store, vote = hosted(drawn(seed)), dist.HashStore(), threading.Barrier(WORKERS)
-    workers = [Worker(index, store, vote) for index in range(WORKERS)]
+    train(hosted(drawn(seed)))
+
+
+# The server before it tells any worker of the step; the mirror when it gets sums; both in steps of their own.
+STOPS = [(3, "_tell_weights", "before"), (6, "_add_sums", "before")]
+
+
+def test_who_only_stands_still_is_given_up_and_no_bit_is_lost(hosted: Callable[..., Threads]) -> None:
+    until = threading.Event()
+    try:
+        workers = train(hosted(STOPS, until=until), timeout_s=4.0)
+    finally:
+        until.set()
+    (told,) = [event for one in workers for event in one.told if isinstance(event, ServerReplaced)]
+    assert told.lost.endswith("gave no answer for 4 s (timeout_s)")
+
+
+def train(threads: Threads, *, timeout_s: float = LIMIT_S) -> list[Worker]:
+    """Have the workers take all steps, and look whether they have the weights of one process."""
+    store, vote = dist.HashStore(), threading.Barrier(WORKERS)
+    workers = [Worker(index, store, vote, timeout_s=timeout_s) for index in range(WORKERS)]
     for one in workers:
         one.start()
     for one in workers:
@@ -220,6 +242,7 @@ def test_whoever_is_killed_wherever_no_bit_is_lost(seed: int, hosted: Callable[.
     expected = oracle()
     for one in workers:
         assert all(torch.equal(*pair) for pair in zip(one.weights, expected, strict=True))
+    return workers
 
 
 def server(part: Part | None = None, said: Sequence[tuple[bytes, Message]] = ()) -> MirroredServer:

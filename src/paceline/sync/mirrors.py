@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.messages import Caller, Lost, Message
-from paceline.events import Event, ServerReplaced
+from paceline.events import Event, Note, ServerReplaced
 from paceline.sync.mirrored import MirroredServer
 from paceline.sync.server_process import end_server, fork_server, reaped
 from paceline.sync.servers import END_S, KEY, POLL_S, TOLD_S, Servers
@@ -82,10 +82,22 @@ class MirroredServers(Servers):
             if mirror is None and is_mine and self._num_walks >= self._waits_until[number]:
                 self._waits_until[number] = self._num_walks + (1 << min(self._tried[number], RAREST))
                 self._tried[number] += 1
-                process = self._store.add(self._key(number, "count"), 1)
-                about = self._start(number, process)
-                told = {"number": process, "endpoint": about["endpoint"], "name": f"its mirror (pid {about['pid']})"}
-                self._callers[number].send({"op": "mirror", **told})
+                self._begin_mirror(number)
+
+    def _begin_mirror(self, number: int) -> None:
+        """Start a mirror, and have the server tell it everything; where that cannot be, the run goes on without."""
+        process = self._store.add(self._key(number, "count"), 1)
+        try:
+            about = self._start(number, process)
+        except (OSError, RuntimeError) as error:
+            self._say(f"parameter server {number} goes on without a mirror for now: {error}")
+            return
+        who = f"pid {about['pid']} on {about['host']}"
+        self._callers[number].send(
+            {"op": "mirror", "number": process, "endpoint": about["endpoint"], "name": f"its mirror ({who})"}
+        )
+        if process > 1:
+            self._tell(Note(text=f"parameter server {number} gets another mirror ({who})"))
 
     def push(self, number: int, header: Mapping[str, Any], flat: Tensor) -> Callable[[], None]:
         caller = self._callers[number]
