@@ -178,8 +178,6 @@ def test_tables_that_are_looked_up_are_well() -> None:
     require_fit(sparse(Named), SERVED)
     with pytest.raises(PlanError, match=r"compile=True"):
         require_fit(sparse(), Plan(sync=ParameterServer(), compute=Compute(compile=True)))
-    with pytest.raises(PlanError, match=r"mirrored=True"):
-        require_fit(sparse(), Plan(sync=ParameterServer(servers=2, mirrored=True)))
     with pytest.raises(PlanError, match=re.escape("sync=ParameterServer()")):
         require_fit(sparse(), Plan())
 

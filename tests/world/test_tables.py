@@ -20,6 +20,7 @@ from paceline.comm.away import is_away
 from paceline.plan import Batch, Cast, Layout, ParameterServer, Plan
 from paceline.schedule.order import sample_indices
 from world.test_backups import used_in
+from world.test_mirrored_servers import MIRROR, SERVER, arm
 
 ROWS, WIDTH, LENGTH, PADDING = 101, 6, 5, 3
 BATCH = Batch(size=14, micro=3)  # 50 samples: uneven shares, accumulation, and a last batch of 8
@@ -166,6 +167,27 @@ def test_one_replica_in_turns_trains_tables_like_one_process(world: World) -> No
     oracle = world.one_process(trained("sparseadam", sparse=False), whole())
     found = torch.tensor(results[0].pop("state"))
     torch.testing.assert_close(found, torch.tensor(oracle.pop("state")), rtol=1e-6, atol=1e-9)
+    assert_same(results, oracle)
+
+
+def test_mirrors_have_the_rows_of_tables_too(world: World, tmp_path: Path) -> None:
+    deaths = {
+        2: (SERVER, "_push_rows", "after"),
+        4: (SERVER, "_before_sum", "after"),
+        5: (SERVER, "_after_step", "before"),
+        6: (SERVER, "_tell_weights", "after"),  # the next forward asks for rows
+        7: (MIRROR, "_add_sums", "after"),
+    }
+
+    def run(worker: Any) -> dict[str, Any]:
+        arm(tmp_path, deaths)
+        return trained("adagrad")(worker)
+
+    results = world(run, 2, served(2, mirrored=True), fresh=True)
+    oracle = world.one_process(trained("adagrad", sparse=False), whole())
+    assert len([*tmp_path.glob("died_*")]) == len(deaths)
+    found = torch.tensor([result.pop("state") for result in results])
+    torch.testing.assert_close(found, torch.tensor(oracle.pop("state")).expand_as(found), rtol=1e-6, atol=1e-9)
     assert_same(results, oracle)
 
 

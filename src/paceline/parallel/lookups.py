@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from paceline.comm.away import is_away, is_taken_as_it_is, sparse_rows
 from paceline.errors import Reason
-from paceline.plan import ParameterServer, Plan
+from paceline.plan import Plan
 
 __all__ = ["RowSource", "look_rows_up", "tables_of", "unfit_tables"]
 
@@ -99,8 +99,6 @@ def _why_unfit(module: nn.Embedding | nn.EmbeddingBag, plan: Plan) -> str | None
         return "torch has no sparse gradients with scale_grad_by_freq=True."
     if getattr(module, "mode", "sum") == "max":
         return "torch has no sparse gradients with mode='max'."
-    if isinstance(plan.sync, ParameterServer) and plan.sync.mirrored:
-        return "mirrors copy whole parameters, and no rows yet (ParameterServer(mirrored=True))."
     if plan.compute.compile:
         return "the compiler does not see through rows that come from servers (Compute(compile=True))."
     return None

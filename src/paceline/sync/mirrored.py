@@ -18,10 +18,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from paceline.comm.messages import Caller, Listener, Lost, Message, Secret
+from paceline.sync.rows import pieces_of
 from paceline.sync.serving import Part, Server, Walk, walk_of
 
 __all__ = ["MirroredServer"]
@@ -87,7 +90,7 @@ class MirroredServer(Server):
         """Tell a new mirror everything; where that fails there is none, which the workers are told."""
         self._let_go()
         walks = self._gatherings
-        entries, tensors = self.part.state()
+        entries, tensors = self.part.state(with_rows=True)
         weights = self.part.weights(self.part.places)
         told = {
             "op": "copy",
@@ -99,7 +102,7 @@ class MirroredServer(Server):
             "stepped": self._stepped,
             "squared": self._squared,
         }
-        sums = itertools.chain.from_iterable(one.sums.values() for one in walks.values())
+        sums = [piece for one in walks.values() for gradient in one.sums.values() for piece in pieces_of(gradient)]
         caller = None
         try:
             caller = Caller(header["endpoint"], self._secret, name=header["name"], timeout_s=self._timeout_s)
@@ -119,13 +122,13 @@ class MirroredServer(Server):
         if new or mirror.walk != walk:
             told = {"op": "sums", "walk": walk, "places": new, "squared": self._squared}
             sums = self._gatherings[walk].sums
-            self._hear(mirror, mirror.caller.begin(told, [sums[place] for place in new]))
+            self._hear(mirror, mirror.caller.begin(told, [piece for place in new for piece in pieces_of(sums[place])]))
             mirror.walk, mirror.places = walk, known.union(new)
 
     def _before_step(self, header: Mapping[str, Any]) -> None:
         mirror = self._mirror
         if mirror is not None:
-            told = {name: header[name] for name in ("walk", "factor", "options", "places")}
+            told = {name: header[name] for name in ("walk", "factor", "options", "places", "tables") if name in header}
             self._following = mirror.caller.begin({**told, "op": "follow"})
 
     def _after_step(self) -> None:
@@ -171,7 +174,7 @@ class MirroredServer(Server):
             case "copy":
                 self._copy(message)
             case "sums":
-                self._add_sums(walk_of(header), header["places"], message.tensors)
+                self._add_sums(walk_of(header), header["places"], iter(message.tensors))
                 self._squared = header["squared"]
             case "follow":
                 self._step(header)
@@ -193,10 +196,13 @@ class MirroredServer(Server):
         self._generation, self._stepped = header["generation"], walk_of({"walk": header["stepped"]})
         self._gatherings.clear()
         for walk, places in header["walks"]:
-            self._add_sums(walk_of({"walk": walk}), places, [*itertools.islice(tensors, len(places))])
+            self._add_sums(walk_of({"walk": walk}), places, tensors)
         self._is_copy = True
 
-    def _add_sums(self, walk: Walk, places: Sequence[int], sums: Sequence[Any]) -> None:
-        gathering = self._gathering(walk)
-        if gathering is not None:
-            gathering.sums.update(zip(places, sums, strict=True))
+    def _add_sums(self, walk: Walk, places: Sequence[int], pieces: Iterator[Tensor]) -> None:
+        gathering, rows = self._gathering(walk), self.part.rows
+        for place in places:
+            first = next(pieces)
+            summed = rows.summed(place, first, next(pieces)) if place in rows else first
+            if gathering is not None:
+                gathering.sums[place] = summed

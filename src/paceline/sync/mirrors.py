@@ -25,7 +25,7 @@ from paceline.comm.messages import Caller, Lost, Message
 from paceline.events import Event, Note, ServerReplaced
 from paceline.sync.mirrored import MirroredServer
 from paceline.sync.server_process import end_server, fork_server, reaped
-from paceline.sync.servers import END_S, KEY, POLL_S, TOLD_S, Servers
+from paceline.sync.servers import END_S, KEY, POLL_S, TOLD_S, Question, Servers
 from paceline.sync.serving import MakeServer, Part, Server, Walk
 
 __all__ = ["MirroredServers"]
@@ -48,7 +48,7 @@ class MirroredServers(Servers):
         self._tried = [0] * count  # mirrors that were started, since there was one
         self._waits_until = [0] * count  # no other one is before this walk, as counted here
         self._num_walks, self._walk = 0, (-1, -1, -1)
-        self._pushed: list[list[tuple[Mapping[str, Any], Tensor]]] = [[] for _ in range(count)]  # in this walk
+        self._pushed: list[list[Question]] = [[] for _ in range(count)]  # in this walk
         self._sums: list[Mapping[str, Any]] = [{} for _ in range(count)]  # the newest question of this kind
         self._heeds_others = True  # whether a wait ends where a member is lost
         self._fork: Callable[[int, bytes], tuple[int, str]] = _nothing
@@ -69,6 +69,10 @@ class MirroredServers(Servers):
         for number in range(index, self.count, size):
             if not self._store.check([self._key(number, 0)]):
                 self._start(number, 0)
+        self.join()
+
+    def join(self) -> None:
+        self._require_open()
         for number in range(len(self._callers), self.count):
             process, caller = self._first(number)
             self._callers.append(caller)
@@ -99,10 +103,10 @@ class MirroredServers(Servers):
         if process > 1:
             self._tell(Note(text=f"parameter server {number} gets another mirror ({who})"))
 
-    def push(self, number: int, header: Mapping[str, Any], flat: Tensor) -> Callable[[], None]:
+    def push(self, number: int, header: Mapping[str, Any], *tensors: Tensor) -> Callable[[], None]:
         caller = self._callers[number]
-        self._pushed[number].append((header, flat))
-        sent = caller.send(header, [flat])
+        self._pushed[number].append((header, tensors))
+        sent = caller.send(header, tensors)
 
         def wait() -> None:
             if self._callers[number] is caller:  # otherwise it has gone, and what was on its way to it
@@ -132,7 +136,16 @@ class MirroredServers(Servers):
         self._mirrors = [None] * self.count
         super().close()
 
-    def _answered(self, number: int, question: Mapping[str, Any], call: int, *, checks: bool) -> Message:
+    def ask_some(self, questions: Mapping[int, Question]) -> dict[int, Message]:
+        calls = {number: self._callers[number].begin(*question) for number, question in questions.items()}
+        return {
+            number: self._answered(number, question, calls[number], checks=False, tensors=tensors)
+            for number, (question, tensors) in questions.items()
+        }
+
+    def _answered(
+        self, number: int, question: Mapping[str, Any], call: int, *, checks: bool, tensors: Sequence[Tensor] = ()
+    ) -> Message:
         """The answer of whoever is asked in the end."""
         while True:
             try:
@@ -142,7 +155,7 @@ class MirroredServers(Servers):
             if question["op"] == "step":  # where the one that is asked now has no sums, all push them again first
                 again = self._sums[number]
                 self._answered(number, again, self._callers[number].begin(again), checks=checks)
-            call = self._callers[number].begin(question)
+            call = self._callers[number].begin(question, tensors)
 
     def _move(self, number: int, lost: Lost) -> None:
         """A server was lost: have its mirror take over, or ask whoever has done so. Raises `lost` where none can."""
@@ -161,8 +174,8 @@ class MirroredServers(Servers):
             self._mirrors[number] = self._mirror_of[number] = None
             self._tried[number] = self._waits_until[number] = 0
             self._store.set(self._key(number, "serving"), str(process))
-            for header, flat in self._pushed[number]:
-                caller.send(header, [flat])
+            for header, tensors in self._pushed[number]:
+                caller.send(header, tensors)
             if told["is_first"]:
                 about, took_s = self._abouts[caller.name], round(time.perf_counter() - began, 4)
                 by = f"pid {about['pid']} on {about['host']}"

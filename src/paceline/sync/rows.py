@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.away import sparse_rows
 
-__all__ = ["Rows", "added_up"]
+__all__ = ["Rows", "added_up", "is_by_rows", "pieces_of"]
 
 
 class Rows:
@@ -57,6 +57,10 @@ class Rows:
         shape = parameter.shape
         return torch.sparse_coo_tensor(numbers.long()[None], values.to(parameter.dtype), shape, check_invariants=True)
 
+    def summed(self, place: int, numbers: Tensor, values: Tensor) -> Tensor:
+        """Return a sum that another server has of a table: `pieces_of` it."""
+        return sparse_rows(numbers, values, self._tables[place].shape)
+
     def entries(self) -> list[list[Any]]:
         """What optimizers keep by rows: [optimizer, place, key, dtype, shape of a row] of each."""
         return [
@@ -69,6 +73,11 @@ class Rows:
 
     def _states(self, parameter: Parameter) -> Iterator[dict[str, Any]]:
         return (one.state[parameter] for one in self._optimizers if parameter in one.state)
+
+
+def pieces_of(gradient: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a sum of gradients is made of."""
+    return [gradient.indices()[0], gradient.values()] if gradient.is_sparse else [gradient]
 
 
 def is_by_rows(value: Any) -> bool:

@@ -24,13 +24,16 @@ from paceline.errors import SyncError
 from paceline.sync.server_process import end_server, fork_server, is_stopped, reaped
 from paceline.sync.serving import MakeServer, Part, Server, Walk
 
-__all__ = ["Servers"]
+__all__ = ["Question", "Servers"]
 
 KEY = "paceline/servers/{attempt}/{number}"
 POLL_S = 0.005
 END_S = 3.0  # until a server that this worker has started has noticed that all are gone
 TOLD_S = 10.0  # a wait of so long is told
 STARTER_FIRST_S = 0.5  # who has started a server knows by which signal it was killed, and may say so first
+
+
+Question = tuple[Mapping[str, Any], Sequence[Tensor]]
 
 
 class Servers:
@@ -90,22 +93,25 @@ class Servers:
 
     def join(self) -> None:
         """Connect to all; those that others start are waited for."""
+        self._require_open()
+        for number in range(len(self._callers), self.count):  # where a member was lost meanwhile, some are met already
+            about = self._found(KEY.format(attempt=self._attempt, number=number), f"parameter server {number}")
+            self._callers.append(self._connected(f"parameter server {number}", about))
+
+    def _require_open(self) -> None:
         if self._is_closed:
             raise RuntimeError(
                 "the parameter servers have ended with this worker's run, and what they held with them: take it before "
                 "the training function returns, by model.state_dict(), or from a checkpoint (paceline export)"
             )
-        for number in range(len(self._callers), self.count):  # where a member was lost meanwhile, some are met already
-            about = self._found(KEY.format(attempt=self._attempt, number=number), f"parameter server {number}")
-            self._callers.append(self._connected(f"parameter server {number}", about))
 
     def begin(self, walk: Walk, *, index: int, size: int) -> None:
         """A walk begins, on this one of so many workers."""
 
-    def push(self, number: int, header: Mapping[str, Any], flat: Tensor) -> Callable[[], None]:
-        """Send what nobody answers; returns what waits until `flat` may be written to again."""
+    def push(self, number: int, header: Mapping[str, Any], *tensors: Tensor) -> Callable[[], None]:
+        """Send what nobody answers; returns what waits until the tensors may be written to again."""
         caller = self._callers[number]
-        return functools.partial(caller.wait_sent, caller.send(header, [flat]))
+        return functools.partial(caller.wait_sent, caller.send(header, tensors))
 
     def caller(self, number: int) -> Caller:
         return self._callers[number]
@@ -117,6 +123,11 @@ class Servers:
         """
         calls = [caller.begin(question) for caller, question in zip(self._callers, questions, strict=True)]
         return [caller.answer(call, checks=checks) for caller, call in zip(self._callers, calls, strict=True)]
+
+    def ask_some(self, questions: Mapping[int, Question]) -> dict[int, Message]:
+        """Ask these servers, all at once, whoever else is lost meanwhile; returns the answers."""
+        calls = {number: self._callers[number].begin(*question) for number, question in questions.items()}
+        return {number: self._callers[number].answer(call, checks=False) for number, call in calls.items()}
 
     def take(self, places: Sequence[int], flats: Sequence[Tensor], parameters: Sequence[Parameter]) -> int:
         """Overwrite parameters by the weights that a server has told; returns how many tensors these were."""

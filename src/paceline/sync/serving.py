@@ -119,17 +119,17 @@ class Part:
             by_dtype.setdefault(parameter.dtype, []).append(parameter.detach().reshape(-1))
         return [torch.cat(some) for some in by_dtype.values()]
 
-    def state(self) -> tuple[list[list[Any]], list[Tensor]]:
+    def state(self, *, with_rows: bool = False) -> tuple[list[list[Any]], list[Tensor]]:
         """The optimizers' state: [optimizer, place, key, plain value or None for a tensor] of each entry, and tensors.
 
-        Tensors are copies: what was told does not change. What goes by the rows of tables is not among them.
+        Tensors are copies: what was told does not change. What goes by the rows of tables is among them only if asked.
         """
         entries: list[list[Any]] = []
         tensors: list[Tensor] = []
         for number, optimizer in enumerate(self._optimizers):
             for parameter, values in optimizer.state.items():
                 for key, value in values.items():
-                    if is_by_rows(value) and self._places[id(parameter)] in self.rows:
+                    if not with_rows and is_by_rows(value) and self._places[id(parameter)] in self.rows:
                         continue
                     is_tensor = isinstance(value, Tensor)
                     entries.append([number, self._places[id(parameter)], key, is_tensor, None if is_tensor else value])

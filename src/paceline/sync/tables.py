@@ -22,13 +22,12 @@ from paceline.comm.messages import Message
 from paceline.errors import SyncError
 from paceline.schedule.placing import rows_on
 from paceline.sync.buckets import Named, StayingBucket, WireBytes
-from paceline.sync.servers import Servers
+from paceline.sync.servers import Question, Servers
 from paceline.units import MiB
 
 __all__ = ["RowsBucket", "Tables"]
 
 PIECE_BYTES = 32 * MiB  # of a whole table that is read
-Question = tuple[Mapping[str, Any], Sequence[Tensor]]
 
 
 class Tables:
@@ -127,7 +126,7 @@ class Tables:
         header = {"op": "push_rows", **about, "place": self._place(parameter)}
         sent = list(self.divided(parameter, wire_dtype=wire_dtype))
         for server, tensors in enumerate(sent):
-            self._servers.caller(server).send(header, tensors)
+            self._servers.push(server, header, *tensors)  # nobody writes to them
         return sum(tensor.nbytes for tensors in sent for tensor in tensors)
 
     def divided(self, parameter: Parameter, *, wire_dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
@@ -192,8 +191,7 @@ class Tables:
     def _asked(self, questions: Mapping[int, Question]) -> dict[int, Message]:
         if not self._servers.are_there:
             self._servers.join()
-        calls = {number: self._servers.caller(number).begin(*question) for number, question in questions.items()}
-        return {number: self._servers.caller(number).answer(call, checks=False) for number, call in calls.items()}
+        return self._servers.ask_some(questions)
 
     def _place(self, parameter: Tensor) -> int:
         if id(parameter) not in self._places:
