@@ -41,7 +41,7 @@ def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 def gated(
     folder: Path, *, slow: int, steps: int, epochs: int = 3, loss: Callable[..., Any] = next_word
 ) -> Callable[[Any], dict[str, Any]]:
-    """Worker `slow` stands still in its first batch until worker 0 has done so many steps."""
+    """Worker `slow` stands still in its first batch until so many steps are over."""
 
     def run(worker: Any) -> dict[str, Any]:
         torch.manual_seed(3)
@@ -58,7 +58,7 @@ def gated(
                 wait_for(folder / "held")
             value = float(step(batch))
             losses[worker.step], norms[worker.step] = value, float(step.grad_norm)
-            if worker.rank == 0 and len(losses) == steps:
+            if worker.rank != slow and worker.step >= steps:
                 (folder / "open").touch()
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
         return {
@@ -114,7 +114,7 @@ def one_process(used: dict[int, tuple[int, list[int]]]) -> dict[str, Any]:
 def test_steps_are_those_of_one_process_on_the_samples_that_came_in_time_and_the_slow_one_holds_up_nobody(
     world: World, tmp_path: Path, replicas: int, drop: int, servers: int, loss: Callable[..., Any]
 ) -> None:
-    program = gated(tmp_path, slow=replicas - 1, steps=6, loss=loss)  # worker 0 takes part in six while it is held
+    program = gated(tmp_path, slow=replicas - 1, steps=6, loss=loss)
     results = world(program, replicas, backed(replicas, drop=drop, servers=servers), **THREADS)
     used = used_in(world, replicas)
     assert sorted(used) == list(range(1, 13))
@@ -127,7 +127,8 @@ def test_steps_are_those_of_one_process_on_the_samples_that_came_in_time_and_the
         for weights in result["weights"]:
             assert weights == results[0]["weights"][0]
     assert results[0]["weights"][0] == pytest.approx(oracle["weights"], rel=1e-7, abs=1e-9)
-    assert [*results[-1]["losses"]][:2] != [1, 2]  # the held one missed at least the second
+    first, second, *_ = [*results[-1]["losses"], 13]
+    assert first == 1 and second > 6  # it was late for the first, and missed those that others took meanwhile
 
     judged = audit(world.run_dir)
     assert judged.verdict == "clean", judged
@@ -170,7 +171,7 @@ def asked_to_leave(folder: Path, *, asked: int) -> Callable[[Any], int]:
         torch.manual_seed(3)
         model = worker.prepare(Net(0.0))
         step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), next_word)
-        for number, batch in enumerate(worker.batches(Text(), epochs=50)):
+        for number, batch in enumerate(worker.batches(Text(), epochs=500)):
             if number == 0 and worker.rank == 2:
                 (folder / "held").touch()
                 wait_for(folder / "open")
