@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import programs
 import warm
 from fault.elastic_runs import LIMIT_S, PROGRAM, assert_unharmed, finish, reached, start, trained, undisturbed
 from paceline.monitor.audit import audit
-from programs import child_environment
+from programs import PACELINE, child_environment
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
@@ -117,10 +117,12 @@ def test_a_stopped_worker_is_given_up_after_the_stated_time_and_never_commits_ag
     assert "worker 1 said nothing for 2 s" in run.events("WorkerLost")[0]["reason"]
     (regrouped,) = run.events("Regrouped")
     began = float((tmp_path / "a" / "fault_0").read_text().split()[1])
-    assert regrouped["time"] - began < 2.0 + 1.5  # one heartbeat; the benchmark has the exact figure
+    assert (
+        regrouped["time"] - began < 10.0
+    )  # the silence of a job that does not say; the benchmark has the exact figure
     assert regrouped["detected_s"] >= run.events("WorkerLost")[0]["silent_s"] >= 2.0
     rows = [row["seconds"] for row in run.metrics()]
-    disturbed = max(rows[1:], key=lambda seconds: seconds["total"])  # the first step pays for what is done once
+    disturbed = max(rows, key=lambda seconds: seconds.get("recovery", 0.0))
     rest_s = disturbed["total"] - sum(seconds for name, seconds in disturbed.items() if name != "total")
     assert rest_s < disturbed["recovery"], "what was waited for in vain is not booked on the loop's own code"
     assert disturbed["recovery"] >= 1.5
@@ -179,9 +181,8 @@ def test_a_run_is_resized_on_purpose_down_and_up_again(tmp_path: Path) -> None:
 
 def resized(run_dir: Path, replicas: int) -> tuple[int, str]:
     """What `paceline resize` returns and says."""
-    words = [sys.executable, "-m", "paceline", "resize", str(run_dir), str(replicas)]
-    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, timeout=LIMIT_S)
-    return done.returncode, (done.stdout + done.stderr).strip().partition(": ")[2]
+    code, output = programs.run(*PACELINE, "resize", run_dir, str(replicas))
+    return code, output.strip().partition(": ")[2]
 
 
 def wait_for_members(run_dir: Path, count: int, process: warm.Process) -> None:
@@ -205,16 +206,9 @@ def test_an_error_of_the_program_is_no_loss_and_ends_the_run(tmp_path: Path) -> 
     (tmp_path / "broken.py").write_text(broken)
     environment = child_environment() | {"OPTIONS": json.dumps({"job": {"run_dir": str(tmp_path / "b")}})}
     environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "broken.py")],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "ValueError: the first broadcast gave" in done.stderr
+    code, output = programs.run(sys.executable, tmp_path / "broken.py", environment=environment, cwd=tmp_path)
+    assert code == 1, output
+    assert "ValueError: the first broadcast gave" in output
 
 
 @pytest.mark.parametrize("step", [11, 12])

@@ -6,16 +6,16 @@ import functools
 import json
 import re
 import signal
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import programs
 from fault.elastic_runs import LIMIT_S, Run, finish, reached, start, trained
 from paceline.monitor.audit import audit
-from programs import PACELINE, child_environment
+from programs import PACELINE
 
 PROGRAM = Path(__file__).with_name("replica_program.py")
 BATCH = "batch(size=12,micro=2)+compute(precision=fp64)"
@@ -135,8 +135,7 @@ def test_a_resize_counts_in_replicas_and_below_the_least_all_wait_save_and_leave
     job = {"workers": 6, "max_steps": 60, "patience_s": 1.0, "save_every": None}
     process = start(folder, fault(1, 10, "forward"), program=PROGRAM, job=job, **options)
     reached(folder / "run", 1, process)  # the second step is told when the third one is asked for
-    command = [*PACELINE, "resize", "run", "2"]
-    subprocess.run(command, cwd=folder, env=child_environment(), check=True, timeout=LIMIT_S)
+    assert programs.run(*PACELINE, "resize", "run", "2", cwd=folder)[0] == 0
     (folder / "open").touch()
     run = finish(folder, process)
     assert run.code == 76, run.output

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.monitor.audit import audit
-from programs import child_environment
+from programs import run
 
 PROGRAM = """
 import sys, time
@@ -40,16 +39,8 @@ def test_a_slow_worker_runs_fewer_micro_batches_and_the_losses_are_the_same(tmp_
     losses: dict[str, list[float]] = {}
     outputs: dict[str, str] = {}
     for name in ("even", "balanced"):
-        done = subprocess.run(
-            [sys.executable, "train.py", name],
-            cwd=tmp_path,
-            env=child_environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        outputs[name] = done.stdout
+        code, outputs[name] = run(sys.executable, "train.py", name, cwd=tmp_path)
+        assert code == 0, outputs[name]
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = [json.loads(row)["loss"] for row in rows]
     assert losses["balanced"] == pytest.approx(losses["even"], rel=1e-5)

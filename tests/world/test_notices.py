@@ -18,6 +18,7 @@ import pytest
 from network import Host, free_port, two_hosts
 from paceline.monitor.audit import audit
 from programs import (
+    LIMIT_S,
     STEPS,
     TRAIN,
     Announcements,
@@ -48,7 +49,7 @@ def train(tmp_path: Path) -> Path:
         ("import sys\n", "import signal\nimport sys\nimport time\n"),
         (
             "options = parser",
-            'parser.add_argument("--ask", default="", help="WORKER:STEP:SIGNAL")\n'
+            'parser.add_argument("--ask", nargs="*", default=[], help="WORKER:STEP:SIGNAL")\n'
             'parser.add_argument("--hang", action="store_true", help="the step of --ask has no end")\n'
             'parser.add_argument("--steps", type=int)\n'
             'parser.add_argument("--pause", type=float, default=0.0)\n'
@@ -58,12 +59,12 @@ def train(tmp_path: Path) -> Path:
         (
             "def train(worker)",
             "def asked(worker, step):\n"
-            '    rank, at, name = options.ask.split(":") if options.ask else (-1, 0, "")\n'
-            '    if (worker.rank, step, os.path.exists("asked")) == (int(rank), int(at), False):\n'
-            '        open("asked", "w").close()\n'
-            "        os.kill(os.getpid(), getattr(signal, name))\n"
-            "        while options.hang:\n"
-            "            pass\n\n\n"
+            '    for rank, at, name in (text.split(":") for text in options.ask):\n'
+            '        if (worker.rank, step, os.path.exists(f"asked_{at}")) == (int(rank), int(at), False):\n'
+            '            open(f"asked_{at}", "w").close()\n'
+            "            os.kill(os.getpid(), getattr(signal, name))\n"
+            "            while options.hang:\n"
+            "                pass\n\n\n"
             "def train(worker)",
         ),
         (
@@ -79,12 +80,12 @@ def train(tmp_path: Path) -> Path:
     return write_program(tmp_path, text=text)
 
 
-def assert_preempted(run_dir: Path, *, at_step: int | None = None) -> int:
-    """All steps that were taken are in the one checkpoint; returns its step."""
+def assert_preempted(run_dir: Path, *, at_steps: list[int] | None = None) -> int:
+    """All steps that were taken are in the one checkpoint, or in the last of `at_steps`; returns its step."""
     assert (record(run_dir)["state"], record(run_dir)["exit_code"]) == ("stopped", PREEMPTED)
-    (saved,) = checkpoints(run_dir)
-    assert saved == len(losses(run_dir)) and at_step in (None, saved)
-    assert not list(run_dir.glob("attempt_1/worker_*/error.json"))
+    (*before, saved) = checkpoints(run_dir)
+    assert saved == len(losses(run_dir)) and [*before, saved] == (at_steps or [saved])
+    assert not list(run_dir.glob("attempt_*/worker_*/error.json"))
     assert json.loads((run_dir / "summary.json").read_text())["state"] == "stopped"
     return saved
 
@@ -96,16 +97,16 @@ def assert_goes_on(run_dir: Path, code: int, output: str, *, after: int) -> None
     assert audit(run_dir).verdict == "clean"
 
 
-@pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("words", [TORCHRUN, MPIRUN], ids=["torchrun", "mpirun"])
-def test_sigterm_to_one_worker_has_all_finish_the_step_save_and_leave(
-    words: list[str], worker: int, train: Path, tmp_path: Path
+def test_sigterm_to_any_one_worker_has_all_finish_the_step_save_and_leave(
+    words: list[str], train: Path, tmp_path: Path
 ) -> None:
-    again = [*words, train, "--ask", f"{worker}:5:SIGTERM"]
-    code, output = run(*again, environment=AS_ROOT)
-    assert code == (1 if words is TORCHRUN else PREEMPTED), output  # torchrun's own exit code is 1 for everything
-    assert assert_preempted(tmp_path / "run", at_step=5) == 5
-    assert_goes_on(tmp_path / "run", *run(*again, environment=AS_ROOT), after=5)
+    again = [*words, train, "--ask", "0:5:SIGTERM", "1:7:SIGTERM"]
+    for at_steps in ([5], [5, 7]):
+        code, output = run(*again, environment=AS_ROOT)
+        assert code == (1 if words is TORCHRUN else PREEMPTED), output  # torchrun's own exit code is 1 for everything
+        assert_preempted(tmp_path / "run", at_steps=at_steps)
+    assert_goes_on(tmp_path / "run", *run(*again, environment=AS_ROOT), after=7)
 
 
 def test_sigterm_to_torchrun_which_passes_it_on_to_all(train: Path, tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_sigterm_to_torchrun_which_passes_it_on_to_all(train: Path, tmp_path: Pa
     assert code != 0
     saved = assert_preempted(tmp_path / "run")
     assert "asked to leave" not in output, "somebody did not come to the end of a step"
-    assert_goes_on(tmp_path / "run", *run(*TORCHRUN, train, "--steps", str(max(saved + 2, STEPS))), after=saved)
+    assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)
 
 
 def test_a_signal_of_ones_choice_to_mpirun_which_passes_it_on_to_all(train: Path, tmp_path: Path) -> None:
@@ -125,13 +126,12 @@ def test_a_signal_of_ones_choice_to_mpirun_which_passes_it_on_to_all(train: Path
         code, output = program.end()
     assert code == PREEMPTED, output
     saved = assert_preempted(tmp_path / "run")
-    again = run(*MPIRUN, train, "--steps", str(max(saved + 2, STEPS)), environment=AS_ROOT)
-    assert_goes_on(tmp_path / "run", *again, after=saved)
+    assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)
 
 
 def test_in_a_world_made_by_hand_each_worker_exits_with_75(train: Path, tmp_path: Path) -> None:
     assert by_hand(train, "--ask", "1:5:SIGTERM") == [PREEMPTED, PREEMPTED]
-    assert_preempted(tmp_path / "run", at_step=5)
+    assert_preempted(tmp_path / "run", at_steps=[5])
     assert by_hand(train, "--ask", "1:5:SIGTERM") == [0, 0]
     assert losses(tmp_path / "run") == pytest.approx(list(reference_losses()), rel=1e-5)
 
@@ -154,6 +154,11 @@ def asked_while_running(words: list[Any], folder: Path, **more: Any) -> Iterator
             yield program
 
 
+def run_alone(train: Path, saved: int) -> tuple[int, str]:
+    """Go on without an engine, which is a start like any other, for two steps or to the program's end."""
+    return run(sys.executable, train, "--steps", str(max(saved + 2, STEPS)))
+
+
 def by_hand(train: Path, *arguments: str) -> list[int]:
     """The exit codes of two workers that were told where they are in variables."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -162,7 +167,7 @@ def by_hand(train: Path, *arguments: str) -> list[int]:
         for rank in "01"
     ]
     try:
-        return [worker.wait(60) for worker in workers]
+        return [worker.wait(LIMIT_S) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -196,5 +201,4 @@ def test_what_slurm_sends_to_a_step_over_two_nodes(name: str, cluster: Cluster, 
         code, output = program.end()
     assert code == PREEMPTED, output
     saved = assert_preempted(tmp_path / "run")
-    again = cluster.srun("-N2", "-n2", sys.executable, str(train), "--steps", str(max(saved + 2, STEPS)))
-    assert_goes_on(tmp_path / "run", *run(*again, environment=environment), after=saved)
+    assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)

@@ -36,7 +36,9 @@ from programs import (
     write_program,
 )
 
-command, run = partial(programs.command, cold=True), partial(programs.run, cold=True)  # as users start them
+# As users start them; and forks that find their imports done, where the claim is on what is asked of a start.
+command, run = partial(programs.command, cold=True), partial(programs.run, cold=True)
+run_fork = programs.run
 
 # At step 14 the checkpoint of step 4 is complete: the next one, of step 8, has waited for it.
 ENDLESS = ("--epochs", "100000", "--tell-at", "14")
@@ -92,7 +94,7 @@ def test_a_job_file_is_a_job(train: Path, tmp_path: Path) -> None:
         'program = "train.py"\nworkers = 3\nrun_dir = "of_file"\nsave_every = 3\nkeep = 9\n'
         "[plan.batch]\nsize = 24\nmicro = 3\n"
     )
-    code, output = run(*PACELINE, "run", "job.toml", "--set", "plan.batch.size=12", "--set", "save_at_end=false")
+    code, output = run_fork(*PACELINE, "run", "job.toml", "--set", "plan.batch.size=12", "--set", "save_at_end=false")
     assert code == 0, output
     run_dir = tmp_path / "of_file"
     assert losses(run_dir) == pytest.approx(list(reference_losses()), rel=1e-5)
@@ -102,7 +104,7 @@ def test_a_job_file_is_a_job(train: Path, tmp_path: Path) -> None:
 
 
 def test_options_of_the_command_win_over_the_script(train: Path, tmp_path: Path) -> None:
-    code, output = run(*PACELINE, "run", train, "--save-every", "5", "--run-dir", "run", "--workers", "1")
+    code, output = run_fork(*PACELINE, "run", train, "--save-every", "5", "--run-dir", "run", "--workers", "1")
     assert code == 0, output
     assert checkpoints(tmp_path / "run") == [5, 8]
     assert "the script says workers=2" in output and "says otherwise" in output  # nothing is silent
@@ -139,7 +141,7 @@ def test_a_dry_run_starts_nothing(train: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_once_in_words(train: Path, tmp_path: Path, options: list[str], says: str) -> None:
-    code, output = run(*PACELINE, "run", train, "--run-dir", "run", *options)
+    code, output = run_fork(*PACELINE, "run", train, "--run-dir", "run", *options)
     assert code == 2
     assert says in output and "Traceback" not in output
     assert output.count("paceline:") == 1
@@ -149,15 +151,15 @@ def test_what_cannot_work_is_refused_once_in_words(train: Path, tmp_path: Path, 
 def test_the_same_run_dir_continues_and_fresh_starts_over(train: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*PACELINE, "run", train, "--workers", "2", "--run-dir", "run"]
-    assert run(*words, "--max-steps", "6")[0] == 0
+    assert run_fork(*words, "--max-steps", "6")[0] == 0
     assert (len(losses(run_dir)), checkpoints(run_dir)) == (6, [4, 6])
-    assert run(*words)[0] == 0
+    assert run_fork(*words)[0] == 0
     assert [one["resumed_from_step"] for one in started_workers(run_dir, 2)] == [6, 6]
     assert losses(run_dir) == pytest.approx(list(reference_losses()), rel=1e-5)
-    assert run(*words, "--fresh", "--max-steps", "3")[0] == 0
+    assert run_fork(*words, "--fresh", "--max-steps", "3")[0] == 0
     assert [one["resumed_from_step"] for one in started_workers(run_dir, 3)] == [0, 0]
     assert losses(run_dir) == pytest.approx(list(reference_losses()[:3]), rel=1e-5)
-    assert run(*words, "--max-steps", "4")[0] == 0
+    assert run_fork(*words, "--max-steps", "4")[0] == 0
     assert [one["resumed_from_step"] for one in started_workers(run_dir, 4)] == [3, 3]  # of the new start, not the old
 
 
@@ -168,7 +170,7 @@ def test_a_second_call_in_one_run_is_refused_and_python_makes_it_two_runs(tmp_pa
         "    for name in 'one', 'two':\n"
         "        print(name, paceline.run(lambda worker: worker.rank, workers=1, run_dir=name))\n"
     )
-    code, output = run(*PACELINE, "run", "twice.py", "--run-dir", "run")
+    code, output = run_fork(*PACELINE, "run", "twice.py", "--run-dir", "run")
     assert code == 2 and "calls paceline.run() a second time" in output
     code, output = run(sys.executable, "twice.py")
     assert code == 0, output
@@ -205,7 +207,7 @@ def test_a_workers_own_error_is_in_the_callers_exception(capfd: pytest.CaptureFi
 
 
 def test_a_plain_program_that_fails_shows_the_workers_traceback_once(train: Path, tmp_path: Path) -> None:
-    code, output = run(sys.executable, train, "--fail", "1:5")
+    code, output = run_fork(sys.executable, train, "--fail", "1:5")
     assert code == 1
     assert output.count("ValueError: worker 1 has had enough\n") == 2  # in the headline, and below the traceback
     assert output.count('raise ValueError(f"worker {worker.rank} has had enough")') == 1
@@ -278,7 +280,7 @@ def test_a_signal_stops_the_run_and_the_next_start_continues(
     words = [*PACELINE, "run", train, "--workers", "2", "--run-dir", "run", *ENDLESS]
     with command(*words, "--tell", pipe.path) as program:
         program.told(pipe, 2)
-        code, output = run(*words)
+        code, output = run_fork(*words)
         assert (code, output.count("is in use")) == (2, 1)
         program.signal(signum)
         code, output = program.end(limit_s=GONE_S)
@@ -314,7 +316,7 @@ def assert_stopped_and_continues(run_dir: Path, words: list[Any], code: int) -> 
     assert (record(run_dir)["state"], record(run_dir)["exit_code"]) == ("stopped", code)
     last = checkpoints(run_dir)[-1]
     assert last >= 4
-    code, output = run(*words, "--max-steps", str(last + 2))
+    code, output = run_fork(*words, "--max-steps", str(last + 2))
     assert code == 0, output
     assert [one["resumed_from_step"] for one in started_workers(run_dir, 2)] == [last, last]
     assert len(losses(run_dir)) == last + 2
