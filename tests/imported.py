@@ -7,6 +7,7 @@ imports than on its steps.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 
 __all__ = ["import_all"]
 
@@ -20,13 +21,11 @@ LATE = (
     "torch.utils.checkpoint",
     "torch.utils.data",
     "torch.utils.flop_counter",
+    "psutil",
     "safetensors.torch",
-    "paceline.checkpoint.dcp_write",
-    "paceline.parallel.context.apply",
-    "paceline.parallel.experts",
-    "paceline.parallel.tensor.apply",
-    "paceline.schedule.balance",
+    "zmq",
 )
+ROOMS = ("checkpoint", "codec", "comm", "elastic", "parallel", "schedule", "sync", "worker")  # all that is in them
 
 
 def import_all() -> None:
@@ -34,4 +33,8 @@ def import_all() -> None:
 
     for name in LATE:
         importlib.import_module(name)
+    for room in ROOMS:
+        package = importlib.import_module(f"paceline.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # the first optimizer imports nearly as much as torch does

@@ -52,7 +52,7 @@ def take() -> Snapshot:
     )
 
 
-def left_behind(before: Snapshot, *, grace_s: float = 5.0) -> list[str]:
+def left_behind(before: Snapshot, *, grace_s: float = 20.0) -> list[str]:
     """One line for each thing that is there now, was not there `before`, and does not go away within `grace_s` seconds.
 
     Processes that were left are killed, the environment is put back: the next test starts clean.
@@ -141,10 +141,10 @@ def _left_threads(before: Snapshot, deadline: float) -> list[str]:
 def _left_shared_memory(before: Snapshot, deadline: float) -> list[str]:
     while True:
         new = _shared_memory() - before.shared_memory
-        if not new or time.monotonic() >= deadline:
-            break
+        ours = new - _open_elsewhere(new)
+        if not ours or time.monotonic() >= deadline:
+            return [f"shared memory {SHARED_MEMORY / name}" for name in sorted(ours)]
         time.sleep(0.05)  # nothing tells when a file of another process is unlinked
-    return [f"shared memory {SHARED_MEMORY / name}" for name in sorted(new - _open_elsewhere(new))]
 
 
 def _open_elsewhere(names: frozenset[str]) -> set[str]:

@@ -22,7 +22,7 @@ from network import TOOLS, Host, needs_network
 __all__ = ["Cluster", "needs_slurm", "slurm_cluster"]
 
 Test = TypeVar("Test", bound=Callable[..., None])
-UP_S = 30.0  # from starting the daemons until both nodes are idle
+UP_S = 90.0  # from starting the daemons until both nodes are idle
 END_S = 2.0  # from SIGTERM to SIGKILL: slurmd does not always heed the first
 LOOK_S = 0.05
 
@@ -68,7 +68,7 @@ class Cluster:
 
     def srun(self, *options: str) -> list[str]:
         """The words of an srun command, given on the first node."""
-        return [*self.login, "srun", "--immediate=10", *options]
+        return [*self.login, "srun", "--immediate=60", *options]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -136,7 +136,7 @@ def _idle(cluster: Cluster) -> int:
         env=os.environ | cluster.environment,
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=60,
     )
     return asked.stdout.split().count("idle")
 

@@ -77,7 +77,7 @@ class Announcements:
         self._fd = os.open(path, os.O_RDWR)  # also a writer: it has no end while this is open
         self._lines = Lines(self._fd)
 
-    def take(self, count: int, *, limit_s: float = 30.0) -> list[Any]:
+    def take(self, count: int, *, limit_s: float = 60.0) -> list[Any]:
         """Wait for `count` lines."""
         return [json.loads(self._lines.next(limit_s=limit_s) or "") for _ in range(count)]
 
@@ -92,7 +92,7 @@ class Supervised:
         self.process, self.mark = process, mark
         self._lines = Lines(process.stdout.fileno()) if process.stdout is not None else None
 
-    def result(self, *, limit_s: float = 30.0) -> tuple[int, Outcome | None, list[str]]:
+    def result(self, *, limit_s: float = 60.0) -> tuple[int, Outcome | None, list[str]]:
         """Wait for its end: exit code, outcome, what it said and has not been heard; a LaunchError comes last."""
         outcome, said = None, list[str]()
         while (line := self._next(limit_s)) is not None:
@@ -102,7 +102,7 @@ class Supervised:
                 said += line.values()
         return self.process.wait(limit_s), outcome, said
 
-    def hear(self, text: str, *, limit_s: float = 30.0) -> str:
+    def hear(self, text: str, *, limit_s: float = 60.0) -> str:
         """Wait until it says something with `text` in it."""
         while (line := self._next(limit_s)) is not None:
             if text in line.get("say", ""):

@@ -41,7 +41,7 @@ if __name__ == "__main__":
     paceline.run(train, workers=3, threads=1, plan="batch(size=20,micro=2)")
 """
 STEPS = 32
-OPTIONS: dict[str, Any] = {"max_steps": STEPS, "save_every": 4, "silence_s": 2.0, "tensorboard": False}
+OPTIONS: dict[str, Any] = {"max_steps": STEPS, "save_every": 4, "silence_s": 20.0, "tensorboard": False}
 ELASTIC = ["plan.layout.replicas=1-3"]
 
 
@@ -90,7 +90,9 @@ def test_one_fault_of_each_kind_keeps_all_promises(tmp_path: Path) -> None:
         assert row["plan"].startswith("replicas=1-3"), "the script's own plan is not elastic"
         assert fault["came"]["step"] >= 8, kind
     stopped, torn = faults["stop"], faults["torn_checkpoint"]
-    assert 1.0 < stopped[1]["recovery_s"] < 6.0, "it is given up after 2 s"
+    assert 1.0 < stopped[1]["recovery_s"] < 10.0, (
+        "it is given up after 2 s, not after the 10 of a run that does not say"
+    )
     assert torn[0]["exit_codes"] == [-9, 0] and torn[0]["steps_lost"] > 0
     assert all(row["exit_codes"] == [0] and row["steps_lost"] == 0 for row, _ in faults.values() if row is not torn[0])
     assert (tmp_path / "kept" / "run_1" / "run" / "run.json").exists()
@@ -107,7 +109,7 @@ def test_without_root_connections_are_shut_down_and_writes_refused(
 ) -> None:
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(disks.subprocess, "run", _refused)
-    report = drilled(tmp_path, "full_disk:step=5; cut:worker=2,step=12,where=forward")
+    report = drilled(tmp_path, "full_disk:step=5; cut:worker=2,step=12,where=forward", silence_s=3.0)
     assert_unharmed(report, undisturbed())
     assert report.failed_saves == (8,)
     assert "cut: the worker's connections are shut down (only root makes network namespaces)" in report.notes
@@ -151,7 +153,7 @@ def test_a_pipeline_survives_wrong_numbers_of_any_stage(tmp_path: Path) -> None:
 
 def test_a_slow_worker_is_slow_and_a_stopped_one_may_go_on(tmp_path: Path) -> None:
     faults = "slow:worker=1,step=6,times=20,steps=10; stop:worker=2,step=20,seconds=0.5"
-    report = drilled(tmp_path, faults, silence_s=20.0)  # the program that has it go on may be late on a busy machine
+    report = drilled(tmp_path, faults)
     assert_unharmed(report, undisturbed())
     assert not report.regrouped
     assert compute_s(report, 1, range(6, 16)) > 5 * compute_s(report, 2, range(6, 16))

@@ -108,7 +108,7 @@ def test_no_server_outlives_a_run_whose_supervisor_is_killed(tmp_path: Path) -> 
     assert len(there) == 2
     process.send_signal(signal.SIGKILL)
     finish(tmp_path / "a", process)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     while (left := servers_of(tmp_path / "a" / "run")) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in left:

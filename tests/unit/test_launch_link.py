@@ -26,7 +26,7 @@ def loop() -> Iterator[Loop]:
         yield made
 
 
-def turn_until(loop: Loop, done: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+def turn_until(loop: Loop, done: Callable[[], bool], *, limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < deadline, "nothing more happens"

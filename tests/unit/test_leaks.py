@@ -62,7 +62,7 @@ def test_every_kind_of_leak_fails_the_test_that_made_it(
     for name in ("conftest.py", "imported.py", "leaks.py", "warm.py", "warm_source.py"):
         shutil.copy(root / "tests" / name, pytester.path)
     source = (pytester.path / "leaks.py").read_text()
-    pytester.path.joinpath("leaks.py").write_text(source.replace("grace_s: float = 5.0", "grace_s: float = 0.2"))
+    pytester.path.joinpath("leaks.py").write_text(source.replace("grace_s: float = 20.0", "grace_s: float = 0.2"))
     pytester.makepyfile(test_leaking=LEAKING)
     monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
 

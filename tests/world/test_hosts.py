@@ -158,7 +158,7 @@ def test_strangers_are_refused_and_told_and_change_nothing(start: Any, net: Net,
     assert "refused a connection from 10.77.0.2: its token is wrong" in left.hear("refused")
     right = start("right", *args)
     pipe.take(3)
-    heard = subprocess.run(nonsense, capture_output=True, timeout=20, check=True).stdout
+    heard = subprocess.run(nonsense, capture_output=True, timeout=60, check=True).stdout
     assert len(heard) <= 40, "more than the greeting was said to a stranger"
     assert "it does not speak Paceline's protocol" in left.hear("refused")
     late = start("right", *args, token="e" * 32)
@@ -251,7 +251,7 @@ def test_two_supervisors_on_one_machine_are_two_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["left", "right"])
 def test_a_host_that_stays_alone_gives_up_and_says_what_it_waited_for(name: str, start: Any) -> None:
-    code, _, said = start(name, timeout_s=1.0).result(limit_s=10)
+    code, _, said = start(name, timeout_s=1.0).result()
     assert code == REFUSED
     expected = {
         "left": "waiting at 10.77.0.1:29471 for 1 more host; here: left",

@@ -54,7 +54,7 @@ def test_what_goes_from_a_site_to_another_by_name_takes_its_delay_and_rate(
         with subprocess.Popen([*east.prefix, sys.executable, "-c", ECHO], stdout=subprocess.PIPE) as server:
             assert server.stdout is not None and server.stdout.readline() == b"ready\n"
             ask = [*north.prefix, sys.executable, "-c", ASK, east.name, str(num_bytes)]
-            said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout
+            said = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True).stdout
     there_and_back_s, echo_s = map(float, said.split())
     assert there_and_back_s >= 2 * delay_s
     # What the cable's buffer (of the kernel's shaping: its burst) takes at once is not slowed down.
@@ -79,7 +79,7 @@ def test_sites_of_a_maker_that_was_killed_are_removed_by_the_next() -> None:
 @pytest.mark.needs("tc")
 def test_the_example_trains_on_its_sites_and_leaves_none_behind(tmp_path: Path) -> None:
     before = namespaces()
-    said = started(tmp_path, "--wire", "int8", "--", "--max-steps", "4").communicate(timeout=60)[0]
+    said = started(tmp_path, "--wire", "int8", "--", "--max-steps", "4").communicate(timeout=120)[0]
     assert "finished at step 4" in said and "2 workers (1 of them here on north" in said, said
     assert "0.25" in said.partition("wire ")[2]
     assert namespaces() == before
@@ -101,7 +101,7 @@ def test_the_example_that_is_stopped_while_it_starts_leaves_no_site_behind(
             said += line
         # As a terminal does it: Ctrl-C is for all that the command has started.
         os.killpg(example.pid, signum) if signum == signal.SIGINT else example.send_signal(signum)
-        said += example.communicate(timeout=60)[0]
+        said += example.communicate(timeout=120)[0]
     assert example.returncode == status, said
     assert namespaces() == before
 

@@ -174,7 +174,7 @@ def test_where_one_is_asked_to_leave_all_finish_their_batches_save_and_leave(
 
     monkeypatch.setattr(forked, "live", live_noticing)
     program = holding_up(tmp_path, epochs=50, when_held=ask)
-    assert world(program, 2, in_turns(2, batch=RESUME), limit_s=20, **THREADS) == [PREEMPTED, PREEMPTED]
+    assert world(program, 2, in_turns(2, batch=RESUME), **THREADS) == [PREEMPTED, PREEMPTED]
     stands = len(steps_of(world, 2))
     assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == [f"step_{stands:08}"]
     further = holding_up(tmp_path, epochs=50, when_held=lambda rank: None)
@@ -192,7 +192,7 @@ def test_a_head_that_ends_the_run_while_one_waits_for_a_save_is_heeded_by_all(
 
     monkeypatch.setattr(forked, "live", live_noticing)
     program = holding_up(tmp_path, epochs=2, when_held=tell, has_head=True)
-    assert world(program, 2, in_turns(2), save_every=4, limit_s=20, **THREADS) == [PREEMPTED, PREEMPTED]
+    assert world(program, 2, in_turns(2), save_every=4, **THREADS) == [PREEMPTED, PREEMPTED]
     assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == ["step_00000004"]
 
 
@@ -205,7 +205,7 @@ def test_a_head_that_ends_the_run_in_the_last_batch_comes_too_late(
 
     monkeypatch.setattr(forked, "live", live_noticing)
     program = holding_up(tmp_path, epochs=1, when_held=tell, has_head=True)
-    assert world(program, 2, in_turns(2), limit_s=20, **THREADS) == [4, 4]
+    assert world(program, 2, in_turns(2), **THREADS) == [4, 4]
 
 
 def gathering(worker: Any) -> None:
