@@ -20,6 +20,12 @@ ELASTIC = {
     "stop": "it is given up after --silence-s; the others go on; no step is lost, and it never commits again",
     "cut": "one side goes on after --silence-s, the other one commits nothing more; no step is lost",
 }
+TURNS = {  # beside ELASTIC, where replicas do not wait for each other
+    "kill": "nobody waits; its batch is dealt again; no sample is used twice",
+    "term": "it finishes its batch and leaves; nobody waits",
+    "stop": "it is given up after --silence-s, and its batch is dealt again; nobody waits for it meanwhile",
+    "cut": "its batch is dealt again when its connections have ended; nobody waits for it meanwhile",
+}
 BEGINS_AGAIN = "all workers begin again with the newest state in memory, or on disk where that is newer; no command"
 KEPT = {  # beside FIXED
     "kill": BEGINS_AGAIN,
@@ -64,7 +70,8 @@ def promise(fault: Fault, plan: Plan) -> str:
     if fault.kind == "stop" and not fault.loses_a_worker:
         return "the others wait for it, or give it up after --silence-s; no step is lost"
     fixed = FIXED | KEPT if plan.keeps_snapshots else FIXED
-    told = (ALWAYS | (ELASTIC if plan.layout.is_elastic else fixed))[fault.kind]
+    elastic = ELASTIC | TURNS if plan.takes_turns else ELASTIC
+    told = (ALWAYS | (elastic if plan.layout.is_elastic else fixed))[fault.kind]
     if plan.layout.is_elastic and fault.loses_a_worker and not plan.wire.exact:
         told += f"; the loss is within {LOSSY_TOLERANCE:.0%}, as the wire rounds, and what it had to send is lost"
     return told
@@ -160,6 +167,6 @@ def _table(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _figure(value: float) -> str:
-    if value == 0.0:
-        return "0"
+    if value == 0.0 or math.isnan(value):
+        return "0" if value == 0.0 else "not compared"
     return f"{value:.1e}" if math.isfinite(value) else "steps differ"
