@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -194,6 +196,29 @@ def test_who_takes_the_name_of_somebody_who_has_gone_is_a_stranger() -> None:
         assert listener._poll(10), "it has come"
         assert [listener.receive(0.05) for _ in range(4)] == [None] * 4
         context.destroy(linger=0)
+
+
+def test_who_is_stopped_is_cut_off_where_the_listener_does_not_wait_for_it() -> None:
+    with closing(Listener("127.0.0.1", SECRET, largest_bytes=1 << 20, silence_s=0.4)) as listener:
+        child = os.fork()
+        if child == 0:
+            try:
+                caller = Caller(listener.endpoint, SECRET, name="it", timeout_s=20.0)
+                caller.send({"op": "here"})
+                os.kill(os.getpid(), signal.SIGSTOP)
+            finally:
+                os._exit(0)
+        try:
+            deadline, got = time.monotonic() + 20, None
+            while got is None and time.monotonic() < deadline:
+                got = listener.receive(0.05)
+            assert got is not None and listener.is_there(got[0])
+            while listener.is_there(got[0]) and time.monotonic() < deadline:
+                listener.receive(0.05)
+            assert not listener.is_there(got[0])
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_a_message_that_is_too_large_ends_its_connection() -> None:

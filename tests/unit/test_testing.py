@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from paceline import config
 from paceline.cli.arguments import Parser
 from paceline.cli.drill import Request, add, request_of
 from paceline.cli.drill_report import ALWAYS, ELASTIC, FIXED, Judged, promise, report
-from paceline.cli.drill_run import guards, programmes
+from paceline.cli.drill_run import guards, kinds_for, programmes
 from paceline.errors import LaunchError, PlanError
 from paceline.events import Record, StepDone, WeightsDiffer
 from paceline.monitor.audit import AuditResult
-from paceline.plan import Guard, Layout, OneBit, Plan, Sparse
+from paceline.plan import Guard, Layout, OneBit, ParameterServer, Plan, Sparse
 from paceline.testing import KINDS, Came, Fault, Programme, Report, Start, assert_unharmed, network, runs
 from paceline.testing.disk import complete
 from paceline.testing.notes import Notes
@@ -234,6 +235,21 @@ AGAIN = (
 def test_a_promise_that_was_not_kept_is_told(report: Report, says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         assert_unharmed(report, told())
+
+
+def test_where_replicas_do_not_wait_no_losses_are_compared_and_nothing_else_is_forgiven() -> None:
+    plan = Plan(layout=Layout(replicas=(1, 3)), sync=ParameterServer(staleness=None))
+    assert_unharmed(told(KILL, plan=plan, losses={1: 2.0, 2: 0.1, 3: 0.5}), told())  # who was killed has not told
+    assert math.isnan(told(plan=plan).loss_difference(told()))
+    for broken, says in (
+        (told(plan=plan, losses={1: 1.0, 2: 0.9, 3: 0.8}), "steps are missing: 4"),
+        (told(KILL, plan=plan, audit=dataclasses.replace(CLEAN, problems=("two",))), "audit is not clean: two"),
+        (told(KILL, plan=plan, starts=AGAIN, committed=(3, 4), resumed_from=(0, 2)), "1 committed steps were lost"),
+    ):
+        with pytest.raises(AssertionError, match=says):
+            assert_unharmed(broken, told())
+    assert "its batch is dealt again" in promise(Fault.parse(KILL), plan)
+    assert {"flip"} == set(KINDS) - set(kinds_for(plan)) and set(kinds_for(Plan())) == set(KINDS)
 
 
 def test_losses_may_differ_more_where_a_replica_is_lost_that_had_still_to_send() -> None:

@@ -24,7 +24,7 @@ TURNS = {  # beside ELASTIC, where replicas do not wait for each other
     "kill": "nobody waits; its batch is dealt again; no sample is used twice",
     "term": "it finishes its batch and leaves; nobody waits",
     "stop": "it is given up after --silence-s, and its batch is dealt again; nobody waits for it meanwhile",
-    "cut": "its batch is dealt again when its connections have ended; nobody waits for it meanwhile",
+    "cut": "it is given up after --silence-s, and its batch is dealt again; nobody waits for it meanwhile",
 }
 BEGINS_AGAIN = "all workers begin again with the newest state in memory, or on disk where that is newer; no command"
 KEPT = {  # beside FIXED

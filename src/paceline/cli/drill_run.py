@@ -16,7 +16,7 @@ from paceline.cli.drill_report import Judged, print_report
 from paceline.errors import LaunchError, PlanError, WorkerError
 from paceline.plan import Plan
 from paceline.plan.guard import LEAST_WINDOW
-from paceline.testing import Programme, Report, run_with
+from paceline.testing import KINDS, Programme, Report, run_with
 
 __all__ = ["main_drill", "programmes"]
 
@@ -39,7 +39,8 @@ def main_drill(request: Request) -> int:
         stays = like.is_elastic or request.keep_plan or replicas == (1, 1)
         given_up = [] if stays else [replicas]
         overrides = tuple(f"plan.layout.replicas={least}-{most}" for least, most in given_up)
-        planned = programmes(request, steps=steps, workers=like.workers, each=like.plan.layout.workers_each)
+        each, kinds = like.plan.layout.workers_each, kinds_for(like.plan)
+        planned = programmes(request, steps=steps, workers=like.workers, each=each, kinds=kinds)
         judged: list[Judged] = []
         for number, programme in enumerate(planned, start=1):
             _say(f"{number}/{len(planned)}  {programme}")
@@ -65,14 +66,24 @@ def main_drill(request: Request) -> int:
     return 0 if holds else 1
 
 
-def programmes(request: Request, *, steps: int, workers: int, each: int = 1) -> list[Programme]:
-    """The faults of each run; PlanError where one cannot come. `each`: workers of a replica."""
+def kinds_for(plan: Plan) -> tuple[str, ...]:
+    """What is drilled where no faults are named: where replicas have different weights, none of theirs is flipped."""
+    return tuple(kind for kind in KINDS if kind != "flip" or not plan.takes_turns)
+
+
+def programmes(
+    request: Request, *, steps: int, workers: int, each: int = 1, kinds: Sequence[str] = tuple(KINDS)
+) -> list[Programme]:
+    """The faults of each run, or draw some of these `kinds`; PlanError where one cannot come. `each`: workers of a
+    replica."""
     if request.faults:
         programme = Programme.parse(request.faults)
     elif request.num_random is not None:
-        programme = Programme.random(request.seed, steps=steps, workers=workers, num=request.num_random, each=each)
+        programme = Programme.random(
+            request.seed, steps=steps, workers=workers, kinds=kinds, num=request.num_random, each=each
+        )
     else:
-        programme = Programme.of_each_kind(request.seed, steps=steps, workers=workers, each=each)
+        programme = Programme.of_each_kind(request.seed, steps=steps, workers=workers, kinds=kinds, each=each)
     if not len(programme):
         raise PlanError(f"--faults {request.faults!r} names no fault. Write it as kill:worker=1,step=10.")
     programme.require(steps=steps, workers=workers, each=each)

@@ -63,12 +63,17 @@ class Message:
 class Listener:
     """Takes messages of callers that know the secret, and answers them; for one thread."""
 
-    def __init__(self, address: str, secret: Secret, *, largest_bytes: int) -> None:
-        """Bind to a free port of `address`. Who sends a tensor of more than `largest_bytes` is cut off."""
+    def __init__(self, address: str, secret: Secret, *, largest_bytes: int, silence_s: float | None = None) -> None:
+        """Bind to a free port of `address`. Who sends a tensor of more than `largest_bytes` is cut off. So is who does
+        not answer for `silence_s`, because its process is stopped, or its host out of reach; None: who is stopped stays
+        connected."""
         self._secret = secret
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.ROUTER, is_v6=":" in address)
         self._socket.setsockopt(zmq.MAXMSGSIZE, largest_bytes + HEADER_BYTES)
+        if silence_s is not None:  # a thread of ZeroMQ's own answers, whatever the others of a process do
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(silence_s * 250))
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_s * 1000))
         host = f"[{address}]" if ":" in address else address
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"

@@ -32,11 +32,17 @@ ALONE_S = 60.0  # without any caller, where the worker that forked it has gone
 
 
 def fork_server(
-    make: Callable[[], Part], *, address: str, secret: Secret, largest_bytes: int, server: MakeServer
+    make: Callable[[], Part],
+    *,
+    address: str,
+    secret: Secret,
+    largest_bytes: int,
+    server: MakeServer,
+    silence_s: float | None = None,
 ) -> tuple[int, str]:
     """Return the process number and the endpoint of a `server` that holds what `make()` gives in it.
 
-    `largest_bytes`: of any tensor that is sent to it. Raises RuntimeError where it does not begin.
+    `largest_bytes` and `silence_s` are those of its `Listener`. Raises RuntimeError where it does not begin.
     """
     ours, theirs = os.pipe()
     parent = os.getpid()
@@ -55,6 +61,7 @@ def fork_server(
             secret=secret,
             largest_bytes=largest_bytes,
             server=server,
+            silence_s=silence_s,
             tell=theirs,
             parent=parent,
         )
@@ -112,6 +119,7 @@ def _be(
     secret: Secret,
     largest_bytes: int,
     server: MakeServer,
+    silence_s: float | None,
     tell: int,
     parent: int,
 ) -> None:
@@ -127,7 +135,7 @@ def _be(
         if sys.platform == "linux":
             Path("/proc/self/comm").write_text(NAME)
         with contextlib.closing(
-            Listener(address, secret, largest_bytes=largest_bytes)
+            Listener(address, secret, largest_bytes=largest_bytes, silence_s=silence_s)
         ) as listener:  # what was said last arrives, after a failure too
             part = make()
             os.write(tell, f"{listener.endpoint}\n".encode())

@@ -55,6 +55,7 @@ class Servers:
         """`store` is the run's board, `address` that of this host as others see it. `check()` is called in waits, and
         ends them by raising. `say` warns the user; `holds_back`: a server may have good reason not to answer yet."""
         self.count = count
+        self.silence_s: float | None = None  # a server gives up a worker that does not answer for so long
         self._store, self._attempt, self._address, self._host = store, attempt, address, host
         self._timeout_s, self._check = timeout_s, check
         self._say, self._holds_back = say, holds_back
@@ -85,6 +86,7 @@ class Servers:
                     secret=secret,
                     largest_bytes=largest_bytes,
                     server=server,
+                    silence_s=self.silence_s,
                 )
                 self._started.append(pid)
                 about = {"endpoint": endpoint, "secret": secret.hex(), "pid": pid, "host": self._host}

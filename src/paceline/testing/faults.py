@@ -188,10 +188,12 @@ class Programme:
         return cls(tuple(found))
 
     @classmethod
-    def of_each_kind(cls, seed: int, *, steps: int, workers: int, each: int = 1) -> Programme:
-        """Draw one fault of each kind that can be survived by so many workers, `each` of them a replica; for runs of
-        their own."""
-        kinds = [kind for kind in KINDS if _can_come(kind, steps=steps, workers=workers, each=each)]
+    def of_each_kind(
+        cls, seed: int, *, steps: int, workers: int, kinds: Sequence[str] = tuple(KINDS), each: int = 1
+    ) -> Programme:
+        """Draw one fault of each of these kinds that can be survived by so many workers, `each` of them a replica; for
+        runs of their own."""
+        kinds = [kind for kind in kinds if _can_come(kind, steps=steps, workers=workers, each=each)]
         return cls(
             tuple(
                 fault

@@ -59,6 +59,10 @@ class RunFiles:
         return self._job.keep
 
     @property
+    def silence_s(self) -> float:
+        return self._job.silence_s
+
+    @property
     def saves_at_end(self) -> bool:
         return self._job.save_at_end
 

@@ -599,7 +599,7 @@ def _servers(
     from paceline.sync.servers import Servers
 
     make = functools.partial(MirroredServers, tell=files.emit) if plan.sync.mirrored else Servers
-    return make(
+    servers = make(
         plan.sync.servers,
         store=place.shared,
         attempt=files.attempt,
@@ -610,6 +610,9 @@ def _servers(
         say=lambda text: files.emit(Warned(text=text)),
         holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
     )
+    if plan.takes_turns and plan.layout.is_elastic:
+        servers.silence_s = files.silence_s
+    return servers
 
 
 def _tables(servers: Servers | None) -> Tables | None:

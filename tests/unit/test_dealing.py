@@ -1,0 +1,179 @@
+"""Two servers that deal batches, without processes: whoever dies when, each update is once on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.comm.messages import Message
+from paceline.schedule.clock import Dealt
+from paceline.sync.dealing import DealingServer
+from paceline.sync.serving import Part
+
+DEALT = Dealt(stream="train", limit=3, workers=(0, 1), saves=(4, 4, 1), step=0, epoch=0, position=0)
+
+
+class Listener:
+    """Keeps what was answered; knows who is there."""
+
+    def __init__(self) -> None:
+        self.told: dict[bytes, list[Mapping[str, Any]]] = {}
+        self.gone = set[bytes]()
+
+    def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        self.told.setdefault(peer, []).append({**header, "tensors": list(tensors)})
+
+    def is_there(self, peer: bytes) -> bool:
+        return peer not in self.gone
+
+
+class Pair:
+    """Each server has one number, which an update makes smaller by its gradient."""
+
+    def __init__(self) -> None:
+        self.listeners = [Listener(), Listener()]
+        self.servers = list[DealingServer]()
+        for place, listener in enumerate(self.listeners):
+            number = Parameter(torch.zeros(1))
+            part = Part({place: number}, [torch.optim.SGD([number], lr=1.0)])
+            made: Any = listener
+            self.servers.append(DealingServer(part, made, is_deserted=lambda: False, staleness=None, buffers=[]))
+
+    def say(self, name: str, op: str, *tensors: Tensor, server: int = 0, **fields: Any) -> Mapping[str, Any] | None:
+        """What a worker, whose name begins with its rank, is answered; None: nothing yet."""
+        heard = self.listeners[server].told.setdefault(name.encode(), [])
+        num_heard = len(heard)
+        header = {"op": op, "call": 1, "worker": int(name[0]), "name": name, **DEALT.plain(), **fields}
+        self.servers[server]._take(name.encode(), Message(header, tensors))
+        return heard[-1] if len(heard) > num_heard else None
+
+    def ask(self, name: str, *, num_losses: int = 0) -> Mapping[str, Any] | None:
+        return self.say(name, "turn", num_losses=num_losses)
+
+    def update(self, name: str, number: int, gradient: float, *, server: int) -> Mapping[str, Any] | None:
+        about = {"places": [[server]], "tables": [], "options": [[{"lr": 1.0}]], "buffers": []}
+        tensor = torch.tensor([gradient])
+        return self.say(name, "update", tensor, server=server, number=number, is_last=server == 0, **about)
+
+    def weights(self, name: str, *, lost: Sequence[str] = ()) -> list[float]:
+        """What a worker gets that has heard of these losses."""
+        told = [self.say(name, "weights", server=n, places=[n], lost=list(lost), is_first=False) for n in (0, 1)]
+        return [float(one["tensors"][0]) for one in told if one is not None]
+
+    def lose(self, name: str) -> None:
+        """The first server sees a connection close."""
+        self.listeners[0].gone.add(name.encode())
+        self.servers[0]._look()
+
+
+def begun() -> Pair:
+    """Worker 0 has batch 0, which may be applied, and worker 1 batch 1."""
+    pair = Pair()
+    for name in ("0a", "1a"):
+        assert pair.say(name, "hello") is not None
+    assert (pair.ask("0a") or {})["number"] == 0
+    assert (pair.ask("1a") or {})["number"] == 1
+    assert pair.say("0a", "permit") is not None
+    return pair
+
+
+def done(pair: Pair, name: str, number: int, gradient: float) -> None:
+    assert pair.say(name, "permit") is not None
+    for server in (1, 0):
+        assert "is_lost" not in (pair.update(name, number, gradient, server=server) or {"is_lost": True})
+
+
+def test_an_update_that_one_server_has_is_left_out_there_when_its_batch_is_taken_again() -> None:
+    pair = begun()
+    pair.update("0a", 0, 1.0, server=1)
+    pair.lose("0a")
+    done(pair, "1a", 1, 10.0)
+    again = pair.ask("1a") or {}
+    assert (again["number"], again["losses"]) == (0, [{"name": "0a", "unnoted": None}])
+    assert pair.weights("1a", lost=["0a"]) == [-10.0, -11.0]
+    done(pair, "1a", 0, 2.0)
+    assert pair.weights("1a") == [-12.0, -11.0]
+
+
+def test_what_a_lost_worker_has_said_and_a_server_has_not_read_is_not_heard() -> None:
+    pair = begun()
+    pair.lose("0a")
+    done(pair, "1a", 1, 10.0)
+    assert (pair.ask("1a") or {})["number"] == 0
+    assert pair.weights("1a", lost=["0a"]) == [-10.0, -10.0]
+    assert (pair.update("0a", 0, 1.0, server=1) or {})["is_lost"] is True
+    assert (pair.ask("0a") or {})["is_lost"] is True
+    done(pair, "1a", 0, 2.0)
+    assert pair.weights("1a") == [-12.0, -12.0]
+
+
+def test_an_update_that_is_done_counts_and_whoever_is_there_hears_of_it() -> None:
+    pair = begun()
+    for server in (1, 0):
+        pair.update("0a", 0, 1.0, server=server)
+    pair.lose("0a")
+    done(pair, "1a", 1, 10.0)
+    told = pair.ask("1a") or {}
+    assert (told["number"], told["losses"]) == (2, [{"name": "0a", "unnoted": ("train", 0, False)}])
+    pair.say("2a", "hello")
+    done(pair, "1a", 2, 100.0)
+    assert (pair.ask("2a") or {"losses": []})["losses"] == []  # not over: that batch 2 is done may be in no ledger
+    told = pair.ask("1a", num_losses=1) or {}
+    assert (told["turn"], told["losses"]) == ("over", [])
+    assert pair.listeners[0].told[b"2a"][-1]["turn"] == "over"
+    assert pair.weights("1a") == [-111.0, -111.0]
+
+
+def test_who_has_noted_a_batch_leaves_nothing_to_be_noted() -> None:
+    pair = begun()
+    for server in (1, 0):
+        pair.update("0a", 0, 1.0, server=server)
+    assert (pair.ask("0a") or {})["number"] == 2
+    pair.lose("0a")
+    done(pair, "1a", 1, 10.0)
+    told = pair.ask("1a") or {}
+    assert (told["number"], told["losses"]) == (2, [{"name": "0a", "unnoted": None}])
+
+
+def test_a_batch_that_was_passed_over_is_not_taken_again() -> None:
+    pair = Pair()
+    for name in ("0a", "1a"):
+        pair.say(name, "hello")
+    assert (pair.ask("0a") or {})["number"] == 0
+    assert pair.say("0a", "skip", number=0) is not None
+    pair.lose("0a")
+    told = pair.ask("1a") or {}
+    assert (told["number"], told["losses"]) == (1, [{"name": "0a", "unnoted": ("train", 0, True)}])
+
+
+def test_who_comes_in_the_place_of_a_lost_worker_is_told_what_is_dealt_and_gets_its_batch() -> None:
+    pair = begun()  # nobody has seen the connection of 0a close
+    assert pair.say("0b", "hello") is not None
+    assert Dealt.from_plain((pair.say("0b", "about") or {})["dealt"]) == DEALT
+    told = pair.ask("0b") or {}
+    assert (told["number"], told["losses"]) == (0, [{"name": "0a", "unnoted": None}])
+    assert (pair.update("0a", 0, 1.0, server=0) or {})["is_lost"] is True
+
+
+def test_who_comes_before_anything_is_dealt_waits() -> None:
+    pair = Pair()
+    pair.say("2a", "hello")
+    assert pair.say("2a", "about") is None
+    pair.say("0a", "hello")
+    pair.ask("0a")
+    assert Dealt.from_plain(pair.listeners[0].told[b"2a"][-1]["dealt"]) == DEALT
+
+
+def test_who_leaves_in_good_order_is_not_waited_for() -> None:
+    pair = begun()
+    for server in (1, 0):
+        pair.update("0a", 0, 1.0, server=server)
+    pair.say("0a", "gone")
+    done(pair, "1a", 1, 10.0)
+    assert (pair.ask("1a") or {})["losses"] == [{"name": "0a", "unnoted": None}]
+    done(pair, "1a", 2, 100.0)
+    assert (pair.ask("1a", num_losses=1) or {})["turn"] == "over"
