@@ -2,7 +2,9 @@
 
 Where they may be lost: `doomed`.
 
-OPTIONS  JSON: plan, sparse, and fields of the Job; pause_s: after each step
+OPTIONS  JSON: plan, sparse, and fields of the Job; pause_s: after each step; until: [step, workers], the loop is left
+         after this step when so many are there; held_at: from this step on who comes later is waited for; only where
+         replicas have no common step
 """
 
 from __future__ import annotations
@@ -51,11 +53,18 @@ def train(worker: paceline.Worker) -> str:
     optim = worker.prepare(torch.optim.Adagrad(model.parameters(), lr=0.1))
     step = worker.stepper(model, optim, F.cross_entropy, clip_norm=1.0)
     model.register_forward_pre_hook(lambda *_: fault(worker, "forward"))
+    is_newcomer, until, held_at = worker._agreement.is_newcomer, OPTIONS.get("until"), OPTIONS.get("held_at")
     for batch in worker.batches(Words(), epochs=1000):
         if worker.step % 4 == 3:  # before a newcomer's first step, too
             worker.report(held_out=worker.evaluate(model, Words(), F.cross_entropy)["loss"])
         step(batch)
-        time.sleep(float(OPTIONS.get("pause_s", 0)))
+        if is_newcomer:
+            left("came").touch()
+        time.sleep(float(OPTIONS.get("pause_s", 0)))  # steps are short, and others are to come in the middle of them
+        while held_at is not None and worker.step >= held_at and not left("came").exists():
+            time.sleep(0.02)  # looks again
+        if until is not None and worker.step >= until[0] and worker.workers == until[1]:
+            break
     held = is_away(dict(model.named_parameters())["words.weight"])
     total = sum(float(value.double().abs().sum()) for value in model.state_dict().values())
     told = worker.gather((worker.rank, held, total))

@@ -54,6 +54,9 @@ class ParameterServer(Part):
     `bucket_bytes` counts the gradients that travel together while backward still runs. With `mirrored` each server has
     a second process beside it, which holds and does the same, and takes its place where it is lost: no step is. The
     price: the servers' memory and the optimizer's work twice, and each step's sums once more over the network.
+
+    Parameters are whole on one server each, but for the tables of embeddings with `sparse=True`: of these every server
+    has rows, and only those move that a step touches.
     """
 
     servers: int = 1
