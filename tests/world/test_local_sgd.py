@@ -27,6 +27,7 @@ from paceline.plan import (
     Layout,
     LocalSGD,
     Nesterov,
+    ParameterServer,
     Plan,
     PowerSGD,
     Wire,
@@ -287,9 +288,12 @@ def test_wires_shrink_what_replicas_agree_on_and_send_the_rest_later(world: Worl
     assert wire.feedback == any(name.startswith("wire:agreed:own:1:model.head") for name in kept)
 
 
-def test_parity_is_refused_where_replicas_are_others_than_one_process_by_intention(world: World, tmp_path: Any) -> None:
+@pytest.mark.parametrize("sync", [LocalSGD(every=2), ParameterServer(staleness=1), ParameterServer(drop=1)], ids=str)
+def test_parity_is_refused_where_replicas_are_others_than_one_process_by_intention(
+    world: World, tmp_path: Any, sync: Any
+) -> None:
     with pytest.raises(WorkersFailed, match="paceline parity compares each step with that of one process"):
-        world(train, 2, plan_of(LocalSGD(every=2), 2), capture_dir=str(tmp_path / "captured"))
+        world(train, 2, plan_of(sync, 2), capture_dir=str(tmp_path / "captured"))
 
 
 def test_fragments_land_before_a_save_and_go_on_with_their_momentum(world: World, tmp_path: Any) -> None:

@@ -142,6 +142,11 @@ def _refuse_capture(plan: Plan, job: Job) -> None:
             "steps by themselves: their numbers are others. Compare layouts with workers for one replica, or "
             "sync=AllReduce(); compare local SGD by its held-out loss."
         )
+    if job.capture_dir is not None and plan.takes_turns and plan.layout.replicas != 1:
+        raise PlanError(
+            f"paceline parity compares each step with that of one process, and with {plan.sync!r} updates are made of "
+            "what comes first: their numbers are others. Compare with staleness=0 and drop=0, or by the held-out loss."
+        )
 
 
 def merge_job(assignment: Assignment, fields: Mapping[str, Any]) -> Job:
