@@ -69,6 +69,13 @@ def drilled(folder: Path, faults: str, **options: Any) -> Report:
     return run_with(faults, script(), folder=folder, limit_s=150, **{"overrides": ELASTIC, **OPTIONS, **options})
 
 
+def test_a_killed_server_that_has_a_mirror_costs_no_step(tmp_path: Path) -> None:
+    sync = "plan.sync=parameterserver(servers=2,mirrored=true)"
+    report = drilled(tmp_path, "kill_server:worker=1,step=10", overrides=[*ELASTIC, sync])
+    assert report.broken(undisturbed()) == [], report.output
+    assert report.restarted == (None,) and "took its place" in report.output
+
+
 def test_a_replica_that_had_still_to_send_is_lost_and_nothing_else(tmp_path: Path) -> None:
     words = {**OPTIONS, "max_steps": 12, "overrides": [*ELASTIC, "plan.wire=onebit"]}
     like = run_with("", script(), folder=tmp_path / "like", **words)

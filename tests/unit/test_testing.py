@@ -23,6 +23,7 @@ from paceline.monitor.audit import AuditResult
 from paceline.plan import Guard, Layout, OneBit, ParameterServer, Plan, Sparse
 from paceline.testing import KINDS, Came, Fault, Programme, Report, Start, assert_unharmed, network, runs
 from paceline.testing.disk import complete
+from paceline.testing.faults import OF_SERVERS
 from paceline.testing.notes import Notes
 from paceline.testing.numbers import Calls, flip_a_bit, poisoned
 from paceline.testing.report import recovery_s
@@ -110,6 +111,9 @@ def test_one_fault_of_each_kind() -> None:
         "slow", "full_disk", "torn_checkpoint", "nan", "spike"
     ]  # fmt: skip
     assert "flip" not in [fault.kind for fault in Programme.of_each_kind(3, steps=40, workers=2)], "no majority"
+    served = Programme.of_each_kind(3, steps=40, workers=4, servers=2)
+    assert [fault.kind for fault in served] == [*KINDS, *OF_SERVERS]
+    served.require(steps=40, workers=4, servers=2)
 
 
 def test_a_fault_beyond_the_run_is_refused() -> None:
@@ -117,6 +121,10 @@ def test_a_fault_beyond_the_run_is_refused() -> None:
         Programme.parse("kill:worker=2,step=4").require(steps=8, workers=2)
     with pytest.raises(PlanError, match="needs 3 workers, so that a majority"):
         Programme.parse("flip:worker=1,step=4").require(steps=8, workers=2)
+    with pytest.raises(PlanError, match="started a parameter server: workers 0 to 1 have"):
+        Programme.parse("kill_server:worker=2,step=4").require(steps=8, workers=4, servers=2)
+    with pytest.raises(PlanError, match="started a parameter server: the plan has no ParameterServer"):
+        Programme.parse("kill_server:worker=0,step=4").require(steps=8, workers=4)
 
 
 def test_notes_tell_of_a_fault_once_and_of_what_is_asked(tmp_path: Path) -> None:
@@ -137,6 +145,9 @@ def test_notes_tell_of_a_fault_once_and_of_what_is_asked(tmp_path: Path) -> None
 
 def test_every_kind_has_its_promise() -> None:
     assert set(KINDS) == {*ELASTIC, *ALWAYS} == {*FIXED, *ALWAYS}
+    killed = Fault.parse("kill_server:worker=0,step=4")
+    assert "no step is lost" in promise(killed, Plan.parse("parameterserver(mirrored=true)"))
+    assert "from the newest checkpoint" in promise(killed, Plan.parse("parameterserver(servers=2)"))
     for kind in KINDS:
         fault = Fault(kind=kind, worker=0, step=6)
         assert promise(fault, Plan(layout=Layout(replicas=(1, 2)))) and promise(fault, Plan())

@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.plan import Plan
+from paceline.plan import ParameterServer, Plan
 from paceline.testing import Fault, Report
+from paceline.testing.faults import OF_SERVERS
 from paceline.testing.report import LOSSY_TOLERANCE
 
 __all__ = ["Judged", "print_report", "promise", "report"]
@@ -49,6 +50,8 @@ ALWAYS = {
         "no worker takes the step, weights stay as they were, training goes on (with plan.guard.on_spike=skip)",
     ),
 }
+MIRRORED = "its mirror takes its place within the step; no step is lost"
+UNMIRRORED = "all workers begin again from the newest checkpoint; no command"
 COLUMNS = ("fault", "came", "steps lost", "samples repeated", "largest loss difference", "recovery s", "verdict")
 
 
@@ -69,6 +72,8 @@ def promise(fault: Fault, plan: Plan) -> str:
     """What is promised for a fault under a plan, in one line."""
     if fault.kind == "stop" and not fault.loses_a_worker:
         return "the others wait for it, or give it up after --silence-s; no step is lost"
+    if fault.kind in OF_SERVERS:
+        return MIRRORED if isinstance(plan.sync, ParameterServer) and plan.sync.mirrored else UNMIRRORED
     fixed = FIXED | KEPT if plan.keeps_snapshots else FIXED
     elastic = ELASTIC | TURNS if plan.takes_turns else ELASTIC
     told = (ALWAYS | (elastic if plan.layout.is_elastic else fixed))[fault.kind]

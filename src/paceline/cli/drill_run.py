@@ -14,7 +14,7 @@ from paceline import config
 from paceline.cli.drill import Request
 from paceline.cli.drill_report import Judged, print_report
 from paceline.errors import LaunchError, PlanError, WorkerError
-from paceline.plan import Plan
+from paceline.plan import ParameterServer, Plan
 from paceline.plan.guard import LEAST_WINDOW
 from paceline.testing import KINDS, Programme, Report, run_with
 
@@ -40,7 +40,8 @@ def main_drill(request: Request) -> int:
         given_up = [] if stays else [replicas]
         overrides = tuple(f"plan.layout.replicas={least}-{most}" for least, most in given_up)
         each, kinds = like.plan.layout.workers_each, kinds_for(like.plan)
-        planned = programmes(request, steps=steps, workers=like.workers, each=each, kinds=kinds)
+        servers = like.plan.sync.servers if isinstance(like.plan.sync, ParameterServer) else 0
+        planned = programmes(request, steps=steps, workers=like.workers, each=each, kinds=kinds, servers=servers)
         judged: list[Judged] = []
         for number, programme in enumerate(planned, start=1):
             _say(f"{number}/{len(planned)}  {programme}")
@@ -72,10 +73,16 @@ def kinds_for(plan: Plan) -> tuple[str, ...]:
 
 
 def programmes(
-    request: Request, *, steps: int, workers: int, each: int = 1, kinds: Sequence[str] = tuple(KINDS)
+    request: Request,
+    *,
+    steps: int,
+    workers: int,
+    each: int = 1,
+    kinds: Sequence[str] = tuple(KINDS),
+    servers: int = 0,
 ) -> list[Programme]:
     """The faults of each run, or draw some of these `kinds`; PlanError where one cannot come. `each`: workers of a
-    replica."""
+    replica; `servers`: parameter servers of the plan."""
     if request.faults:
         programme = Programme.parse(request.faults)
     elif request.num_random is not None:
@@ -83,10 +90,12 @@ def programmes(
             request.seed, steps=steps, workers=workers, kinds=kinds, num=request.num_random, each=each
         )
     else:
-        programme = Programme.of_each_kind(request.seed, steps=steps, workers=workers, kinds=kinds, each=each)
+        programme = Programme.of_each_kind(
+            request.seed, steps=steps, workers=workers, kinds=kinds, each=each, servers=servers
+        )
     if not len(programme):
         raise PlanError(f"--faults {request.faults!r} names no fault. Write it as kill:worker=1,step=10.")
-    programme.require(steps=steps, workers=workers, each=each)
+    programme.require(steps=steps, workers=workers, each=each, servers=servers)
     alone = [fault for fault in programme if fault.place == "regroup"]
     if alone and not request.together:
         raise PlanError(f"{alone[0]} comes during the recovery from another loss: name that, too, and use --together.")

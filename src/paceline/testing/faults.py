@@ -8,6 +8,7 @@ It comes once, at the first such place that the worker reaches, in that step or 
     stop:worker=1,step=10                        SIGSTOP; with seconds=1, it goes on after a second
     slow:worker=1,step=10,times=3,steps=20       computing takes three times as long, for 20 steps
     flip:worker=1,step=10                        a bit of its weights changes, after the step
+    kill_server:worker=0,step=10                 SIGKILL to the parameter servers that the worker has started
     kill:worker=2,step=9; term:worker=1,step=20  a programme
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 from paceline.errors import PlanError
 
-__all__ = ["KINDS", "PLACES", "Fault", "Programme"]
+__all__ = ["KINDS", "OF_SERVERS", "PLACES", "Fault", "Programme"]
 
 KINDS = {  # and what each is, for people
     "kill": "the worker gets SIGKILL",
@@ -34,6 +35,7 @@ KINDS = {  # and what each is, for people
     "nan": "what the model makes of one of the worker's micro-batches is not a number",
     "spike": "what the model makes of one of the worker's micro-batches is far off, and the loss leaps",
 }
+OF_SERVERS = {"kill_server": "the parameter servers that the worker has started get SIGKILL"}  # under such plans
 PLACES = {  # in the order in which a step comes by them
     "forward": "in the forward pass",
     "sum": "its part of the gradients is handed over, the sum not there",
@@ -64,8 +66,8 @@ class Fault:
     steps: int = 20  # slow: for so many
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(f"There is no fault {self.kind!r}. Use one of: {', '.join(KINDS)}.")
+        if self.kind not in (*KINDS, *OF_SERVERS):
+            raise PlanError(f"There is no fault {self.kind!r}. Use one of: {', '.join((*KINDS, *OF_SERVERS))}.")
         if self.where != ANY and self.where not in PLACES:
             raise PlanError(f"{self.kind}: there is no place {self.where!r} in a step. Use any, {', '.join(PLACES)}.")
         if self.worker < 0 or self.step < 1 or self.steps < 1:
@@ -134,7 +136,7 @@ class Fault:
             except ValueError:
                 raise PlanError(f"{text.strip()}: {name} is {value!r}; it must be a number.") from None
         for name in ("worker", "step"):
-            if name not in fields and kind in KINDS:
+            if name not in fields and kind in (*KINDS, *OF_SERVERS):
                 raise PlanError(f"{text.strip()}: say the {name} too, as in {kind}:worker=1,step=10.")
         fields = {"kind": kind, "worker": 0, "step": 1} | fields
         return cls(**fields)
@@ -189,10 +191,17 @@ class Programme:
 
     @classmethod
     def of_each_kind(
-        cls, seed: int, *, steps: int, workers: int, kinds: Sequence[str] = tuple(KINDS), each: int = 1
+        cls,
+        seed: int,
+        *,
+        steps: int,
+        workers: int,
+        kinds: Sequence[str] = tuple(KINDS),
+        each: int = 1,
+        servers: int = 0,
     ) -> Programme:
         """Draw one fault of each of these kinds that can be survived by so many workers, `each` of them a replica; for
-        runs of their own."""
+        runs of their own. `servers`: parameter servers, of which one is killed, too."""
         kinds = [kind for kind in kinds if _can_come(kind, steps=steps, workers=workers, each=each)]
         return cls(
             tuple(
@@ -202,11 +211,16 @@ class Programme:
                     seed * len(KINDS) + number, steps=steps, workers=workers, kinds=[kind], each=each
                 )
             )
+            + tuple(Fault(kind=kind, worker=0, step=max(2, steps // 2)) for kind in OF_SERVERS if servers)
         )
 
-    def require(self, *, steps: int, workers: int, each: int = 1) -> None:
-        """Raise PlanError where a fault cannot come in a run of so many steps and workers, `each` of them a replica."""
+    def require(self, *, steps: int, workers: int, each: int = 1, servers: int = 0) -> None:
+        """Raise PlanError where a fault cannot come in a run of so many steps and workers, `each` of them a replica,
+        and parameter servers."""
         for fault in self.faults:
+            if fault.kind in OF_SERVERS and fault.worker >= servers:
+                who = f"workers 0 to {min(servers, workers) - 1} have" if servers else "the plan has no ParameterServer"
+                raise PlanError(f"{fault} needs a worker that has started a parameter server: {who}.")
             if fault.step > steps or fault.worker >= workers:
                 raise PlanError(
                     f"{fault} cannot come: the run has steps 1 to {steps} and workers 0 to {workers - 1}. "

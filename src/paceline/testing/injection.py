@@ -10,6 +10,7 @@ the run (`paceline.testing.runs`), and waits until that is done. A file for each
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -206,6 +207,8 @@ class _Doom:
         match fault.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "kill_server":
+                kill_servers()
             case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
             case "stop":
@@ -225,6 +228,17 @@ def stop(seconds: float | None) -> None:
     if seconds is not None:
         subprocess.Popen(["sh", "-c", f"sleep {seconds} && kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill_servers() -> None:
+    """Kill the parameter servers that this process has started."""
+    from paceline.sync.server_process import NAME  # only here: other plans need nothing of it
+
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            name, _, rest = (place / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == NAME and int(rest.split()[1]) == os.getpid():  # its parent
+                os.kill(int(place.name), signal.SIGKILL)
 
 
 def cut_sockets() -> None:

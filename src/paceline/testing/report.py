@@ -23,8 +23,8 @@ from paceline.monitor.audit import AuditResult, audit
 from paceline.monitor.run_record import RunRecord
 from paceline.monitor.steps import loss_of
 from paceline.monitor.stream import Tail
-from paceline.plan import Plan
-from paceline.testing.faults import Fault, Programme
+from paceline.plan import ParameterServer, Plan
+from paceline.testing.faults import OF_SERVERS, Fault, Programme
 from paceline.testing.notes import Came, Notes
 
 __all__ = ["LOSSY_TOLERANCE", "TOLERANCE", "Report", "Start", "read_report", "recovery_s"]
@@ -131,6 +131,8 @@ class Report:
     def may_restart(self) -> bool:
         """Whether what came may end the run, to be started again by the same command."""
         kinds = {fault.kind for fault in self.programme if not self.is_elastic and fault.loses_a_worker}
+        if not (isinstance(self.plan.sync, ParameterServer) and self.plan.sync.mirrored):
+            kinds |= {fault.kind for fault in self.programme if fault.kind in OF_SERVERS}
         return bool(kinds) or any(fault.ends_the_run for fault in self.programme)
 
     def _is_left_by_all(self, start: Start) -> bool:
@@ -288,7 +290,7 @@ def _losses(attempts: Sequence[Sequence[Record]]) -> dict[int, float]:
 
 def recovery_s(fault: Fault, came: Came, attempts: Sequence[Sequence[Record]]) -> float | None:
     """Seconds until anybody had committed the step that was in hand; where the run was started again, until then."""
-    if not fault.loses_a_worker and not fault.ends_the_run:
+    if not fault.loses_a_worker and not fault.ends_the_run and fault.kind not in OF_SERVERS:
         return None
     first = came.step + (came.place == "save")
     later = [records for records in attempts if records and records[0].time > came.time]
