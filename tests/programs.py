@@ -18,10 +18,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import warm
 from fault.launching import MARK, Announcements, marked
+
+if TYPE_CHECKING:
+    from paceline.testing.network import Host
 
 __all__ = [
     "GONE_S",
@@ -148,20 +151,25 @@ class Program:
 
 @contextlib.contextmanager
 def command(
-    *words: str | Path, environment: dict[str, str] | None = None, cold: bool = False, **popen: Any
+    *words: str | Path,
+    environment: dict[str, str] | None = None,
+    cold: bool = False,
+    host: Host | None = None,
+    **popen: Any,
 ) -> Iterator[Program]:
-    """Start a command; whatever of it is left in the end is killed. `cold`: as a user does, where how it starts is
-    part of the claim; else as a fork that finds its imports done, where it is one of those (see `warm`)."""
+    """Start a command, on a host of `network.two_hosts` where one is given; whatever of it is left in the end is
+    killed. `cold`: as a user does, where how it starts is part of the claim; else as a fork that finds its imports
+    done, where it is one of those (see `warm`)."""
     mark = uuid.uuid4().hex
     texts = [str(word) for word in words]
     variables = child_environment() | {MARK: mark} | (environment or {})
     process: warm.Running
     if not cold and popen.keys() <= {"cwd", "stdout", "stderr"} and warm.can_start(texts, variables):
-        process = warm.start(texts, env=variables, start_new_session=True, **popen)
+        process = warm.start(texts, env=variables, start_new_session=True, host=host, **popen)
     else:
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         options: dict[str, Any] = {"text": True, "start_new_session": True, **streams, **popen}
-        process = subprocess.Popen(texts, env=variables, **options)
+        process = subprocess.Popen([*(host.prefix if host else ()), *texts], env=variables, **options)
     try:
         yield Program(process, mark)
     finally:

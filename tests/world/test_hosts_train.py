@@ -60,10 +60,10 @@ def write_token(path: Path, text: str) -> Path:
     return path
 
 
-def words_on(host: Host, train: Path, head: Host, *options: Any, token: str = "token") -> list[Any]:
+def words_of(train: Path, head: Host, *options: Any, token: str = "token") -> list[Any]:
     """The same command on each host."""
     job = ["--workers", "4", "--hosts", "2", "--head", f"{head.address}:{PORT}", "--token-file", train.parent / token]
-    return [*host.prefix, *PACELINE, "run", train, *job, *options]
+    return [*PACELINE, "run", train, *job, *options]
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def both(hosts: list[Host], train: Path, *options: Any, own_disks: bool = True) 
     with contextlib.ExitStack() as stack:
         folders = [train.parent / host.name if own_disks else train.parent for host in hosts]
         yield [
-            stack.enter_context(command(*words_on(host, train, hosts[0], *options), cwd=folder))
+            stack.enter_context(command(*words_of(train, hosts[0], *options), host=host, cwd=folder))
             for host, folder in zip(hosts, folders, strict=True)
         ]
 
@@ -119,8 +119,8 @@ def test_two_hosts_that_share_a_disk_keep_one_run(hosts: list[Host], train: Path
 def test_a_wrong_token_is_refused_and_told_on_both_sides(hosts: list[Host], train: Path, tmp_path: Path) -> None:
     write_token(tmp_path / "other", "fedcba9876543210fedcba9876543210")
     head, member = hosts
-    with command(*words_on(head, train, head), cwd=tmp_path / "left") as waiting:
-        code, output = run(*words_on(member, train, head, token="other"), cwd=tmp_path / "right")
+    with command(*words_of(train, head), host=head, cwd=tmp_path / "left") as waiting:
+        code, output = run(*words_of(train, head, token="other"), host=member, cwd=tmp_path / "right")
         assert code == 2
         assert "cannot join the job" in output and "it holds another token than this host" in output
         waiting.signal(signal.SIGTERM)
@@ -174,7 +174,7 @@ def test_a_world_set_by_hand_meets_at_a_head_whose_own_name_is_loopback(train: P
     with contextlib.ExitStack() as stack:
         made = two_hosts(tmp_path, names=("h1", "h2"), subnet="10.80.0", own_name_is_loopback=True)
         programs = [
-            stack.enter_context(command(*host.prefix, PACELINE[0], train, environment=world | {"RANK": str(number)}))
+            stack.enter_context(command(PACELINE[0], train, host=host, environment=world | {"RANK": str(number)}))
             for number, host in enumerate(stack.enter_context(made))
         ]
         ends = [program.end() for program in programs]
@@ -197,8 +197,9 @@ def test_a_function_runs_on_two_hosts_and_the_head_has_its_value(hosts: list[Hos
     )
     environment = {"PACELINE_TOKEN": "0123456789abcdef0123456789abcdef"}
     with contextlib.ExitStack() as stack:
-        words = [[*host.prefix, PACELINE[0], program] for host in hosts]
-        programs = [stack.enter_context(command(*one, environment=environment)) for one in words]
+        programs = [
+            stack.enter_context(command(PACELINE[0], program, host=host, environment=environment)) for host in hosts
+        ]
         ends = [one.end() for one in programs]
     assert [code for code, _ in ends] == [0, 0], ends
     assert f"value {json.dumps(['left', 'left', 'right'])}" in ends[0][1]
