@@ -239,6 +239,17 @@ def test_nothing_is_dealt_to_who_joins_until_all_have_come_back_from_a_pause() -
     assert clock.ask(2) == Turn(3, 0)
 
 
+def test_nobody_comes_to_the_end_before_who_has_joined_has_asked() -> None:
+    clock = Clock(staleness=None, limit=1, workers=range(1))
+    assert clock.ask(0) == Turn(0, 0)
+    clock.join(1)
+    clock.permit(0)
+    clock.finish(0)
+    assert clock.ask(0) is None and not clock.is_over
+    assert [clock.ask(1), clock.ask(0)] == [Over(), Over()]
+    assert clock.is_over
+
+
 def test_without_a_bound_nobody_waits_for_the_slow_one() -> None:
     clock = Clock(staleness=None, limit=100, workers=range(2))
     assert clock.ask(0) == Turn(0, 0)

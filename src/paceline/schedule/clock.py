@@ -105,6 +105,8 @@ class Clock:
         self._saving: int | None = None  # who is at it
         self._is_wished = self._has_left = False
         self._paused_at = 0  # the last time, before the batch of this number
+        self.is_over = False  # somebody was told so
+        self._awaited: set[int] = set()  # who has joined, and not asked yet: nobody comes to the end before
         self._coming: set[int] = set()  # who waits for a pause
         self._pausing: set[int] = set()  # who is to be told of it: all have come
         self._paused: set[int] = set()  # who was told, and has not asked since: until all have, nothing is dealt
@@ -122,10 +124,12 @@ class Clock:
     def join(self, worker: int) -> None:
         """A worker has come, and will ask."""
         self._workers.add(worker)
+        self._awaited.add(worker)
 
     def returned(self, worker: int) -> None:
         """A worker has nothing in hand, and is going to ask."""
         self.skip(worker)
+        self._awaited.discard(worker)
         self._paused.discard(worker)
 
     def ask(self, worker: int) -> Turn | Save | Pause | Over | None:
@@ -150,7 +154,8 @@ class Clock:
             self._saving = worker
             return Save(number)
         if number == self._limit:
-            return Over() if self.is_idle else None
+            self.is_over = self.is_idle and (self.is_over or not self._awaited)
+            return Over() if self.is_over else None
         turn = Turn(number, self.done)
         if not self._would_hold([*self._turns.values(), turn], self.permitted):
             return None
@@ -191,7 +196,7 @@ class Clock:
 
     def lost(self, worker: int) -> None:
         """A worker is there no longer. What it had in hand is dealt again."""
-        for workers in (self._workers, self._coming, self._pausing, self._paused):
+        for workers in (self._workers, self._awaited, self._coming, self._pausing, self._paused):
             workers.discard(worker)
         in_hand = self._turns.pop(worker, None)
         if worker in self._applying:

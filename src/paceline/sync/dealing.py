@@ -162,7 +162,7 @@ class DealingServer(Server):
     def _judged(self, header: Mapping[str, Any]) -> dict[str, Any] | None:
         if header["op"] == "about":
             dealt = self._dealt.get(header["stream"])
-            return None if dealt is None else {"dealt": dealt.plain()}
+            return None if dealt is None else {"dealt": dealt.plain(), "is_over": self._clocks[dealt.stream].is_over}
         clock, worker = self._clock(header), header["worker"]
         if header["op"] == "permit":
             behind = clock.permit(worker)

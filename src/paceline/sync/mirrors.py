@@ -131,10 +131,10 @@ class MirroredServers(Servers):
                 self._learn(number, answer.header)
         return answers
 
-    def close(self) -> None:
+    def close(self, *, others_stay: bool = False) -> None:
         self._callers += [mirror for mirror in self._mirrors if mirror is not None]
         self._mirrors = [None] * self.count
-        super().close()
+        super().close(others_stay=others_stay)
 
     def ask_some(self, questions: Mapping[int, Question]) -> dict[int, Message]:
         calls = {number: self._callers[number].begin(*question) for number, question in questions.items()}

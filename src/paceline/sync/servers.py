@@ -173,12 +173,15 @@ class Servers:
             time.sleep(STARTER_FIRST_S)
         return f"{name} was lost"
 
-    def close(self) -> None:
-        """Leave them; those that this worker has started are waited for a moment, and end with the last caller."""
+    def close(self, *, others_stay: bool = False) -> None:
+        """Leave them; those that this worker has started are waited for a moment, and end with the last caller. Where
+        `others_stay`, nobody waits for that."""
         self._is_closed = True
         for caller in self._callers:
             caller.close()
         self._callers = []
+        if others_stay:
+            return
         deadline = time.monotonic() + END_S
         while self._started and time.monotonic() < deadline:
             self._started = [pid for pid in self._started if os.waitpid(pid, os.WNOHANG)[0] == 0]

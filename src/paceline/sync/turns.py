@@ -132,11 +132,14 @@ class TurnGradients(GradientSum):
             self._greet()
             self._is_known = True
 
-    def join(self, stream: str) -> Dealt:
-        """Reach the servers, which others have started or will, and learn what is dealt of a stream."""
+    def join(self, stream: str) -> Dealt | None:
+        """Reach the servers, which others have started or will, and learn what is dealt of a stream; None: it is over.
+
+        Otherwise nobody comes to its end before this worker has asked for a batch, or is lost.
+        """
         self.meet(index=self._servers.count, size=1)
-        told: dict[str, Any] = self._ask_first({"op": "about", "stream": stream}).header["dealt"]
-        return Dealt.from_plain(told)
+        told = self._ask_first({"op": "about", "stream": stream}).header
+        return None if told["is_over"] else Dealt.from_plain(told["dealt"])
 
     def next(
         self, dealt: Dealt, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool] = lambda: False

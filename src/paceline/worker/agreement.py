@@ -203,24 +203,26 @@ class Agreement:
             self._orders.part()
 
     def come(self) -> None:
-        """Where this worker came later: it is at work, and the others may count on it. Said once."""
-        if self.is_newcomer and self._orders is not None and not self._orders.has_come:
-            self._orders.come()
+        """This worker, which came later, needs nothing of the others: return when it is one of them. Raises Leaving."""
+        orders = self._needed()[0]
+        finish = orders.come()
+        if finish is not None:
+            raise Leaving(finish.exit_code)
+
+    def await_run_end(self) -> NoReturn:
+        """This worker came too late to do anything: the head ends it with the run. Raises Leaving."""
+        orders = self._needed()[0]
+        while (finish := orders.wait_for_change(orders.newest)) is None:
+            pass
+        raise Leaving(finish.exit_code)
 
     def come_together(self) -> None:
-        """Meet the others again, where this worker was apart; all of them must come."""
-        orders = self._orders
-        if not self._is_apart or orders is None:
-            return
-        self._is_apart = False
-        orders.join()
-        if self.is_newcomer:
-            while not orders.has_come:  # too late for a batch: whoever waits for the others' end is ended by the head
-                finish = orders.wait_for_change(orders.newest)
-                if finish is not None:
-                    raise Leaving(finish.exit_code)
-            self._change_over()
-        self.do(self._members.barrier)
+        """From now on this worker does things together with the others again, where it was apart."""
+        if self._is_apart and self._orders is not None:
+            self._is_apart = False
+            self._orders.join()
+            if self.is_newcomer:
+                self._change_over()
 
     def await_enough(self) -> None:
         """Where this worker is apart: return when there are enough members, or it has something else to do."""

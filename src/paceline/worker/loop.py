@@ -227,7 +227,6 @@ class Loop:
             self._note_bequests(stream, gradients, begun=begun, first=first)
             match told:
                 case Turn(number=number):
-                    agreement.come()
                     self.books.step = first + number
                     batch = stream.batch_at(number, begun=begun, step=first + number + 1)
                 case Share(number=number, index=index, count=count):
@@ -278,7 +277,11 @@ class Loop:
         name, first, limit, files = stream.source.name, self.step, stream.num_left(), self._files
         if self._agreement.is_newcomer:
             self._agreement.part()
-            return gradients.join(name)
+            dealt = gradients.join(name)
+            if dealt is None:
+                self._agreement.await_run_end()
+            self._agreement.come()
+            return dealt
         if files.max_steps is not None:
             limit = max(0, min(limit, files.max_steps - first))
         every = files.save_every

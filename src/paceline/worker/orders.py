@@ -103,15 +103,18 @@ class Orders:
         """The training thread is going to do something together with the others."""
         self._is_apart = False
 
-    def come(self) -> None:
-        """This worker, which came later, is at work without needing the others: they may count on it."""
+    def come(self) -> Finish | None:
+        """Say that this worker, which came later, needs nothing of the others, and wait until it is one of them.
+
+        Returns how the run ends where it does instead."""
         self._is_coming = True
         self.tell("ready", generation=self.newest)
-
-    @property
-    def has_come(self) -> bool:
-        """Whether a worker that came later has said so, or is in a generation already."""
-        return self._is_coming or (self._form is not None and self.worker in self._form.members)
+        with self._changed:
+            while self._form is None or self.worker not in self._form.members:
+                if self.finish is not None:
+                    return self.finish
+                self._changed.wait()
+        return None
 
     @property
     def is_dismissed(self) -> bool:

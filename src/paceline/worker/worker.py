@@ -553,7 +553,7 @@ class Worker:
 
     def _finish(self) -> None:
         if self._servers is not None:
-            self._servers.close()
+            self._servers.close(others_stay=self._agreement.is_dismissed)
         held = self._prepared.registry.num_bytes
         self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(self.device), state_bytes=held)
 
