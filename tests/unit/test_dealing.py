@@ -41,7 +41,11 @@ class Pair:
             number = Parameter(torch.zeros(1))
             part = Part({place: number}, [torch.optim.SGD([number], lr=1.0)])
             made: Any = listener
-            self.servers.append(DealingServer(part, made, is_deserted=lambda: False, staleness=None, buffers=[]))
+            self.servers.append(
+                DealingServer(
+                    part, made, is_deserted=lambda: False, staleness=None, buffers=[torch.tensor([True, False, False])]
+                )
+            )
 
     def say(self, name: str, op: str, *tensors: Tensor, server: int = 0, **fields: Any) -> Mapping[str, Any] | None:
         """What a worker, whose name begins with its rank, is answered; None: nothing yet."""
@@ -54,10 +58,12 @@ class Pair:
     def ask(self, name: str, *, num_losses: int = 0) -> Mapping[str, Any] | None:
         return self.say(name, "turn", num_losses=num_losses)
 
-    def update(self, name: str, number: int, gradient: float, *, server: int) -> Mapping[str, Any] | None:
-        about = {"places": [[server]], "tables": [], "options": [[{"lr": 1.0}]], "buffers": []}
-        tensor = torch.tensor([gradient])
-        return self.say(name, "update", tensor, server=server, number=number, is_last=server == 0, **about)
+    def update(
+        self, name: str, number: int, gradient: float, *, server: int, changes: Sequence[int] = ()
+    ) -> Mapping[str, Any] | None:
+        about = {"places": [[server]], "tables": [], "options": [[{"lr": 1.0}]], "buffers": [0] if changes else []}
+        tensors = [torch.tensor([gradient]), *([torch.tensor(changes, dtype=torch.int8)] if changes else ())]
+        return self.say(name, "update", *tensors, server=server, number=number, is_last=server == 0, **about)
 
     def weights(self, name: str, *, lost: Sequence[str] = ()) -> list[float]:
         """What a worker gets that has heard of these losses."""
@@ -126,6 +132,15 @@ def test_an_update_that_is_done_counts_and_whoever_is_there_hears_of_it() -> Non
     assert (told["turn"], told["losses"]) == ("over", [])
     assert pair.listeners[0].told[b"2a"][-1]["turn"] == "over"
     assert pair.weights("1a") == [-111.0, -111.0]
+
+
+def test_of_truth_values_those_that_a_batch_has_changed_are_what_it_has_made_of_them() -> None:
+    pair = begun()
+    pair.update("0a", 0, 1.0, server=0, changes=[-1, 1, 0])
+    assert pair.say("1a", "permit") is not None
+    pair.update("1a", 1, 1.0, server=0, changes=[-1, 0, 0])  # both began with the first ones
+    told = pair.say("1a", "weights", places=[0], lost=[], is_first=True) or {}
+    assert told["tensors"][-1].tolist() == [False, True, False]
 
 
 def test_who_has_noted_a_batch_leaves_nothing_to_be_noted() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import forked
 from forked import WorkersFailed, World
 from holding import live_noticing, wait_for
-from layout_runs import BATCH, EXACT, RESUME, Net, Text, assert_same, next_word, plan_of, train, without_dropout
+from layout_runs import BATCH, EXACT, RESUME, WORDS, Net, Text, assert_same, next_word, plan_of, train, without_dropout
 from paceline.elastic.notices import Finish
 from paceline.monitor.audit import audit
 from paceline.plan import Batch, Layout, ParameterServer, Plan
@@ -236,6 +237,49 @@ def nested(worker: Any) -> None:
         next(worker.batches(Text(), name="other"))
 
 
+class Noting(Net):
+    """Has seen samples, by their first word, and holds the last words: a buffer that begins as None."""
+
+    met: Tensor
+
+    def __init__(self, *, fills: bool = False) -> None:
+        super().__init__(0.0)
+        self.fills = fills
+        self.register_buffer("met", torch.zeros(WORDS, dtype=torch.bool))
+        self.register_buffer("last", None)
+        self.register_buffer("cached", None, persistent=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        if self.training:
+            self.met[words[:, 0]] = True
+            self.cached = words
+        if self.fills:
+            self.last = words[0]
+        return super().forward(words)
+
+
+def noting(worker: Any) -> dict[str, Any]:
+    model = worker.prepare(Noting())
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+    return {"met": worker.gather(model.met.tolist())}
+
+
+@pytest.mark.parametrize("sync", [ParameterServer(staleness=None), ParameterServer(drop=1)])
+def test_truth_values_among_buffers_are_equal_on_all_replicas(world: World, sync: ParameterServer) -> None:
+    plan = Plan(layout=Layout(replicas=2), batch=Batch(size=10, micro=5), compute=EXACT, sync=sync)
+    one, other = world(noting, 2, plan, **THREADS)[0]["met"]
+    assert one == other and any(one)
+
+
+def filling(worker: Any) -> None:
+    model = worker.prepare(Noting(fills=True))
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+
+
 def unprepared(worker: Any) -> None:
     worker.prepare(Net())
     next(worker.batches(Text()))
@@ -249,6 +293,7 @@ def unprepared(worker: Any) -> None:
         (reading_ahead, r"loaders=1 under ParameterServer"),
         (nested, r"the loop over 'other' began inside of the one over 'train'"),
         (unprepared, r"began before there was a stepper"),
+        (filling, r"buffer last, which began as None, was filled in a step"),
     ],
 )
 def test_what_cannot_be_says_so(world: World, program: Callable[[Any], None], says: str) -> None:

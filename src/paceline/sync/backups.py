@@ -117,11 +117,7 @@ class BackupGradients(TurnGradients):
         others = [self._servers.caller(number) for number in range(1, self._servers.count)]
         for caller, call in [(one, one.begin({"op": "synced", **about})) for one in others]:
             caller.answer(call)
-        changed = {
-            number: now.detach().clone()
-            for number, (now, before) in enumerate(zip(self._kept, self._before, strict=True))
-            if not torch.equal(now, before)
-        }
+        changed = {number: buffer.clone() for number, buffer in self._changed_buffers().items()}
         arrival = {
             "op": "arrive",
             "number": self._share.number,

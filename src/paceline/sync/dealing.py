@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.comm.messages import Listener, Message
@@ -194,7 +195,8 @@ class DealingServer(Server):
         for place in header.get("tables", ()):
             gradients[place] = self.part.rows.gradient(place, next(tensors), next(tensors))
         for number in header["buffers"]:
-            self._buffers[number].add_(next(tensors))
+            buffer, change = self._buffers[number], next(tensors)
+            buffer.copy_(buffer + change > 0 if buffer.dtype == torch.bool else buffer + change)
             self._changed.add(number)
         batch: Batch = header["stream"], header["number"]
         if batch not in self._gone.values():  # otherwise who had the batch before has brought it as far as here

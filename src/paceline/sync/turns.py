@@ -88,8 +88,8 @@ class TurnGradients(GradientSum):
         self._is_first_pull = True
         self._wire_dtype = wire_dtype_of(wire)
         self._server_of = [on.get(name) for name, _ in self._all]  # None: a table, of which all have rows
-        buffers = {id(one): one for model in models for one in model.buffers() if one.dtype != torch.bool}
-        self._kept = [*buffers.values()]
+        self._kept = [*{id(one): one for model in models for one in model.buffers()}.values()]
+        self._empty = _empty_buffers(models)
         self._before: list[Tensor] = []  # what they were when the batch began
         self._optimizers: tuple[Optimizer, ...] = ()
         self._held: Held = ()
@@ -194,11 +194,7 @@ class TurnGradients(GradientSum):
         check_held(optimizers, self._held)
         options = [options_of(optimizer) for optimizer in optimizers]
         self.behind = self._ask_first({"op": "permit"}).header["behind"]
-        deltas = {
-            number: now - before
-            for number, (now, before) in enumerate(zip(self._kept, self._before, strict=True))
-            if not torch.equal(now, before)
-        }
+        deltas = {number: _difference(now, self._before[number]) for number, now in self._changed_buffers().items()}
         by_rows = self._divided()
         for number in (*range(1, self._servers.count), 0):
             places, flats = self._flats(number)
@@ -277,6 +273,19 @@ class TurnGradients(GradientSum):
                     self._kept[which].copy_(value)
         self._before = [one.detach().clone() for one in self._kept]
         return {int(answer.header["version"]) for answer in answers}
+
+    def _changed_buffers(self) -> dict[int, Tensor]:
+        """The buffers that the batch in hand has changed, by their numbers. Raises ValueError where one was None."""
+        for name, module, own_name in self._empty:
+            if getattr(module, own_name, None) is not None:
+                raise ValueError(
+                    f"buffer {name}, which began as None, was filled in a step: under ParameterServer(staleness=...) "
+                    "or (drop=...) the servers keep the model's buffers, and know those that were there when the "
+                    f"stepper was made. Register a tensor in {type(module).__name__}.__init__, with its shape and "
+                    "first value; for a cache of each worker's own, use persistent=False"
+                )
+        pairs = enumerate(zip(self._kept, self._before, strict=True))
+        return {number: now.detach() for number, (now, before) in pairs if not torch.equal(now, before)}
 
     def _ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         caller = self._servers.caller(0)
@@ -363,3 +372,19 @@ class _TurnBucket(StayingBucket):
     def scale(self, factor: float) -> None:
         for gradient in gradients_here(self.parameters):
             gradient.mul_(factor)
+
+
+def _empty_buffers(models: Sequence[Module]) -> list[tuple[str, Module, str]]:
+    """The buffers of these models that are None, but are to be saved: full name, module, and name there."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, module, name)
+        for model in models
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]  # torch lists them nowhere else
+        if buffer is None and name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]  # as above
+    ]
+
+
+def _difference(now: Tensor, before: Tensor) -> Tensor:
+    """What is to be added to a buffer; of truth values 1 where one became true, and -1 where it became false."""
+    return now.char() - before.char() if now.dtype == torch.bool else now - before
