@@ -209,6 +209,9 @@ class PretendedServers(Servers):
     def caller(self, number: int) -> Any:
         return PretendedCaller(self)
 
+    def ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = (), **_: Any) -> Message:
+        return PretendedCaller(self).answer(PretendedCaller(self).begin(question, tensors))
+
     def push(self, number: int, header: Mapping[str, Any], flat: Tensor) -> Callable[[], None]:
         self.asked.append(f"push to {number}")
         return lambda: None

@@ -210,9 +210,16 @@ class Caller:
             except zmq.NotDone:
                 self._go_on_waiting(deadline, self._timeout_s, what, is_lost=bool(self._monitor.poll(0)))
 
-    def answer(self, call: int, *, checks: bool = True, meanwhile: Callable[[], None] = lambda: None) -> Message:
-        """Wait for the answer to a question; older ones, that nobody wanted any more, are passed over. `meanwhile()` is
-        called every now and then, and may say something more.
+    def answer(
+        self,
+        call: int,
+        *,
+        checks: bool = True,
+        meanwhile: Callable[[], None] = lambda: None,
+        heard: Callable[[Message], None] = lambda _: None,
+    ) -> Message:
+        """Wait for the answer to a question; others, that nobody wanted any more, are passed over, or `heard`. Each
+        gives the listener as much time again. `meanwhile()` is called every now and then, and may say something more.
 
         Raises Lost where the listener has gone, Late where it says nothing in time, RuntimeError where it has failed,
         and, unless without `checks`, what `check` raises.
@@ -223,6 +230,7 @@ class Caller:
                 raise RuntimeError(f"{self.name} failed:\n{message.header['failed']}")
             if message.header.get("call") == call:
                 return message
+            heard(message)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the connection; unless `at_once`, what was said arrives before."""

@@ -32,9 +32,21 @@ from pathlib import Path
 
 from paceline.comm.lines import caller_line
 
-__all__ = ["FILE_NAME", "STACKS_NAME", "STACK_SIGNAL", "Call", "GroupEntry", "Image", "Ring", "Work", "read_ring"]
+__all__ = [
+    "FILE_NAME",
+    "HELD",
+    "STACKS_NAME",
+    "STACK_SIGNAL",
+    "Call",
+    "GroupEntry",
+    "Image",
+    "Ring",
+    "Work",
+    "read_ring",
+]
 
 FILE_NAME = "doing"  # in a worker's directory
+HELD = "held"  # the kind of a call that is an answer of parameter servers, which they hold back
 STACKS_NAME = "stacks"  # beside it: what a worker writes when it gets the signal
 # A real-time signal, where there are any: the usual ones are for the user's program, and for batch systems.
 STACK_SIGNAL: int = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from paceline.comm.ring import HELD
 from paceline.monitor.doing import Call, Doing
 from paceline.monitor.once import workers_text
 from paceline.units import duration_text
@@ -167,7 +168,10 @@ def sentence(finding: Finding, doings: Mapping[int, Doing], places: Mapping[int,
         is_all = len(stopped) == len(finding.named)
         who = "" if is_all else f"({workers_text(stopped)}) "
         said += f"{who}{'is' if len(stopped) == 1 else 'are'} stopped (SIGSTOP, or a debugger) and "
-    said += f"{_have(finding.named)} not entered {_told(finding.call)}"
+    if finding.call.kind == HELD:
+        said += f"{_keep(finding.named)} the parameter servers from answering"
+    else:
+        said += f"{_have(finding.named)} not entered {_told(finding.call)}"
     for worker in finding.named[:3]:
         said += f"; {_where(worker, doings, places, alone=len(finding.named) == 1)}"
     return f"{said}; {waiting} {_have(finding.waiting)} waited {duration_text(finding.waited_s)}"
@@ -291,6 +295,10 @@ def _details(call: Call) -> Iterator[str]:
 
 def _wait(workers: Sequence[int]) -> str:
     return "waits" if len(workers) == 1 else "wait"
+
+
+def _keep(workers: Sequence[int]) -> str:
+    return "keeps" if len(workers) == 1 else "keep"
 
 
 def _have(workers: Sequence[int]) -> str:

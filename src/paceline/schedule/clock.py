@@ -117,6 +117,11 @@ class Clock:
         return not self._turns and not self._applying
 
     @property
+    def workers(self) -> frozenset[int]:
+        """Who takes batches."""
+        return frozenset(self._workers)
+
+    @property
     def num_dealt(self) -> int:
         """How many batches have begun; where nothing is under way, all of them are done."""
         return self._next

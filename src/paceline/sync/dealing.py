@@ -80,6 +80,8 @@ class DealingServer(Server):
                 self._held.append((caller, header))
             case "permit" | "about":
                 self._held.append((caller, header))
+            case "awaited":
+                self.listener.send(caller, {"call": header["call"], **self._awaited(header)})
             case "wish":
                 self._clock(header).wish()
             case "saved":
@@ -144,6 +146,14 @@ class DealingServer(Server):
                 saves=range(*dealt.saves),
             )
         return self._clocks[stream]
+
+    def _awaited(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        """Who has asked for nothing that is held back: the others wait for some of them."""
+        clock = self._clocks.get(header.get("stream", ""))
+        if clock is None:
+            return {"awaited": [], "done": 0}
+        asking = {held["worker"] for _, held in self._held}
+        return {"awaited": sorted(clock.workers - asking), "done": clock.done}
 
     def _answer_all(self) -> None:
         while self._answer_held():  # an answer may allow another one

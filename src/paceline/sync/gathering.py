@@ -51,6 +51,7 @@ class _Stream:
             saves=range(*header["saves"]),
             writer=min(header["workers"]),
         )
+        self.workers = set[int](header["workers"])  # who takes shares
         self.arrivals: dict[int, _Arrival] = {}  # by share, of the step under way
         self.records: dict[int, dict[str, Any]] = {}  # by step: how it ended, for those who will ask
 
@@ -108,8 +109,11 @@ class GatheringServer(Server):
             case "left":
                 self._break_off(header)
                 self._stream(header).clock.lost(header["worker"])
+                self._stream(header).workers.discard(header["worker"])
             case "stand":
                 answer = {"number": self._stream(header).clock.done}
+            case "awaited":
+                answer = self._awaited(header)
             case "synced":  # what this caller had pushed before is here
                 answer = {}
             case "add":
@@ -134,6 +138,14 @@ class GatheringServer(Server):
         if name not in self._streams:
             self._streams[name] = _Stream(len(self._streams), header, drop=self._drop)
         return self._streams[name]
+
+    def _awaited(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        """Who has asked for nothing that is held back: the others wait for some of them."""
+        stream = self._streams.get(header.get("stream", ""))
+        if stream is None:
+            return {"awaited": [], "done": 0}
+        asking = {held["worker"] for _, held in self._held}
+        return {"awaited": sorted(stream.workers - asking), "done": stream.clock.done}
 
     def _break_off(self, header: Mapping[str, Any]) -> None:
         """Where a closer asks for something else, or leaves, its step was broken off: an error was caught."""

@@ -20,7 +20,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.messages import Caller, Late, Lost, Message
+from paceline.comm.ring import Ring
 from paceline.errors import SyncError
+from paceline.sync.held import HeldQuestion
 from paceline.sync.server_process import end_server, fork_server, is_stopped, reaped
 from paceline.sync.serving import MakeServer, Part, Server, Walk
 
@@ -51,14 +53,17 @@ class Servers:
         check: Callable[[], None],
         say: Callable[[str], None] = lambda _: None,
         holds_back: bool = False,
+        ring: Ring | None = None,
     ) -> None:
         """`store` is the run's board, `address` that of this host as others see it. `check()` is called in waits, and
-        ends them by raising. `say` warns the user; `holds_back`: a server may have good reason not to answer yet."""
+        ends them by raising. `say` warns the user; `holds_back`: a server may have good reason not to answer yet.
+        `ring`: this worker's; None: one that nobody reads."""
         self.count = count
         self.silence_s: float | None = None  # a server gives up a worker that does not answer for so long
         self._store, self._attempt, self._address, self._host = store, attempt, address, host
         self._timeout_s, self._check = timeout_s, check
         self._say, self._holds_back = say, holds_back
+        self._ring = ring or Ring.unread()
         self._callers: list[Caller] = []
         self._abouts: dict[str, Mapping[str, Any]] = {}  # of each server by its name: where it is
         self._started: list[int] = []  # process numbers
@@ -125,6 +130,28 @@ class Servers:
         """
         calls = [caller.begin(question) for caller, question in zip(self._callers, questions, strict=True)]
         return [caller.answer(call, checks=checks) for caller, call in zip(self._callers, calls, strict=True)]
+
+    def ask_first(
+        self,
+        question: Mapping[str, Any],
+        tensors: Sequence[Tensor] = (),
+        *,
+        about: Mapping[str, Any],
+        worker_rank: int,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Message:
+        """Ask the first server what it may hold back; `about` says who asks. `meanwhile()` is called in the wait."""
+        caller = self.caller(0)
+        held = HeldQuestion(caller, about, ring=self._ring, worker_rank=worker_rank, timeout_s=self._timeout_s)
+
+        def look() -> None:
+            meanwhile()
+            held.look()
+
+        try:
+            return caller.answer(caller.begin({**about, **question}, tensors), meanwhile=look, heard=held.heard)
+        finally:
+            held.close()
 
     def ask_some(self, questions: Mapping[int, Question]) -> dict[int, Message]:
         """Ask these servers, all at once, whoever else is lost meanwhile; returns the answers."""

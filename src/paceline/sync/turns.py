@@ -251,8 +251,9 @@ class TurnGradients(GradientSum):
 
         try:
             look()
-            asked = first.begin({"op": "turn", "num_losses": self._num_losses, **self._about()})
-            return self._checked(first.answer(asked, meanwhile=look)).header
+            turn, about = {"op": "turn", "num_losses": self._num_losses}, self._about()
+            answer = self._servers.ask_first(turn, about=about, worker_rank=self._worker_rank, meanwhile=look)
+            return self._checked(answer).header
         except _Called:
             first.send({"op": "gone", **self._about()})
             return None
@@ -288,8 +289,8 @@ class TurnGradients(GradientSum):
         return {number: now.detach() for number, (now, before) in pairs if not torch.equal(now, before)}
 
     def _ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-        caller = self._servers.caller(0)
-        return self._checked(caller.answer(caller.begin({**self._about(), **question}, tensors)))
+        about = self._about()
+        return self._checked(self._servers.ask_first(question, tensors, about=about, worker_rank=self._worker_rank))
 
     def _greet(self) -> None:
         """Tell the first server that this worker is there."""

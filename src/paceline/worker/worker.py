@@ -609,6 +609,7 @@ def _servers(
         check=place.agreement.check,
         say=lambda text: files.emit(Warned(text=text)),
         holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
+        ring=place.ring,
     )
     if plan.takes_turns and plan.layout.is_elastic:
         servers.silence_s = files.silence_s
