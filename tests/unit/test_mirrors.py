@@ -20,7 +20,7 @@ from paceline.comm.messages import Listener, Message
 from paceline.errors import PlanError
 from paceline.events import Event, ServerReplaced
 from paceline.plan import ParameterServer
-from paceline.sync import mirrors, servers
+from paceline.sync import mirrored, mirrors, servers
 from paceline.sync.mirrored import MirroredServer
 from paceline.sync.mirrors import MirroredServers
 from paceline.sync.serving import MakeServer, Part, options_of
@@ -301,6 +301,28 @@ def test_who_was_only_cut_off_ends_without_a_word() -> None:
     one.serve()
     assert isinstance(one.listener, PretendedListener)
     assert one.listener.told == [] and len(one.listener.said) == 1, "it ended before the next word"
+
+
+class Failing(Refusing):
+    """A connection to a mirror that cannot hold a copy."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def answer(self, call: int) -> Message:
+        raise RuntimeError("its mirror failed: no memory")
+
+
+def test_a_mirror_that_fails_while_it_copies_leaves_its_server_as_it_was_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mirrored, "Caller", Failing)
+    begin = Message({"op": "mirror", "number": 1, "endpoint": "tcp://nowhere", "name": "its mirror"})
+    asked = Message({"op": "take_over", "version": 0, "call": 1})
+    one = server(said=[(b"one", begin), (b"one", begin), (b"one", asked)])
+    one.serve()
+    assert isinstance(one.listener, PretendedListener)
+    assert [header["call"] for _, header, _ in one.listener.told] == [1] and one._mirror is None
+    assert capsys.readouterr().err.count("without a mirror for now: its mirror failed: no memory") == 1
 
 
 def mirrors_of(caller: Any) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.comm.messages import Caller, Listener, Lost, Message, Secret
+from paceline.errors import SyncError
 from paceline.sync.rows import pieces_of
 from paceline.sync.serving import Part, Server, Walk, walk_of
 
@@ -63,6 +65,7 @@ class MirroredServer(Server):
         self._secret, self._timeout_s = secret, timeout_s * PATIENCE
         self._mirror: _Mirror | None = None
         self._following: int | None = None  # the call by which the mirror was told of the step under way
+        self._has_told = False  # that there can be no mirror, since there was one
         self._is_copy = False  # of a server, which has said everything
         self._has_taken_over = self._is_dismissed = False
         self._orphaned_at: float | None = None
@@ -107,11 +110,15 @@ class MirroredServer(Server):
         try:
             caller = Caller(header["endpoint"], self._secret, name=header["name"], timeout_s=self._timeout_s)
             caller.answer(caller.begin(told, [*weights, *tensors, *sums]))
-        except Lost:
+        except (SyncError, RuntimeError) as error:  # gone, or failed by itself: what it cannot do, this one may
+            if not self._has_told:
+                print(f"this parameter server goes on without a mirror for now: {error}", file=sys.stderr)
+            self._has_told = True
             if caller is not None:
                 caller.close(at_once=True)
         else:
             self._mirror = _Mirror(header["number"], caller)
+            self._has_told = False
 
     def _before_sum(self, walk: Walk, places: Sequence[int]) -> None:
         mirror = self._mirror
