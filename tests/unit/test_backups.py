@@ -214,3 +214,17 @@ def test_a_step_whose_only_share_so_far_has_lost_its_worker_is_ended_by_the_next
     assert clock.closer is None and clock.done == 0  # who could end it is still at work
     assert clock.arrive(2) is not None
     assert clock.closer == 2 and clock.chosen == (0, 2)
+
+
+def test_a_step_that_nobody_will_note_is_told_of_once() -> None:
+    clock = clock_of(2)
+    shares(clock, 0, 1)
+    assert clock.ask(0) is None and clock.take_passed_over() == []  # the other one may take it
+    assert clock.ask(1) == Share(1, 0, 2)
+    assert clock.take_passed_over() == [0] and clock.take_passed_over() == []
+    clock.arrive(1)
+    clock.settle(without=1)  # its closer has broken off
+    assert clock.ask(0) == Share(2, 0, 2)
+    clock.arrive(0)
+    clock.settle()
+    assert clock.take_passed_over() == [1]

@@ -190,7 +190,7 @@ class PretendedCaller:
             case _:
                 number, version = next(self._servers.turns)
                 share = {"number": number, "index": 1, "count": 3, "walk": [0, number, 0]}
-                return Message({"turn": "share", "version": version, **share})
+                return Message({"turn": "share", "version": version, "passed_over": [], **share})
 
 
 class PretendedServers(Servers):
@@ -212,7 +212,7 @@ class PretendedServers(Servers):
     def ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = (), **_: Any) -> Message:
         return PretendedCaller(self).answer(PretendedCaller(self).begin(question, tensors))
 
-    def push(self, number: int, header: Mapping[str, Any], flat: Tensor) -> Callable[[], None]:
+    def push(self, number: int, header: Mapping[str, Any], *tensors: Tensor) -> Callable[[], None]:
         self.asked.append(f"push to {number}")
         return lambda: None
 

@@ -251,3 +251,25 @@ def twice(worker: Any) -> None:
 def test_a_second_step_on_one_batch_is_refused(world: World) -> None:
     with pytest.raises(WorkersFailed, match=r"step\(batch\) was called twice for one batch: .* use drop=0"):
         world(twice, 2, backed(2, servers=1), **THREADS)
+
+
+def passing_over(worker: Any) -> int:
+    """All leave out the third step, and the last one."""
+    model = worker.prepare(Net(0.0))
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text(), epochs=2):  # 8 steps
+        if batch.step in (3, 8):
+            continue
+        step(batch)
+    return worker.step
+
+
+def test_a_step_that_all_pass_over_is_noted_once_and_told_of_as_skipped(world: World) -> None:
+    assert world(passing_over, 2, backed(2, servers=1), **THREADS) == [8, 8]
+    lines = [line for line in lines_of(world, 2, "ledger.jsonl") if line.get("skipped")]
+    assert sorted((line["step"], line["whole"]) for line in lines) == [(3, [32, 48]), (8, [48, 50])]
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+    events = lines_of(world, 2, "events.jsonl")
+    assert sorted(event["step"] for event in events if event["event"] == "StepDone" and event["skipped"]) == [3, 8]
+    assert "no prepared optimizer stepped" in str([event for event in events if event["event"] == "Warned"])

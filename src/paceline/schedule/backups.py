@@ -8,7 +8,7 @@ share is late, and is thrown away.
 
 A short batch may have fewer micro-batches than there are replicas, and so fewer shares: of these all but `drop` are
 waited for, too, and one at least. Shares that nobody computes, because their workers have left the loop or passed over
-a batch, are not waited for.
+a batch, are not waited for. Where that are all of a step, it has no update, and the next one who asks is to note it.
 
 Saves come between two steps. So do pauses, which a worker may *wish* (`paceline.schedule.clock` says what they are):
 all come to them, the late ones when they are done with what they have in hand.
@@ -76,6 +76,7 @@ class StepClock:
         self._count = self._num_dealt = 0  # of its shares
         self._arrived: dict[int, int] = {}  # share -> worker, in the order of their coming
         self._turns: dict[int, Share] = {}  # what each worker has in hand, of whatever step
+        self._passed_over: list[int] = []  # steps that are in nobody's books
         self._is_wished = self._has_lost = False
         self._paused_at = 0
         self._coming: set[int] = set()  # who waits for a pause
@@ -128,11 +129,19 @@ class StepClock:
         self._close_if_due()
         return share
 
-    def settle(self) -> None:
-        """The step under way is over, whether there was an update or not."""
+    def settle(self, *, without: int | None = None) -> None:
+        """The step under way is over, whether there was an update or not. `without`: a worker that will not note it."""
+        waiting = {worker for worker in self._arrived.values() if worker in self._turns} - {without}
+        if not waiting:
+            self._passed_over.append(self.done)
         self._is_open, self.closer = False, None
         self._arrived.clear()
         self.done += 1
+
+    def take_passed_over(self) -> list[int]:
+        """Return the steps that are over and that nobody has in hand to note; each is returned once."""
+        passed_over, self._passed_over = self._passed_over, []
+        return passed_over
 
     def saved(self, number: int) -> None:
         """The state before this batch is kept: it may begin."""
@@ -150,7 +159,7 @@ class StepClock:
         if worker == self._writer:
             self._saves.clear()
         if self.closer == worker:
-            self.settle()
+            self.settle(without=worker)
         self._let_go(worker)
         self._close_if_due()
 

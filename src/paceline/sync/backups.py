@@ -32,7 +32,7 @@ from paceline.sync.served import ServedBucket
 from paceline.sync.servers import Servers
 from paceline.sync.serving import MakeServer, check_held, options_of
 from paceline.sync.tables import RowsBucket, Tables
-from paceline.sync.turns import TurnGradients
+from paceline.sync.turns import Bequest, TurnGradients
 
 __all__ = ["BackupGradients"]
 
@@ -81,6 +81,7 @@ class BackupGradients(TurnGradients):
             told = self._ask_for_more(dealt, wants_pause=wants_pause, is_called=is_called)
             if told is None:
                 return None
+            self.bequests += [Bequest(dealt.stream, number, is_skipped=True) for number in told["passed_over"]]
             version = int(told["version"])
             if version == self._version:
                 self._before = [one.detach().clone() for one in self._kept]

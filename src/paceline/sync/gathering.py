@@ -64,12 +64,14 @@ class _Stream:
             "used": sorted({place for one in chosen for place in one.used}),
         }
 
-    def settle(self, *, taken: bool, norm: float, verdict: Mapping[str, Any] | None) -> None:
-        """The step is over."""
+    def settle(
+        self, *, taken: bool, norm: float, verdict: Mapping[str, Any] | None, without: int | None = None
+    ) -> None:
+        """The step is over; `without` as for the clock."""
         clock = self.clock
         self.records[clock.done] = {**self.sums(), "taken": taken, "norm": norm, "verdict": verdict}
         self.arrivals.clear()
-        clock.settle()
+        clock.settle(without=without)
         self.records = {number: one for number, one in self.records.items() if number >= clock.oldest}
 
 
@@ -151,7 +153,7 @@ class GatheringServer(Server):
         """Where a closer asks for something else, or leaves, its step was broken off: an error was caught."""
         stream = self._stream(header)
         if stream.clock.closer == header["worker"]:
-            stream.settle(taken=False, norm=math.nan, verdict=None)
+            stream.settle(taken=False, norm=math.nan, verdict=None, without=header["worker"])
 
     def _gathering(self, walk: Walk) -> Gathering | None:
         return super()._gathering(walk) if walk > self._stepped else None  # others are late
@@ -227,10 +229,11 @@ class GatheringServer(Server):
 
     def _dealt(self, stream: _Stream, header: Mapping[str, Any]) -> dict[str, Any] | None:
         """What a worker that asks for a share is told."""
-        about = {"version": self.part.version}
-        match stream.clock.ask(header["worker"]):
-            case None:
-                return None
+        turn = stream.clock.ask(header["worker"])
+        if turn is None:
+            return None
+        about = {"version": self.part.version, "passed_over": stream.clock.take_passed_over()}
+        match turn:
             case Share(number=number, index=index, count=count):
                 share = {"number": number, "index": index, "count": count}
                 return {**about, "turn": "share", **share, "walk": [stream.ordinal, number, 0]}

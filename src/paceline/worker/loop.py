@@ -308,6 +308,11 @@ class Loop:
         for one in gradients.bequests:
             if one.stream == stream.source.name:  # who came later hears of earlier ones, too
                 batch = stream.batch_at(one.number, begun=begun, step=first + one.number + 1)
+                if self._plan.drops_late:  # all have passed it over: it is in nobody's books
+                    self.books.step, batch.chosen = first + one.number, ()
+                    self.books.open(batch, Cursor())
+                    self.books.close(batch.stream)
+                    continue
                 self._files.ledger.committed(batch, (), step=batch.step, skipped=one.is_skipped, is_whole=True)
         gradients.bequests.clear()
 
