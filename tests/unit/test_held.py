@@ -40,7 +40,7 @@ class Worker(Servers):
     def tell(self, question: dict[str, Any]) -> Message:
         return self.ask_first(question, about=self.about, worker_rank=self.rank)
 
-    def take(self, *_: Any) -> Any:
+    def turn(self) -> Any:
         return self.tell({"op": "turn", "num_losses": 0}).header["turn"]
 
     def end(self) -> None:
@@ -68,12 +68,12 @@ def test_who_waits_longer_than_the_limit_for_a_slow_worker_has_lost_no_server(
     monkeypatch.setattr(held, "ASK_S", 0.02)
     rings = [Ring.create(folder(tmp_path, rank) / FILE_NAME, worker=rank, limit_s=0.5) for rank in (0, 1)]
     slow, told = Worker(1, endpoint, rings[1], timeout_s=LIMIT_S), list[Any]()
-    assert slow.take() == "batch"
+    assert slow.turn() == "batch"
 
     def wait() -> None:
         waiting = Worker(0, endpoint, rings[0], timeout_s=0.5)
         try:
-            told.append(waiting.take())
+            told.append(waiting.turn())
         except SyncError as error:
             told.append(error)
         finally:
@@ -86,7 +86,7 @@ def test_who_waits_longer_than_the_limit_for_a_slow_worker_has_lost_no_server(
         time.sleep(0.02)  # nothing tells how long somebody has waited
     doings = {rank: doing(tmp_path, rank) for rank in (0, 1)}
     slow.tell({"op": "skip", "number": 0})
-    over = slow.take()
+    over = slow.turn()
     slow.end()
     waiter.join(LIMIT_S)
     assert (over, told) == ("over", ["over"])
@@ -106,9 +106,9 @@ def test_where_nobody_ends_the_wait_its_limit_names_who_is_awaited(
     waiting = Worker(0, endpoint, Ring.unread(), timeout_s=LIMIT_S)
     waiting._timeout_s = 0.5
     try:
-        assert slow.take() == "batch"
+        assert slow.turn() == "batch"
         with pytest.raises(SyncError, match=r"the server has held an answer back .* it waits for worker 1 ") as raised:
-            waiting.take()
+            waiting.turn()
         assert not isinstance(raised.value, Lost), "which would have the server ended"
     finally:
         slow.end()

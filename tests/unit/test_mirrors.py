@@ -22,7 +22,7 @@ from paceline.events import Event, ServerReplaced
 from paceline.plan import ParameterServer
 from paceline.sync import mirrored, mirrors, servers
 from paceline.sync.mirrored import MirroredServer
-from paceline.sync.mirrors import MirroredServers
+from paceline.sync.mirrors import MirroredServers, starter_of
 from paceline.sync.serving import MakeServer, Part, options_of
 
 SIZES = [3, 5, 2, 4]  # of the parameters; even ones are on server 0, odd ones on server 1
@@ -319,10 +319,78 @@ def test_a_mirror_that_fails_while_it_copies_leaves_its_server_as_it_was_and_is_
     begin = Message({"op": "mirror", "number": 1, "endpoint": "tcp://nowhere", "name": "its mirror"})
     asked = Message({"op": "take_over", "version": 0, "call": 1})
     one = server(said=[(b"one", begin), (b"one", begin), (b"one", asked)])
+    one._mirror, gone = mirrors_of(Refusing()), list[Any]()
+    monkeypatch.setattr(one, "_let_go", lambda: gone.append(None))
     one.serve()
     assert isinstance(one.listener, PretendedListener)
-    assert [header["call"] for _, header, _ in one.listener.told] == [1] and one._mirror is None
+    assert [header["call"] for _, header, _ in one.listener.told] == [1]
+    assert len(gone) == 1, "its mirror was let go of before its end"
     assert capsys.readouterr().err.count("without a mirror for now: its mirror failed: no memory") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "hosts", "of_server", "starter"),
+    [
+        (0, "aaaa", "a", 2),  # one host: half of them further on
+        (1, "aaaa", "a", 3),
+        (0, "aabb", "a", 2),
+        (0, "aabb", "b", 0),  # after a takeover the server is where its mirror was
+        (0, "aaab", "a", 3),  # uneven hosts
+        (1, "aaab", "a", 3),
+        (1, "baaa", "a", 0),
+        (5, "ab", "a", 1),
+        (0, "a", "a", 0),
+    ],
+)
+def test_a_mirror_is_started_on_another_host_where_there_is_one(
+    number: int, hosts: str, of_server: str, starter: int
+) -> None:
+    assert starter_of(number, hosts=hosts, of_server=of_server) == starter
+
+
+class Board(MirroredServers):
+    """One that notes which mirrors it begins."""
+
+    def __init__(self, store: dist.Store, host: str) -> None:
+        place: dict[str, Any] = {"attempt": 1, "address": "", "timeout_s": LIMIT_S, "check": lambda: None}
+        super().__init__(1, tell=lambda _: None, store=store, host=host, **place)
+        self.begun: list[int] = []
+
+    def _first(self, number: int) -> tuple[int, Any]:
+        self._abouts["server"] = {"host": "a"}
+        return 0, Named()
+
+    def _begin_mirror(self, number: int) -> None:
+        self.begun.append(self._num_walks)
+
+
+class Named:
+    name = "server"
+
+
+def test_who_comes_later_asks_for_a_mirror_only_where_it_was_told_that_there_is_none() -> None:
+    store = dist.HashStore()
+    first, second, newcomer = (Board(store, host) for host in "aab")
+    for one in (first, second):
+        one.join()
+    threads = [
+        threading.Thread(target=one.begin, args=((0, 1, 0),), kwargs={"index": index, "size": 2})
+        for index, one in enumerate((first, second))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert (first.begun, second.begun) == ([], [1])
+    store.add(second._key(0, "count"), 1)
+    newcomer.join()
+    for one in (first, second):
+        one._mirror_of = [1]
+        one.begin((1, 2, 0), index=0 if one is first else 1, size=3)
+    newcomer.begin((1, 2, 0), index=2, size=3)
+    assert newcomer.begun == []
+    newcomer.begin((1, 3, 0), index=2, size=3)  # it was told of none
+    assert newcomer.begun == [2]
 
 
 def mirrors_of(caller: Any) -> Any:

@@ -90,8 +90,7 @@ class MirroredServer(Server):
     # The side of the one that workers ask.
 
     def _begin_mirroring(self, header: Mapping[str, Any]) -> None:
-        """Tell a new mirror everything; where that fails there is none, which the workers are told."""
-        self._let_go()
+        """Tell a new mirror everything; where that fails there is the one before, or none, as the workers are told."""
         walks = self._gatherings
         entries, tensors = self.part.state(with_rows=True)
         weights = self.part.weights(self.part.places)
@@ -117,6 +116,7 @@ class MirroredServer(Server):
             if caller is not None:
                 caller.close(at_once=True)
         else:
+            self._let_go()
             self._mirror = _Mirror(header["number"], caller)
             self._has_told = False
 

@@ -6,8 +6,8 @@ connected to both, so a mirror is there as long as they are.
 
 A worker that loses a server asks the mirror to take over, pushes once more what it has pushed in this walk, and repeats
 its question. Servers take a walk's sums and its step once, however often they are asked, so it does not matter when
-that was. Whichever worker is half of them further on then starts another mirror: on another host, where there are
-several.
+that was. Another mirror is then started by the first worker, from half of them further on, that is on another host than
+the server; where there is only one host, by the one half of them further on.
 """
 
 from __future__ import annotations
@@ -28,9 +28,17 @@ from paceline.sync.server_process import end_server, fork_server, reaped
 from paceline.sync.servers import END_S, KEY, POLL_S, TOLD_S, Question, Servers
 from paceline.sync.serving import MakeServer, Part, Server, Walk
 
-__all__ = ["MirroredServers"]
+__all__ = ["MirroredServers", "starter_of"]
 
+HOST = "paceline/servers/{attempt}/hosts/{generation}/{index}"  # of a member
 RAREST = 10  # at least every 2^10 walks another mirror is tried in place of those that could not begin
+
+
+def starter_of(number: int, *, hosts: Sequence[str], of_server: str) -> int:
+    """Which member starts the mirror of a server that is on this host; `hosts` are those of the members."""
+    size = len(hosts)
+    rotation = [(number + size // 2 + place) % size for place in range(size)]
+    return next((one for one in rotation if hosts[one] != of_server), rotation[0])
 
 
 class MirroredServers(Servers):
@@ -50,6 +58,7 @@ class MirroredServers(Servers):
         self._num_walks, self._walk = 0, (-1, -1, -1)
         self._pushed: list[list[Question]] = [[] for _ in range(count)]  # in this walk
         self._sums: list[Mapping[str, Any]] = [{} for _ in range(count)]  # the newest question of this kind
+        self._hosts: tuple[tuple[int, int, int], list[str]] = ((-1, -1, -1), [])  # of the members, and of which
         self._heeds_others = True  # whether a wait ends where a member is lost
         self._fork: Callable[[int, bytes], tuple[int, str]] = _nothing
 
@@ -74,6 +83,8 @@ class MirroredServers(Servers):
     def join(self) -> None:
         self._require_open()
         for number in range(len(self._callers), self.count):
+            if self._store.check([self._key(number, "count")]):  # others have taken steps: it may have a mirror
+                self._waits_until[number] = 2
             process, caller = self._first(number)
             self._callers.append(caller)
             self._processes.append(process)
@@ -81,12 +92,27 @@ class MirroredServers(Servers):
     def begin(self, walk: Walk, *, index: int, size: int) -> None:
         self._walk, self._num_walks = walk, self._num_walks + 1
         self._pushed = [[] for _ in range(self.count)]
+        members = walk[0], index, size
+        if self._hosts[0] != members:
+            self._store.set(HOST.format(attempt=self._attempt, generation=walk[0], index=index), self._host)
+            self._hosts = members, []
         for number, mirror in enumerate(self._mirror_of):
-            is_mine = index == (number + size // 2) % size
-            if mirror is None and is_mine and self._num_walks >= self._waits_until[number]:
+            if mirror is not None or self._num_walks < self._waits_until[number]:
+                continue
+            of_server = self._abouts[self._callers[number].name]["host"]
+            if index == starter_of(number, hosts=self._hosts_of(walk[0], size), of_server=of_server):
                 self._waits_until[number] = self._num_walks + (1 << min(self._tried[number], RAREST))
                 self._tried[number] += 1
                 self._begin_mirror(number)
+
+    def _hosts_of(self, generation: int, size: int) -> list[str]:
+        """The hosts of all members, each of which says its own before its first walk."""
+        members, hosts = self._hosts
+        if not hosts:
+            keys = [HOST.format(attempt=self._attempt, generation=generation, index=one) for one in range(size)]
+            hosts = [self._told(key, f"the host of member {one}") for one, key in enumerate(keys)]
+            self._hosts = members, hosts
+        return hosts
 
     def _begin_mirror(self, number: int) -> None:
         """Start a mirror, and have the server tell it everything; where that cannot be, the run goes on without."""

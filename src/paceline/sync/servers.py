@@ -259,10 +259,14 @@ class Servers:
         return about["host"] == self._host and is_stopped(about["pid"])
 
     def _found(self, key: str, name: str) -> dict[str, Any]:
+        return json.loads(self._told(key, f"where {name} is"))
+
+    def _told(self, key: str, name: str) -> str:
+        """What somebody says on the board, or will."""
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([key]):
             self._check()
             if time.monotonic() > deadline:
-                raise SyncError(f"{name} was not started within {self._timeout_s:.0f} s")
+                raise SyncError(f"{name} was not told within {self._timeout_s:.0f} s (timeout_s)")
             time.sleep(POLL_S)  # a board's wait would not look for lost members
-        return json.loads(self._store.get(key))
+        return self._store.get(key).decode()
