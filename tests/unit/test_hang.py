@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from paceline.comm.generation import Members
+from paceline.comm.group import Alone
 from paceline.comm.lines import is_users
 from paceline.comm.ring import NUM_CALLS, STACK_SIGNAL, Call, GroupEntry, Ring, Work, read_ring
 from paceline.monitor.doing import Doing, look
@@ -240,6 +242,32 @@ def test_who_has_launched_a_collective_and_does_nothing_more_waits_too() -> None
     doings = {k: doing(k, call(416), call(417), idle_s=30.0) for k in (0, 1, 3)} | {2: doing(2, call(416))}
     finding = only(HangDetector().look(doings))
     assert (finding.named, finding.waiting, finding.waited_s) == ((2,), (0, 1, 3), 30.0)
+
+
+def test_nobody_is_awaited_for_what_members_entered_before_they_parted(tmp_path: Path) -> None:
+    """Worker 0 has come in the place of another one, was in none of it, and trains; worker 1 has a long batch."""
+    members = list[Members]()
+    for worker in (0, 1, 2):
+        (tmp_path / f"worker_{worker}").mkdir()
+        ring = Ring.create(tmp_path / f"worker_{worker}" / "doing", worker=worker, limit_s=8.0)
+        group = None if worker == 0 else Alone()
+        members.append(Members(group, generation=0, ranks=() if worker == 0 else (0, 1, 2), ring=ring))
+        if worker > 0:
+            ring.join("generation 0", (0, 1, 2), is_main=True)
+            ring.wait(ring.enter("broadcast_object", ""))
+            ring.leave()
+
+    def seen() -> dict[int, Doing]:
+        found = [look(tmp_path / f"worker_{worker}", worker, host="a") for worker in (0, 1, 2)]
+        return {one.worker: one for one in found if one is not None}
+
+    assert only(absences(seen())).named == (0,)  # as long as they are together
+    for worker, one in enumerate(members):
+        one.part(worker)
+    assert absences(seen()) == []
+    for one in members:
+        one.join()
+    assert absences(seen()) == [] and [one.groups[0].name for one in seen().values()][1:] == ["generation 0"] * 2
 
 
 def test_the_outlook_says_when_the_wait_ends_and_what_ends_it_now() -> None:

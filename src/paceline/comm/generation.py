@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.group import Alone, Disrupted, Group, Transfer, WorkerGroup, first_line, from_bytes, to_bytes
-from paceline.comm.ring import Ring
+from paceline.comm.ring import APART, Ring
 from paceline.comm.scheduled import straight_of
 from paceline.errors import SyncError
 
@@ -152,6 +152,7 @@ class Members:
         self._group: WorkerGroup | None = group
         self._ring = Ring.unread() if ring is None else ring
         self._name = name  # under which the ring knows the group; None: it is the run's own
+        self._is_apart = False
 
     @property
     def index(self) -> int:
@@ -174,6 +175,17 @@ class Members:
         before, self._group, self.generation, self.ranks = self._group, group, generation, tuple(ranks)
         if before is not None:
             before.close()
+
+    def part(self, rank: int) -> None:
+        """From now on nothing moves: the ring shows this worker, of that rank, in no group with the others."""
+        self._is_apart = True
+        self._ring.join(APART, [rank], is_main=True)
+
+    def join(self) -> None:
+        """It is among them again, where it was not; all count their calls anew."""
+        if self._is_apart and not self.is_newcomer:
+            self._ring.join(name_of(self.generation), self.ranks, is_main=True)
+        self._is_apart = False
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         group = self._now()

@@ -33,6 +33,7 @@ from pathlib import Path
 from paceline.comm.lines import caller_line
 
 __all__ = [
+    "APART",
     "FILE_NAME",
     "HELD",
     "STACKS_NAME",
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 FILE_NAME = "doing"  # in a worker's directory
+APART = "apart"  # the run's own group, of this worker alone, while it needs no other one
 HELD = "held"  # the kind of a call that is an answer of parameter servers, which they hold back
 STACKS_NAME = "stacks"  # beside it: what a worker writes when it gets the signal
 # A real-time signal, where there are any: the usual ones are for the user's program, and for batch systems.

@@ -197,7 +197,8 @@ class Agreement:
             self.recovery_s += time.perf_counter() - began
 
     def part(self) -> None:
-        """From now on this worker does without the others. Nothing happens where their number is fixed."""
+        """From now on this worker does without the others: nobody is awaited in a collective."""
+        self._members.part(self._rank)
         if self.elastic is not None and self._orders is not None:
             self._is_apart = True
             self._orders.part()
@@ -218,6 +219,7 @@ class Agreement:
 
     def come_together(self) -> None:
         """From now on this worker does things together with the others again, where it was apart."""
+        self._members.join()
         if self._is_apart and self._orders is not None:
             self._is_apart = False
             self._orders.join()
