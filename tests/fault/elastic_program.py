@@ -3,12 +3,14 @@
 Where they may be lost: `doomed`.
 
 OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file "open";
-         turns: replicas do not wait for each other, so there is no schedule
+         turns: replicas do not wait for each other, so there is no schedule; loops: over batches, all but the last one
+         over one epoch
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -83,7 +85,9 @@ def train(worker: paceline.Worker) -> str:
     if words != ["from 0"]:
         raise ValueError(f"the first broadcast gave {words}")
     pause_s = float(OPTIONS.get("pause_s", 0))
-    for batch in worker.batches(Digits(worker), epochs=1000):
+    num_short = int(OPTIONS.get("loops", 1)) - 1
+    loops = (worker.batches(Digits(worker), epochs=epochs) for epochs in [1] * num_short + [1000])
+    for batch in itertools.chain.from_iterable(loops):
         if OPTIONS.get("plain"):
             for x, y in batch:
                 worker.backward(F.cross_entropy(model(x), y))

@@ -104,12 +104,33 @@ def test_workers_leave_and_come_on_purpose_and_then_all_save_and_leave(tmp_path:
     assert_each_sample_once(then, steps=stands + 20)
 
 
+def test_who_comes_in_a_later_loop_takes_part_there_and_saves(tmp_path: Path) -> None:
+    fault = {"worker": 0, "step": 8, "where": "half"}  # an epoch has five steps
+    options: dict[str, Any] = {"plan": plan(None, most=3), "turns": True, "pause_s": 0.05, "loops": 2}
+    process = start(tmp_path / "a", fault, **options, job={"workers": 3, "max_steps": 10_000, "save_every": 10})
+    run_dir = tmp_path / "a" / "run"
+    reached(run_dir, 6, process)
+    comes(run_dir, "WorkerJoined", 1)
+    reached(run_dir, len((run_dir / "metrics.jsonl").read_text().splitlines()) + 12, process)  # one is saved at least
+    process.send_signal(signal.SIGTERM)
+    first = finish(tmp_path / "a", process)
+    assert first.code == 75, first.output
+    assert [one["rank"] for one in first.events("WorkerLost")] == [0], first.output
+    stands = max(row["step"] for row in first.metrics())
+    then = trained(tmp_path / "a", **options, job={"workers": 3, "max_steps": stands + 10})
+    assert_each_sample_once(then, steps=stands + 10)
+
+
 def test_below_the_minimum_nobody_takes_a_batch_and_in_the_end_all_is_saved(tmp_path: Path) -> None:
     faults = [{"worker": worker, "step": 6, "where": "forward"} for worker in (1, 2)]
     options: dict[str, Any] = {"plan": plan(None, least=3), "turns": True, "pause_s": 0.02}
     first = trained(tmp_path / "a", *faults, no_joins=True, job={"patience_s": 1.0, "max_steps": 400}, **options)
     assert first.code == 76, first.output
     stands = max(row["step"] for row in first.metrics())
-    assert stands < 40 and (first.run_dir / "checkpoints" / f"step_{stands:08}").is_dir(), first.output
+    assert (first.run_dir / "checkpoints" / f"step_{stands:08}").is_dir(), first.output
+    held = next(one for one in first.events("Regrouped") if one["holds"])  # all who are left know it
+    later = [row["step"] for row in first.metrics() if row["time"] > held["time"]]
+    # Each has ended the batch that it had, and those of the lost ones are done before all save.
+    assert len(later) <= len(held["members"]) + len(faults), first.output
     then = trained(tmp_path / "a", *faults, **options, job={"max_steps": stands + 10})
     assert_each_sample_once(then, steps=stands + 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,6 +16,7 @@ from paceline.sync.dealing import DealingServer
 from paceline.sync.serving import Part
 
 DEALT = Dealt(stream="train", limit=3, workers=(0, 1), saves=(4, 4, 1), step=0, epoch=0, position=0)
+LATER: dict[str, Any] = {"stream": "later", "saves": (1, 4, 1)}  # another loop over batches
 
 
 class Listener:
@@ -55,15 +57,26 @@ class Pair:
         self.servers[server]._take(name.encode(), Message(header, tensors))
         return heard[-1] if len(heard) > num_heard else None
 
-    def ask(self, name: str, *, num_losses: int = 0) -> Mapping[str, Any] | None:
-        return self.say(name, "turn", num_losses=num_losses)
+    def ask(self, name: str, *, num_losses: int = 0, **fields: Any) -> Mapping[str, Any] | None:
+        return self.say(name, "turn", num_losses=num_losses, **fields)
 
     def update(
-        self, name: str, number: int, gradient: float, *, server: int, changes: Sequence[int] = ()
+        self,
+        name: str,
+        number: int,
+        gradient: float,
+        *,
+        server: int,
+        changes: Sequence[int] = (),
+        **fields: Any,
     ) -> Mapping[str, Any] | None:
         about = {"places": [[server]], "tables": [], "options": [[{"lr": 1.0}]], "buffers": [0] if changes else []}
         tensors = [torch.tensor([gradient]), *([torch.tensor(changes, dtype=torch.int8)] if changes else ())]
-        return self.say(name, "update", *tensors, server=server, number=number, is_last=server == 0, **about)
+        about = {**about, "number": number, "is_last": server == 0, **fields}
+        return self.say(name, "update", *tensors, server=server, **about)
+
+    def last_told(self, name: str) -> Mapping[str, Any]:
+        return self.listeners[0].told[name.encode()][-1]
 
     def weights(self, name: str, *, lost: Sequence[str] = ()) -> list[float]:
         """What a worker gets that has heard of these losses."""
@@ -87,10 +100,10 @@ def begun() -> Pair:
     return pair
 
 
-def done(pair: Pair, name: str, number: int, gradient: float) -> None:
-    assert pair.say(name, "permit") is not None
+def done(pair: Pair, name: str, number: int, gradient: float, **fields: Any) -> None:
+    assert pair.say(name, "permit", **fields) is not None
     for server in (1, 0):
-        assert "is_lost" not in (pair.update(name, number, gradient, server=server) or {"is_lost": True})
+        assert "is_lost" not in (pair.update(name, number, gradient, server=server, **fields) or {"is_lost": True})
 
 
 def test_an_update_that_one_server_has_is_left_out_there_when_its_batch_is_taken_again() -> None:
@@ -172,6 +185,49 @@ def test_who_comes_in_the_place_of_a_lost_worker_is_told_what_is_dealt_and_gets_
     told = pair.ask("0b") or {}
     assert (told["number"], told["losses"]) == (0, [{"name": "0a", "unnoted": None}])
     assert (pair.update("0a", 0, 1.0, server=0) or {})["is_lost"] is True
+
+
+def in_later_loop() -> Pair:
+    """The first loop is over; worker 0 has the first batch of the next one, and 1 waits until that is saved."""
+    pair = Pair()
+    for name in ("0a", "1a"):
+        pair.say(name, "hello")
+    for number in range(3):
+        assert (pair.ask("1a") or {})["number"] == number
+        done(pair, "1a", number, 1.0)
+    for name in ("1a", "0a"):
+        assert (pair.ask(name) or {})["turn"] == "over"
+    assert (pair.ask("0a", **LATER) or {})["number"] == 0
+    assert pair.ask("1a", **LATER) is None
+    return pair
+
+
+def test_nobody_waits_for_who_has_come_later_and_has_not_reached_this_loop() -> None:
+    pair = in_later_loop()
+    pair.lose("0a")
+    assert pair.last_told("1a")["number"] == 0
+    pair.say("0b", "hello")
+    done(pair, "1a", 0, 1.0, **LATER)
+    assert (pair.say("0b", "about") or {})["is_over"] is True
+    assert (pair.ask("1a", **LATER) or {})["turn"] == "save"
+    pair.say("1a", "saved", number=1, **LATER)
+    assert (pair.ask("1a", **LATER) or {})["number"] == 1
+    assert (pair.say("0b", "about", **LATER) or {"is_over": True})["is_over"] is False
+    done(pair, "1a", 1, 1.0, **LATER)
+    assert pair.ask("1a", **LATER) is None, "0b is the first one here from now on"
+    assert (pair.ask("0b", **LATER) or {})["turn"] == "save"
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_loop_begins_with_those_in_the_place_of_lost_ones_who_were_in_an_earlier_one(has_joined: bool) -> None:
+    pair = begun()
+    pair.say("0b", "hello")  # 0a is lost
+    if has_joined:
+        assert (pair.say("0b", "about") or {"is_over": True})["is_over"] is False
+    assert (pair.ask("1a", **LATER) or {})["number"] == 0
+    done(pair, "1a", 0, 1.0, **LATER)
+    told = pair.ask("1a", **LATER)
+    assert told is None if has_joined else told is not None and told["turn"] == "save"
 
 
 def test_who_comes_before_anything_is_dealt_waits() -> None:

@@ -51,7 +51,7 @@ class DealingServer(Server):
         self._changed: set[int] = set()  # of them
         self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # questions that the clock has not answered
         self._here: dict[int, tuple[bytes, str]] = {}  # workers by rank: connection and name
-        self._lost_ranks: set[int] = set()  # nobody is there in their place
+        self._lost_ranks: set[int] = set()  # nobody who has joined a loop is there in their place
         self._applied: dict[str, Batch] = {}  # by name: the last update that is here
         self._gone: dict[str, Batch | None] = {}  # names of who is lost, and the same
         self._unnoted: dict[str, tuple[str, int, bool]] = {}  # by name: done, skipped, and perhaps not in its books yet
@@ -76,7 +76,9 @@ class DealingServer(Server):
                 self._meet(caller, header)
             case "turn":
                 self._unnoted.pop(header["name"], None)  # who asks for the next one has noted it
-                self._clock(header).returned(header["worker"])  # others may have waited for that
+                clock = self._clock(header)
+                clock.join(header["worker"])
+                clock.returned(header["worker"])  # others may have waited for that
                 self._held.append((caller, header))
             case "permit" | "about":
                 self._held.append((caller, header))
@@ -116,9 +118,6 @@ class DealingServer(Server):
         if worker in self._here:
             self._lose(worker)
         self._here[worker] = caller, header["name"]
-        self._lost_ranks.discard(worker)
-        for clock in self._clocks.values():
-            clock.join(worker)
         self.listener.send(caller, {"call": header["call"]})
 
     def _lose(self, worker: int) -> None:
@@ -142,7 +141,7 @@ class DealingServer(Server):
             self._clocks[stream] = Clock(
                 staleness=self._staleness,
                 limit=dealt.limit,
-                workers={*dealt.workers, *self._here} - self._lost_ranks,
+                workers={*dealt.workers} - self._lost_ranks,
                 saves=range(*dealt.saves),
             )
         return self._clocks[stream]
@@ -173,7 +172,7 @@ class DealingServer(Server):
     def _judged(self, header: Mapping[str, Any]) -> dict[str, Any] | None:
         if header["op"] == "about":
             dealt = self._dealt.get(header["stream"])
-            return None if dealt is None else {"dealt": dealt.plain(), "is_over": self._clocks[dealt.stream].is_over}
+            return None if dealt is None else {"dealt": dealt.plain(), "is_over": not self._let_in(header)}
         clock, worker = self._clock(header), header["worker"]
         if header["op"] == "permit":
             behind = clock.permit(worker)
@@ -192,6 +191,15 @@ class DealingServer(Server):
                 return None
             case Over():
                 return {"turn": "over", "number": header["limit"], "losses": losses}
+
+    def _let_in(self, header: Mapping[str, Any]) -> bool:
+        """Have all in this loop wait for who came later, unless it is over: the others may be in a later one by then,
+        and wait there for nobody who has not reached it."""
+        clock, worker = self._clocks[header["stream"]], header["worker"]
+        if not clock.is_over:
+            clock.join(worker)
+            self._lost_ranks.discard(worker)  # and it goes with the others from loop to loop
+        return not clock.is_over
 
     def _update(self, caller: bytes, message: Message) -> None:
         """Have the optimizers step with one replica's gradients, and its change of the buffers added."""

@@ -132,14 +132,15 @@ class TurnGradients(GradientSum):
             self._greet()
             self._is_known = True
 
-    def join(self, stream: str) -> Dealt | None:
-        """Reach the servers, which others have started or will, and learn what is dealt of a stream; None: it is over.
+    def join(self, stream: str) -> tuple[Dealt, bool]:
+        """Reach the servers, which others have started or will, and learn what is dealt of a stream, and whether that
+        is over.
 
         Otherwise nobody comes to its end before this worker has asked for a batch, or is lost.
         """
         self.meet(index=self._servers.count, size=1)
         told = self._ask_first({"op": "about", "stream": stream}).header
-        return None if told["is_over"] else Dealt.from_plain(told["dealt"])
+        return Dealt.from_plain(told["dealt"]), bool(told["is_over"])
 
     def next(
         self, dealt: Dealt, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool] = lambda: False

@@ -127,6 +127,7 @@ class Agreement:
         self._is_dismissed = False  # all have agreed to go on without this one
         self._come: Callable[[], None] = lambda: None
         self._is_apart = False
+        self._has_come = False  # this worker came later, and is one of them
 
     def attach(self, holder: Holder) -> None:
         """Say whose state it is."""
@@ -209,6 +210,7 @@ class Agreement:
         finish = orders.come()
         if finish is not None:
             raise Leaving(finish.exit_code)
+        self._has_come = True
 
     def await_run_end(self) -> NoReturn:
         """This worker came too late to do anything: the head ends it with the run. Raises Leaving."""
@@ -224,6 +226,8 @@ class Agreement:
             self._is_apart = False
             self._orders.join()
             if self.is_newcomer:
+                if not self._has_come:  # all loops that it has seen were over, and the others are somewhere behind them
+                    self.await_run_end()
                 self._change_over()
 
     def await_enough(self) -> None:

@@ -216,6 +216,8 @@ class Loop:
             )
         name, gradients, agreement = stream.source.name, self._models.turns, self._agreement
         dealt = self._begin_turns(stream, gradients)
+        if dealt is None:
+            return
         first, begun = dealt.step, Cursor(dealt.epoch, dealt.position)
         self._turn_of = stream, first, begun
         while True:
@@ -272,16 +274,21 @@ class Loop:
                 self.books.report({"behind": gradients.behind})
             self.books.close(name)
 
-    def _begin_turns(self, stream: Stream, gradients: TurnGradients) -> Dealt:
-        """Reach the servers; returns what is dealt: who comes later is told by them. From then on members are apart."""
+    def _begin_turns(self, stream: Stream, gradients: TurnGradients) -> Dealt | None:
+        """Reach the servers; returns what is dealt: who comes later is told by them. None: that is over, and the others
+        are in a later loop, or at the end. From then on members are apart."""
         name, first, limit, files = stream.source.name, self.step, stream.num_left(), self._files
         if self._agreement.is_newcomer:
             self._agreement.part()
-            dealt = gradients.join(name)
-            if dealt is None:
+            dealt, is_over = gradients.join(name)
+            if not is_over:
+                self._agreement.come()
+                return dealt
+            self.books.step = dealt.step + dealt.limit
+            stream.stand_after(dealt.limit, begun=Cursor(dealt.epoch, dealt.position))
+            if files.is_last_step(self.step):
                 self._agreement.await_run_end()
-            self._agreement.come()
-            return dealt
+            return None
         if files.max_steps is not None:
             limit = max(0, min(limit, files.max_steps - first))
         every = files.save_every
