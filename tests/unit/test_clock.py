@@ -22,6 +22,7 @@ class Pretended:
         self.saves = set(self.chance.sample(range(1, limit + 1), k=3))
         self.clock = Clock(staleness=staleness, limit=limit, workers=range(workers), saves=self.saves)
         self.alive, self.num_ever = set(range(workers)), workers
+        self.has_lost = False
         self.slow = dict[int, int]()
         self.hand = dict[int, tuple[int, list[set[int]]]]()  # batch, and the updates that a worker's weights have
         self.permits = dict[int, int]()  # of whom an update is on its way, and its number
@@ -57,6 +58,7 @@ class Pretended:
         self.clock.join(worker)
 
     def die(self, worker: int) -> None:
+        self.has_lost = True
         for one in (self.alive, self.over, self.paused, self.group, self.half):
             one.discard(worker)
         self.hand.pop(worker, None)
@@ -91,7 +93,8 @@ class Pretended:
             return
         for server in (0, 1):
             on_way = {one for who, one in self.permits.items() if self.hand[who][0] not in self.batches[server]}
-            assert len((self.on[server] | on_way) - self.hand[worker][1][server]) <= behind
+            missing = len((self.on[server] | on_way) - self.hand[worker][1][server])
+            assert missing <= behind and (server == 1 or self.has_lost or missing == behind)
         self.behind.append(behind)
         self.permits[worker] = before
 

@@ -248,3 +248,11 @@ def test_who_leaves_in_good_order_is_not_waited_for() -> None:
     assert (pair.ask("1a") or {})["losses"] == [{"name": "0a", "unnoted": None}]
     done(pair, "1a", 2, 100.0)
     assert (pair.ask("1a", num_losses=1) or {})["turn"] == "over"
+
+
+def test_who_comes_later_is_told_the_options_of_the_last_update() -> None:
+    pair = begun()
+    for server in (1, 0):
+        pair.update("0a", 0, 1.0, server=server)
+    told = pair.say("2a", "about") or {}
+    assert told["options"] == [[{"lr": 1.0}]]

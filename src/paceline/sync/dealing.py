@@ -42,13 +42,16 @@ class DealingServer(Server):
         is_deserted: Callable[[], bool],
         staleness: int | None,
         buffers: Sequence[Tensor],
+        options: Sequence[Sequence[Mapping[str, Any]]] = (),
     ) -> None:
+        """`options`: of each optimizer's groups, when the loop begins."""
         super().__init__(part, listener, is_deserted=is_deserted)
         self._staleness = staleness
         self._clocks: dict[str, Clock] = {}
         self._dealt: dict[str, Dealt] = {}  # of each stream, as the first who asked has said
         self._buffers = [buffer.detach().clone() for buffer in buffers]
         self._changed: set[int] = set()  # of them
+        self._options = options  # those of the last update
         self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # questions that the clock has not answered
         self._here: dict[int, tuple[bytes, str]] = {}  # workers by rank: connection and name
         self._lost_ranks: set[int] = set()  # nobody who has joined a loop is there in their place
@@ -172,7 +175,9 @@ class DealingServer(Server):
     def _judged(self, header: Mapping[str, Any]) -> dict[str, Any] | None:
         if header["op"] == "about":
             dealt = self._dealt.get(header["stream"])
-            return None if dealt is None else {"dealt": dealt.plain(), "is_over": not self._let_in(header)}
+            if dealt is None:
+                return None
+            return {"dealt": dealt.plain(), "is_over": not self._let_in(header), "options": self._options}
         clock, worker = self._clock(header), header["worker"]
         if header["op"] == "permit":
             behind = clock.permit(worker)
@@ -219,6 +224,7 @@ class DealingServer(Server):
         batch: Batch = header["stream"], header["number"]
         if batch not in self._gone.values():  # otherwise who had the batch before has brought it as far as here
             self.part.step(gradients, header["options"])
+            self._options = header["options"]
         self._applied[header["name"]] = batch
         if header["is_last"]:  # all other servers have it
             self._clock(header).finish(header["worker"])

@@ -35,6 +35,7 @@ __all__ = [
     "held_by",
     "options_of",
     "places_of",
+    "set_options",
     "squared_norm",
     "walk_of",
 ]
@@ -186,19 +187,19 @@ class _CutDown:
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for number, group in zip(self._kept, self._optimizer.param_groups, strict=True):
-            for key, value in groups[number].items():
-                _set_option(group, key, value)
+            set_options(group, groups[number])
         if self._kept:
             self._optimizer.step()
 
 
-def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set an option as it came: in JSON a tuple is a list, and a tensor a number."""
-    held = group.get(key)
-    if isinstance(held, Tensor):
-        held.fill_(value)
-    else:
-        group[key] = tuple(value) if isinstance(held, tuple) else value
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set a group's options as they came: in JSON a tuple is a list, and a tensor a number."""
+    for key, value in options.items():
+        held = group.get(key)
+        if isinstance(held, Tensor):
+            held.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(held, tuple) else value
 
 
 @dataclasses.dataclass(slots=True)

@@ -39,7 +39,7 @@ from paceline.sync.dealing import DealingServer
 from paceline.sync.norms import gradients_here
 from paceline.sync.served import wire_dtype_of
 from paceline.sync.servers import Servers
-from paceline.sync.serving import Held, MakeServer, Part, check_held, held_by, options_of
+from paceline.sync.serving import Held, MakeServer, Part, check_held, held_by, options_of, set_options
 from paceline.sync.tables import Tables
 
 __all__ = ["Bequest", "TurnGradients"]
@@ -140,6 +140,9 @@ class TurnGradients(GradientSum):
         """
         self.meet(index=self._servers.count, size=1)
         told = self._ask_first({"op": "about", "stream": stream}).header
+        for optimizer, groups in zip(self._optimizers, told["options"], strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                set_options(group, options)  # those of the run: the script's may be others
         return Dealt.from_plain(told["dealt"]), bool(told["is_over"])
 
     def next(
@@ -335,7 +338,9 @@ class TurnGradients(GradientSum):
         return [places for places, _ in by_dtype.values()], sent
 
     def _make_server(self) -> MakeServer:
-        return functools.partial(DealingServer, staleness=self._staleness, buffers=self._kept)
+        return functools.partial(
+            DealingServer, staleness=self._staleness, buffers=self._kept, options=[*map(options_of, self._optimizers)]
+        )
 
     def _divided(self) -> list[tuple[list[int], list[Tensor]]]:
         """The gradients of tables for each server: their places, and of each the numbers of rows there, and rows."""
