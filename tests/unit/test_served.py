@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import Parameter
 
 from paceline.comm.group import Alone, Disrupted
 from paceline.comm.messages import Message
+from paceline.errors import SyncError
 from paceline.plan import ParameterServer, Raw
 from paceline.sync.served import ServedGradients
-from paceline.sync.servers import Servers
+from paceline.sync.servers import Question, Servers
+from paceline.sync.tables import Tables
+from paceline.sync.turns import TurnGradients
 
 
 class PretendedServers(Servers):
@@ -53,3 +58,42 @@ def test_after_the_vote_a_lost_member_ends_neither_the_step_nor_a_save() -> None
     gradients.apply([optimizer])
     gradients.fetch_state()
     assert servers.asked == ["step", "state"]
+
+
+class ServersOfRows(PretendedServers):
+    """One server of a table, whose rows are others each time that one is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_met, self._versions = True, itertools.count()
+
+    def ask_some(self, questions: Mapping[int, Question], **_: Any) -> dict[int, Message]:
+        version = next(self._versions)
+        return {server: Message({"version": version}, (torch.full((1, 2), float(version)),)) for server in questions}
+
+
+def test_a_table_that_changes_while_it_is_read_is_refused_for_a_checkpoint_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.sync.tables.PIECE_BYTES", 1)  # row by row
+    table = Parameter(torch.zeros(2, 2))
+    tables = Tables(ServersOfRows())
+    tables.add(table)
+    tables.settle([("table", table)])
+    assert tables.whole(table).tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    with pytest.raises(SyncError, match="changed while they were read"):
+        tables.fetch([], [])
+
+
+def test_a_walk_that_breaks_off_keeps_no_rows() -> None:
+    table, servers = Parameter(torch.zeros(1, 2)), ServersOfRows()
+    tables = Tables(servers)
+    tables.add(table)
+    about: dict[str, Any] = {"sync": ParameterServer(staleness=None), "wire": Raw(), "servers": servers}
+    gradients = TurnGradients([("table", table)], models=[], worker_rank=0, tables=tables, **about)
+    first = torch.tensor([0])
+    gradients.begin(0)
+    assert tables.rows(table, first).tolist() == tables.rows(table, first).tolist() == [[0.0, 0.0]]
+    gradients.drop()
+    assert tables.rows(table, first).tolist() == [[1.0, 1.0]]
+    assert tables.rows(table, first).tolist() == [[2.0, 2.0]]

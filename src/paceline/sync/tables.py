@@ -88,12 +88,17 @@ class Tables:
             )
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Return a table with all of its rows, as they are on the servers."""
+        """Return a table with all of its rows, as they are on the servers. Where replicas do not wait for each other,
+        updates may come meanwhile, which some of the rows have then, and others not."""
         return self._read_table(parameter, set())
 
     def begin(self) -> None:
         """A walk begins, in which rows do not change that have come."""
         self._known = {}
+
+    def give_up(self) -> None:
+        """No walk is under way any more: rows that came in it may change."""
+        self._known = None
 
     def end(self) -> int:
         """The weights of the walk are not needed any more; returns the bytes of what was asked for since then."""
@@ -181,11 +186,6 @@ class Tables:
             for server, answer in self._asked(dict.fromkeys(range(count), question)).items():
                 versions.add((server, answer.header["version"]))
                 whole[rows_on(server, servers=count)][first : first + each] = answer.tensors[0]
-        if len(versions) > count:
-            raise SyncError(
-                f"{self._name(parameter)} changed while it was read from the parameter servers: this worker was taken "
-                "for lost meanwhile, and the others went on"
-            )
         return whole
 
     def _asked(self, questions: Mapping[int, Question]) -> dict[int, Message]:

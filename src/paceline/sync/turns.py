@@ -106,6 +106,10 @@ class TurnGradients(GradientSum):
         super().land(scale=scale)
         self._sent += WireBytes(num_sent=self._tables.end())
 
+    def drop(self) -> None:
+        super().drop()
+        self._tables.give_up()
+
     def clip(self, max_norm: float, norm: Tensor) -> None:
         factor = min(1.0, max_norm / (float(norm) + 1e-6))  # as torch has it, which takes no sparse gradients
         for gradient in gradients_here(self.parameters):
@@ -121,6 +125,7 @@ class TurnGradients(GradientSum):
         """Start and reach the servers; all workers must call it."""
         if not self._is_known:
             self.begin(0)  # now it is known which parameters are trained
+            self._tables.give_up()
             largest = sum(one.nbytes for one in [*(parameter for _, parameter in self._all), *self._kept])
             self._servers.meet(
                 self._served_part, index=index, size=size, largest_bytes=largest, server=self._make_server()
