@@ -171,6 +171,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     (f"{_DCP}.metadata", "TensorStorageMetadata"): _TensorRecord,
     (f"{_DCP}.metadata", "TensorProperties"): _PropertiesRecord,
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _nothing,
+    ("builtins", "getattr"): _nothing,  # of that one's members: so Python 3.11.0 to 3.11.3 write an enum's
     (f"{_DCP}.filesystem", "_StorageInfo"): _Record,
     ("torch.serialization", "_get_layout"): _nothing,
     ("torch", "Size"): lambda sizes: tuple(int(size) for size in sizes),
