@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import Parameter
 
 from paceline.comm.group import Alone, Disrupted
-from paceline.comm.messages import Message
+from paceline.comm.messages import Late, Lost, Message
 from paceline.errors import SyncError
 from paceline.plan import ParameterServer, Raw
 from paceline.sync.served import ServedGradients
@@ -97,3 +98,20 @@ def test_a_walk_that_breaks_off_keeps_no_rows() -> None:
     gradients.drop()
     assert tables.rows(table, first).tolist() == [[1.0, 1.0]]
     assert tables.rows(table, first).tolist() == [[2.0, 2.0]]
+
+
+class Knowing(Servers):
+    """A worker that has met one server, on another host."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(1, store=store, attempt=1, address="127.0.0.1", host="here", timeout_s=8.0, check=lambda: None)
+        self._abouts["parameter server 0"] = {"host": "there", "pid": 4711}
+
+
+def test_why_one_worker_has_given_a_server_up_is_what_the_others_say_of_its_end() -> None:
+    board, late, lost = dist.HashStore(), Late("no answer"), Lost("it has gone")
+    late.listener = lost.listener = "parameter server 0"
+    assert Knowing(board).cause_of(lost, at_once=True) == "parameter server 0 was lost"
+    said = Knowing(board).cause_of(late)
+    assert said == "parameter server 0 gave no answer for 8 s (timeout_s)"
+    assert Knowing(board).cause_of(lost) == said

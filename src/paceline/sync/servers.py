@@ -6,6 +6,7 @@ server that is there stays the same for the whole attempt, whoever comes and goe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -186,11 +187,14 @@ class Servers:
             return ""
         name, about = error.listener, self._abouts[error.listener]
         if isinstance(error, Late):
-            stood_still = self._is_stopped(about)
+            how = "stood still (SIGSTOP, or a debugger)" if self._is_stopped(about) else "gave no answer"
+            cause = f"{name} {how} for {self._timeout_s:.0f} s (timeout_s)"
+            self._give_up(about, cause)
             if about["host"] == self._host:
                 end_server(about["pid"])
-            how = "stood still (SIGSTOP, or a debugger)" if stood_still else "gave no answer"
-            return f"{name} {how} for {self._timeout_s:.0f} s (timeout_s)"
+            return cause
+        if (known := self._given_up(about)) is not None:
+            return known
         if about["pid"] in self._started:
             how = reaped(about["pid"], within_s=END_S)
             if how:
@@ -217,6 +221,21 @@ class Servers:
         for pid in filter(is_stopped, self._started):  # the end of the others does not wake it
             end_server(pid)
             reaped(pid, within_s=END_S)
+
+    def _give_up(self, about: Mapping[str, Any], cause: str) -> None:
+        """Say on the board why a server is given up, before it is killed: others see no more than its end."""
+        with contextlib.suppress(RuntimeError):  # of a board that has gone, too: the cause is what is to be told
+            self._store.set(self._key_of_end(about), cause)
+
+    def _given_up(self, about: Mapping[str, Any]) -> str | None:
+        """Why another worker has given a server up."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([self._key_of_end(about)]):
+                return self._store.get(self._key_of_end(about)).decode()
+        return None
+
+    def _key_of_end(self, about: Mapping[str, Any]) -> str:
+        return f"{KEY.format(attempt=self._attempt, number='given_up')}/{about['host']}/{about['pid']}"
 
     def _connected(self, name: str, about: Mapping[str, Any]) -> Caller:
         """A connection to a server."""
