@@ -115,3 +115,5 @@ def test_why_one_worker_has_given_a_server_up_is_what_the_others_say_of_its_end(
     said = Knowing(board).cause_of(late)
     assert said == "parameter server 0 gave no answer for 8 s (timeout_s)"
     assert Knowing(board).cause_of(lost) == said
+    board.set("paceline/servers/1/given_up/there/4711", "parameter server 0 stood still")
+    assert Knowing(board).cause_of(late) == "parameter server 0 stood still"

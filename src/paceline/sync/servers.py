@@ -189,6 +189,8 @@ class Servers:
         if isinstance(error, Late):
             how = "stood still (SIGSTOP, or a debugger)" if self._is_stopped(about) else "gave no answer"
             cause = f"{name} {how} for {self._timeout_s:.0f} s (timeout_s)"
+            if (known := self._given_up(about)) is not None:  # and it may have been killed before this one looked
+                return known
             self._give_up(about, cause)
             if about["host"] == self._host:
                 end_server(about["pid"])
