@@ -15,6 +15,7 @@ from paceline.comm.group import Alone, Disrupted
 from paceline.comm.messages import Late, Lost, Message
 from paceline.errors import SyncError
 from paceline.plan import ParameterServer, Raw
+from paceline.schedule.clock import Dealt
 from paceline.sync.served import ServedGradients
 from paceline.sync.servers import Question, Servers
 from paceline.sync.tables import Tables
@@ -98,6 +99,33 @@ def test_a_walk_that_breaks_off_keeps_no_rows() -> None:
     gradients.drop()
     assert tables.rows(table, first).tolist() == [[1.0, 1.0]]
     assert tables.rows(table, first).tolist() == [[2.0, 2.0]]
+
+
+DEALT = Dealt(stream="train", limit=9, workers=(0, 1), saves=(0, 0, 1), step=0, epoch=0, position=0)
+
+
+class RunningServers(PretendedServers):
+    """One server of a run whose script has lowered its rate since."""
+
+    def ask_first(self, question: Mapping[str, Any], *_: Any, **__: Any) -> Message:
+        self.asked.append(question["op"])
+        options = [[{"lr": 0.01, "betas": [0.8, 0.9]}, {"lr": 0.02}]]
+        return Message({"dealt": DEALT.plain(), "is_over": False, "options": options})
+
+
+def test_who_joins_a_run_goes_on_at_its_rates_and_not_at_those_of_the_script() -> None:
+    weights, servers = [Parameter(torch.zeros(2)) for _ in range(2)], RunningServers()
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "lr": torch.tensor(0.5)}]
+    optimizer = torch.optim.Adam(groups, lr=0.1, foreach=False)
+    about: dict[str, Any] = {"sync": ParameterServer(staleness=None), "wire": Raw(), "servers": servers}
+    named = [("first", weights[0]), ("second", weights[1])]
+    gradients = TurnGradients(named, models=[], worker_rank=1, **about)
+    gradients.serve([optimizer])
+    assert gradients.join("train") == (DEALT, False)
+    assert servers.asked == ["hello", "about"]
+    first, second = optimizer.param_groups
+    assert (first["lr"], first["betas"]) == (0.01, (0.8, 0.9))
+    assert isinstance(second["lr"], torch.Tensor) and second["lr"].item() == pytest.approx(0.02)
 
 
 class Knowing(Servers):
