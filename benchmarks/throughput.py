@@ -32,7 +32,7 @@ def step_ms(side: str, size: str, steps: int) -> float:
     """Run one program once; the median time of its steps."""
     program, sizes = SIZES[size]
     with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "took.json"
+        out = Path(scratch) / "took"
         arguments = [*map(str, sizes), str(steps), str(out)]
         if backend := SIDES[side]:
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -43,9 +43,10 @@ def step_ms(side: str, size: str, steps: int) -> float:
         done = subprocess.run(
             command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900
         )
-        if done.returncode or not out.exists():
+        first = out.with_suffix(".0")  # of the first worker
+        if done.returncode or not first.exists():
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-        took = json.loads(out.read_text())
+        took = json.loads(first.read_text())["took_ms"]
     return statistics.median(took[max(2, len(took) // 10) :])
 
 

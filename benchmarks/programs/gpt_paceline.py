@@ -1,11 +1,10 @@
-"""The example's GPT under Paceline, timed: prints one line of JSON with the milliseconds of each step."""
+"""The example's GPT under Paceline: OUT.RANK holds its times."""
 
-import json
 import sys
-import time
 from pathlib import Path
 
 import torch
+from measured import Measured
 
 import paceline
 from paceline import Batch, Plan
@@ -21,14 +20,11 @@ def train(worker: paceline.Worker) -> None:
     model = worker.prepare(GPT(WIDTH, LAYERS, HEADS))
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
     step = worker.stepper(model, optim, next_byte_loss, clip_norm=1.0)
-    took, began = [], time.perf_counter()
+    measured = Measured()
     for batch in worker.batches(windows(text, STEPS * SAMPLES * worker.workers)):
         worker.report(loss=step(batch))
-        now = time.perf_counter()
-        took.append(1000 * (now - began))
-        began = now
-    if worker.is_first:
-        Path(OUT).write_text(json.dumps(took))
+        measured.step()
+    measured.write(OUT, worker.rank)
 
 
 if __name__ == "__main__":
