@@ -1,10 +1,10 @@
 """Throughput of every layout: Paceline against the same thing by hand on torch, under torchrun, same model and batch.
 
-    python benchmarks/layouts.py [--size demo|large] [--pairs 2] [--steps 40] [--workers 2,4] [--only shard,stages]
+    python benchmarks/layouts.py [--size demo|large] [--turns 20] [--block 6] [--workers 2,4] [--only shard,stages]
 
 By hand: `fully_shard` in a loop, `parallelize_module` with the tutorial's plan (a Llama), torch's pipelining schedules.
-The two run in turn, A B B A ...; each run gives the median of its steps (the first tenth left out), each pair a ratio,
-and the table the median of the ratios.
+Both are started once, and take turns of so many steps, A B B A ..., while the other one stands still. Each pair of
+turns, by the medians of their steps, gives a ratio, and the table the median of the ratios and the middle half of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import argparse
 import statistics
 from collections.abc import Iterator
 
-from driving.sides import SIZES, Side, ratios_of, sharded, step_ms
+from driving.sides import SIZES, Side, job_of, sharded
+from driving.turns import in_turns
 
 KINDS = "shard,tensor,stages"
 
@@ -43,26 +44,25 @@ def hand_of(program: str, workers: int, *words: str, micros: int | None = None) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="demo")
-    parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--block", type=int, default=6, help="steps of a turn")
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--only", default=KINDS)
     options = parser.parse_args()
-    print(
-        "| workers | layout | Paceline, ms per step | by hand, ms per step | throughput, Paceline / by hand | pairs |"
-    )
+    heads = ["workers", "layout", "Paceline, ms per step", "by hand, ms per step", "Paceline / by hand", "middle half"]
+    print(f"| {' | '.join(heads)} |")
     print("|---|---|---|---|---|---|", flush=True)
     for workers in map(int, options.workers.split(",")):
         for kind in options.only.split(","):
             for layout, ours, hand in sides(kind, workers):
-                (own_ms, hand_ms), ratios = ratios_of(
-                    (ours, hand),
-                    lambda side: step_ms(side, options.size, options.steps),
-                    pairs=options.pairs,
+                own, other = in_turns(
+                    [job_of(side, options.size) for side in (ours, hand)], turns=options.turns, block=options.block
                 )
+                own_ms, hand_ms = statistics.median(own), statistics.median(other)
+                low, middle, high = statistics.quantiles(b / a for a, b in zip(own, other, strict=True))
                 print(
                     f"| {workers} | `{layout.removeprefix('replicas=1+')}` | {own_ms:.1f} | {hand_ms:.1f} | "
-                    f"**{statistics.median(ratios):.2f}x** | {min(ratios):.2f}x to {max(ratios):.2f}x |",
+                    f"**{middle:.3f}x** | {low:.3f}x to {high:.3f}x |",
                     flush=True,
                 )
 

@@ -35,11 +35,11 @@ from paceline.testing.sites import refusal, sites
 SITES = 4
 SYNCS = (
     "allreduce",
+    "localsgd(every=8)",
     "localsgd(every=16)",
     "localsgd(every=16,outer=nesterov)",
     "localsgd(every=16,fragments=2,overlap=4)",
     "localsgd(every=8,overlap=7,keep_moves=true)",
-    "localsgd(every=4,overlap=3,keep_moves=true)",
     "gossip(peers=ring)",
     "parameterserver",
 )

@@ -1,10 +1,10 @@
 """What one slow worker does to the others, under every way to agree: their throughput beside the undisturbed.
 
-    python benchmarks/slow_worker.py [--times 4] [--workers 4] [--pairs 3] [--plans PLAN ...]
+    python benchmarks/slow_worker.py [--times 4] [--workers 4] [--wait-ms 100] [--pairs 3] [--plans PLAN ...]
 
-A worker's computing is a wait of 30 ms for its share of a batch (for the whole, where it takes whole batches), as of an
-accelerator, so that workers do not take the host's cores from each other; the last worker's is so many `--times` as
-long. The two settings take turns, A B B A ...; what counts are the batches of the other workers by second, from a
+A worker's computing is a wait of `--wait-ms` for its share of a batch (for the whole, where it takes whole batches), as
+of an accelerator, so that workers hardly take the host's cores from each other; the last worker's is so many `--times`
+as long. The two settings take turns, A B B A ...; what counts are the batches of the other workers by second, from a
 quarter of a run on, until the first one has ended.
 """
 
@@ -30,7 +30,7 @@ PLANS = (
     "parameterserver(staleness=12)",
     "parameterserver(staleness=none)",
 )
-WAIT_S, WIDTH, BATCH = 0.03, 256, 32
+WIDTH, BATCH = 256, 32
 AIM = 0.95  # of the undisturbed, where workers do not wait for each other
 
 
@@ -49,7 +49,7 @@ def others_rate(plan: str, options: argparse.Namespace, *, times: float) -> floa
             f"{scratch}/run",
             "--",
         ]
-        command += [f"{scratch}/ends", str(WAIT_S), str(times), str(WIDTH), str(num_batches * BATCH)]
+        command += [f"{scratch}/ends", str(options.wait_ms / 1e3), str(times), str(WIDTH), str(num_batches * BATCH)]
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
         found = [json.loads(path.read_text()) for path in sorted(Path(scratch).glob("ends.*"))]
@@ -65,8 +65,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=float, default=4.0)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--wait-ms", type=float, default=100.0)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=480, help="of a run")
+    parser.add_argument("--batches", type=int, default=240, help="of a run")
     parser.add_argument("--plans", nargs="*", default=PLANS)
     options = parser.parse_args()
     print(f"| plan | undisturbed, batches/s | one worker {options.times:g}x slower | of the undisturbed | pairs |")

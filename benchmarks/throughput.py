@@ -1,23 +1,21 @@
 """Throughput of 2 workers of one thread each: Paceline against torch's DistributedDataParallel under torchrun.
 
-    python benchmarks/throughput.py [--pairs 5] [--steps 60] [--size demo|large|wide]
+    python benchmarks/throughput.py [--turns 20] [--block 8] [--size demo|large|wide]
 
 `demo` and `large` are the example's GPT; `wide` is a network of 50 million parameters on a batch of 8, whose gradients
 take as long as its computing. DDP goes over gloo, and once more over shared memory, by `paceline.register_backend()`.
-All run in turn, A B C C B A ...; each run gives the median of its steps (the first tenth left out), each round ratios,
-and the table their medians.
+All are started once, and take turns of so many steps, A B C C B A ..., while the others stand still. Each turn gives
+the median of its steps, each round ratios, and the table their medians and the middle half of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+
+from driving.turns import Job, in_turns
 
 PROGRAMS = Path(__file__).parent / "programs"
 SIZES = {  # program, and its arguments
@@ -28,52 +26,40 @@ SIZES = {  # program, and its arguments
 SIDES = {"paceline": "", "DDP on gloo": "gloo", "DDP in memory": "paceline"}  # and torch's back end
 
 
-def step_ms(side: str, size: str, steps: int) -> float:
-    """Run one program once; the median time of its steps."""
+def job_of(side: str, size: str) -> Job:
     program, sizes = SIZES[size]
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "took"
-        arguments = [*map(str, sizes), str(steps), str(out)]
+
+    def command(steps: int, out: str) -> list[str]:
+        arguments = [*map(str, sizes), str(steps), out]
         if backend := SIDES[side]:
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command = [*start, str(PROGRAMS / f"{program}_ddp.py"), *arguments, backend]
-        else:
-            start = [sys.executable, "-m", "paceline", "run", str(PROGRAMS / f"{program}_paceline.py")]
-            command = [*start, "--workers", "2", "--run-dir", f"{scratch}/run", "--", *arguments]
-        done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900
-        )
-        first = out.with_suffix(".0")  # of the first worker
-        if done.returncode or not first.exists():
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-        took = json.loads(first.read_text())["took_ms"]
-    return statistics.median(took[max(2, len(took) // 10) :])
+            return [*start, str(PROGRAMS / f"{program}_ddp.py"), *arguments, backend]
+        start = [sys.executable, "-m", "paceline", "run", str(PROGRAMS / f"{program}_paceline.py")]
+        return [*start, "--workers", "2", "--run-dir", f"{out}_run", "--", *arguments]
+
+    return Job(command=command, workers=2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--block", type=int, default=8, help="steps of a turn")
     parser.add_argument("--size", choices=SIZES, default="large")
     options = parser.parse_args()
-    rounds: list[dict[str, float]] = []
-    for number in range(options.pairs):
-        order = list(SIDES) if number % 2 == 0 else list(reversed(SIDES))
-        times = {side: step_ms(side, options.size, options.steps) for side in order}
-        rounds.append(times)
-        told = ", ".join(f"{side} {times[side]:.1f} ms" for side in SIDES)
-        print(f"round {number + 1}: {told}, {times['DDP on gloo'] / times['paceline']:.3f}x", flush=True)
+    jobs = [job_of(side, options.size) for side in SIDES]
+    took = dict(zip(SIDES, in_turns(jobs, turns=options.turns, block=options.block), strict=True))
 
-    def ratio(side: str) -> float:
-        return statistics.median(times["DDP on gloo"] / times[side] for times in rounds)
+    def ratio(side: str) -> str:
+        pairs = zip(took["DDP on gloo"], took[side], strict=True)
+        low, middle, high = statistics.quantiles(gloo / own for gloo, own in pairs)
+        return f"**{middle:.3f}x** ({low:.3f}x to {high:.3f}x)"
 
-    medians = [statistics.median(times[side] for times in rounds) for side in SIDES]
     print(
-        f"\n| model | {' | '.join(f'{side}, ms per step' for side in SIDES)} | throughput, Paceline / DDP on gloo |"
+        f"| model | {' | '.join(f'{side}, ms per step' for side in SIDES)} | throughput, Paceline / DDP on gloo |"
         " DDP in memory / on gloo |\n|---|---|---|---|---|---|"
     )
-    cells = " | ".join(f"{one:.1f}" for one in medians)
-    print(f"| {options.size} | {cells} | **{ratio('paceline'):.3f}x** | {ratio('DDP in memory'):.3f}x |")
+    cells = " | ".join(f"{statistics.median(one):.1f}" for one in took.values())
+    print(f"| {options.size} | {cells} | {ratio('paceline')} | {ratio('DDP in memory')} |")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SIZES", "Side", "peak_bytes", "ratios_of", "said", "sharded", "step_ms"]
+from driving.turns import Job
+
+__all__ = ["SIZES", "Side", "job_of", "peak_bytes", "said", "sharded"]
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 SIZES = {  # width, layers, heads, samples of a micro-batch, micro-batches of a worker
@@ -46,10 +46,9 @@ def sharded(who: str, workers: int, *, replicas: int = 1, zero: int = 3) -> Side
     return Side(program="shard_paceline.py", workers=workers, plan=layout, num_feeds=workers)
 
 
-def step_ms(side: Side, size: str, steps: int) -> float:
-    """Run one program to its end, and return the median time of a step; exits with what it said where it fails."""
-    took = [one["took_ms"][max(2, steps // 10) : steps] for one in said(side, size, steps)]
-    return statistics.median(max(each) for each in zip(*took, strict=True))
+def job_of(side: Side, size: str) -> Job:
+    """The same as a job that takes turns with others."""
+    return Job(command=lambda steps, out: _command(side, size, steps, out), workers=side.workers)
 
 
 def peak_bytes(side: Side, size: str, steps: int) -> int:
@@ -64,19 +63,8 @@ def peak_bytes(side: Side, size: str, steps: int) -> int:
 
 def said(side: Side, size: str, steps: int, *, environment: dict[str, str] | None = None) -> list[dict[str, Any]]:
     """Run one program to its end, and return what each worker has written; exits where it fails."""
-    width, layers, heads, samples, micros = SIZES[size]
-    micros = side.micros or micros
     with tempfile.TemporaryDirectory() as scratch:
-        shape = [*map(str, (width, layers, heads, samples, steps, micros)), f"{scratch}/took"]
-        program = str(PROGRAMS / side.program)
-        if side.plan:
-            plan = f"{side.plan}+batch(size={samples * micros * side.num_feeds},micro={samples})"
-            command = [sys.executable, "-m", "paceline", "run", program, "--workers", str(side.workers)]
-            command += ["--plan", plan, "--run-dir", f"{scratch}/run", "--max-steps", str(steps), "--"]
-        else:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", str(side.workers), program]
-        command += [*side.words, *shape]
+        command = _command(side, size, steps, f"{scratch}/took")
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=3000)
         found = [json.loads(path.read_text()) for path in Path(scratch).glob("took.*")]
@@ -85,10 +73,16 @@ def said(side: Side, size: str, steps: int, *, environment: dict[str, str] | Non
     return found
 
 
-def ratios_of(sides: Sequence[Side], take: Callable[[Side], float], *, pairs: int) -> tuple[list[float], list[float]]:
-    """Measure two sides in turn, A B B A ...: the medians of both, and of each pair the second by the first."""
-    took: list[list[float]] = [[], []]
-    for number in range(pairs):
-        for place in (0, 1) if number % 2 == 0 else (1, 0):
-            took[place].append(take(sides[place]))
-    return [statistics.median(each) for each in took], [hand / own for own, hand in zip(*took, strict=True)]
+def _command(side: Side, size: str, steps: int, out: str) -> list[str]:
+    width, layers, heads, samples, micros = SIZES[size]
+    micros = side.micros or micros
+    shape = [*map(str, (width, layers, heads, samples, steps, micros)), out]
+    program = str(PROGRAMS / side.program)
+    if side.plan:
+        plan = f"{side.plan}+batch(size={samples * micros * side.num_feeds},micro={samples})"
+        command = [sys.executable, "-m", "paceline", "run", program, "--workers", str(side.workers)]
+        command += ["--plan", plan, "--run-dir", f"{out}_run", "--max-steps", str(steps), "--"]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(side.workers), program]
+    return [*command, *side.words, *shape]

@@ -4,10 +4,14 @@ Memory is what of the process is resident, without what was there before the mod
 in the environment the kernel's high-water mark is set back after that many steps, once every buffer exists, so what
 came and went while the model was made does not count. Such a run is not timed: for it the kernel visits every page, and
 the steps that follow pay for what that does to them.
+
+With TURNS_DOOR, a socket, and TURNS_BLOCK in the environment the program stands still after every so many steps, until
+it is its turn again (`driving/turns.py`).
 """
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -24,6 +28,7 @@ class Measured:
     def __init__(self) -> None:
         self.base, self._settled_after = resident_bytes(), int(os.environ.get("PEAK_SINCE_STEP", "0"))
         self.took_ms: list[float] = []
+        self._turns = _Turns() if "TURNS_DOOR" in os.environ else None
         self._began = time.perf_counter()
 
     def step(self) -> None:
@@ -31,9 +36,27 @@ class Measured:
         self.took_ms.append(1000 * (now - self._began))
         if len(self.took_ms) == self._settled_after:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        if self._turns is not None:
+            self._turns.come_by(len(self.took_ms))
         self._began = time.perf_counter()
 
     def write(self, out: str, worker_rank: int) -> None:
         """Write OUT.RANK."""
         found = {"took_ms": self.took_ms, "peak": resident_bytes("VmHWM") - self.base, "pid": os.getpid()}
         Path(f"{out}.{worker_rank}").write_text(json.dumps(found))
+
+
+class _Turns:
+    """The measurement's word on whose turn it is."""
+
+    def __init__(self) -> None:
+        self._block = int(os.environ["TURNS_BLOCK"])
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._sock.connect(os.environ["TURNS_DOOR"])
+
+    def come_by(self, steps: int) -> None:
+        """After the last step of a turn: wait for the next one."""
+        if steps % self._block == 0:
+            self._sock.sendall(b".")
+            if not self._sock.recv(1):
+                raise SystemExit("the measurement is over")

@@ -132,3 +132,51 @@ def test_a_run_ends_with_the_benchmark_that_drives_it(tmp_path: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(watched, signal.SIGKILL)
         os.close(watched)
+
+
+STEPPING = """\
+import sys, time
+sys.path.insert(0, {programs!r})
+from measured import Measured
+
+steps, out, name, seconds = int(sys.argv[1]), *sys.argv[2:4], float(sys.argv[4])
+measured = Measured()
+for step in range(steps):
+    with open("order", "a") as order:
+        order.write(name)
+    if seconds < 0:
+        raise SystemExit("no step at all")
+    time.sleep(seconds)  # computes
+    measured.step()
+measured.write(out, 0)
+"""
+
+
+@pytest.fixture
+def stepping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Make a job of one worker, by its name and the seconds of its steps."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps.py").write_text(STEPPING.format(programs=str(BENCHMARKS / "programs")))
+    turns = importlib.import_module("driving.turns")
+
+    def job(name: str, seconds: float) -> Any:
+        words = [sys.executable, "steps.py"]
+        return turns.Job(command=lambda steps, out: [*words, str(steps), out, name, str(seconds)], workers=1)
+
+    return job
+
+
+def test_jobs_take_turns_of_so_many_steps_and_stand_still_meanwhile(stepping: Any, tmp_path: Path) -> None:
+    turns = importlib.import_module("driving.turns")
+    quick, slow = turns.in_turns([stepping("a", 0.001), stepping("b", 0.05)], turns=3, block=2)
+    assert (tmp_path / "order").read_text()[4:] == "aabbbbaaaabb"
+    assert len(quick) == len(slow) == 3
+    assert min(slow) >= 50
+    assert min(quick) >= 1
+
+
+def test_a_job_that_ends_ends_the_measurement_with_what_it_said(stepping: Any) -> None:
+    turns = importlib.import_module("driving.turns")
+    with pytest.raises(SystemExit, match=r"(?s)steps.py .* b -1: .*no step at all"):
+        turns.in_turns([stepping("a", 0.001), stepping("b", -1)], turns=3, block=2)

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.events import Note, StreamOpened
 from paceline.plan import ParameterServer, Plan
-from paceline.schedule.backups import DealtShares, Share
-from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
 from paceline.schedule.share import deal_to_replicas
 from paceline.sync.allreduce import GradientSum
 from paceline.worker.advising import Advising
@@ -26,6 +24,7 @@ from paceline.worker.balance import Balance
 from paceline.worker.batch import StepBatch
 from paceline.worker.books import Books
 from paceline.worker.cursor import Cursor
+from paceline.worker.dealt import DealtBatches
 from paceline.worker.guarding import Guarding
 from paceline.worker.memories import Gathered, Memories
 from paceline.worker.models import Models
@@ -38,7 +37,6 @@ from paceline.worker.vaulting import Vaulting
 from paceline.worker.walk import Again, Outcome, Walks
 
 if TYPE_CHECKING:
-    from paceline.sync.turns import TurnGradients
     from paceline.worker.pipelined import Pipelined
     from paceline.worker.stepper import Stepper
 
@@ -93,8 +91,18 @@ class Loop:
         if files.balances and place.axes.is_split and place.group.index == 0:
             files.emit(Note(text="balance is not used: the workers of a replica run in step with each other"))
         self._axes = place.axes
-        self._takes_turns, self._everybody = plan.takes_turns, everybody
-        self._turn_of: tuple[Stream, int, Cursor] | None = None  # whose batches are dealt, and where it began
+        self._takes_turns = plan.takes_turns
+        self._dealt = DealtBatches(
+            plan,
+            place=place,
+            everybody=everybody,
+            models=models,
+            books=self.books,
+            files=files,
+            save=lambda: self.save(is_writer=True),
+            stop=self._stop,
+            forget=self.streams.pop,
+        )
         self._landed: GradientSum | None = None  # the gradients of the last walk
         self._unsettled: list[GradientSum] = []  # those of walks whose step is to be taken
 
@@ -131,7 +139,7 @@ class Loop:
         self._files.emit(
             StreamOpened(name=source.name, num_samples=stream.num_samples, epochs=source.epochs, last_step=last_step)
         )
-        return self._turns(stream) if self._takes_turns else self._steps(stream)
+        return self._dealt.batches(stream) if self._takes_turns else self._steps(stream)
 
     def _say_what_goes_on(self, stream: Stream) -> None:
         """Tell what of a stream is not as it was when its checkpoint was saved."""
@@ -204,136 +212,10 @@ class Loop:
         since = self._equal_at if self.step > self._equal_at else self._equal_before
         return any(is_due(step) for step in range(since + 1, self.step + 1))
 
-    def _turns(self, stream: Stream) -> Iterator[StepBatch]:
-        """As `_steps`, where each replica takes whole batches as they are dealt, and nobody waits for a common step; or
-        shares of them, where the slowest are left out."""
-        if self._turn_of is not None:
-            raise RuntimeError(
-                f"the loop over {stream.source.name!r} began inside of the one over {self._turn_of[0].source.name!r}: "
-                "under ParameterServer(staleness=...) or (drop=...) batches are dealt of one stream at a time, so that "
-                "there are places where nobody has one in hand. Have one loop after the other, or use staleness=0 and "
-                "drop=0"
-            )
-        name, gradients, agreement = stream.source.name, self._models.turns, self._agreement
-        dealt = self._begin_turns(stream, gradients)
-        if dealt is None:
-            return
-        first, begun = dealt.step, Cursor(dealt.epoch, dealt.position)
-        self._turn_of = stream, first, begun
-        while True:
-            self._ring.begin("waiting for a batch", self.step)
-            agreement.await_enough()
-            told = gradients.next(
-                dealt, wants_pause=lambda: agreement.wants_change, is_called=lambda: agreement.is_dismissed
-            )
-            self._note_bequests(stream, gradients, begun=begun, first=first)
-            match told:
-                case Turn(number=number):
-                    self.books.step = first + number
-                    batch = stream.batch_at(number, begun=begun, step=first + number + 1)
-                case Share(number=number, index=index, count=count):
-                    self.books.step = first + number
-                    batch = stream.batch_at(number, begun=begun, step=first + number + 1, share=(index, count))
-                case Save(number=number):
-                    self.save(is_writer=True)
-                    gradients.saved(number)
-                    continue
-                case Pause(number=number):  # all workers are told so
-                    self._stand(number)
-                    self._ring.begin("between two steps", self.step)
-                    agreement.come_together()
-                    agreement.change_is_due()
-                    agreement.between_steps()
-                    agreement.part()
-                    continue
-                case Over():
-                    self._stand(dealt.limit)
-                    self._ring.begin("between two steps", self.step)
-                    agreement.come_together()
-                    self._turn_of = None
-                    if self._files.is_last_step(self.step):
-                        self._stop()
-                    return
-                case None:
-                    agreement.depart()
-            self.books.open(batch, Cursor())
-            gradients.behind, gradients.num_samples = None, sum(micro.num_samples for micro in batch.micros)
-            try:
-                yield batch
-            except GeneratorExit:
-                self.books.leave(name)
-                del self.streams[name]  # nobody knows a step at which all stand: nothing is saved
-                self._turn_of = None
-                gradients.leave()
-                raise
-            if self._plan.drops_late and batch.chosen is None:  # it was passed over, and nobody has waited for it
-                self.books.leave(name)
-                continue
-            gradients.pass_over()
-            if gradients.behind is not None:
-                self.books.report({"behind": gradients.behind})
-            self.books.close(name)
-
-    def _begin_turns(self, stream: Stream, gradients: TurnGradients) -> Dealt | None:
-        """Reach the servers; returns what is dealt: who comes later is told by them. None: that is over, and the others
-        are in a later loop, or at the end. From then on members are apart."""
-        name, first, limit, files = stream.source.name, self.step, stream.num_left(), self._files
-        if self._agreement.is_newcomer:
-            self._agreement.part()
-            dealt, is_over = gradients.join(name)
-            if not is_over:
-                self._agreement.come()
-                return dealt
-            self.books.step = dealt.step + dealt.limit
-            stream.stand_after(dealt.limit, begun=Cursor(dealt.epoch, dealt.position))
-            if files.is_last_step(self.step):
-                self._agreement.await_run_end()
-            return None
-        if files.max_steps is not None:
-            limit = max(0, min(limit, files.max_steps - first))
-        every = files.save_every
-        saves = (limit + 1, limit + 1, 1) if every is None else (every - first % every, limit + 1, every)
-        self._agreement.run(lambda: gradients.meet(index=self._everybody.index, size=self._everybody.size))
-        self._agreement.part()
-        begun = Cursor(stream.cursor.epoch, stream.cursor.position)
-        dealt = Dealt(
-            stream=name,
-            limit=limit,
-            workers=self._agreement.ranks,
-            saves=saves,
-            step=first,
-            epoch=begun.epoch,
-            position=begun.position,
-        )
-        if self._plan.drops_late:
-            epochs, micros = stream.steps_of_epochs(begun), stream.num_micros(begun)
-            dealt = DealtShares(**dealt.plain(), epochs=epochs, micros=micros)
-        return dealt
-
-    def _note_bequests(self, stream: Stream, gradients: TurnGradients, *, begun: Cursor, first: int) -> None:
-        """Note the batches that count, and may be in the ledger of a lost worker alone, or in none."""
-        for one in gradients.bequests:
-            if one.stream == stream.source.name:  # who came later hears of earlier ones, too
-                batch = stream.batch_at(one.number, begun=begun, step=first + one.number + 1)
-                if self._plan.drops_late:  # all have passed it over: it is in nobody's books
-                    self.books.step, batch.chosen = first + one.number, ()
-                    self.books.open(batch, Cursor())
-                    self.books.close(batch.stream)
-                    continue
-                self._files.ledger.committed(batch, (), step=batch.step, skipped=one.is_skipped, is_whole=True)
-        gradients.bequests.clear()
-
     @property
     def is_dealing(self) -> bool:
         """Whether batches go to whoever asks: replicas take different ones, and different numbers of them."""
-        return self._turn_of is not None
-
-    def _stand(self, number: int) -> None:
-        """All batches before this number are done, and their updates are here."""
-        if self._turn_of is not None:
-            stream, first, begun = self._turn_of
-            self.books.step = first + number
-            stream.stand_after(number, begun=begun)
+        return self._dealt.is_dealing
 
     def _rebalance(self) -> None:
         """Where a look is due, compare what a micro-batch takes each worker, and deal them anew if that gains."""
@@ -374,7 +256,7 @@ class Loop:
         """
         self.end_round()
         if self.is_dealing:  # nobody has a batch in hand
-            self._stand(self._models.turns.stand())
+            self._dealt.stand()
         self.walks.shards.close()
         self._ring.begin("saving", self.step)
         self._guarding.put_back(self.step, self.cursors)

@@ -1,0 +1,143 @@
+"""Jobs that take turns on one machine, a block of steps at a time: while one computes, the others stand still.
+
+Whatever else the machine does meets all of them alike, which runs that follow each other do not promise: two equal ones
+have been seen to differ by a third. The workers' side is in `programs/measured.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+__all__ = ["Job", "in_turns"]
+
+LIMIT_S = 600.0  # of a start, and of a turn
+LOOK_S = 1.0  # between two looks whether a job that is waited for is still there
+END_S = 20.0
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """`command(steps, out)` starts so many workers, which take so many steps, and each leaves its times in OUT.RANK."""
+
+    command: Callable[[int, str], Sequence[str]]
+    workers: int
+
+
+def in_turns(jobs: Sequence[Job], *, turns: int, block: int) -> list[list[float]]:
+    """Run jobs with so many turns each, A B B A ..., of `block` steps; returns, of each job, the median milliseconds of
+    a step in each of its turns.
+
+    A step ends when its last worker has taken it. A turn before all others, and the first step of each, do not count.
+    Exits with what a job said where it fails.
+    """
+    steps = block * (turns + 1)
+    with tempfile.TemporaryDirectory(prefix="paceline-turns-") as scratch, contextlib.ExitStack() as stack:
+        players = [
+            stack.enter_context(_started(job, Path(scratch, str(number)), steps=steps, block=block))
+            for number, job in enumerate(jobs)
+        ]
+        for player in players:
+            player.await_workers()
+        for number in range(turns):
+            for player in players if number % 2 == 0 else reversed(players):
+                player.go()
+                player.await_workers()
+        return [player.end(block) for player in players]
+
+
+class _Player:
+    def __init__(
+        self, words: Sequence[str], folder: Path, door: socket.socket, process: subprocess.Popen[str], *, workers: int
+    ) -> None:
+        self._words, self._folder, self._door, self._process = words, folder, door, process
+        self._num_workers = workers
+        self._workers: list[socket.socket] = []
+
+    def await_workers(self) -> None:
+        """Return when all of them stand at the end of a turn."""
+        deadline = time.monotonic() + LIMIT_S
+        while len(self._workers) < self._num_workers:
+            sock = self._waited(lambda: self._door.accept()[0], deadline)
+            sock.settimeout(LOOK_S)
+            self._workers.append(sock)
+        for sock in self._workers:
+            if not self._waited(lambda sock=sock: sock.recv(1), deadline):
+                self._fail("a worker left")
+
+    def go(self) -> None:
+        for sock in self._workers:
+            sock.sendall(b"!")
+
+    def end(self, block: int) -> list[float]:
+        """Let it come to its end; returns the medians of its turns."""
+        self.go()
+        if self._process.wait(LIMIT_S) != 0:
+            self._fail("it failed")
+        took = [json.loads(path.read_text())["took_ms"] for path in self._folder.glob("took.*")]
+        each = [max(workers) for workers in zip(*took, strict=True)]
+        return [statistics.median(each[start + 1 : start + block]) for start in range(block, len(each), block)]
+
+    def close(self) -> None:
+        for sock in [self._door, *self._workers]:
+            sock.close()
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _waited(self, take: Callable[[], T], deadline: float) -> T:
+        while True:
+            try:
+                return take()
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    self._fail("it ended")
+                if time.monotonic() > deadline:
+                    self._fail(f"its workers came to no end of their turn in {LIMIT_S:g} s")
+
+    def _fail(self, why: str) -> NoReturn:
+        said = (self._folder / "output").read_text()[-3000:]
+        raise SystemExit(f"{' '.join(self._words)}: {why}\n{said}")
+
+
+@contextlib.contextmanager
+def _started(job: Job, folder: Path, *, steps: int, block: int) -> Iterator[_Player]:
+    folder.mkdir()
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(str(folder / "door"))
+    door.listen(job.workers)
+    door.settimeout(LOOK_S)
+    variables = {"OMP_NUM_THREADS": "1", "TURNS_DOOR": str(folder / "door"), "TURNS_BLOCK": str(block)}
+    words = job.command(steps, str(folder / "took"))
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            words,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    player = _Player(words, folder, door, process, workers=job.workers)
+    try:
+        yield player
+    finally:
+        player.close()

@@ -1,0 +1,189 @@
+"""The loop over batches that are dealt to whoever asks, where nobody waits for a common step.
+
+Each replica takes whole batches, or shares of them where the slowest are left out. The servers deal, and say when all
+have to pause, when one is to save, and when it is over. Meanwhile members are apart: none of them knows a step that it
+shares with the others, but for the places where nobody has a batch in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from paceline.comm.group import WorkerGroup
+from paceline.plan import Plan
+from paceline.schedule.backups import DealtShares, Share
+from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
+from paceline.worker.batch import StepBatch
+from paceline.worker.books import Books
+from paceline.worker.cursor import Cursor
+from paceline.worker.models import Models
+from paceline.worker.place import Place
+from paceline.worker.record import RunFiles
+from paceline.worker.stream import Stream
+
+if TYPE_CHECKING:
+    from paceline.sync.turns import TurnGradients
+
+__all__ = ["DealtBatches"]
+
+
+class DealtBatches:
+    """What a worker is dealt of one stream after the other. `save`: as the one who is to write; `stop`: the run ends
+    here, at its last step; `forget`: nobody knows where a stream of this name stands."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        place: Place,
+        everybody: WorkerGroup,
+        models: Models,
+        books: Books,
+        files: RunFiles,
+        save: Callable[[], None],
+        stop: Callable[[], None],
+        forget: Callable[[str], Any],
+    ) -> None:
+        self._plan, self._everybody = plan, everybody
+        self._agreement, self._ring = place.agreement, place.ring
+        self._models, self._books, self._files = models, books, files
+        self._save, self._stop, self._forget = save, stop, forget
+        self._turn_of: tuple[Stream, int, Cursor] | None = None  # whose batches are dealt, and where it began
+
+    @property
+    def is_dealing(self) -> bool:
+        """Whether the loop over one of them is under way."""
+        return self._turn_of is not None
+
+    def stand(self) -> None:
+        """Count as done all batches that are, where nobody has one in hand."""
+        self._stand(self._models.turns.stand())
+
+    def batches(self, stream: Stream) -> Iterator[StepBatch]:
+        """Yield the batches of a stream that this worker is dealt, until there are no more for anybody.
+
+        Raises RuntimeError inside of a loop over another stream.
+        """
+        if self._turn_of is not None:
+            raise RuntimeError(
+                f"the loop over {stream.source.name!r} began inside of the one over {self._turn_of[0].source.name!r}: "
+                "under ParameterServer(staleness=...) or (drop=...) batches are dealt of one stream at a time, so that "
+                "there are places where nobody has one in hand. Have one loop after the other, or use staleness=0 and "
+                "drop=0"
+            )
+        name, gradients, agreement = stream.source.name, self._models.turns, self._agreement
+        dealt = self._begin(stream, gradients)
+        if dealt is None:
+            return
+        first, begun = dealt.step, Cursor(dealt.epoch, dealt.position)
+        self._turn_of = stream, first, begun
+        while True:
+            self._ring.begin("waiting for a batch", self._books.step)
+            agreement.await_enough()
+            told = gradients.next(
+                dealt, wants_pause=lambda: agreement.wants_change, is_called=lambda: agreement.is_dismissed
+            )
+            self._note_bequests(stream, gradients, begun=begun, first=first)
+            match told:
+                case Turn(number=number):
+                    self._books.step = first + number
+                    batch = stream.batch_at(number, begun=begun, step=first + number + 1)
+                case Share(number=number, index=index, count=count):
+                    self._books.step = first + number
+                    batch = stream.batch_at(number, begun=begun, step=first + number + 1, share=(index, count))
+                case Save(number=number):
+                    self._save()
+                    gradients.saved(number)
+                    continue
+                case Pause(number=number):  # all workers are told so
+                    self._stand(number)
+                    self._ring.begin("between two steps", self._books.step)
+                    agreement.come_together()
+                    agreement.change_is_due()
+                    agreement.between_steps()
+                    agreement.part()
+                    continue
+                case Over():
+                    self._stand(dealt.limit)
+                    self._ring.begin("between two steps", self._books.step)
+                    agreement.come_together()
+                    self._turn_of = None
+                    if self._files.is_last_step(self._books.step):
+                        self._stop()
+                    return
+                case None:
+                    agreement.depart()
+            self._books.open(batch, Cursor())
+            gradients.behind, gradients.num_samples = None, sum(micro.num_samples for micro in batch.micros)
+            try:
+                yield batch
+            except GeneratorExit:
+                self._books.leave(name)
+                self._forget(name)  # nobody knows a step at which all stand: nothing is saved
+                self._turn_of = None
+                gradients.leave()
+                raise
+            if self._plan.drops_late and batch.chosen is None:  # it was passed over, and nobody has waited for it
+                self._books.leave(name)
+                continue
+            gradients.pass_over()
+            if gradients.behind is not None:
+                self._books.report({"behind": gradients.behind})
+            self._books.close(name)
+
+    def _begin(self, stream: Stream, gradients: TurnGradients) -> Dealt | None:
+        """Reach the servers; returns what is dealt: who comes later is told by them. None: that is over, and the others
+        are in a later loop, or at the end. From then on members are apart."""
+        name, first, limit, files = stream.source.name, self._books.step, stream.num_left(), self._files
+        if self._agreement.is_newcomer:
+            self._agreement.part()
+            dealt, is_over = gradients.join(name)
+            if not is_over:
+                self._agreement.come()
+                return dealt
+            self._books.step = dealt.step + dealt.limit
+            stream.stand_after(dealt.limit, begun=Cursor(dealt.epoch, dealt.position))
+            if files.is_last_step(self._books.step):
+                self._agreement.await_run_end()
+            return None
+        if files.max_steps is not None:
+            limit = max(0, min(limit, files.max_steps - first))
+        every = files.save_every
+        saves = (limit + 1, limit + 1, 1) if every is None else (every - first % every, limit + 1, every)
+        self._agreement.run(lambda: gradients.meet(index=self._everybody.index, size=self._everybody.size))
+        self._agreement.part()
+        begun = Cursor(stream.cursor.epoch, stream.cursor.position)
+        dealt = Dealt(
+            stream=name,
+            limit=limit,
+            workers=self._agreement.ranks,
+            saves=saves,
+            step=first,
+            epoch=begun.epoch,
+            position=begun.position,
+        )
+        if self._plan.drops_late:
+            epochs, micros = stream.steps_of_epochs(begun), stream.num_micros(begun)
+            dealt = DealtShares(**dealt.plain(), epochs=epochs, micros=micros)
+        return dealt
+
+    def _note_bequests(self, stream: Stream, gradients: TurnGradients, *, begun: Cursor, first: int) -> None:
+        """Note the batches that count, and may be in the ledger of a lost worker alone, or in none."""
+        for one in gradients.bequests:
+            if one.stream == stream.source.name:  # who came later hears of earlier ones, too
+                batch = stream.batch_at(one.number, begun=begun, step=first + one.number + 1)
+                if self._plan.drops_late:  # all have passed it over: it is in nobody's books
+                    self._books.step, batch.chosen = first + one.number, ()
+                    self._books.open(batch, Cursor())
+                    self._books.close(batch.stream)
+                    continue
+                self._files.ledger.committed(batch, (), step=batch.step, skipped=one.is_skipped, is_whole=True)
+        gradients.bequests.clear()
+
+    def _stand(self, number: int) -> None:
+        """All batches before this number are done, and their updates are here."""
+        if self._turn_of is not None:
+            stream, first, begun = self._turn_of
+            self._books.step = first + number
+            stream.stand_after(number, begun=begun)
