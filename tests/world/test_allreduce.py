@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forked import World
 from layout_runs import EXACT, assert_same, without_dropout
-from paceline.comm.group import Group
+from paceline.comm.group import FEW_NUMBERS, ROOM, Group
 from paceline.comm.scheduled import ScheduledGroup
 from paceline.comm.walker import Walk
 from paceline.events import AllReduceChosen, decode
@@ -155,3 +155,35 @@ def test_training_is_the_same_by_every_algorithm(tmp_path: Path) -> None:
         for event in chosen:
             assert set(event.table["4096"]) == {"backend", *ALGORITHMS}
             assert event.chosen.keys() == event.table.keys() and event.hosts == 2
+
+
+def exchange_what_is_small(worker: Any) -> Tensor:
+    """Compare sums of few numbers, rows and objects with what they should be; returns a rough sum."""
+    assert dist.group.WORLD is not None
+    group, size, rank = Group(dist.group.WORLD, device=CPU), worker.workers, worker.rank
+    for dtype in DTYPES:
+        for numel in (1, FEW_NUMBERS, FEW_NUMBERS + 1):
+            tensor = given(rank, numel, dtype)
+            group.all_reduce(tensor, what="numbers").wait()
+            assert torch.equal(tensor, reference([given(other, numel, dtype) for other in range(size)])), dtype
+        rows = torch.empty(size, 5, dtype=dtype)
+        group.begin_all_gather(given(rank, 5, dtype), rows, what="rows").wait()
+        assert torch.equal(rows, torch.stack([given(other, 5, dtype) for other in range(size)])), dtype
+    with torch.inference_mode():  # as in evaluation
+        turned = given(rank, 6, torch.float32).view(2, 3).T
+        group.all_reduce(turned, what="a tensor with holes").wait()
+    assert torch.equal(turned, reference([given(other, 6, torch.float32) for other in range(size)]).view(2, 3).T)
+    for length in (0, 10, ROOM, 3 * ROOM):  # of one it is all in the first message, of another it is not
+        words = [other * "a" + length * "b" * (other % 2) for other in range(size)]
+        assert group.gather_objects(words[rank]) == words
+        assert group.broadcast_object(words[rank], source=1) == words[1]
+    total = rough(rank, 20)
+    group.all_reduce(total, what="rough numbers").wait()
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_what_is_small_goes_from_each_to_each_and_gives_all_the_same_bits(world: World, size: int) -> None:
+    first, *others = world(exchange_what_is_small, size)
+    torch.testing.assert_close(first, reference([rough(rank, 20) for rank in range(size)]))
+    assert all(torch.equal(first, other) for other in others)

@@ -39,10 +39,10 @@ class GenerationGroup(Group):
         self._backend: Any = backend
         self._check, self._timeout_s = check, timeout_s
 
-    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+    def _begin_sum(self, tensor: Tensor, what: str) -> Transfer:
         return self._begin(lambda: self._backend.allreduce([tensor], dist.AllreduceOptions()), what)
 
-    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+    def _begin_gather(self, tensor: Tensor, out: Tensor, what: str) -> Transfer:
         return self._begin(lambda: self._backend.allgather([list(out.unbind())], [tensor]), what)
 
     def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:

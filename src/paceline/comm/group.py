@@ -18,12 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.sums import write
 from paceline.errors import SyncError
 
 __all__ = ["Alone", "Disrupted", "Group", "Landed", "Parcel", "Transfer", "WorkerGroup"]
 
 
 GLOO_JOKE = re.compile(r"\s*GLHF!.*", re.DOTALL)
+
+FEW_NUMBERS = 64  # whose sum is nothing but latency
+STRAIGHT_BYTES = 8 << 20  # that a member sends, or gets, at once; of more the rate counts, which is the same in a ring
+FIRST_BYTES, LENGTH_BYTES = 4096, 8  # of an object: most are told in one message
+ROOM = FIRST_BYTES - LENGTH_BYTES
 
 
 Parcel = tuple[int, Tensor]  # another member's index, and what goes to it or comes from it
@@ -164,6 +170,10 @@ class Group:
 
     Objects travel as CPU tensors, so they need no GPU, and a blocking call waits on the host, not in a stream. What
     holds CUDA tensors arrives with them on `device`, the receiver's own.
+
+    gloo sums and gathers in rings, whose 2 (n - 1) and n - 1 steps follow each other, each of them two ways to a peer
+    and back. Between far hosts that is all that a small tensor takes. So what is small goes from each member straight
+    to each other one, all at once.
     """
 
     shares_memory = False
@@ -178,13 +188,27 @@ class Group:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+        if tensor.device.type != "cpu" or tensor.dtype == torch.bool or not 0 < tensor.numel() <= FEW_NUMBERS:
+            return self._begin_sum(tensor, what)
+        own = tensor.detach().reshape(-1)
+        rows = torch.empty(self.size, own.numel(), dtype=own.dtype)
+        return _Added(self.begin_all_gather(own, rows, what=what), rows, tensor)
+
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+        is_small = 0 < self.size * tensor.nbytes <= STRAIGHT_BYTES
+        if tensor.device.type != "cpu" or self.size == 2 or not is_small:
+            return self._begin_gather(tensor, out, what)
+        rows = tensor.detach().view(torch.uint8).expand(self.size, -1).contiguous()
+        return self.begin_all_to_all(rows, out.view(torch.uint8), what=what)
+
+    def _begin_sum(self, tensor: Tensor, what: str) -> Transfer:
         try:
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         except RuntimeError as error:  # torch has no narrower type for a lost peer
             raise _lost(what, error) from error
         return _Flight(work, what) if work is not None else Landed()
 
-    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+    def _begin_gather(self, tensor: Tensor, out: Tensor, what: str) -> Transfer:
         try:
             # `all_gather_single` is its name from torch 2.13 on, which warns of the other one.
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -222,24 +246,25 @@ class Group:
 
     def gather_objects(self, value: Any) -> list[Any]:
         payload = to_bytes(value)
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        sizes[self.index] = payload.numel()
-        self.all_reduce(sizes, what="sizes of gathered objects").wait()
-        parts = []
-        for index, size in enumerate(sizes.tolist()):
-            part = payload if index == self.index else torch.empty(size, dtype=torch.uint8)
-            self.broadcast(part, source=index, what="gathered objects")
+        firsts = torch.empty(self.size, FIRST_BYTES, dtype=torch.uint8)
+        self.begin_all_gather(_first_of(payload), firsts, what="gathered objects").wait()
+        parts: list[Tensor] = []
+        for index, first in enumerate(firsts):
+            part, rest = (payload, payload[ROOM:]) if index == self.index else _begun(first)
+            if len(rest):
+                self.broadcast(rest, source=index, what="gathered objects")
             parts.append(part)
         return [from_bytes(part, self.device) for part in parts]
 
     def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
-        payload = to_bytes(value if self.index == source else None)
-        size = torch.tensor([payload.numel()], dtype=torch.int64)
-        self.broadcast(size, source=source, what="size of a broadcast object")
-        same = self.index == source
-        part = payload if same else torch.empty(int(size), dtype=torch.uint8)
-        self.broadcast(part, source=source, what="broadcast object")
-        return value if same else from_bytes(part, self.device)
+        is_source = self.index == source
+        payload = to_bytes(value if is_source else None)
+        first = _first_of(payload)
+        self.broadcast(first, source=source, what="broadcast object")
+        part, rest = (payload, payload[ROOM:]) if is_source else _begun(first)
+        if len(rest):
+            self.broadcast(rest, source=source, what="broadcast object")
+        return value if is_source else from_bytes(part, self.device)
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1), what="barrier").wait()
@@ -284,6 +309,37 @@ class _Flight:
             self._work.wait()
         except RuntimeError as error:
             raise _lost(self._what, error) from error
+
+
+class _Added:
+    """A transfer of one row from each member, whose sum lands in a tensor: added up in one order, so that all members
+    have the same bits."""
+
+    def __init__(self, transfer: Transfer, rows: Tensor, tensor: Tensor) -> None:
+        self._transfer, self._rows, self._tensor = transfer, rows, tensor
+
+    def wait(self) -> None:
+        self._transfer.wait()
+        first, *others = self._rows.unbind()
+        for row in others:
+            first += row
+        write(self._tensor, first.view(self._tensor.size()))
+
+
+def _first_of(payload: Tensor) -> Tensor:
+    """What tells of an object at first: how many bytes it has, and as many of them as there is room for."""
+    first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
+    first[:LENGTH_BYTES] = torch.tensor([payload.numel()]).view(torch.uint8)
+    first[LENGTH_BYTES : LENGTH_BYTES + payload.numel()] = payload[:ROOM]
+    return first
+
+
+def _begun(first: Tensor) -> tuple[Tensor, Tensor]:
+    """An object's bytes, as far as they have come, and the part of them that is to be filled."""
+    length = int(first[:LENGTH_BYTES].view(torch.int64))
+    part = torch.empty(length, dtype=torch.uint8)
+    part[:ROOM] = first[LENGTH_BYTES : LENGTH_BYTES + length]
+    return part, part[ROOM:]
 
 
 def _lost(what: str, error: RuntimeError) -> SyncError:
