@@ -254,7 +254,7 @@ def test_what_an_iterable_gives_can_be_pinned() -> None:
             self.is_pinned = True
             return self
 
-    pinned = Counted(1, (), (Data(),)).pin_memory()
+    pinned = Counted(1, (Data(),)).pin_memory()
     assert pinned.num_samples == 1 and pinned.data[0].is_pinned
 
 

@@ -117,6 +117,7 @@ class Agreement:
         self.elastic = elastic
         self._lockstep = Lockstep() if elastic is None else elastic.lockstep
         self.holds = False  # too few members to take steps
+        self.is_behind = False  # when this generation formed, others had taken a step that this worker had not
         self.recovery_s = 0.0  # that changes of the members have cost this worker: dropped work, regrouping
         self._holder: Holder | None = None
         self._members, self._rank, self._orders, self._timeout_s = members, rank, orders, timeout_s
@@ -324,6 +325,7 @@ class Agreement:
         elif self._position is None:
             self._position = 0  # all have come later, and have what the servers have
         self.holds = form.holds
+        self.is_behind = any(one.step > self._step for one in stands)
         self._tells_commit = True
         orders.tell("formed", generation=form.generation, noticed=noticed)
         if self._holder is not None:

@@ -123,10 +123,21 @@ class StepBatch:
         part.serial = self.serial
         return part
 
-    def redeal(self, micros: Sequence[Micro], fetch: Callable[[], Any]) -> None:
-        """Begin again with another share; `fetch` gives its data."""
+    def redeal(
+        self,
+        fetch: Callable[[], Any],
+        *,
+        micros: Sequence[Micro],
+        num_runs: int,
+        spare: Micro | None,
+        num_here: int | None = None,
+        dealt: Mapping[int, tuple[Micro, ...]] | None = None,
+    ) -> None:
+        """Begin again with another share, of which all is told as of the first; `fetch` gives its data."""
         self.micros, self._fetch = tuple(micros), fetch
-        self.num_runs, self.spare = len(self.micros), None
+        self.num_runs, self.spare = num_runs, spare
+        self.num_here = self.num_samples if num_here is None else num_here
+        self.dealt = dealt or {}
         self._kept.clear()
 
     def drain(self) -> None:

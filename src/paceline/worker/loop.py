@@ -536,9 +536,10 @@ class Loop:
     def members_changed(self) -> None:
         """Forget what was made for the old ones."""
         self._models.members_changed()
-        self._is_deal_due = (
-            self._rounds.is_open
-        )  # until its end all run what they were dealt, and then what others lost
+        # Until a round is over all run what they were dealt, and then what others lost. Who is behind, in what the loop
+        # does before its first step, has its batch in hand as the others had it dealt who have taken that step.
+        is_begun = self._rounds.is_open or self._agreement.is_behind
+        self._is_deal_due = self._rounds.is_local and is_begun
         if not self._is_deal_due:
             self._deal_anew()
 

@@ -92,7 +92,6 @@ class Counted:
     """From an iterable dataset: how many items the whole step has, and the data of this worker's micro-batches."""
 
     num_samples: int
-    micros: tuple[Micro, ...]
     data: tuple[Any, ...]
 
     def pin_memory(self) -> Counted:
@@ -128,7 +127,7 @@ class StreamReader(IterableDataset[Any]):
         for epoch in range(self._first_epoch, self._epochs):
             position = self._position if epoch == self._first_epoch else 0
             yield from self._epoch(epoch, position)
-            yield Counted(0, (), ())  # the end of an epoch
+            yield Counted(0, ())  # the end of an epoch
 
     def _epoch(self, epoch: int, position: int) -> Iterator[Counted]:
         reading = self._reading
@@ -150,7 +149,7 @@ class StreamReader(IterableDataset[Any]):
                 return
             mine = self._mine(position, position + len(step))
             data = [self._collated(step[m.start - position : m.stop - position], epoch, m) for m in mine]
-            yield Counted(len(step), tuple(mine), tuple(data))
+            yield Counted(len(step), tuple(data))
             position += len(step)
 
     def _collated(self, items: list[Any], epoch: int, micro: Micro) -> Any:

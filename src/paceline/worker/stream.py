@@ -266,14 +266,15 @@ class Stream:
 
     def redeal(self, batch: StepBatch) -> None:
         """Give a batch this worker's present share, for a step that is taken again from its beginning."""
+        share = self._dealt(batch.start, batch.stop)
         if self.num_samples:
             self._open_map(batch.epoch, batch.start)
-            batch.redeal(self.mine(batch.start, batch.stop), lambda: next(self._items))
+            batch.redeal(lambda: next(self._items), **share)
             return
         self._open_iterable(batch.epoch, batch.start)
         counted: Counted = next(self._items)
         parts = iter(counted.data)
-        batch.redeal(counted.micros, lambda: next(parts))
+        batch.redeal(lambda: next(parts), **share)
 
     def _open_map(self, epoch: int, position: int) -> None:
         """Read ahead from here on; the loader runs ahead of the cursor."""

@@ -1,0 +1,168 @@
+"""Batches in hand: dealt anew to those who are left when members are lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from paceline.comm.generation import Members
+from paceline.comm.group import Alone, Disrupted
+from paceline.comm.lockstep import Lockstep
+from paceline.elastic.notices import Form
+from paceline.plan import Batch
+from paceline.worker.agreement import Agreement, Elastic, Standing
+from paceline.worker.axes import unsplit
+from paceline.worker.balance import Balance
+from paceline.worker.batch import StepBatch
+from paceline.worker.cursor import Cursor
+from paceline.worker.loop import Loop
+from paceline.worker.stream import Source, Stream
+
+NUM = 30
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Lines(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(NUM))
+
+
+class Data(list[int]):
+    """Of a micro-batch."""
+
+
+class Place(Alone):
+    def __init__(self, index: int, size: int) -> None:
+        self.index, self.size = index, size
+
+
+def stream_of(
+    group: Place,
+    *,
+    each: int = 1,
+    micro: int = 2,
+    data: Any = None,
+    replicas: Callable[[], Sequence[int]] | None = None,
+) -> Stream:
+    """Batches of 10, of this worker of replicas of `each`, all of which run different micro-batches."""
+    return Stream(
+        Source(dataset=data or Numbers(), epochs=1, collate=Data, loaders=0, prefetch=2, pin=False, name="train"),
+        Batch(size=10, micro=micro, shuffle=False),
+        cursor=Cursor(),
+        group=group,
+        walk=lambda batch: iter(()),
+        together=cast("Any", lambda operation: operation()),
+        balance=Balance(is_on=False),
+        timeout_s=10.0,
+        axes=dataclasses.replace(unsplit(group), inside=Place(group.index % each, each)),
+        replicas=replicas,
+    )
+
+
+def run(batch: StepBatch) -> list[int | None]:
+    """The numbers of the micro-batches that a walk runs, None for a void one; each has the data of its own samples."""
+    for number, micro, _ in batch.runs():
+        assert batch.read(number) == list(range(micro.start, micro.stop))
+    return [None if is_void else micro.index for _, micro, is_void in batch.runs()]
+
+
+@pytest.mark.parametrize("data", [Numbers(), Lines()], ids=["map", "iterable"])
+@pytest.mark.parametrize("left", [2, 1])
+def test_replicas_of_several_workers_run_each_micro_batch_once_and_each_worker_as_many_as_the_others(
+    data: Any, left: int
+) -> None:
+    ran: list[list[list[int | None]]] = []  # of each worker, in this batch and the next one
+    for worker in range(left * 2):
+        group = Place(worker, 6)
+        stream = stream_of(group, each=2, data=data)
+        steps = stream.steps(lambda: 1)
+        batch = next(steps)
+        run(batch)
+        group.size = left * 2
+        stream.members_changed()
+        stream.redeal(batch)
+        ran.append([run(batch), run(next(steps))])
+    for one, other in zip(ran[::2], ran[1::2], strict=True):
+        assert [*map(len, one)] == [*map(len, other)], "who makes another run waits in it for nobody"
+    for step in range(2):
+        assert sorted(number for one in ran for number in one[step] if number is not None) == [*range(5)]
+
+
+@pytest.mark.parametrize("data", [Numbers(), Lines()], ids=["map", "iterable"])
+@pytest.mark.parametrize("micro", [2, 5])
+def test_where_replicas_take_steps_by_themselves_no_share_of_the_lost_one_is_left(data: Any, micro: int) -> None:
+    present, own = [0, 1, 2], 2  # with two micro-batches this one has none of them at first
+    group = Place(own, 3)
+    stream = stream_of(group, micro=micro, data=data, replicas=lambda: present)
+    batch = next(stream.steps(lambda: 1))
+    assert sorted(batch.dealt) == [0, 1, 2]
+    present.remove(1)
+    group.index, group.size = 1, 2
+    stream.members_changed()
+    stream.redeal(batch)
+    assert sorted(batch.dealt) == [0, 2]
+    assert batch.dealt[own] == batch.micros
+    assert batch.num_here == sum(one.num_samples for one in batch.micros) > 0
+    assert sorted(one.index for share in batch.dealt.values() for one in share) == [*range(10 // micro)]
+
+
+class Pair(Alone):
+    """With another one, who is past the operation."""
+
+    size = 2
+
+    def __init__(self, other: Standing) -> None:
+        self._other = other
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, self._other]
+
+
+@pytest.mark.parametrize(("others_step", "is_dealt_anew"), [(0, True), (1, False)])
+def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
+    others_step: int, is_dealt_anew: bool
+) -> None:
+    """Two of three have come to the end of an operation before the round's first step, and one has gone on from it."""
+    stream = stream_of(Place(0, 3), replicas=lambda: (0, 1, 2))
+    next(stream.steps(lambda: 1))  # as it was dealt to all three
+    form = Form(generation=1, members=(0, 1), planned=False, holds=False, reason="worker 2 was lost")
+    head = SimpleNamespace(
+        newest=1,
+        acknowledges=False,
+        has_acknowledged=False,
+        tell=lambda op, **told: None,
+        wait_for=lambda *_, **__: form,
+    )
+    agreement = Agreement(
+        Members(Alone(), generation=0, ranks=(0, 1, 2)),
+        rank=0,
+        orders=cast("Any", head),
+        timeout_s=10.0,
+        elastic=Elastic(
+            build=lambda form, is_hurry: Pair(Standing(position=1, holds_result=False, step=others_step)),
+            has_formed=lambda generation, has_formed: has_formed,
+            lockstep=Lockstep(),
+            workers_each=1,
+        ),
+    )
+    loop = Loop.__new__(Loop)
+    loop.streams = {"train": stream}
+    loop._models = cast("Any", SimpleNamespace(members_changed=lambda: None))
+    loop._rounds = cast("Any", SimpleNamespace(is_local=True, is_open=False))
+    loop._agreement, loop._balance = agreement, Balance(is_on=False)
+    agreement.attach(cast("Any", SimpleNamespace(step=0, regrouped=loop.members_changed)))
+    agreement._position = 0
+    assert agreement.drop(Disrupted("worker 2 was lost"), holds_result=True)
+    assert stream.is_dealt_anew is is_dealt_anew
