@@ -1,8 +1,9 @@
-"""Batches in hand: dealt anew to those who are left when members are lost."""
+"""Batches in hand: dealt anew to those who are left when members are lost, and let go of when the loop goes on."""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -166,3 +167,15 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
     agreement._position = 0
     assert agreement.drop(Disrupted("worker 2 was lost"), holds_result=True)
     assert stream.is_dealt_anew is is_dealt_anew
+
+
+@pytest.mark.parametrize("data", [Numbers(), Lines()], ids=["map", "iterable"])
+def test_whoever_keeps_a_batch_as_rounds_do_does_not_keep_its_data(data: Any) -> None:
+    kept: list[StepBatch] = []
+    seen: list[weakref.ref[Any]] = []
+    for batch in stream_of(Place(0, 1), data=data).steps(lambda: 1):
+        assert [one() for one in seen] == [None] * len(seen)
+        run(batch)
+        kept.append(batch)
+        seen += [weakref.ref(batch.read(number)) for number in range(len(batch))]
+    assert len(kept) == NUM // 10

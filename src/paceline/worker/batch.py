@@ -147,6 +147,15 @@ class StepBatch:
             with randomness.Aside():
                 self.read(num_reads - 1)
 
+    def let_go(self) -> None:
+        """The loop has gone on: forget the data. Rounds keep their batches, and may be long."""
+        self._kept.clear()
+        self._fetch = _nothing_left
+
+
+def _nothing_left() -> Any:
+    raise RuntimeError("the data of a batch was read after the loop had gone on to the next one")
+
 
 def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Move all tensors in a tree of dicts, lists, tuples and dataclasses to `device`, floats to `dtype` if given."""

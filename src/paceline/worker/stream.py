@@ -188,6 +188,7 @@ class Stream:
             yield batch
             if not self._is_stale:
                 batch.drain()
+            batch.let_go()
 
     def num_left(self) -> int:
         """How many steps the stream has from where it began. Raises ValueError where its end is not known."""
@@ -333,7 +334,7 @@ class Stream:
                 self.cursor.epoch, self.cursor.position = epoch, position
                 continue
             parts = iter(counted.data)
-            yield StepBatch(
+            batch = StepBatch(
                 stream=self.source.name,
                 step=next_step(),
                 epoch=epoch,
@@ -344,6 +345,8 @@ class Stream:
                 fetch=lambda parts=parts: next(parts),
                 walk=self._walk,
             )
+            yield batch
+            batch.let_go()
             position += counted.num_samples
 
     def _agree_on_count(self, count: int, epoch: int, position: int) -> None:
