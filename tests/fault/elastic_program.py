@@ -3,8 +3,8 @@
 Where they may be lost: `doomed`.
 
 OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file "open";
-         turns: replicas do not wait for each other, so there is no schedule; loops: over batches, all but the last one
-         over one epoch
+         whole: [step, workers], after this step wait until so many are there, or are to be; turns: replicas do not wait
+         for each other, so there is no schedule; loops: over batches, all but the last one over one epoch
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,13 @@ def enumerate_state(optim: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     ]
 
 
+def num_to_be(worker: paceline.Worker) -> int:
+    """How many workers there are, or will be from the next place on where others can join."""
+    agreement: Any = worker._agreement
+    planned = agreement._orders.planned(agreement.generation)
+    return len(agreement.ranks if planned is None else planned.members)
+
+
 def train(worker: paceline.Worker) -> str:
     if FAULTS:
         arm(worker, sums=("gradients", "layers"), save=(Writer, "_write"))
@@ -85,6 +93,7 @@ def train(worker: paceline.Worker) -> str:
     if words != ["from 0"]:
         raise ValueError(f"the first broadcast gave {words}")
     pause_s = float(OPTIONS.get("pause_s", 0))
+    whole_at, num_whole = OPTIONS.get("whole", (None, 0))
     num_short = int(OPTIONS.get("loops", 1)) - 1
     loops = (worker.batches(Digits(worker), epochs=epochs) for epochs in [1] * num_short + [1000])
     for batch in itertools.chain.from_iterable(loops):
@@ -98,6 +107,8 @@ def train(worker: paceline.Worker) -> str:
             schedule.step()
         time.sleep(pause_s)
         while worker.step == OPTIONS.get("gate") and not left("open").exists():
+            time.sleep(0.02)
+        while worker.step == whole_at and num_to_be(worker) < num_whole:
             time.sleep(0.02)
         if worker.step % 4 == 0 or OPTIONS.get("turns"):  # in turns nobody knows who has which step
             fault(worker, "evaluate")

@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ import warm
 from paceline.monitor.audit import audit
 from programs import child_environment
 
-__all__ = ["LIMIT_S", "PROGRAM", "Run", "assert_unharmed", "finish", "reached", "start", "trained", "undisturbed"]
+__all__ = [
+    "LIMIT_S",
+    "PROGRAM",
+    "Run",
+    "assert_unharmed",
+    "finish",
+    "happened",
+    "reached",
+    "start",
+    "trained",
+    "undisturbed",
+]
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
 LIMIT_S = 120  # for any one run
@@ -73,10 +85,25 @@ def finish(folder: Path, process: warm.Process) -> Run:
 
 def reached(run_dir: Path, step: int, process: warm.Process) -> None:
     """Return when a run has committed a step."""
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + LIMIT_S
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+    metrics = run_dir / "metrics.jsonl"
+    _until(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step,
+        process,
+        f"step {step} was not reached",
+    )
+
+
+def happened(run_dir: Path, event: str, process: warm.Process) -> None:
+    """Return when such an event is in the run's record."""
+    events = run_dir / "attempt_1" / "events.jsonl"
+    _until(lambda: events.exists() and f'"{event}"' in events.read_text(), process, f"no {event} has come")
+
+
+def _until(is_so: Callable[[], bool], process: warm.Process, otherwise: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
         if time.monotonic() > deadline or process.poll() is not None:
-            raise AssertionError(f"step {step} was not reached")
+            raise AssertionError(otherwise)
         time.sleep(0.02)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -20,4 +21,5 @@ def test_those_who_are_left_mix_go_on_and_end_with_the_same_weights(tmp_path: Pa
     assert [event["rank"] for event in run.events("WorkerLost")] == [1]
     assert [row["step"] for row in run.metrics()] == list(range(1, 14))
     assert audit(run.run_dir).is_clean
+    assert math.isfinite(run.weights()), "all have the same"
     assert run.losses()[-1] < run.losses()[0]

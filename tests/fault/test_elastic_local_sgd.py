@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from fault.elastic_runs import LIMIT_S, Run, trained
+from fault.elastic_runs import LIMIT_S, Run, finish, happened, start, trained
 from paceline.monitor.audit import audit
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 BATCH = "batch(size=20,micro=2)+compute(precision=fp64)"
+FAR = 5000  # steps: a round's end that is never reached
 
 
 def fault(worker: int, step: int, where: str, signum: int = signal.SIGKILL) -> dict[str, Any]:
@@ -49,7 +50,8 @@ def test_what_a_lost_replica_should_have_run_the_others_run_before_the_round_cou
     tmp_path: Path, faults: list[dict[str, Any]], plan: str
 ) -> None:
     batch = BATCH if "int8" not in plan else "batch(size=20,micro=2)"
-    run = trained(tmp_path / "a", *faults, plan=f"{plan}+{batch}", pause_s=0.1, job={"max_steps": 17})
+    job = {"max_steps": 17}  # a round is over after 15
+    run = trained(tmp_path / "a", *faults, plan=f"{plan}+{batch}", whole=[14, 4], job=job)
     assert run.code == 0, run.output
     assert [row["step"] for row in run.metrics()] == list(range(1, 18)), run.output
     assert len(run.events("WorkerLost")) == len(faults)
@@ -80,14 +82,18 @@ def test_a_replica_of_two_workers_is_lost_in_a_round_and_comes_back_between_two(
 
 
 def test_who_is_asked_to_leave_does_not_wait_for_the_end_of_a_long_round(tmp_path: Path) -> None:
-    faults = [fault(3, 4, "forward", signal.SIGTERM), {**fault(1, 9, "forward", signal.SIGTERM), "whom": "supervisor"}]
-    plan = f"replicas=2-4+localsgd(every=1000)+{BATCH}"
-    job = {"max_steps": 40, "save_every": None}
-    run = trained(tmp_path / "a", *faults, plan=plan, job=job, pause_s=0.1)
+    stopped = {**fault(1, 9, "forward", signal.SIGTERM), "whom": "supervisor", "after": "open"}
+    plan = f"replicas=2-4+localsgd(every={FAR})+{BATCH}"
+    folder, job = tmp_path / "a", {"max_steps": FAR, "save_every": None}
+    process = start(folder, fault(3, 4, "forward", signal.SIGTERM), stopped, plan=plan, job=job, pause_s=0.05)
+    happened(folder / "run", "WorkerLeft", process)
+    (folder / "open").touch()
+    run = finish(folder, process)
     assert run.code != 0, run.output
     (gone,) = run.events("WorkerLeft")
-    assert gone["rank"] == 3 and 3 < gone["step"] < 9
+    assert gone["rank"] == 3 and 3 < gone["step"] < FAR
     (kept,) = (run.run_dir / "checkpoints").iterdir()
     step = int(kept.name.removeprefix("step_"))
-    assert 8 < step < 20, "all came to one step, agreed and saved"
+    stopped_after = int((folder / "fault_1").read_text().split()[0])
+    assert max(gone["step"], stopped_after) < step < FAR, "all came to one step, agreed and saved"
     assert_each_sample_was_run_once(run)
