@@ -71,6 +71,22 @@ def test_two_writers_make_one_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in WHOLE.items())
 
 
+def test_names_that_any_writer_has_tied_are_in_the_index(tmp_path: Path) -> None:
+    """Whole tensors of one writer alone, and rows that all of them have."""
+    first, second, _ = writers(tmp_path, [])
+    rows = [{name: Where(name, (5, 2), (begin, 0)) for name in ("w", "v")} for begin in (0, 3)]
+    here, there, late = WHOLE["w"][:3].clone(), WHOLE["w"][3:].clone(), torch.arange(4.0)
+    first.save(1, {"n": WHOLE["n"], "m": WHOLE["n"], "w": here, "v": here}, {}, {}, where=rows[0])
+    second.save({"a": late, "b": late, "w": there, "v": there}, rows[1])
+    second.close()
+    path = first.close()
+    assert path is not None
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.ties(sorted(checkpoint.names)) == {"b": "a", "n": "m", "w": "v"}
+    expected = {"a": late, "n": WHOLE["n"], "v": WHOLE["w"]}
+    assert all(torch.equal(checkpoint.load([name])[name], value) for name, value in expected.items())
+
+
 def test_a_damaged_row_is_found_by_the_checksum_of_the_whole(tmp_path: Path) -> None:
     first, second, _ = writers(tmp_path, [])
     save(first, second, 1)
@@ -90,10 +106,11 @@ def fails_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "No space left"
 
 
-def fails_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    def broken(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
+def broken(*_: Any) -> None:
+    raise OSError(5, "Input/output error")
 
+
+def fails_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("paceline.checkpoint.parts.write_part", broken)
     return "worker 1 could not write its part: .*Input/output error"
 
@@ -118,6 +135,43 @@ def test_a_save_that_fails_on_one_writer_fails_at_once_and_the_next_one_succeeds
     second.close()
     assert first.close() == tmp_path / "step_00000003"
     assert not mail.texts
+
+
+def test_who_looks_only_when_the_save_has_failed_leaves_the_reason_to_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, mail = writers(tmp_path, [])
+    with monkeypatch.context() as context:
+        context.setattr("paceline.checkpoint.dcp_parts.write_part", broken)
+        first.save(1, {"w": WHOLE["w"][:3]}, {}, {}, where=ROWS[0])
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            first.wait()
+    assert not list(tmp_path.iterdir())
+    second.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
+    second.wait()
+    for step in (2, 3):
+        save(first, second, step)
+    second.close()
+    assert first.close() == tmp_path / "step_00000003"
+    assert not mail.texts
+
+
+def test_who_is_writing_when_the_directory_goes_leaves_the_reason_to_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Parts(index=index, count=2, mail=mail, timeout_s=30.0) for mail in [Box()] for index in range(2))
+
+    def left(directory: Path, *_: Any) -> None:
+        first.give_up(1, "No space left on device")
+        directory.rmdir()
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr("paceline.checkpoint.parts.write_part", left)
+    (tmp_path / "step").mkdir()
+    first.begin(1, tmp_path / "step")
+    writer = PartWriter(second)
+    writer.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
+    writer.close()
 
 
 def test_a_part_that_never_comes_is_named(tmp_path: Path) -> None:

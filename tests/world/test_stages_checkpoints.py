@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from forked import World
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.plan import Layout, Plan
-from staged_net import EXACT, RESUME, Net, Text, beside, mean_loss, train, workers_of
+from staged_net import EXACT, RESUME, WIDTH, WORDS, Net, Text, beside, mean_loss, train, workers_of
 
 
 def test_a_checkpoint_of_any_layout_goes_on_under_any_other(world: World, tmp_path: Path) -> None:
@@ -90,3 +91,40 @@ def test_optimizers_that_make_their_state_at_once_are_saved_too(world: World, tm
         assert found == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-9)
     (found,) = world(work, 1, Plan(batch=RESUME, compute=EXACT))
     assert found == pytest.approx({step: whole[step] for step in range(5, 9)}, rel=1e-9)
+
+
+class Scores(nn.Module):
+    """A head whose bias has two names, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(WIDTH, WORDS)
+        self.bias = self.decoder.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x)
+
+
+class Named(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Scores()
+
+
+def test_two_names_of_a_tensor_of_the_last_stage_both_come_back(world: World, tmp_path: Path) -> None:
+    def work(worker: Any) -> dict[int, float]:
+        torch.manual_seed(3)
+        model = worker.prepare(Named())
+        step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), mean_loss)
+        losses: dict[int, float] = {}
+        for batch in worker.batches(Text(), epochs=2):
+            loss = float(step(batch))
+            losses[worker.step] = loss
+        return losses
+
+    whole = beside(tmp_path).one_process(work, Plan(batch=RESUME, compute=EXACT))
+    world(work, 2, Plan(layout=Layout(stages=2), batch=RESUME, compute=EXACT), max_steps=2)
+    for found in world(work, 2, Plan(layout=Layout(stages=2), batch=RESUME, compute=EXACT), max_steps=4):
+        assert found == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-9)
+    (found,) = world(work, 1, Plan(batch=RESUME, compute=EXACT), max_steps=6)
+    assert found == pytest.approx({step: whole[step] for step in (5, 6)}, rel=1e-9)

@@ -3,8 +3,8 @@
 The writers tell each other by *mail*, short texts under names, and not by what is on the disk: a save that fails on one
 of them is known to the others at once, also where the disk is full. For save number n (all count alike):
 
-    n/begin     the first: the directory to write to, or that there is none, and why
-    n/part_k    writer k: what it has written and where, or why not
+    n/begin     the first: the directory to write to; or, also later on, that there is none, and why
+    n/part_k    writer k: what it has written and where, and which names are of one tensor; or why not
 
 The first then has an index made of all parts (see `dcp_parts`) and commits as one writer would.
 """
@@ -12,6 +12,7 @@ The first then has an index made of all parts (see `dcp_parts`) and commits as o
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import time
@@ -35,7 +36,7 @@ class Mail(Protocol):
     """How writers reach each other; safe to use from a thread."""
 
     def put(self, name: str, text: str) -> None:
-        """Leave a text under a name, which nobody has used before."""
+        """Leave a text under a name, in place of what this writer has left there before."""
 
     def look(self, name: str) -> str | None:
         """Return what was put under a name; None: nothing yet. Does not block."""
@@ -66,22 +67,36 @@ class Parts:
         self._clear(number)
         self.mail.put(f"{number}/begin", json.dumps({"failed": reason}))
 
+    def give_up(self, number: int, reason: str) -> None:
+        """The first: tell the others that nothing comes of a save that has begun; to be called before the directory
+        goes."""
+        if number in self._unread:  # otherwise all others have told, and wait for nothing
+            with contextlib.suppress(OSError):  # no room for mail either: they find no directory
+                self.mail.put(f"{number}/begin", json.dumps({"failed": reason}))
+
+    def is_given_up(self, number: int) -> bool:
+        """Another one: whether the first has given up, and tells why itself."""
+        text = self.mail.look(f"{number}/begin")
+        return text is not None and "failed" in json.loads(text)
+
     def directory(self, number: int) -> Path | None:
         """Another one: wait for the directory; None: the first has given up, and tells why itself."""
         told = self._wait(f"{number}/begin", "worker 0 to begin the checkpoint")
         return Path(told["directory"]) if "directory" in told else None
 
-    def tell(self, number: int, pieces: list[Piece]) -> None:
-        """Another one: its part is on the disk."""
-        self.mail.put(f"{number}/part_{self.index}", json.dumps({"pieces": pieces_to_json(pieces)}))
+    def tell(self, number: int, pieces: list[Piece], ties: Mapping[str, str]) -> None:
+        """Another one: its part is on the disk; `ties` are names that it has not stored, with those that it has."""
+        told = {"pieces": pieces_to_json(pieces), "ties": dict(ties)}
+        self.mail.put(f"{number}/part_{self.index}", json.dumps(told))
 
     def tell_failed(self, number: int, reason: str) -> None:
         """Another one: its part could not be written."""
         self.mail.put(f"{number}/part_{self.index}", json.dumps({"failed": reason}))
 
-    def collect(self, number: int, directory: Path) -> list[Piece]:
-        """The first: wait for all other parts; raises CheckpointError naming who has none, and why."""
-        found: list[Piece] = []
+    def collect(self, number: int, directory: Path) -> tuple[list[Piece], dict[str, str]]:
+        """The first: wait for all other parts, and return their pieces and ties; raises CheckpointError naming who has
+        none, and why."""
+        found, ties = list[Piece](), dict[str, str]()
         for index in range(1, self.count):
             told = self._wait(f"{number}/part_{index}", f"the part of worker {index}")
             if "failed" in told:
@@ -94,8 +109,9 @@ class Parts:
                         "a sharded replica write to one directory. Use a run_dir on a disk that all hosts share"
                     )
             found += pieces
+            ties |= told["ties"]
         self._forget(number)  # all have read it
-        return found
+        return found, ties
 
     def _clear(self, number: int) -> None:
         """Forget the mail of saves that failed; of the last one before `number` somebody may not have read it yet."""
@@ -175,15 +191,16 @@ class PartWriter:
             directory = parts.directory(number)
             if directory is None:
                 return
-            if not directory.is_dir():
-                told = (
-                    f"there is no {directory} on its host: the workers of a sharded replica write to one directory. "
-                    "Use a run_dir on a disk that all hosts share"
-                )
-            else:
-                parts.tell(number, write_part(directory, parts.index, staged.tensors, where))
+            if directory.is_dir():
+                parts.tell(number, write_part(directory, parts.index, staged.tensors, where), staged.ties)
                 return
+            told = (
+                f"there is no {directory} on its host: the workers of a sharded replica write to one directory. "
+                "Use a run_dir on a disk that all hosts share"
+            )
         except (OSError, RuntimeError, CheckpointError) as error:  # torch's zip writer raises RuntimeError
             told = str(error).partition("\n")[0]
+        if parts.is_given_up(number):
+            return
         self._failure = f"this worker's part of a checkpoint was not written: {told}"
         parts.tell_failed(number, told)

@@ -7,7 +7,7 @@ they are asked for, one by one, each against its own checksum.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Checkpoint:
     def __init__(self, path: Path, mark: Mark, entries: Mapping[str, Entry], state: Any) -> None:
         self.path = path
         self.state: Any = state
-        self._mark, self._entries = mark, entries
+        self._mark, self._entries = mark, dict(entries)
 
     @property
     def step(self) -> int:
@@ -72,6 +72,16 @@ class Checkpoint:
         first: dict[Entry, str] = {}
         found = {name: first.setdefault(self._entry(name), name) for name in names}
         return {name: earlier for name, earlier in found.items() if name != earlier}
+
+    def tie(self, groups: Iterable[Sequence[str]]) -> None:
+        """Let all names of each group stand for the one of them that is stored, where the others are not.
+
+        For names that a model ties: early versions left those out whose tensors only later writers had.
+        """
+        for names in groups:
+            stored = [self._entries[name] for name in names if name in self._entries]
+            if stored:
+                self._entries.update({name: stored[0] for name in names if name not in self._entries})
 
     def load(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read tensors (None: all) to the CPU; raises CheckpointError for unknown names and damaged files."""

@@ -179,7 +179,9 @@ class Writer:
                 has_begun = True
             num_bytes = _fill(partial, save, self._parts)
         except (OSError, RuntimeError, CheckpointError) as error:  # RuntimeError: see _below
-            if self._parts is not None and not has_begun:
+            if self._parts is not None and has_begun:
+                self._parts.give_up(save.number, str(error))
+            elif self._parts is not None:
                 self._parts.refuse(save.number, str(error))
             self._failure = _reason(_below(error), self._directory, save, _removed(partial))
             self._on_event(CheckpointFailed(step=save.step, path=str(partial.with_suffix("")), reason=self._failure))
@@ -259,8 +261,10 @@ def _write_tensors(partial: Path, save: _Save, parts: Parts | None) -> dict[str,
     if parts is None:
         write_tensors(partial, staged.tensors, staged.ties)
         return {name: zlib.crc32(bytes_of(tensor)) for name, tensor in staged.tensors.items()}
-    pieces = write_part(partial, 0, staged.tensors, save.where) + parts.collect(save.number, partial)
-    write_index(partial, pieces, staged.ties)
+    pieces = write_part(partial, 0, staged.tensors, save.where)
+    others, ties = parts.collect(save.number, partial)
+    pieces += others
+    write_index(partial, pieces, {**staged.ties, **ties})
     return crc32_of_tensors(pieces)
 
 

@@ -35,7 +35,7 @@ class WritersMail:
         self._said: dict[str, str] = {}  # the newest
 
     def put(self, name: str, text: str) -> None:
-        """Leave a text under a name, which nobody has used before; OSError where there are only files, and no room."""
+        """Leave a text under a name, in place of an earlier one; OSError where there are only files, and no room."""
         self._said[name] = text
         for old in list(self._said)[:-NOT_HEARD]:
             del self._said[old]

@@ -10,7 +10,7 @@ replica had fits as it is: see `paceline.worker.snapshot`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,6 +179,7 @@ def load_model(
         shapes = {
             key: value.new_empty(whole_shape(value, cuts.get(key)), device="meta") for key, value in split.items()
         }
+        checkpoint.tie(_tied_names(name, model, wanted))
         checkpoint.require({**wanted, **shapes}, prefix=f"{name}.")
         checkpoint.load_into({key: value for key, value in wanted.items() if key not in split})
     set_extra(model, plain["extra"].get(name, {}))
@@ -191,6 +192,16 @@ def load_model(
         return  # what no checkpoint holds was made equal when the model was cut
     own = {id(parameter) for key, parameter in model.named_parameters() if f"{name}.{key}" in split}
     send_from_first([t for t in (*model.parameters(), *model.buffers()) if id(t) not in own], group)
+
+
+def _tied_names(name: str, model: nn.Module, wanted: Container[str]) -> list[list[str]]:
+    """The names of each tensor that a model has under several, of those that are wanted."""
+    found: dict[int, list[str]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for key, one in named(remove_duplicate=False):
+            if f"{name}.{key}" in wanted:
+                found.setdefault(id(one), []).append(f"{name}.{key}")
+    return [names for names in found.values() if len(names) > 1]
 
 
 def _sent(
