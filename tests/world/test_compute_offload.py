@@ -201,6 +201,18 @@ def test_parameters_that_stream_from_the_host_train_the_same(
         assert result["losses"] == pytest.approx(oracle["losses"], rel=1e-6)
 
 
+def test_parameters_that_stream_on_one_worker_go_on_from_checkpoints_and_back(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "refuse_useless", lambda compute, device: None)
+    whole_run = apart(tmp_path, "whole")(train, 1, Plan(batch=BATCH))[0]
+    plain, streamed = Plan(batch=BATCH), Plan(batch=BATCH, compute=Compute(offload="all"))
+    for plan, stop in ((plain, 2), (streamed, 4), (streamed, 6), (plain, 8)):
+        [found] = world(train, 1, plan, max_steps=stop)
+        expected = {step: whole_run["losses"][step] for step in (stop - 1, stop)}
+        assert found["losses"] == pytest.approx(expected, rel=1e-5), plan
+
+
 def test_large_parameters_are_stepped_in_pieces_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
 from paceline.parallel.offload.state import OffloadedState
 from paceline.worker.home import Home
-from paceline.worker.received import TensorSource
+from paceline.worker.received import Received, TensorSource
 
 __all__ = ["Registry", "load_model", "load_object", "load_optimizer", "merged", "restore_rates", "set_extra"]
 
@@ -279,7 +279,8 @@ def _optimizer_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The optimizer's tensors on the CPU, read by worker 0 and sent to the others; of `split` parameters, by their full
     names, only what is here. `one_by_one`: never all of them at a time."""
-    if one_by_one or (split and group.size > 1):
+    is_here = isinstance(checkpoint, Received)  # whose tensors are local parts already
+    if one_by_one or (split and not is_here):
         told: list[tuple[str, torch.Size, torch.dtype]] | None = None
         if checkpoint is not None:
             keys = [key for key in checkpoint.names if key.startswith(f"{name}.state.")]
@@ -287,7 +288,7 @@ def _optimizer_tensors(
         for key, shape, dtype in group.broadcast_object(told):
             complete = _sent(key, checkpoint, group, shape=shape, dtype=dtype)
             owner = _key_parts(name, key)[0]
-            if owner in split and complete.dim() and group.size > 1:
+            if owner in split and complete.dim() and not is_here:
                 complete = part_like(complete, split[owner], cuts.get(owner))
             yield key, complete
         return
