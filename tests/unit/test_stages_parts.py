@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import stage_models
 from paceline.errors import PlanError
-from paceline.parallel.stages.costs import measured_costs, operation_costs
+from paceline.parallel.stages.costs import operation_costs
 from paceline.parallel.stages.cut import closed_places, cut_units, route
 from paceline.parallel.stages.halves import Halves
 from paceline.parallel.stages.record import record
@@ -108,16 +108,13 @@ def test_weights_of_products_wait_for_the_second_half_and_hooks_run_there() -> N
     assert sorted(arrived) == sorted(dict(model.named_parameters()))
 
 
-def test_operations_and_measured_times_find_the_heavy_unit() -> None:
+def test_operations_find_the_heavy_unit() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64)) for width in (8, 8, 2048, 8)))
     micro, units = torch.randn(256, 64), find_units(model, named=["0", "1", "2", "3"])
     forward = lambda m: model(m).square().mean()  # noqa: E731  # as it is written where it is passed
     operations = operation_costs(model, forward, micro, units=units, device=CPU)
     assert operations == [2 * 2 * 256 * 64 * width for width in (8, 8, 2048, 8)]
     tape = record(model, forward, micro, units=units, device=CPU)
-    seconds = measured_costs(forward, micro, units=units, tape=tape, device=CPU)
-    assert max(range(4), key=seconds.__getitem__) == 2
-    assert all(parameter.grad is None for parameter in model.parameters())
     cut = cut_units(model, tape, units=units, num_stages=3, costs=operations)
     assert cut.stages == (("0", "1"), ("2",), ("3",))
 
@@ -284,7 +281,6 @@ def test_unused_parts_have_a_home_and_no_gradient() -> None:
     cut = cut_units(model, tape, units=find_units(model), num_stages=2)
     assert route(tape, cut).crossing == ((0,),) and route(tape, cut).with_gradient == ((),)
     assert tape.unused == {"spare": 0} and cut.stages == (("a", "spare"), ("b",))
-    assert set(tape.unreached) == {"a.weight", "a.bias", "spare.weight", "spare.bias"}
     assert model.a.weight.grad is None and model.b.inner.weight.grad is not None
 
 

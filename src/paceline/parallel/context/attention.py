@@ -25,6 +25,7 @@ from paceline.parallel.context import crossings
 from paceline.parallel.context.ring import Attention, ring_attention
 from paceline.parallel.context.slices import Ranges, head_ranges, key_heads
 from paceline.parallel.context.team import ContextTeam
+from paceline.parallel.tensor.attention import joined_mask
 from paceline.parallel.tensor.cut import Cut, cuts_in
 from paceline.parallel.tensor.rules import rule_of as tensor_rule_of
 from paceline.parallel.tensor.rules_shape import at
@@ -174,7 +175,7 @@ def _as_functions(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         F.linear(one, weight, bias).unflatten(2, (num_heads, weight.shape[0] // num_heads)).permute(1, 2, 0, 3)
         for one, weight, bias in zip((query, key, value), weights, biases, strict=True)
     ]
-    mask = _joined_mask(given, like=query, num_heads=num_heads)
+    mask = joined_mask(given.get("attn_mask"), given.get("key_padding_mask"), like=query, heads=num_heads)
     dropout_p = given["dropout_p"] if given["training"] else 0.0
     weights_out = None
     if given["need_weights"]:
@@ -187,24 +188,6 @@ def _as_functions(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         mixed = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout_p)
     merged = mixed.permute(2, 0, 1, 3).flatten(2)
     return F.linear(merged, given["out_proj_weight"], given["out_proj_bias"]), weights_out
-
-
-def _joined_mask(given: dict[str, Any], *, like: Tensor, num_heads: int) -> Tensor | None:
-    """Return both masks as one that is added to the scores, (batch or 1, heads or 1, queries, keys)."""
-
-    def added(mask: Tensor) -> Tensor:
-        if mask.dtype is not torch.bool:
-            return mask.to(like.dtype)
-        return torch.zeros(mask.shape, dtype=like.dtype, device=mask.device).masked_fill(mask, float("-inf"))
-
-    total: Tensor | None = None
-    if given.get("attn_mask") is not None:
-        one = added(given["attn_mask"])
-        total = one.view(-1, num_heads, *one.shape[1:]) if one.ndim == 3 else one[None, None]
-    if given.get("key_padding_mask") is not None:
-        one = added(given["key_padding_mask"])[:, None, None, :]
-        total = one if total is None else total + one
-    return total
 
 
 # ------------------------------------------------------------------------------------------------------------ products

@@ -1,4 +1,4 @@
-"""The workers that share a sequence: what a group has to be able to do, over a process group, in threads, and alone."""
+"""The workers that share a sequence: what a group has to be able to do, over a process group, and in threads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import SyncError
-from paceline.parallel.tensor.collectives import Alone, TensorGroup, TorchGroup
+from paceline.parallel.tensor.collectives import TensorGroup, TorchGroup
 from paceline.parallel.tensor.emulated import EmulatedGroup, emulate
 
-__all__ = ["AloneContext", "ContextGroup", "EmulatedContext", "TorchContext", "emulated"]
+__all__ = ["ContextGroup", "EmulatedContext", "TorchContext", "emulated"]
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -26,13 +26,6 @@ class ContextGroup(TensorGroup, Protocol):
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """Send `parts[k]` to worker k, and return what each worker sent here, which has `shapes[k]`."""
         ...
-
-
-class AloneContext(Alone):
-    """The group of one worker, where nothing moves."""
-
-    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        return list(parts)
 
 
 class TorchContext(TorchGroup):

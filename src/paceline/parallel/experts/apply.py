@@ -101,16 +101,8 @@ def _leave(member: nn.Module) -> None:
 
 def _install(one: RoutedExperts, number: int, blocks: Sequence[str], group: ExpertGroup) -> None:
     """Let tokens go to whoever has their experts, in place of the module's own forward, which does what is here."""
-    forward: Any = one.module.forward
-    is_method = isinstance(forward, types.MethodType) and forward.__self__ is one.module
-    if not is_method:
-        raise PlanError(
-            f"{one.name} has a forward of its own that is no method of {type(one.module).__name__}, so it cannot be "
-            "run for some of the experts: give it its class's forward."
-        )
-    function: Callable[..., Tensor] = forward.__func__
-
-    signature, here_count = inspect.signature(forward), one.count // group.size
+    function = _forward_of(one)
+    signature, here_count = inspect.signature(one.module.forward), one.count // group.size
 
     @functools.wraps(function)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

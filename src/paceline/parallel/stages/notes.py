@@ -34,7 +34,6 @@ class Notes:
         self.refusals: list[Reason] = []
         self.draws: list[Draw] = []
         self.asks: set[Callable[..., Any]] = set()
-        self.run_for_real: set[int] = set()
         self.tellers: set[str] = set()  # modules inside units whose hooks hand out what code outside of them uses
         self.num_unit_calls = 0
         self._calls: list[Call] = []
@@ -47,7 +46,6 @@ class Notes:
         self._aliases: dict[int, WeakTensorKeyDictionary] = {}  # by storage: tensor -> index of the unit
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._uses: dict[str, set[int]] = {name: set() for name in self._names.values()}
-        self._gradients = {get_gradient_edge(p).node: name for name, p in model.named_parameters() if p.requires_grad}
         self._buffers = {id(buffer): place for place, unit in enumerate(units) for buffer in unit.module.buffers()}
         self._root_buffers = {id(buffer) for module in root for buffer in module.buffers(recurse=False)}
 
@@ -259,7 +257,6 @@ class Notes:
         self.used(returned, len(self.order) - 1, "the forward's result", in_unit=False)
         numbers = [self._numbers[tensor] for tensor in returned if tensor in self._numbers]
         reached = _reached([edge for number in numbers if (edge := self._values[number][2]) is not None])
-        nodes = {node for node, _ in reached}
         return Tape(
             units=tuple(self.units[place].name for place in self.order),
             calls=tuple(self._calls),
@@ -270,11 +267,6 @@ class Notes:
             results=tuple(numbers),
             parameters={name: frozenset(users) for name, users in self._uses.items()},
             unused=self._unused(),
-            unreached=tuple(
-                name
-                for node, name in self._gradients.items()
-                if node not in nodes and not self._uses[name] & self.run_for_real
-            ),
             joints=tuple(self._joints),
             draws=tuple(self.draws),
             asks=frozenset(self.asks),

@@ -406,7 +406,6 @@ class _Recorder(TorchFunctionMode):
         module, index = self._notes.units[place].module, self._notes.index_of(place)
         args, kwargs = map_tensors((args, kwargs), self._notes.stand_in)
         before = self._attributes()
-        self._notes.run_for_real.add(index)
         self._needs, self._changed, self._is_open = set(), {}, False
 
         def alone(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, str, Tensor]], list[Told]]:

@@ -103,9 +103,8 @@ class Tape:
 
     `parameters`: for each parameter's name the units in whose calls it takes part. `unused`: units that are never
     called, with the index of the unit beside which they are kept. `results`: numbers of what the forward returns.
-    `asks`: functions that only asked for shapes and the like. `unreached`: trainable parameters without a gradient.
-    `ghosts`: those that replays have made, by number, for the next ones; None where the forward changes values in
-    place, so that each needs its own.
+    `asks`: functions that only asked for shapes and the like. `ghosts`: those that replays have made, by number, for
+    the next ones; None where the forward changes values in place, so that each needs its own.
     """
 
     units: tuple[str, ...]
@@ -114,7 +113,6 @@ class Tape:
     results: tuple[int, ...]
     parameters: dict[str, frozenset[int]]
     unused: dict[str, int]
-    unreached: tuple[str, ...]
     joints: tuple[Joint, ...]
     draws: tuple[Draw, ...]
     asks: frozenset[Callable[..., Any]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.parallel.tensor.cut import wrap
 from paceline.parallel.tensor.team import Team
 
-__all__ = ["attend", "refusal"]
+__all__ = ["attend", "joined_mask", "refusal"]
 
 
 def refusal(module: nn.MultiheadAttention) -> str | None:
@@ -42,7 +42,7 @@ def attend(
     is_batched = query.ndim == 3
     as_batch = {id(one): _as_batch(one, module.batch_first, is_batched) for one in (query, key, value)}
     q, k, v = _project(module, team, site, *(as_batch[id(one)] for one in (query, key, value)))
-    mask = _mask(attn_mask, key_padding_mask, like=query, heads=module.num_heads, is_batched=is_batched)
+    mask = joined_mask(attn_mask, key_padding_mask, like=query, heads=module.num_heads, is_batched=is_batched)
     dropout = module.dropout if module.training else 0.0
     weights = None
     if need_weights:
@@ -89,8 +89,8 @@ def _project(module: nn.MultiheadAttention, team: Team, site: str, *inputs: Tens
     return found[0], found[1], found[2]
 
 
-def _mask(
-    attn_mask: Tensor | None, padding: Tensor | None, *, like: Tensor, heads: int, is_batched: bool
+def joined_mask(
+    attn_mask: Tensor | None, padding: Tensor | None, *, like: Tensor, heads: int, is_batched: bool = True
 ) -> Tensor | None:
     """Return both masks as one that is added to the scores, (batch or 1, heads or 1, queries, keys)."""
     total = None
@@ -106,4 +106,4 @@ def _mask(
 def _added(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype is not torch.bool:
         return mask.to(like.dtype)
-    return torch.zeros(mask.shape, dtype=like.dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+    return torch.zeros(mask.shape, dtype=like.dtype, device=mask.device).masked_fill(mask, float("-inf"))
