@@ -214,17 +214,19 @@ class Walks:
             raise RuntimeError(
                 "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
             )
+        self.buffers.begin()
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
         self._ran, self.broken, self.own_broken = [], (), None
         self._waited_before_s = self._waited_s()
-        self.buffers.begin()
-        if self._looks:
-            gradients.look()
         is_due = batch.step <= NOISE_EACH or batch.step % NOISE_EVERY == 0
         measures = self._measures_noise and is_due and batch.num_walks == 0  # further walks are about other losses
-        gradients.begin(batch.num_walks, step=batch.step, measures=measures)
-        self.shards.begin()
         try:
+            if self._looks:
+                gradients.look()
+            gradients.begin(
+                batch.num_walks, step=batch.step, measures=measures
+            )  # may wait for servers, and be disrupted
+            self.shards.begin()
             yield
         except Disrupted:
             batch.num_walks -= 1  # it will be walked over again, as the same walk
