@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -12,12 +13,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import forked
 from forked import WorkersFailed, World
 from holding import live_noticing, wait_for
-from layout_runs import BATCH, EXACT, RESUME, WORDS, Net, Text, assert_same, next_word, plan_of, train, without_dropout
+from layout_runs import (
+    BATCH,
+    EXACT,
+    RESUME,
+    WORDS,
+    Net,
+    Text,
+    assert_same,
+    next_word,
+    plan_of,
+    prepared,
+    train,
+    without_dropout,
+)
 from paceline.elastic.notices import Finish
 from paceline.monitor.audit import audit
 from paceline.plan import Batch, Layout, ParameterServer, Plan
@@ -280,6 +295,26 @@ def filling(worker: Any) -> None:
         step(batch)
 
 
+def twice(worker: Any) -> None:
+    model = worker.prepare(Net())
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+        step(batch)
+
+
+def twice_after_a_skip(worker: Any) -> None:
+    model, factors = worker.prepare(Net()), iter([math.inf, *[1.0] * 99])
+
+    def forward(model: Any, micro: Any) -> Tensor:
+        return next_word(model(micro[0]), micro[1]) * next(factors)
+
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), forward=forward)
+    for batch in worker.batches(Text()):
+        step(batch)
+        step(batch)
+
+
 def unprepared(worker: Any) -> None:
     worker.prepare(Net())
     next(worker.batches(Text()))
@@ -292,6 +327,8 @@ def unprepared(worker: Any) -> None:
         (scheduled, r"got a StepLR .* count only its own batches. Set the rate from worker.step"),
         (reading_ahead, r"loaders=1 under ParameterServer"),
         (nested, r"the loop over 'other' began inside of the one over 'train'"),
+        (twice, r"step\(batch\) was called twice for one batch: .* use staleness=0"),
+        (twice_after_a_skip, r"step\(batch\) was called twice for one batch"),
         (unprepared, r"began before there was a stepper"),
         (filling, r"buffer last, which began as None, was filled in a step"),
     ],
@@ -315,3 +352,127 @@ def by_rate(worker: Any) -> list[float]:
 
 def test_a_rate_that_is_set_on_the_worker_counts_on_the_servers(world: World) -> None:
     assert set(world(by_rate, 1, in_turns(1), **THREADS)[0]) == {0.0}
+
+
+def retrying(worker: Any) -> int:
+    model, has_failed = worker.prepare(Net(0.0)), False
+
+    def forward(model: Any, micro: Any) -> Tensor:
+        nonlocal has_failed
+        if worker.step == 2 and not has_failed:
+            has_failed = True
+            raise ValueError("once")
+        return next_word(model(micro[0]), micro[1])
+
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), forward=forward)
+    for batch in worker.batches(Text()):
+        try:
+            step(batch)
+        except ValueError:
+            step(batch)
+    return worker.step
+
+
+def test_a_step_that_has_failed_may_be_tried_again(world: World) -> None:
+    assert world(retrying, 1, in_turns(1), **THREADS) == [4]
+    assert sorted(event["step"] for event in steps_of(world, 1)) == [1, 2, 3, 4]
+    assert audit(world.run_dir).verdict == "clean"
+
+
+def weights_of(model: torch.nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
+
+
+def left_early(worker: Any) -> dict[str, Any]:
+    model, optim = prepared(worker, drop=0.0)
+    step = worker.stepper(model, optim, next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+        if worker.step == 3:
+            break
+    left = weights_of(model), float(model.seen)
+    return {"left": left[0], "seen": left[1], "evaluated": worker.evaluate(model, Text(23), next_word)["loss"]}
+
+
+def test_who_leaves_a_loop_has_its_own_last_update(world: World) -> None:
+    results = world(left_early, 1, in_turns(1), **THREADS)
+    assert_same(results, world.one_process(left_early, plan_of(Layout()), **THREADS))
+
+
+def left_by_one(folder: Path) -> Callable[[Any], dict[str, Any]]:
+    """After a loop that all end, worker 0 leaves the next one; worker 1 stands still in it until then."""
+
+    def run(worker: Any) -> dict[str, Any]:
+        model, optim = prepared(worker, drop=0.0)
+        step = worker.stepper(model, optim, next_word)
+        for batch in worker.batches(Text()):
+            step(batch)
+        for batch in worker.batches(Text(), epochs=2):
+            if worker.rank == 1:
+                wait_for(folder / "left")
+            step(batch)
+            if worker.rank == 0:
+                break
+        (folder / "left").touch()
+        evaluated = worker.evaluate(model, Text(23), next_word)["loss"]
+        weights = worker.gather(weights_of(model))
+        refused: list[str] = []
+        for ask in (worker.save, lambda: worker.batches(Text())):
+            try:
+                ask()
+            except RuntimeError as error:
+                refused.append(str(error).partition(" a loop over batches")[0])
+        return {"weights": weights, "evaluated": evaluated, "refused": refused}
+
+    return run
+
+
+@pytest.mark.parametrize("sync", [ParameterServer(servers=2, staleness=None), ParameterServer(servers=2, drop=1)])
+def test_where_one_leaves_a_loop_all_have_the_last_weights_afterwards_and_there_is_no_further_loop(
+    world: World, tmp_path: Path, sync: ParameterServer
+) -> None:
+    plan = Plan(layout=Layout(replicas=2), batch=BATCH, compute=EXACT, sync=sync)
+    left, stayed = world(left_by_one(tmp_path), 2, plan, **THREADS)
+    assert left["weights"] == stayed["weights"] and left["weights"][0] == left["weights"][1]
+    assert left["evaluated"] == stayed["evaluated"]
+    assert left["refused"] == [
+        f"worker.{what}() was called after this replica had left" for what in ("save", "batches")
+    ]
+    assert stayed["refused"] == ["worker.batches() was called after another replica had left"]
+    assert not [*world.run_dir.glob("checkpoints/step_*")]
+
+
+KEPT = list[Any]()
+
+
+def kept_open(worker: Any) -> None:
+    model, optim = prepared(worker)
+    step = worker.stepper(model, optim, next_word)
+    KEPT.append(worker.batches(Text()))
+    step(next(KEPT[0]))
+
+
+def test_a_loop_that_is_still_open_at_the_end_was_left_and_is_not_saved(world: World) -> None:
+    world(kept_open, 1, in_turns(1), **THREADS)
+    assert not [*world.run_dir.glob("checkpoints/step_*")]
+
+
+class Looking(Net):
+    """Looks its words up by itself, so that the servers know of no table."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        table = self.words.weight
+        return F.embedding(words, table, sparse=True).matmul(table.detach().t())
+
+
+def looking(worker: Any) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = worker.prepare(Looking(0.0))
+    optim = worker.prepare(torch.optim.Adam(model.parameters(), lr=0.02))
+    step = worker.stepper(model, optim, next_word, clip_norm=0.5)
+    return {"losses": [float(step(batch)) for batch in worker.batches(Text())], "norm": float(step.grad_norm)}
+
+
+def test_sparse_gradients_of_a_module_of_the_users_own_train_like_one_process(world: World) -> None:
+    results = world(looking, 1, in_turns(1), **THREADS)
+    assert_same(results, world.one_process(looking, plan_of(Layout()), **THREADS))

@@ -115,7 +115,7 @@ class StepClock:
         if self.done in self._saves:
             return Save(self.done) if worker == self._writer else None
         if self.done == self._limit:
-            return Over()
+            return Over(self._has_lost)
         self._is_open, self._num_dealt = True, 0
         self._count = min(self._num_micro(self.done), self._num_present)
         return self._deal(worker)

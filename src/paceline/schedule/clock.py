@@ -54,7 +54,9 @@ class Pause:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Over:
-    """All batches are done."""
+    """All batches are done; `has_left`: not all workers have stayed until then."""
+
+    has_left: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +162,7 @@ class Clock:
             return Save(number)
         if number == self._limit:
             self.is_over = self.is_idle and (self.is_over or not self._awaited)
-            return Over() if self.is_over else None
+            return Over(self._has_left) if self.is_over else None
         turn = Turn(number, self.done)
         if not self._would_hold([*self._turns.values(), turn], self.permitted):
             return None

@@ -99,7 +99,7 @@ class BackupGradients(TurnGradients):
                 case "pause":
                     return Pause(number)
                 case _:
-                    return Over()
+                    return Over(bool(told["has_left"]))
 
     def begin(self, walk: int, *, step: int = 0, measures: bool = False) -> None:
         if walk:

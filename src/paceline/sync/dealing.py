@@ -194,8 +194,8 @@ class DealingServer(Server):
                 return {"turn": "pause", "number": number, "losses": losses}
             case Over() if self._unnoted:  # should one of these be lost now, others have to hear of it
                 return None
-            case Over():
-                return {"turn": "over", "number": header["limit"], "losses": losses}
+            case Over(has_left=has_left):
+                return {"turn": "over", "number": header["limit"], "has_left": has_left, "losses": losses}
 
     def _let_in(self, header: Mapping[str, Any]) -> bool:
         """Have all in this loop wait for who came later, unless it is over: the others may be in a later one by then,

@@ -241,5 +241,5 @@ class GatheringServer(Server):
                 return {**about, "turn": "save", "number": number}
             case Pause(number=number):
                 return {**about, "turn": "pause", "number": number}
-            case Over():
-                return {**about, "turn": "over", "number": header["limit"]}
+            case Over(has_left=has_left):
+                return {**about, "turn": "over", "number": header["limit"], "has_left": has_left}

@@ -179,6 +179,10 @@ class Servers:
                 optimizers[number].state[parameters[place]][key] = next(tensors) if is_tensor else value
         return answers[0].header.get("rows", ())
 
+    def is_told_lost(self, error: BaseException) -> bool:
+        """Whether an error says that one of these servers was lost, or has not answered in time."""
+        return isinstance(error, Lost) and error.listener in self._abouts
+
     def cause_of(self, error: BaseException | None, *, at_once: bool = False) -> str:
         """Return how a server was lost, where that is what an error says: "parameter server 1 (pid 4711 on node1)
         killed by signal 9"; else "". One that stands still on this host is killed: nobody asks it again. Unless

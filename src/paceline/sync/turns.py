@@ -99,6 +99,13 @@ class TurnGradients(GradientSum):
         self._sent = WireBytes()
 
     def begin(self, walk: int, *, step: int = 0, measures: bool = False) -> None:
+        """Raises RuntimeError where the servers know already what becomes of this batch."""
+        if walk and self._is_taken:
+            raise RuntimeError(
+                "step(batch) was called twice for one batch: under ParameterServer(staleness=...) a batch is one "
+                "update, which is on the servers, or was skipped. Call it once for each batch, with all losses in one "
+                "forward, or use staleness=0"
+            )
         super().begin(walk, step=step, measures=measures)
         self._tables.begin()
 
@@ -174,13 +181,17 @@ class TurnGradients(GradientSum):
             case "pause":
                 return Pause(number)
             case _:
-                return Over()
+                return Over(bool(told["has_left"]))
 
     def stand(self) -> int:
         """Take over the newest weights, where nobody has a batch in hand; returns how many batches are done."""
         number = int(self._ask_first({"op": "stand"}).header["number"])
         self._pull()
         return number
+
+    def refresh(self) -> None:
+        """Take over the newest weights."""
+        self._pull()
 
     def saved(self, number: int) -> None:
         """The state before this batch is kept."""
@@ -202,9 +213,10 @@ class TurnGradients(GradientSum):
         began = time.perf_counter()
         check_held(optimizers, self._held)
         options = [options_of(optimizer) for optimizer in optimizers]
-        self.behind = self._ask_first({"op": "permit"}).header["behind"]
         deltas = {number: _difference(now, self._before[number]) for number, now in self._changed_buffers().items()}
         by_rows = self._divided()
+        self._is_taken = True  # from here on others may wait for it
+        self.behind = self._ask_first({"op": "permit"}).header["behind"]
         for number in (*range(1, self._servers.count), 0):
             places, flats = self._flats(number)
             tables, rows = by_rows[number]
@@ -222,7 +234,6 @@ class TurnGradients(GradientSum):
             tensors = [*flats, *rows, *(deltas.values() if number == 0 else ())]
             caller = self._servers.caller(number)
             self._checked(caller.answer(caller.begin({**header, **self._about()}, tensors)))
-        self._is_taken = True
         for _, parameter in self._all:
             parameter.grad = None
         self.waited_s += time.perf_counter() - began
@@ -363,7 +374,7 @@ class TurnGradients(GradientSum):
         return found
 
     def _staying(self, run: Sequence[Named], group: WorkerGroup) -> StayingBucket:
-        return _TurnBucket(run)
+        return _TurnBucket(run, tables=self._tables)
 
     def _served_part(self, server: int) -> Part:
         """What a server holds; called in its own process."""
@@ -374,12 +385,17 @@ class TurnGradients(GradientSum):
 
 
 class _TurnBucket(StayingBucket):
-    """As one that stays, but that gradients of tables stay sparse, each row once."""
+    """As one that stays, but that gradients of tables, which go as rows, stay sparse, each row once."""
+
+    def __init__(self, parameters: Sequence[Named], *, tables: Tables) -> None:
+        super().__init__(parameters)
+        self._tables = tables
 
     def depart(self, riders: Sequence[float] = (), *, seed: int = 0) -> None:
         for parameter in self.parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                parameter.grad = gradient.coalesce() if parameter in self._tables else gradient.to_dense()
 
     def scale(self, factor: float) -> None:
         for gradient in gradients_here(self.parameters):

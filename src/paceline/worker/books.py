@@ -184,6 +184,11 @@ class Books:
             if self.latest is step:
                 self.latest = None
 
+    def is_committed(self, stream: str) -> bool:
+        """Whether the batch of a stream that was handed out last is done."""
+        step = self._open.get(stream)
+        return step is not None and step.is_committed
+
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Note values of the latest batch; between batches they are told at once."""
         values = {name: _number(name, value) for name, value in metrics.items()}

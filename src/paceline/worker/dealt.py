@@ -3,6 +3,10 @@
 Each replica takes whole batches, or shares of them where the slowest are left out. The servers deal, and say when all
 have to pause, when one is to save, and when it is over. Meanwhile members are apart: none of them knows a step that it
 shares with the others, but for the places where nobody has a batch in hand.
+
+A replica may leave a loop before its end, and the others take what is left of it. It stands at a step of its own from
+then on, so there are no further loops, and it saves nothing. It has the newest weights of that moment, and those that
+all have in the end as soon as they do something together.
 """
 
 from __future__ import annotations
@@ -50,11 +54,46 @@ class DealtBatches:
         self._models, self._books, self._files = models, books, files
         self._save, self._stop, self._forget = save, stop, forget
         self._turn_of: tuple[Stream, int, Cursor] | None = None  # whose batches are dealt, and where it began
+        self.has_left = False  # this replica, a loop before its end
+        self._have_others_left = False  # as far as it is known
+        self._is_behind = False  # others may have taken steps since this replica has left
 
     @property
     def is_dealing(self) -> bool:
         """Whether the loop over one of them is under way."""
         return self._turn_of is not None
+
+    def require_common_step(self, what: str) -> None:
+        """Raise RuntimeError where this replica has left a loop before its end, or knows that another one has."""
+        if self.has_left or self._have_others_left:
+            who = "this replica" if self.has_left else "another replica"
+            raise RuntimeError(
+                f"{what} was called after {who} had left a loop over batches before its end (break, return, or an "
+                "error that was caught): under ParameterServer(staleness=...) or (drop=...) each leaves at a step of "
+                "its own, and the others take what is left, so there is no step that all could go on from. End loops "
+                "by epochs=n or max_steps, have none after one that is left, or use staleness=0 and drop=0"
+            )
+
+    def catch_up(self) -> None:
+        """Where this replica has left a loop, have the weights that the last ones in it have made; all must call it, in
+        an operation."""
+        self._everybody.barrier()  # until it is over, somebody may be in the loop
+        if self._is_behind:
+            self._models.turns.refresh()
+            self._is_behind = False
+
+    def leave(self) -> None:
+        """This replica takes no more batches of the loop under way, if there is one, and has the weights of now."""
+        if self._turn_of is None:
+            return
+        name, gradients = self._turn_of[0].source.name, self._models.turns
+        is_taken = self._books.is_committed(name)  # else weights are as new as the batch, or an error is on its way
+        self._turn_of, self.has_left, self._is_behind = None, True, True
+        self._books.leave(name)
+        self._forget(name)  # nobody knows a step at which all stand: nothing is saved
+        gradients.leave()
+        if is_taken:
+            gradients.refresh()
 
     def stand(self) -> None:
         """Count as done all batches that are, where nobody has one in hand."""
@@ -104,7 +143,8 @@ class DealtBatches:
                     agreement.between_steps()
                     agreement.part()
                     continue
-                case Over():
+                case Over(has_left=has_left):
+                    self._have_others_left |= has_left
                     self._stand(dealt.limit)
                     self._ring.begin("between two steps", self._books.step)
                     agreement.come_together()
@@ -119,10 +159,7 @@ class DealtBatches:
             try:
                 yield batch
             except GeneratorExit:
-                self._books.leave(name)
-                self._forget(name)  # nobody knows a step at which all stand: nothing is saved
-                self._turn_of = None
-                gradients.leave()
+                self.leave()
                 raise
             if self._plan.drops_late and batch.chosen is None:  # it was passed over, and nobody has waited for it
                 self._books.leave(name)

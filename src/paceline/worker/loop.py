@@ -117,7 +117,8 @@ class Loop:
         return {name: stream.cursor for name, stream in self.streams.items()}
 
     def open(self, source: Source, *, timeout_s: float) -> Iterator[StepBatch]:
-        """Begin a stream; returns its batches."""
+        """Begin a stream; returns its batches. Raises RuntimeError where a dealt one was left before its end."""
+        self.require_common_step("worker.batches()")
         stream = Stream(
             source,
             self._plan.batch,
@@ -216,6 +217,24 @@ class Loop:
     def is_dealing(self) -> bool:
         """Whether batches go to whoever asks: replicas take different ones, and different numbers of them."""
         return self._dealt.is_dealing
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this replica has left a loop over dealt batches before its end: its step is nobody else's."""
+        return self._dealt.has_left
+
+    def leave(self) -> None:
+        """The training function is over, and so is a loop over dealt batches, if one is still held open."""
+        self._dealt.leave()
+
+    def require_common_step(self, what: str) -> None:
+        """Raise RuntimeError where replicas have left a loop over dealt batches, each at a step of its own."""
+        self._dealt.require_common_step(what)
+
+    def catch_up(self) -> None:
+        """Where batches are dealt: have the same weights as all others; all must call it, in an operation."""
+        if self._takes_turns:
+            self._dealt.catch_up()
 
     def _rebalance(self) -> None:
         """Where a look is due, compare what a micro-batch takes each worker, and deal them anew if that gains."""

@@ -234,6 +234,8 @@ def _called(function: Callable[[Worker], T], worker: Worker, place: Place) -> T:
     try:
         return function(worker)
     except (SyncError, RuntimeError, ConnectionError) as error:
+        if worker.blames_server(error):
+            raise  # where replicas do not wait for each other, some may have left before
         if is_echo(error):
             place.agreement.await_end()
         may_be, store = isinstance(error, SyncError) or is_echo(error), place.shared

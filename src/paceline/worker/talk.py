@@ -34,9 +34,11 @@ class Talk:
         device: torch.device,
         is_in_step: Callable[[], bool],
         is_apart: Callable[[], bool] = lambda: False,
+        catch_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """`is_apart()`: workers do not do the same things in the same order at present."""
-        self._is_apart = is_apart
+        """`is_apart()`: workers do not do the same things in the same order at present. `catch_up()` is called by all
+        at the beginning of each operation, and gives them the same weights."""
+        self._is_apart, self._catch_up = is_apart, catch_up
         self._group, self._agreement, self._prelude = group, agreement, prelude
         self._device, self._is_in_step = device, is_in_step
 
@@ -55,7 +57,12 @@ class Talk:
         self._agreement.come_together()
         if self._agreement.is_newcomer:
             return self._prelude.next()
-        value = self._agreement.run(operation)
+
+        def caught_up() -> T:
+            self._catch_up()
+            return operation()
+
+        value = self._agreement.run(caught_up)
         self._prelude.note(value)
         return value
 

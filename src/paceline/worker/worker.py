@@ -107,6 +107,7 @@ class Worker:
             device=device,
             is_in_step=lambda: walks.under_way,
             is_apart=lambda: self._loop.is_dealing,
+            catch_up=lambda: self._loop.catch_up(),
         )
         self._servers = _servers(plan, place, device=device, files=files, host=host, timeout_s=timeout_s)
         self._tables = _tables(self._servers)
@@ -438,8 +439,13 @@ class Worker:
         self._loop.books.report(metrics)
 
     def save(self) -> None:
-        """Save a checkpoint of the state after the last committed step; writing goes on in the background."""
+        """Save a checkpoint of the state after the last committed step; writing goes on in the background.
+
+        Raises RuntimeError, on the first worker, where that has left a loop over dealt batches before its end.
+        """
         self._talk.require_together("worker.save()")
+        if self.is_first and self._loop.has_left:  # it writes; that another one has left does not change its state
+            self._loop.require_common_step("worker.save()")
         self._loop.save()
 
     def restore(self, path: str | None = None) -> int:
@@ -521,6 +527,7 @@ class Worker:
     def end(self) -> None:
         """Close the run's books after the user's function has returned: last checkpoint, events, files."""
         self._ring.begin("ending", self.step)
+        self._loop.leave()
         self._shards.close()
         self._loop.end_round()
         self._loop.books.leave()
@@ -532,7 +539,7 @@ class Worker:
                 # where its last step was saved already: code after the loop may have changed the state.
                 is_newer = self._prepared.is_recalled or self.step > self._prepared.step
                 lacks = is_newer and self._prepared.saved_at != self.step
-                if self._loop.streams and self._files.saves_at_end:
+                if self._loop.streams and self._files.saves_at_end and not self._loop.has_left:
                     gathered = self._memories.gather()
                     if lacks or not self._loop.is_stopped:
                         self._loop.save(gathered)
@@ -556,6 +563,10 @@ class Worker:
             self._servers.close(others_stay=self._agreement.is_dismissed)
         held = self._prepared.registry.num_bytes
         self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(self.device), state_bytes=held)
+
+    def blames_server(self, error: BaseException) -> bool:
+        """Whether an error says that a parameter server was lost: then no worker is its cause."""
+        return self._servers is not None and self._servers.is_told_lost(error)
 
     def tell_lost(self, _: object, error: BaseException | None, __: object) -> None:
         """At the end of a run, as `__exit__`: where the error is that a parameter server was lost, ask that all begin
