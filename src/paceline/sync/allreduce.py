@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.group import Alone, WorkerGroup
+from paceline.comm.group import Alone, Disrupted, WorkerGroup
 from paceline.comm.split import local_part
 from paceline.plan import AllReduce, Wire
 from paceline.schedule.order import mix
@@ -525,7 +525,10 @@ class GradientSum:
             and self._num_departed < len(self._queue) - 1
             and self._pending[self._queue[self._num_departed]] == 0
         ):
-            self._depart_next()
+            try:
+                self._depart_next()
+            except Disrupted as disruption:  # not for backward, which is the user's code
+                self._relay.notice(disruption)
         self._ready.add(place)
         self._pending[bucket] -= 1
         self._look_at(self.names[place], parameter)

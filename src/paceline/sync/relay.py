@@ -5,8 +5,8 @@ follows from the departures alone. When a bucket has left, those that left `LAG`
 round, oldest first: what they wait for has had so much of backward to arrive in. A codec's last answer starts nothing,
 so it is taken when backward is over. What is left then goes round by round, one bucket after the other.
 
-That a member is lost may be noticed in the middle of backward, which is code of the user's. It is told at the end of
-the walk, where all give up the step together.
+That a member is lost may be noticed in the middle of backward, which is code of the user's: by a bucket that is to
+leave, or by one that waits. It is told at the end of the walk, where all give up the step together.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class Relay:
                 try:
                     self._advance(one)
                 except Disrupted as disruption:
-                    self.disruption = disruption
+                    self.notice(disruption)
+
+    def notice(self, disruption: Disrupted) -> None:
+        """A member was lost, which a departure has shown, or a round: nothing more leaves in this walk."""
+        self.disruption = disruption
 
     def check(self) -> None:
         """Raise what was noticed."""
