@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from layout_runs import EXACT, assert_same, without_dropout
 from paceline.comm.group import FEW_NUMBERS, ROOM, Group
 from paceline.comm.scheduled import ScheduledGroup
 from paceline.comm.walker import Walk
-from paceline.events import AllReduceChosen, decode
+from paceline.comm.ways import Table, Wanted, on_its_way
+from paceline.events import AllReduceChosen, Event, decode
 from paceline.plan import AllReduce, Batch, Plan
 from paceline.plan.job import Assignment, Job
 from paceline.schedule.allreduce.build import build
@@ -39,6 +40,7 @@ DTYPES = (
 SIZES = (1, 2, 3, 64, 1000)  # of float32; other types have one size each
 LARGE = 1_100_001  # more chunks than workers
 HOSTS = {2: (0, 1), 3: (0, 0, 1), 4: (0, 0, 1, 1), 5: (0, 1, 0, 1, 0)}
+SLICED = {4: (0, 0, 1, 1), 5: (0, 0, 1, 1, 1)}  # hosts of several workers, who share what goes between them
 CPU = torch.device("cpu")
 
 
@@ -59,41 +61,49 @@ def reference(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def group_of(hosts: tuple[int, ...], *, near: Any = None, choose: Callable[[int], str] = lambda _: "ring") -> Any:
+def over_gloo() -> Group:
     world = dist.group.WORLD
     assert world is not None
-    over = Group(world, device=CPU)
+    return Group(world, device=CPU)
+
+
+def group_of(hosts: tuple[int, ...]) -> ScheduledGroup:
+    over = over_gloo()
     return ScheduledGroup(
-        over, choose=choose, hosts=hosts, ranks=range(over.size), timeout_s=30, check=lambda: None, near=near
+        over, choose=lambda _: "ring", hosts=hosts, ranks=range(over.size), timeout_s=30, check=lambda: None
     )
 
 
+def summed(group: ScheduledGroup, name: str, dtypes: Sequence[torch.dtype]) -> tuple[list[str], int]:
+    """What went wrong by this algorithm; and of a rough sum what this worker has, to be compared by the caller."""
+    size, rank = group.size, group.index
+    wrong: list[str] = []
+    kinds = [(torch.float32, numel) for numel in SIZES] + [(dtype, 333) for dtype in dtypes]
+    tensors = [given(rank, numel, dtype) for dtype, numel in kinds]
+    flights = [group.walk(name, tensor, what="test") for tensor in tensors]
+    for flight in reversed(flights):  # several at once, waited for in another order
+        flight.wait()
+    for (dtype, numel), tensor in zip(kinds, tensors, strict=True):
+        if not torch.equal(tensor, reference([given(one, numel, dtype) for one in range(size)])):
+            wrong.append(f"{dtype} {numel}")
+    large = rough(rank, LARGE)
+    group.walk(name, large, what="test").wait()
+    expected = reference([rough(one, LARGE).double() for one in range(size)])
+    if not torch.allclose(large.double(), expected, rtol=1e-5, atol=1e-3):
+        wrong.append("large")
+    holes = given(rank, 400, torch.float32).view(20, 20).t()[::2]
+    group.walk(name, holes, what="test").wait()
+    wide = reference([given(one, 400, torch.float32) for one in range(size)]).view(20, 20).t()[::2]
+    if not torch.equal(holes, wide):
+        wrong.append("holes")
+    return wrong, zlib.crc32(large.numpy().tobytes())
+
+
 def sum_everything(worker: Any) -> dict[str, Any]:
-    """What went wrong, by algorithm; and of rough sums what every worker has, to be compared by the caller."""
+    """What went wrong, and what every worker has, by algorithm."""
     size, rank = worker.workers, worker.rank
     group = group_of(HOSTS[size])
-    found: dict[str, Any] = {}
-    for name in ALGORITHMS:
-        wrong: list[str] = []
-        kinds = [(torch.float32, numel) for numel in SIZES] + [(dtype, 333) for dtype in DTYPES]
-        tensors = [given(rank, numel, dtype) for dtype, numel in kinds]
-        flights = [group.walk(name, tensor, what="test") for tensor in tensors]
-        for flight in reversed(flights):  # several at once, waited for in another order
-            flight.wait()
-        for (dtype, numel), tensor in zip(kinds, tensors, strict=True):
-            if not torch.equal(tensor, reference([given(one, numel, dtype) for one in range(size)])):
-                wrong.append(f"{dtype} {numel}")
-        large = rough(rank, LARGE)
-        group.walk(name, large, what="test").wait()
-        expected = reference([rough(one, LARGE).double() for one in range(size)])
-        if not torch.allclose(large.double(), expected, rtol=1e-5, atol=1e-3):
-            wrong.append("large")
-        holes = given(rank, 400, torch.float32).view(20, 20).t()[::2]
-        group.walk(name, holes, what="test").wait()
-        wide = reference([given(one, 400, torch.float32) for one in range(size)]).view(20, 20).t()[::2]
-        if not torch.equal(holes, wide):
-            wrong.append("holes")
-        found[name] = (wrong, zlib.crc32(large.numpy().tobytes()))
+    found: dict[str, Any] = {name: summed(group, name, DTYPES) for name in ALGORITHMS}
     with torch.inference_mode():
         made_there = torch.ones(100)
         group.walk("ring", made_there, what="test").wait()
@@ -121,6 +131,40 @@ def test_every_algorithm_sums_all_types_and_sizes_and_gives_all_the_same_bits(wo
         assert [found[name][0] for found in results] == [[]] * size, name
         assert len({found[name][1] for found in results}) == 1, name
     assert all(found["inference"][0] and found["batches"][0] for found in results)
+
+
+@pytest.mark.parametrize("size", SLICED)
+def test_what_hosts_sum_in_their_memory_goes_between_them_in_slices(world: World, tmp_path: Path, size: int) -> None:
+    def sum_by_hosts(worker: Any) -> tuple[list[str], int]:
+        host = f"host{SLICED[size][worker.rank]}"
+        wanted = Wanted(algorithm="hierarchical", host=host, timeout_s=30, tell=lambda _: None)
+        store = dist.FileStore(str(tmp_path / "near"), size)
+        group = on_its_way(over_gloo(), wanted, ranks=range(size), store=store)
+        assert isinstance(group, ScheduledGroup) and group.near is not None and group.near.shares_memory
+        found = summed(group, "hierarchical", DTYPES)
+        group.barrier()
+        group.close()
+        return found
+
+    results = world(sum_by_hosts, size)
+    assert [wrong for wrong, _ in results] == [[]] * size
+    assert len({bits for _, bits in results}) == 1
+
+
+def test_a_table_is_of_the_hosts_that_it_was_measured_on(world: World) -> None:
+    def meet_again(worker: Any) -> list[int]:
+        """How often was timed, when the second host is another one, and when the first one of them is back."""
+        told, known = list[Event](), dict[tuple[str, ...], Table]()
+        nums: list[int] = []
+        for hosts in ("ab", "ab", "ac", "ab"):
+            host = hosts[worker.rank]
+            wanted = Wanted(algorithm="auto", host=host, timeout_s=30, tell=told.append, known=known)
+            on_its_way(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+            nums.append(len(told))
+        assert wanted.latest() == known["a", "b"]
+        return nums
+
+    assert world(meet_again, 2) == [[1, 1, 2, 2]] * 2
 
 
 class Apart(World):

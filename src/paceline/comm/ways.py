@@ -44,14 +44,14 @@ class Wanted:
     host: str  # of this worker: a name that no other host has
     timeout_s: float
     tell: Callable[[Event], None]
-    known: dict[tuple[int, ...], Table] = dataclasses.field(default_factory=dict)  # by the members' hosts
+    known: dict[tuple[str, ...], Table] = dataclasses.field(default_factory=dict)  # by the members' hosts
 
     def latest(self) -> Table:
         """What was measured, or found, for the group that was made last; empty where nothing was."""
         return next(reversed(self.known.values()), {})
 
-    def learn(self, hosts: tuple[int, ...], table: Table) -> None:
-        """Such a group has been made, and its members know this."""
+    def learn(self, hosts: tuple[str, ...], table: Table) -> None:
+        """A group of workers of these hosts has been made, and its members know this."""
         self.known.pop(hosts, None)
         self.known[hosts] = table
 
@@ -88,6 +88,7 @@ def on_its_way(
     check, made = check or _nothing, group
     try:
         hosts: tuple[int, ...] = tuple(range(group.size))
+        names: list[str] = []
         near: WorkerGroup | None = None
         if algorithm in ("auto", "hierarchical"):
             names = over.gather_objects(wanted.host)
@@ -105,7 +106,7 @@ def on_its_way(
             near=near,
         )
         if algorithm == "auto":
-            choice.table = _table(scheduled, wanted, tells=tells)
+            choice.table = _table(scheduled, tuple(names), wanted, tells=tells)
     except SyncError:
         made.close()
         raise
@@ -134,21 +135,21 @@ def fastest(row: Mapping[str, float]) -> str:
     return best if row[best] < MARGIN * row[BACKEND] else BACKEND
 
 
-def _table(group: ScheduledGroup, wanted: Wanted, *, tells: bool) -> Table:
-    """What is known of such members, or else what is measured: that of the first member."""
-    known = group.broadcast_object(wanted.known.get(group.hosts))
+def _table(group: ScheduledGroup, hosts: tuple[str, ...], wanted: Wanted, *, tells: bool) -> Table:
+    """What is known of members on these hosts, or else what is measured: that of the first member."""
+    known = group.broadcast_object(wanted.known.get(hosts))
     if known is not None:
-        wanted.learn(group.hosts, known)
+        wanted.learn(hosts, known)
         return known
     began = time.perf_counter()
-    names = [BACKEND, *FLAT, *(["hierarchical"] if len(set(group.hosts)) < group.size else [])]
+    names = [BACKEND, *FLAT, *(["hierarchical"] if len(set(hosts)) < group.size else [])]
     table = measured(group, names)
-    wanted.learn(group.hosts, table)
+    wanted.learn(hosts, table)
     if tells:
         wanted.tell(
             AllReduceChosen(
                 members=group.size,
-                hosts=len(set(group.hosts)),
+                hosts=len(set(hosts)),
                 took_s=time.perf_counter() - began,
                 table={str(size): dict(table[size]) for size in sorted(table)},
                 chosen={str(size): fastest(table[size]) for size in sorted(table)},
