@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import platform
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm.arena import MARKS, Arena, refusal
-from paceline.comm.group import Landed, Transfer
+from paceline.comm.group import Disrupted, Landed, Transfer
 from paceline.comm.pieces import MOVED_BYTES, NUM_MOVED, SMALL_BYTES
-from paceline.comm.shared import SharedGroup
+from paceline.comm.shared import SharedGroup, share
 from paceline.comm.sums import SUMMED
 from paceline.errors import SyncError
 
@@ -513,3 +514,31 @@ def test_processors_that_reorder_stores_are_refused(monkeypatch: pytest.MonkeyPa
 def test_a_limit_on_files_is_a_reason_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     assert "ulimit -f" in (refusal() or "")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_member_that_is_lost_while_memory_is_shared_leaves_none_open(index: int) -> None:
+    owner = Arena.create(size=2)
+
+    class Breaking(Underneath):
+        def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
+            if self.index != source:
+                tensor.copy_(torch.tensor(owner.address))
+
+        def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+            raise Disrupted("worker 2 was killed by signal 9")
+
+    before = num_arenas()
+    with pytest.raises(Disrupted, match="worker 2"):
+        share(Breaking(index, 2), timeout_s=LIMIT_S)
+    assert num_arenas() == before
+    owner.close()
+
+
+def num_arenas() -> int:
+    """How many files of shared memory this process has open."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found += os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:paceline")
+    return found

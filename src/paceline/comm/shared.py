@@ -15,6 +15,7 @@ returns; `wait` stays until the sum is there (`comm/waiting.py`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -63,28 +64,29 @@ def share(
 
     All workers of the group must call; blocks. `is_lost`, asked while waiting, may say who is dead,
     or raise what ends the wait. `num_neighbours`: how many workers this host has, where the group is not all of them;
-    messages name its workers by `ranks` then.
+    messages name its workers by `ranks` then. Where a member is lost meanwhile no memory is left open.
     """
-    arena, reason = None, memory.refusal()
-    offer = torch.zeros(3, dtype=torch.int64)
-    if group.index == 0 and reason is None:
-        arena, reason = _tried(lambda: Arena.create(size=group.size))
-        if arena is not None:
-            offer = torch.tensor(arena.address, dtype=torch.int64)
-    group.broadcast(offer, what="the place of shared memory")
-    pid, number, nonce = offer.tolist()
-    if group.index != 0 and reason is None and nonce:
-        arena, reason = _tried(lambda: Arena.open((pid, number, nonce), index=group.index, size=group.size))
-    without = torch.tensor([arena is None], dtype=torch.int64)
-    group.all_reduce(without, what="who shares memory").wait()
-    if arena is not None and not int(without):
-        arena.meet()
-        shared = SharedGroup(
-            group, arena, timeout_s=timeout_s, is_lost=is_lost, num_neighbours=num_neighbours, ranks=ranks
-        )
-        return shared, None
-    if arena is not None:
-        arena.close()
+    with contextlib.ExitStack() as unless_shared:
+        arena, reason = None, memory.refusal()
+        offer = torch.zeros(3, dtype=torch.int64)
+        if group.index == 0 and reason is None:
+            arena, reason = _tried(lambda: Arena.create(size=group.size), unless_shared)
+            if arena is not None:
+                offer = torch.tensor(arena.address, dtype=torch.int64)
+        group.broadcast(offer, what="the place of shared memory")
+        pid, number, nonce = offer.tolist()
+        if group.index != 0 and reason is None and nonce:
+            address = pid, number, nonce
+            arena, reason = _tried(lambda: Arena.open(address, index=group.index, size=group.size), unless_shared)
+        without = torch.tensor([arena is None], dtype=torch.int64)
+        group.all_reduce(without, what="who shares memory").wait()
+        if arena is not None and not int(without):
+            arena.meet()
+            shared = SharedGroup(
+                group, arena, timeout_s=timeout_s, is_lost=is_lost, num_neighbours=num_neighbours, ranks=ranks
+            )
+            unless_shared.pop_all()
+            return shared, None
     reasons = [f"worker {index}: {text}" for index, text in enumerate(group.gather_objects(reason)) if text is not None]
     return group, "; ".join(reasons)
 
@@ -395,8 +397,11 @@ def _sum_into(target: Tensor, parts: Sequence[Tensor]) -> None:
     write(target, total(parts))
 
 
-def _tried(make: Callable[[], Arena]) -> tuple[Arena | None, str | None]:
+def _tried(make: Callable[[], Arena], at_end: contextlib.ExitStack) -> tuple[Arena | None, str | None]:
+    """Memory, which is let go of `at_end`; or why there is none."""
     try:
-        return make(), None
+        arena = make()
+        at_end.callback(arena.close)
+        return arena, None
     except OSError as error:
         return None, f"no memory to share: {error.strerror}" + (f" ({error.filename})" if error.filename else "")

@@ -29,7 +29,7 @@ from paceline.comm.store import BoardStore
 from paceline.comm.vault import Slot, Vault
 from paceline.comm.ways import Wanted, on_its_way
 from paceline.elastic.notices import Form
-from paceline.errors import LaunchError, PlanError
+from paceline.errors import LaunchError, PlanError, SyncError
 from paceline.events import Event, Note
 from paceline.plan import Gossip, ParameterServer, Plan
 from paceline.plan.job import Assignment, Job
@@ -312,14 +312,19 @@ class _Generations:
         self._board = BoardStore(channel, timeout_s=arrival.job.timeout_s, prefix=prefix)
 
     def build(self, form: Form, is_hurry: bool) -> WorkerGroup:
-        """The group of a generation. Raises Disrupted where it is over already."""
+        """The group of a generation. Raises Disrupted where it is over already; nothing is left of it then."""
         self._arrival.ring.join(name_of(form.generation), form.members, is_main=True)
         meet_s = MEETING_S if is_hurry else self._arrival.job.timeout_s
         whole = self._group(form, form.members, "", meet_s)
         if self._across is not None:
             place = self._arrival.assignment.rank % self._each
             alike = tuple(worker for worker in form.members if worker % self._each == place)
-            self._across.take(self._group(form, alike, f"across_{place}/", meet_s), form.generation, ranks=alike)
+            try:
+                between = self._group(form, alike, f"across_{place}/", meet_s)
+            except SyncError:
+                whole.close()
+                raise
+            self._across.take(between, form.generation, ranks=alike)
         return whole
 
     def has_formed(self, generation: int, has_formed: bool) -> bool:
@@ -357,7 +362,11 @@ class _Generations:
         group: WorkerGroup = GenerationGroup(backend, device=arrival.device, check=check, timeout_s=timeout_s)
         if not (form.is_spread if form.generation > 0 else arrival.assignment.hosts > 1):
             neighbours = len(form.members)
-            group, _ = share(group, timeout_s=timeout_s, is_lost=check, num_neighbours=neighbours, ranks=members)
+            try:
+                group, _ = share(group, timeout_s=timeout_s, is_lost=check, num_neighbours=neighbours, ranks=members)
+            except SyncError:
+                group.close()
+                raise
         if not name and not sums_over_everybody(arrival.plan):
             return group
         return on_its_way(

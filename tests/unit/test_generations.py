@@ -1,0 +1,63 @@
+"""A generation's groups, where it breaks while they are built: what there was of them is closed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.group import Alone, Disrupted
+from paceline.comm.ring import Ring
+from paceline.elastic.notices import Form
+from paceline.plan import Layout, Plan
+from paceline.worker import place
+
+
+class Built(Alone):
+    """Stands for a group over gloo; `open` are all that nobody has closed."""
+
+    size = 2
+    open: list[Built]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.open.append(self)
+
+    def close(self) -> None:
+        self.open.remove(self)
+
+
+@pytest.mark.parametrize("breaks_at", [1, 2], ids=["the run's", "that between replicas"])
+def test_a_group_that_breaks_while_memory_is_shared_is_closed_with_the_one_before(
+    breaks_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_shared = 0
+    Built.open = []
+
+    def share(group: Any, **_: Any) -> tuple[Any, None]:
+        nonlocal num_shared
+        num_shared += 1
+        if num_shared == breaks_at:
+            raise Disrupted("worker 2 was killed by signal 9")
+        return group, None
+
+    monkeypatch.setattr(place, "assemble", lambda *_, **__: None)
+    monkeypatch.setattr(place, "GenerationGroup", Built)
+    monkeypatch.setattr(place, "share", share)
+    monkeypatch.setattr(place, "on_its_way", lambda group, *_, **__: group)
+    assignment = SimpleNamespace(rank=0, host_index=0, host="a", hosts=1, incarnation=0)
+    arrival: Any = SimpleNamespace(
+        assignment=assignment,
+        plan=Plan(layout=Layout(replicas=(1, 2), shard=2)),
+        job=SimpleNamespace(timeout_s=1.0),
+        device=torch.device("cpu"),
+        ring=Ring.unread(),
+        tell=lambda _: None,
+    )
+    nobody: Any = SimpleNamespace()
+    generations = place._Generations(arrival, nobody, nobody, across=nobody)
+    form = Form(generation=0, members=(0, 1, 2, 3), planned=False, holds=False, reason="the run begins")
+    with pytest.raises(Disrupted, match="worker 2"):
+        generations.build(form, False)
+    assert num_shared == breaks_at and not Built.open
