@@ -19,7 +19,7 @@ def test_a_newcomer_gets_state_that_is_on_a_disk_and_a_kill_leaves_no_file(tmp_p
         tmp_path / "a",
         {"worker": 2, "step": 4, "where": "forward"},
         plan=f"replicas=2-4+batch(size=20,micro=2)+{compute}",
-        pause_s=0.2,
+        whole=[6, 4],
         job={"max_steps": 16},
     )
     assert run.code == 0, run.output

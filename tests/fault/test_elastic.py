@@ -69,7 +69,7 @@ def test_the_writer_of_a_checkpoint_may_be_killed_in_the_middle_of_it(tmp_path: 
 
 
 def test_a_replacement_takes_over_a_members_state_and_works(tmp_path: Path) -> None:
-    run = trained(tmp_path / "a", {"worker": 2, "step": 4, "where": "forward"}, pause_s=0.2, job={"max_steps": 16})
+    run = trained(tmp_path / "a", {"worker": 2, "step": 4, "where": "forward"}, whole=[6, 4], job={"max_steps": 16})
     assert run.code == 0, run.output
     (joined,) = run.events("WorkerJoined")
     assert joined["rank"] == 2
@@ -81,7 +81,7 @@ def test_a_replacement_takes_over_a_members_state_and_works(tmp_path: Path) -> N
 
 def test_a_large_state_is_handed_over_as_well(tmp_path: Path) -> None:
     """It takes longer than any slice of a wait."""
-    options = {"width": 300_000, "job": {"save_at_end": False, "save_every": None, "max_steps": 16}, "pause_s": 0.2}
+    options = {"width": 300_000, "job": {"save_at_end": False, "save_every": None, "max_steps": 16}, "whole": [6, 4]}
     plan = "replicas=2-4+batch(size=20,micro=2)"
     run = trained(tmp_path / "a", {"worker": 2, "step": 4, "where": "forward"}, plan=plan, **options)
     assert run.code == 0, run.output

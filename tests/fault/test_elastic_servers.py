@@ -131,7 +131,7 @@ def servers_of(run_dir: Path) -> list[int]:
 
 def test_a_replacement_meets_the_servers_and_works(tmp_path: Path) -> None:
     run = trained(
-        tmp_path / "a", {"worker": 2, "step": 4, "where": "forward"}, plan=PLAN, pause_s=0.2, job={"max_steps": 16}
+        tmp_path / "a", {"worker": 2, "step": 4, "where": "forward"}, plan=PLAN, whole=[6, 4], job={"max_steps": 16}
     )
     assert run.code == 0, run.output
     (joined,) = run.events("WorkerJoined")
