@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import lasting
 import leaks
 import warm
 
@@ -61,6 +62,13 @@ def _session_leaves_nothing() -> Iterator[None]:
     before = leaks.take()
     yield
     _refuse(leaks.left_behind(before), "The session")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _lasting_folders() -> Iterator[None]:
+    """What was kept for other tests goes with the session."""
+    yield
+    lasting.remove_all()
 
 
 @pytest.fixture(scope="session", autouse=True)

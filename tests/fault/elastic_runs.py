@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import lasting
 import warm
 from paceline.monitor.audit import audit
 from programs import child_environment
@@ -113,7 +113,7 @@ def trained(folder: Path, *faults: dict[str, Any], **options: Any) -> Run:
 
 @functools.cache
 def undisturbed(options: str = "{}") -> Run:
-    folder = Path(tempfile.mkdtemp(prefix="paceline-undisturbed-"))
+    folder = lasting.folder("undisturbed")
     fields = json.loads(options)
     fields.setdefault("plan", "replicas=4+batch(size=20,micro=2)+compute(precision=fp64)")
     run = trained(folder, **fields)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lasting
 import paceline
 import warm
 from paceline.testing import KINDS, Report, assert_unharmed, network, run_with, runs
@@ -52,7 +52,7 @@ def _runs_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def script() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="paceline-test-drill-")) / "train.py"
+    path = lasting.folder("drill") / "train.py"
     path.write_text(SCRIPT)
     return path
 

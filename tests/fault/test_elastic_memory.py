@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lasting
 from fault.elastic_runs import LIMIT_S, PROGRAM, Run, trained
 from paceline.monitor.audit import audit
 
@@ -28,7 +28,7 @@ def fault(worker: int, step: int, where: str) -> dict[str, Any]:
 @functools.cache
 def undisturbed(program: Path) -> Run:
     """One process."""
-    folder = Path(tempfile.mkdtemp(prefix="paceline-undisturbed-"))
+    folder = lasting.folder("undisturbed")
     plan = f"replicas=1+{BATCHES[program]}+{FP64}"
     run = trained(folder, program=program, plan=plan, job={**JOB, "workers": 1})
     assert run.code == 0, run.output

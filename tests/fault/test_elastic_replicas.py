@@ -6,12 +6,12 @@ import functools
 import json
 import re
 import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lasting
 import programs
 from fault.elastic_runs import LIMIT_S, Run, finish, reached, start, trained
 from paceline.monitor.audit import audit
@@ -31,7 +31,7 @@ def fault(worker: int, step: int, where: str, signum: int = signal.SIGKILL) -> d
 @functools.cache
 def undisturbed(steps: int, routed: bool = False) -> Run:
     """One process, which holds the whole model."""
-    folder = Path(tempfile.mkdtemp(prefix="paceline-undisturbed-"))
+    folder = lasting.folder("undisturbed")
     job = {"workers": 1, "max_steps": steps}
     run = trained(folder, program=PROGRAM, plan=f"replicas=1+{BATCH}", job=job, routed=routed)
     assert run.code == 0, run.output

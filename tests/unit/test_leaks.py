@@ -59,7 +59,7 @@ def test_environment_is_put_back():
 def test_every_kind_of_leak_fails_the_test_that_made_it(
     pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("conftest.py", "imported.py", "leaks.py", "warm.py", "warm_source.py"):
+    for name in ("conftest.py", "imported.py", "lasting.py", "leaks.py", "warm.py", "warm_source.py"):
         shutil.copy(root / "tests" / name, pytester.path)
     source = (pytester.path / "leaks.py").read_text()
     pytester.path.joinpath("leaks.py").write_text(source.replace("grace_s: float = 20.0", "grace_s: float = 0.2"))
