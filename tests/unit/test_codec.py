@@ -171,7 +171,7 @@ def test_payloads_of_the_demos_matrices_have_so_many_bytes_at_most(wire: Wire, m
     assert total <= most * 2 * 4 * size
 
 
-def test_an_additive_codec_decodes_the_sum_of_payloads_to_the_sum() -> None:
+def test_a_codec_that_may_be_given_slices_makes_the_same_of_them_as_of_the_whole() -> None:
     for wire in EVERY:
         codec = build_codec(wire, shapes=[(10, 1)])
         assert codec.elementwise == wire.elementwise

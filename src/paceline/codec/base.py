@@ -59,7 +59,6 @@ Rounds: TypeAlias = Generator[Payload, Tensor, Tensor | None]
 class Codec:
     """The running form of a Wire for one bucket. The defaults are those of a codec without a memory."""
 
-    additive = False  # the sum of payloads decodes to the sum: they may be reduced on the way
     elementwise = True  # valid on any slice of a parameter
     exact = False  # the sum is that of the buffers themselves, so other small numbers may travel with them
     num_rounds = 1  # at most

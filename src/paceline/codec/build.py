@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.codec.base import Codec
-from paceline.codec.cast import CastCodec
+from paceline.codec.cast import HALF, CastCodec
 from paceline.codec.feedback import ErrorFeedback
 from paceline.codec.int8 import Int8Codec
 from paceline.codec.one_bit import OneBitCodec
@@ -19,8 +19,6 @@ from paceline.codec.top_k import TopKCodec
 from paceline.plan import Cast, Int8, OneBit, PowerSGD, Raw, Sparse, TopK, Wire
 
 __all__ = ["build_codec"]
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_codec(wire: Wire, *, shapes: Sequence[tuple[int, int]], dtype: torch.dtype = torch.float32) -> Codec:

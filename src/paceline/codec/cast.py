@@ -15,13 +15,13 @@ from torch import Tensor
 
 from paceline.codec.base import Codec, Replica, Rounds, Sum
 
-__all__ = ["CastCodec"]
+__all__ = ["HALF", "CastCodec"]
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as a plan names them
 
 
 class CastCodec(Codec):
     """Round to `dtype` (bfloat16 or float16) on the way; of complex numbers both parts."""
-
-    additive = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -24,7 +24,7 @@ class ErrorFeedback(Codec):
     """A lossy codec with a memory. `sizes`: of the parameters in the bucket, one behind the other."""
 
     def __init__(self, codec: Codec, *, sizes: Sequence[int]) -> None:
-        self.additive, self.elementwise, self.num_rounds = codec.additive, codec.elementwise, codec.num_rounds
+        self.elementwise, self.num_rounds = codec.elementwise, codec.num_rounds
         self._codec, self._sizes = codec, list(sizes)
         self._residual: Tensor | None = None  # of the steps that count; None: there is nothing
         self._next: Tensor | None = None  # of the step under way

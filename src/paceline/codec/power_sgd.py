@@ -55,7 +55,6 @@ class _Start:
 class PowerSGDCodec(Codec):
     """`shapes`: rows and columns of each parameter in the bucket, in the order of its memory; (n, 1) of a vector."""
 
-    additive = True
     elementwise = False
 
     def __init__(self, rank: int, *, shapes: Sequence[tuple[int, int]]) -> None:

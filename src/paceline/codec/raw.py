@@ -12,7 +12,6 @@ __all__ = ["RawCodec"]
 class RawCodec(Codec):
     """No change: the buffer itself is summed in place. Bytes on the wire: those of the gradient."""
 
-    additive = True
     exact = True
 
     def exchange(self, flat: Tensor, replica: Replica) -> Rounds:

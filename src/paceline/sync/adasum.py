@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from paceline.codec.cast import HALF
 from paceline.comm.group import WorkerGroup
 from paceline.plan import Cast, Raw, Wire
 from paceline.sync.buckets import Bucket, Named
 
 __all__ = ["AdasumBucket", "Combination", "coefficients"]
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def coefficients(products: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.codec.cast import HALF
 from paceline.comm.group import Alone, WorkerGroup
 from paceline.plan import AllReduce, Cast, ParameterServer, Wire
 from paceline.schedule.placing import placed_on
@@ -227,4 +228,4 @@ class ServedBucket(StayingBucket):
 
 def wire_dtype_of(wire: Wire) -> torch.dtype | None:
     """What gradients are rounded to on their way; None: they are sent as they are."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}[wire.dtype] if isinstance(wire, Cast) else None
+    return HALF[wire.dtype] if isinstance(wire, Cast) else None

@@ -19,13 +19,12 @@ def problems(schedule: Schedule) -> list[str]:
 
     Proved: in the end every worker has everyone's contribution to every chunk exactly once, added up in one order; what
     is added has nothing in common with what is there, and what replaces holds all of it; within a round nothing is read
-    or written at a place that another send writes; and where the schedule says so, nobody sends or receives twice in a
-    round.
+    or written at a place that another send writes, and nobody sends or receives twice.
     """
     walk = _Walk(schedule)
     found: list[str] = []
     for number, sends in enumerate(schedule.rounds):
-        wrong = [*_illegal(schedule, sends)] or [*_races(sends), *_crowds(schedule, sends), *walk.take(sends)]
+        wrong = [*_illegal(schedule, sends)] or [*_races(sends), *_crowds(sends), *walk.take(sends)]
         found += [f"round {number}: {text}" for text in wrong]
     return found or list(walk.lacks())
 
@@ -51,9 +50,7 @@ def _races(sends: Round) -> Iterator[str]:
                 yield f"{send} reads chunk {chunk} of worker {send.source}, which {other} writes"
 
 
-def _crowds(schedule: Schedule, sends: Round) -> Iterator[str]:
-    if not schedule.is_one_port:
-        return
+def _crowds(sends: Round) -> Iterator[str]:
     senders, receivers = [send.source for send in sends], [send.target for send in sends]
     if len(set(senders)) < len(senders):
         yield f"worker {_doubled(senders)} sends twice"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.schedule.allreduce.rounds import Schedule, Send
+from paceline.schedule.allreduce.rounds import Schedule
 
 __all__ = ["draw"]
 
@@ -15,7 +15,9 @@ def draw(schedule: Schedule, *, most_rounds: int | None = None) -> str:
     shown = schedule.rounds[:most_rounds]
     rows = [["round", *(f"worker {worker}" for worker in range(size))]]
     for number, sends in enumerate(shown):
-        cells = [" ".join(_told(send) for send in sends if send.source == worker) for worker in range(size)]
+        cells = [
+            " ".join(f"{send.what}>{send.target}" for send in sends if send.source == worker) for worker in range(size)
+        ]
         rows.append([str(number), *(cell or "." for cell in cells)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -28,8 +30,3 @@ def draw(schedule: Schedule, *, most_rounds: int | None = None) -> str:
             *([f"... and {left_out} more"] if left_out else []),
         ]
     )
-
-
-def _told(send: Send) -> str:
-    chunks = f"{send.first}" if send.stop == send.first + 1 else f"{send.first}-{send.stop - 1}"
-    return f"{'+' if send.adds else '='}{chunks}>{send.target}"

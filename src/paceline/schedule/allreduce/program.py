@@ -46,11 +46,6 @@ class Program:
     sends: tuple[Shipment, ...]
     receives: tuple[Receipt, ...]
 
-    @property
-    def longest(self) -> int:
-        """How many chunks it receives at once, at most."""
-        return max((receipt.stop - receipt.first for receipt in self.receives), default=0)
-
 
 def program_of(schedule: Schedule, worker_index: int) -> Program:
     """Return the part of one worker."""

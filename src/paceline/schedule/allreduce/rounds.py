@@ -24,9 +24,14 @@ class Send(NamedTuple):
     stop: int
     adds: bool
 
-    def __str__(self) -> str:
+    @property
+    def what(self) -> str:
+        """The chunks, and what becomes of them: "+3", "=3-5"."""
         chunks = f"{self.first}" if self.stop == self.first + 1 else f"{self.first}-{self.stop - 1}"
-        return f"{self.source}>{self.target} {'+' if self.adds else '='}{chunks}"
+        return f"{'+' if self.adds else '='}{chunks}"
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target} {self.what}"
 
 
 Round = tuple[Send, ...]
@@ -34,16 +39,12 @@ Round = tuple[Send, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """An all-reduce among `num_workers` workers.
-
-    `is_one_port`: in no round does a worker send twice, or receive twice.
-    """
+    """An all-reduce among `num_workers` workers; in no round does one of them send twice, or receive twice."""
 
     name: str
     num_workers: int
     num_chunks: int
     rounds: tuple[Round, ...]
-    is_one_port: bool = True
 
 
 def bounds(total: int, parts: int, part: int) -> tuple[int, int]:
