@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import Parameter
 
 from adasum import combined
+from paceline.comm.group import Alone, Landed
 from paceline.errors import PlanError
-from paceline.plan import AllReduce, Plan
-from paceline.sync.adasum import coefficients
+from paceline.plan import AllReduce, Plan, Raw
+from paceline.sync.adasum import AdasumBucket, coefficients
 
 
 def drawn(count: int, size: int, seed: int = 0) -> Tensor:
@@ -58,3 +63,38 @@ def test_the_setting_is_text_and_goes_with_no_other_algorithm() -> None:
     assert Plan.parse(str(plan)) == plan and "allreduce(op=adasum)" in str(plan)
     with pytest.raises(PlanError, match="Leave algorithm out"):
         AllReduce(op="adasum", algorithm="ring")
+
+
+class Twins(Alone):
+    """Two replicas that give the same: this is the first. It looks at what a bucket holds when it sends."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.sent: Tensor | None = None
+        self.shares: Callable[[], Tensor | None] = lambda: None
+        self.is_freed = False
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Landed:
+        self.sent, self.shares = rows, weakref.ref(out)
+        out.copy_(rows[:1].expand_as(out))
+        return Landed()
+
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Landed:
+        self.is_freed = self.shares() is None
+        out.copy_(tensor.expand_as(out))
+        return Landed()
+
+
+def test_gradients_are_sent_as_they_lie_and_their_shares_make_room_for_what_comes_of_them() -> None:
+    parameter = Parameter(torch.zeros(5))  # no multiple of the replicas
+    parameter.grad = torch.arange(1.0, 6.0)
+    group = Twins()
+    bucket = AdasumBucket([("w", parameter)], group=group, wire=Raw())
+    bucket.depart()
+    bucket.advance()
+    bucket.combine([[0.5, 0.5]])
+    bucket.land()
+    assert group.sent is not None and group.sent.data_ptr() == parameter.grad.data_ptr()
+    assert group.is_freed
+    assert parameter.grad.tolist() == [1.0, 2.0, 3.0, 1.0, 2.0], "the first one's share, of both"

@@ -9,7 +9,7 @@ comes out of the tree is a weighted sum of what went in, and the weights follow 
 by arithmetic of a few numbers. So each replica is sent its share of all gradients, while backward runs; the inner
 products of all shares are added up with the step's tally, over everybody, also over those who hold other parts of the
 same parameters; and each replica sends the combination of its share to all. That is 2 (n-1)/n of the tensor and three
-exchanges for any n, and the same bits on all. Memory: one more copy of the gradients.
+exchanges for any n, and the same bits on all. Memory: one more copy of the gradients, and a share of one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from paceline.codec.cast import HALF
 from paceline.comm.group import WorkerGroup
+from paceline.comm.split import local_part
 from paceline.plan import Cast, Raw, Wire
 from paceline.sync.buckets import Bucket, Named
 
@@ -114,8 +115,10 @@ class AdasumBucket(Bucket):
     """
 
     def __init__(self, parameters: Sequence[Named], *, group: WorkerGroup, wire: Wire) -> None:
-        super().__init__(parameters, group=group, wire=Raw())
+        num_elements = sum(local_part(parameter).numel() for _, parameter in parameters)
+        super().__init__(parameters, group=group, wire=Raw(), num_riders=-num_elements % group.size)
         self.can_carry = False
+        self._flat[num_elements:] = 0  # so that it can be sent as it is, in equal shares
         self.products: list[Tensor] = []
         self._half = HALF[wire.dtype] if isinstance(wire, Cast) else None
         self._shares = torch.empty(0)  # row r: of what replica r gave, this one's share
@@ -127,7 +130,9 @@ class AdasumBucket(Bucket):
         numbers = self._numbers()
         size, count = numbers.numel(), self._group.size
         each = -(-size // count)
-        rows = F.pad(numbers if self._half is None else numbers.to(self._half), (0, each * count - size))
+        rows = self._flat
+        if self._half is not None or rows.is_complex() or rows.numel() != each * count:
+            rows = F.pad(numbers.to(self._half or numbers.dtype), (0, each * count - size))
         self._shares = torch.empty_like(rows).view(count, each)
         self._place_spans(each)
         self.bytes.num_raw += 2 * (count - 1) * size * numbers.itemsize // count
@@ -154,16 +159,8 @@ class AdasumBucket(Bucket):
 
     def combine(self, weights: Sequence[Sequence[float]]) -> None:
         """Add up the shares, each parameter's with its weights by replica, and start to send the result to all."""
-        # Two roundings for each number, at whatever place of whatever share it is: those who hold the same parameter
-        # beside other ones must get the same bits.
-        for (first, stop), factors in zip(self._spans, weights, strict=True):
-            for row, factor in zip(self._shares, factors, strict=True):
-                row[first:stop].mul_(factor)
-        share = self._shares[0]
-        for row in self._shares[1:]:
-            share.add_(row)
-        sent = share if self._half is None else share.to(self._half)
-        count = self._group.size
+        sent, count = self._added_up(weights), self._group.size
+        self._shares = self._shares.new_empty(0)  # the answer takes as much
         self.bytes.num_sent += (count - 1) * sent.nbytes
         self._answer = sent.new_empty(count, sent.numel())
         self._transfer = self._group.begin_all_gather(sent, self._answer, what=f"all_gather of {self._span}")
@@ -174,11 +171,24 @@ class AdasumBucket(Bucket):
         self._transfer.wait()
         numbers = self._numbers()
         numbers.copy_(self._answer.view(-1)[: numbers.numel()])
-        self._shares, self._answer, self._transfer = self._shares.new_empty(0), None, None
+        self._answer = self._transfer = None
+
+    def _added_up(self, weights: Sequence[Sequence[float]]) -> Tensor:
+        """The weighted sum of the shares, as it is sent; it changes them."""
+        # Two roundings for each number, at whatever place of whatever share it is: those who hold the same parameter
+        # beside other ones must get the same bits.
+        for (first, stop), factors in zip(self._spans, weights, strict=True):
+            for row, factor in zip(self._shares, factors, strict=True):
+                row[first:stop].mul_(factor)
+        share = self._shares[0]
+        for row in self._shares[1:]:
+            share.add_(row)
+        return share.to(self._half or share.dtype, copy=True)
 
     def _numbers(self) -> Tensor:
-        """The buffer as real numbers."""
-        return torch.view_as_real(self._flat).view(-1) if self._flat.is_complex() else self._flat
+        """The gradients as real numbers."""
+        own = self._flat[: self._num_elements]
+        return torch.view_as_real(own).view(-1) if own.is_complex() else own
 
     def _place_spans(self, each: int) -> None:
         begin, stop = self._group.index * each, (self._group.index + 1) * each
