@@ -36,7 +36,7 @@ def test_a_bucket_has_one_type() -> None:
     parameters = named([1, 1, 1, 1], [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32])
     group = Alone()
     runs = [run for _, run in assign(parameters, bucket_bytes=1000, group_of=lambda _: group)]
-    assert [[name for name, _ in run] for run in runs] == [["p3", "p0"], ["p2", "p1"]]
+    assert [[name for name, _ in run] for run in runs] == [["p2", "p1"], ["p3", "p0"]]
 
 
 def test_a_bucket_goes_to_one_group() -> None:
@@ -44,9 +44,16 @@ def test_a_bucket_goes_to_one_group() -> None:
     everybody, twins = Alone(), Alone()
     runs = assign(parameters, bucket_bytes=1000, group_of=lambda one: twins if one is parameters[2][1] else everybody)
     assert [([name for name, _ in run], group is twins) for group, run in runs] == [
-        (["p3", "p1", "p0"], False),
         (["p2"], True),
+        (["p3", "p1", "p0"], False),
     ]
+
+
+def test_a_bucket_has_one_kind_and_waits_for_none_that_comes_later() -> None:
+    parameters, group = named([1, 1, 1, 1, 1]), Alone()
+    some = {id(parameters[place][1]) for place in (0, 4)}
+    runs = assign(parameters, bucket_bytes=8, group_of=lambda _: group, kind_of=lambda one: id(one) in some)
+    assert [[name for name, _ in run] for _, run in runs] == [["p3", "p2"], ["p1"], ["p4", "p0"]]
 
 
 def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero() -> None:

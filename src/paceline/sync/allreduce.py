@@ -12,6 +12,10 @@ gradients each of them has a part of (norms between layers that are cut, embeddi
 summed once more, over those who have the other parts. Parameters of other stages are absent (on the meta device): they
 are in no bucket here, and in everybody's tally.
 
+What several workers of a replica have the same of (a norm beside layers that are cut) each sums by itself, and all must
+get the same bits, though wires round by what lies beside a number, and by chance. So such gradients travel in buckets
+that are the same on all of them, and with the same chances.
+
 Some parameters may be held by fewer workers than the others (experts, by those who have the same ones): their
 gradients leave in buckets of their own, to these workers.
 
@@ -26,7 +30,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +45,7 @@ from paceline.plan import AllReduce, Wire
 from paceline.schedule.order import mix
 from paceline.sync.adasum import AdasumBucket, Combination
 from paceline.sync.buckets import Bucket, Named, StayingBucket, WireBytes, assign
-from paceline.sync.memory import Memory
+from paceline.sync.memory import Memory, add_parts_up
 from paceline.sync.norms import Norms, gradients_here
 from paceline.sync.own_look import OwnLook, is_finite
 from paceline.sync.parts import Part, Parts
@@ -72,13 +77,15 @@ class GradientSum:
         is_used: Callable[[Parameter], bool | None] | None = None,
         spreads: Sequence[Spread] = (),
         apart: Callable[[Parameter], WorkerGroup | None] | None = None,
+        holders: Callable[[Parameter], Hashable] | None = None,
     ) -> None:
         """`group`: those who hold the same numbers. `everybody` in the run, by default the same; the workers `inside` a
         replica, who hold the other rows of the same gradients. `is_used(parameter)`: whether this worker's runs gave it
         a gradient; None: whether it has one tells. `spreads`: how gradients are spread over others of the replica,
         along each axis: where layers are cut, the model into stages, and experts over workers. `apart(parameter)`:
         those who hold the same numbers of a parameter where that is not `group`; each worker then has as many such
-        parameters, of the same sizes and in the same order.
+        parameters, of the same sizes and in the same order. `holders(parameter)`: who of the replica have the very same
+        gradient of a parameter before it is summed, alike on all of them; `spreads` tell where it is not given.
         """
         unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(parameters))}
         self._all = list(reversed(unique.values()))
@@ -87,6 +94,7 @@ class GradientSum:
         self._group, self._sync, self._wire, self._seed = group, sync, wire, seed
         self._everybody, self._inside = group if everybody is None else everybody, inside or Alone()
         self._is_used, self._spreads, self._apart = is_used, tuple(spreads), apart
+        self._holders = holders or self._holders_by_spread
         self._norms = Norms(inside=self._inside, spreads=self._spreads, device=self._device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._trained: set[int] = set()  # places in `_all` of parameters that require gradients, or once did
@@ -387,12 +395,15 @@ class GradientSum:
         return Memory(own, common)
 
     def gathered_own(self) -> dict[str, list[Tensor]]:
-        """What each replica has still to send, by the parameters' names; all workers must call it, and it blocks."""
+        """What each replica has still to send, by the parameters' names; of what its workers have parts of, the sum.
+        All workers must call it, and it blocks."""
         if self._is_stale or not self._buckets:
             self._build({place for place, (_, p) in enumerate(self._all) if p.requires_grad} | self._trained)
         found: dict[str, list[Tensor]] = {}
         for bucket in self._buckets:
             found.update(bucket.gathered_own())
+        for spread in self._spreads:
+            add_parts_up(found, self._all, spread=spread, count=self._group.size, device=self._device)
         return found
 
     def remember(self, memory: Memory) -> None:
@@ -452,7 +463,8 @@ class GradientSum:
         self._num_riders = len(trained) + 2 * self._group.size + SPARE_RIDERS
         self._buckets, self._riding = [], set()
         combines = self._sync.op == "adasum" and self._group.size > 1
-        for group, run in assign(here, bucket_bytes=self._sync.bucket_bytes, group_of=self._group_of):
+        size = self._sync.bucket_bytes
+        for group, run in assign(here, bucket_bytes=size, group_of=self._group_of, kind_of=self._holders):
             if group.size == 1:
                 self._buckets.append(self._staying(run, group))
                 continue
@@ -509,6 +521,10 @@ class GradientSum:
         """Those who hold the same numbers."""
         return (None if self._apart is None else self._apart(parameter)) or self._group
 
+    def _holders_by_spread(self, parameter: Parameter) -> Hashable:
+        """Who of the replica have the same gradient, along each axis, and not each a part of its sum."""
+        return tuple(() if spread.adds_up(parameter) else spread.holders(parameter) for spread in self._spreads)
+
     def _gradient_arrived(self, bucket: int, place: int, parameter: Tensor) -> None:
         self._arrived.add(place)
         if not self._armed:
@@ -539,7 +555,12 @@ class GradientSum:
         self._num_departed += 1
         self._relay.departed(self._buckets[number])
 
-    def _seed_of(self, bucket: int) -> int:
-        """Of the chances that a codec takes: other ones in each step and for each worker, the same when it is run
-        again."""
-        return mix(self._seed, self._step, self._walk, bucket, self._everybody.index) >> 1
+    def _seed_of(self, number: int) -> int:
+        """Of the chances that a codec takes: other ones in each step and for each replica, the same when it is run
+        again, and for all in the replica who have the same bucket, though it may have another number there."""
+        bucket = self._buckets[number]
+        first = bucket.parameters[0]
+        # Parts of one sum are rounded each by its own chances: errors that go together would not even out.
+        parts = [spread.group.index for spread in self._spreads if not spread.holders(first) or spread.adds_up(first)]
+        place = self._group_of(first).index
+        return mix(self._seed, self._step, self._walk, zlib.crc32(bucket.names[0].encode()), place, *parts) >> 1

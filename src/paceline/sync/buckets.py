@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,15 +40,21 @@ class WireBytes:
 
 
 def assign(
-    parameters: Sequence[Named], *, bucket_bytes: int, group_of: Callable[[Parameter], WorkerGroup]
+    parameters: Sequence[Named],
+    *,
+    bucket_bytes: int,
+    group_of: Callable[[Parameter], WorkerGroup],
+    kind_of: Callable[[Parameter], Hashable] = lambda _: None,
 ) -> list[tuple[WorkerGroup, list[Named]]]:
-    """Divide parameters, last first, into runs of one group, dtype and device of at most `bucket_bytes` (or one
-    parameter)."""
+    """Divide parameters, last first, into runs of one group, kind, dtype and device of at most `bucket_bytes` (or one
+    parameter). They are in the order in which they are full: a run waits for none that comes later."""
     runs: list[tuple[WorkerGroup, list[Named]]] = []
-    is_open: dict[tuple[int, torch.dtype, torch.device], tuple[list[Named], int]] = {}  # run, bytes in it
+    is_open: dict[Hashable, tuple[list[Named], int]] = {}  # run, bytes in it
+    order: dict[str, int] = {}
     for name, parameter in reversed(parameters):
+        order[name] = len(order)
         group = group_of(parameter)
-        kind = (id(group), parameter.dtype, parameter.device)
+        kind = (id(group), kind_of(parameter), parameter.dtype, parameter.device)
         size = local_part(parameter).numel() * parameter.element_size()
         run, filled = is_open.get(kind, ([], bucket_bytes))
         if not run or filled + size > bucket_bytes:
@@ -56,7 +62,7 @@ def assign(
             runs.append((group, run))
         run.append((name, parameter))
         is_open[kind] = (run, filled + size)
-    return runs
+    return sorted(runs, key=lambda one: order[one[1][-1][0]])
 
 
 class Bucket:
@@ -282,7 +288,7 @@ class StayingBucket:
         return self._own
 
     def gathered_own(self) -> dict[str, list[Tensor]]:
-        return {name: [held] for name, held in self._own.items()}
+        return {name: [held.clone()] for name, held in self._own.items()}
 
     def common(self) -> dict[str, dict[str, Tensor]]:
         return {}

@@ -10,10 +10,11 @@ Each worker mixes the local parts of the parameters that it has, with those at t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from paceline.comm.group import WorkerGroup
 from paceline.comm.split import local_part
@@ -37,9 +38,12 @@ class GossipStep(OuterStep):
         sync: Gossip,
         wire: Wire,
         seed: int = 0,
+        holders: Callable[[Parameter], Hashable] = lambda _: None,
     ) -> None:
         average = LocalSGD(every=sync.average_every, bucket_bytes=sync.bucket_bytes)
-        super().__init__(parameters, group=group, everybody=everybody, sync=average, wire=wire, seed=seed)
+        super().__init__(
+            parameters, group=group, everybody=everybody, sync=average, wire=wire, seed=seed, holders=holders
+        )
         self._gossip, self._seed = sync, seed
         self._mixed: list[tuple[list[Tensor], Tensor]] = []  # local parts, and what they become, one behind the other
 

@@ -15,7 +15,7 @@ anchor + (weight - weight when it was sent), so that the steps meanwhile count (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,13 +44,25 @@ class OuterStep:
         sync: LocalSGD,
         wire: Wire,
         seed: int = 0,
+        holders: Callable[[Parameter], Hashable] = lambda _: None,
     ) -> None:
+        """`holders(parameter)`: who of the replica have the same numbers of it, alike on all of them: whatever the wire
+        makes of these, it makes the same on each."""
         self._group, self._sync = group, sync
         self._parameters = [parameter for _, parameter in parameters]
         self._anchors = [_anchor_of(parameter) for parameter in self._parameters]
         self._names = [name for name, _ in parameters]
         self._sent: list[Tensor] = []  # the replica's own weights then, where what it moves by meanwhile is kept
-        self.sums = GradientSum(self.anchors, group=group, everybody=everybody, sync=sync.sums, wire=wire, seed=seed)
+        parameter_of = {id(anchor): one for one, anchor in zip(self._parameters, self._anchors, strict=True)}
+        self.sums = GradientSum(
+            self.anchors,
+            group=group,
+            everybody=everybody,
+            sync=sync.sums,
+            wire=wire,
+            seed=seed,
+            holders=lambda anchor: holders(parameter_of[id(anchor)]),
+        )
         self.optimizer: torch.optim.SGD | None = None
         if sync.outer is not None:
             momentum = sync.outer.momentum

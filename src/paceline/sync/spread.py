@@ -32,8 +32,17 @@ class Spread(Protocol):
         """Whether each of them has a part of a sum, until it is completed."""
         ...
 
+    def holders(self, parameter: Parameter) -> tuple[int, ...]:
+        """Who of them have the very same numbers of a parameter, by their indices; () where each has its own."""
+        ...
+
     def complete(self, parameters: Sequence[Parameter]) -> None:
         """Complete what is a part of a sum, of all parameters here that anybody used, in place; all must call it."""
+        ...
+
+    def add_up(self, parts: Sequence[tuple[Parameter, Tensor]]) -> None:
+        """Put sums in the place of these parts, in place: each in the shape of what is here of its parameter, whose
+        gradients add up. All must call it, with the same parameters; blocks."""
         ...
 
 
@@ -52,14 +61,20 @@ class CutGradients:
     def adds_up(self, parameter: Parameter) -> bool:
         return self.is_partial(parameter)
 
+    def holders(self, parameter: Parameter) -> tuple[int, ...]:
+        return () if self.has_part(parameter) else tuple(range(self.group.size))
+
     def complete(self, parameters: Sequence[Parameter]) -> None:
         """Sum what is a partial sum on each of them."""
+        some = ((one, one.grad) for one in parameters if self.is_partial(one))
+        self.add_up([(parameter, local_part(grad)) for parameter, grad in some if grad is not None])
+
+    def add_up(self, parts: Sequence[tuple[Parameter, Tensor]]) -> None:
         by_type: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None and self.is_partial(parameter):
-                by_type.setdefault(parameter.grad.dtype, []).append(local_part(parameter.grad))
+        for _, part in parts:
+            by_type.setdefault(part.dtype, []).append(part)
         for some in by_type.values():
             flat = torch.cat([one.reshape(-1) for one in some])
             self.group.all_reduce(flat, what="gradients of what is between layers that are cut").wait()
-            for gradient, values in zip(some, flat.split([one.numel() for one in some]), strict=True):
-                gradient.copy_(values.view_as(gradient))
+            for part, values in zip(some, flat.split([one.numel() for one in some]), strict=True):
+                part.copy_(values.view_as(part))

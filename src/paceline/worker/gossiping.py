@@ -27,7 +27,15 @@ class GossipRounds(Rounds):
         sync, wire, seed = self._plan.sync, self._plan.wire, self._plan.batch.seed
         if not isinstance(sync, Gossip):
             raise ValueError(f"replicas under {sync!r} do not gossip")
-        made = GossipStep(parameters, group=group, everybody=everybody, sync=sync, wire=wire, seed=seed)
+        made = GossipStep(
+            parameters,
+            group=group,
+            everybody=everybody,
+            sync=sync,
+            wire=wire,
+            seed=seed,
+            holders=self._models.holders(),
+        )
         self._gossiping = [made]
         return self._gossiping
 

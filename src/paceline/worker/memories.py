@@ -3,7 +3,8 @@
 It has two parts (`paceline.sync.memory`). What a replica has still to send is its own: a checkpoint holds that of every
 replica, under the parameters' names and in their shapes, so that any layout can read it. As many replicas go on with
 what each had; any other number shares out the sum, of which so nothing is lost. What all replicas know is stored once,
-of parameters that one worker has whole.
+of parameters that one worker has whole. Where workers of a replica have parts of one gradient, each has something to
+send of its part: the sum is stored, and one of them goes on with it.
 
 Whoever joins has nothing to send, and is told what all know. What a lost replica had still to send is lost with it. A
 rollback drops what all have still to send: it is of steps that are undone.
@@ -82,7 +83,7 @@ class Memories:
             names = filter(is_remembered, checkpoint.names)
             told = [(key, checkpoint.shape(key), checkpoint.dtype(key)) for key in names]
         listed = group.broadcast_object(told)
-        parameters, found = self._registry.parameters(), _Found()
+        parameters, found, has_word = self._registry.parameters(), _Found(), self._models.has_word()
         counts: dict[tuple[str, str], int] = {}  # how many replicas have stored theirs
         for key, _, _ in listed:
             about, kind, _, name = _parts(key)
@@ -98,6 +99,8 @@ class Memories:
                 continue
             if kind == COMMON:
                 found.common.setdefault(about, {}).setdefault(name, {})[which] = whole.to(parameter.device)
+                continue
+            if not has_word(parameter):
                 continue
             index, size = self._models.replica_of(parameter)
             if counts[about, name] != size or int(which) == index:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -340,6 +340,17 @@ class Models:
         group = self._axes.twins if self._plan.is_local else group
         return group.index, group.size
 
+    def holders(self) -> Callable[[nn.Parameter], Hashable]:
+        """Return what tells who of the replica have the same numbers of a parameter, along each axis."""
+        spreads = self._spreads(list(self._parameters))
+        return lambda parameter: tuple(spread.holders(parameter) for spread in spreads)
+
+    def has_word(self) -> Callable[[nn.Parameter], bool]:
+        """Return what tells whether this worker has the word on what is still to be sent of a parameter's gradient: of
+        those in the replica who have parts of one sum, one has."""
+        spreads = () if self._plan.is_local else self._spreads(list(self._parameters))  # otherwise there are no parts
+        return lambda parameter: all(one.counts(parameter) for one in spreads if one.adds_up(parameter))
+
     def check(self, optimizer: Optimizer) -> None:
         """Refuse parameters that nobody averages: those of models, or of parts of them, that were not there at
         `prepare(model)`. Raises ValueError."""
@@ -548,7 +559,7 @@ class Models:
         if any(model in self._staged for model in models):
             from paceline.worker.stages import SharedGradients
 
-            found.append(SharedGradients([self._staged[model] for model in models]))
+            found.append(SharedGradients([self._staged[model] for model in models if model in self._staged]))
         return found
 
     def _split(self, model: nn.Module, *, is_fresh: bool, hints: Hints) -> None:

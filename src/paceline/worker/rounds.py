@@ -133,6 +133,7 @@ class Rounds:
                 sync=sync,
                 wire=self._plan.wire,
                 seed=mix(self._plan.batch.seed, number) >> 1,
+                holders=self._models.holders(),
             )
             for number, some in enumerate(fragments_of(parameters, sync.fragments))
         ]

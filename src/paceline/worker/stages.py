@@ -166,15 +166,24 @@ class SharedGradients:
         """Whether several stages share it."""
         return id(parameter) in self._is_home
 
+    def holders(self, parameter: Parameter) -> tuple[int, ...]:
+        """The stages' workers that share it, the home first."""
+        return next((holders for _, _, shared, holders in self._shared if shared is parameter), ())
+
     def complete(self, parameters: Sequence[Parameter]) -> None:
         """Sum what stages share: the others send to the home, and get the sum back."""
-        used = {id(parameter) for parameter in parameters}
-        for link, name, parameter, holders in self._shared:
-            if id(parameter) in used:
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                here = local_part(grad)
-                here.copy_(self._summed(link, name, here.contiguous(), holders))
-                parameter.grad = grad
+        shared = [parameter for parameter in parameters if self.adds_up(parameter)]
+        for parameter in shared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.add_up([(one, local_part(one.grad)) for one in shared if one.grad is not None])
+
+    def add_up(self, parts: Sequence[tuple[Parameter, Tensor]]) -> None:
+        part_of = {id(parameter): part for parameter, part in parts}
+        for link, name, parameter, holders in self._shared:  # in an order that all have
+            if id(parameter) in part_of:
+                part = part_of[id(parameter)]
+                part.copy_(self._summed(link, name, part.contiguous(), holders))
 
     def _summed(self, link: Link, name: str, part: Tensor, holders: tuple[int, ...]) -> Tensor:
         (home, *others), index, what = holders, self.group.index, f"the gradient of {name}"
