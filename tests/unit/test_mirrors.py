@@ -31,6 +31,18 @@ LIMIT_S = 60.0
 METHODS = ("_push", "_before_sum", "_before_step", "_after_step", "_tell_weights", "_add_sums", "_step", "_copy")
 
 
+class Counting(AdamW):
+    """Counts its steps in its groups, as some do that correct by them, and takes smaller ones by and by."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.grad /= group["count"]
+        return super().step(closure)
+
+
 class Killed(BaseException):
     """What is left of a process."""
 
@@ -126,7 +138,9 @@ def parameters() -> list[Parameter]:
 def part_of(number: int) -> Part:
     model = parameters()
     here = {place: one for place, one in enumerate(model) if place % SERVERS == number}
-    return Part(here, [AdamW(model, lr=0.1)], elsewhere=[one for place, one in enumerate(model) if place not in here])
+    return Part(
+        here, [Counting(model, lr=0.1)], elsewhere=[one for place, one in enumerate(model) if place not in here]
+    )
 
 
 def gradient(worker: int, step: int, place: int) -> torch.Tensor:
@@ -137,7 +151,7 @@ def gradient(worker: int, step: int, place: int) -> torch.Tensor:
 def oracle() -> list[torch.Tensor]:
     """What one process makes of the same gradients, added up in the same order."""
     model = parameters()
-    optim = AdamW(model, lr=0.1)
+    optim = Counting(model, lr=0.1)
     for step in range(1, STEPS + 1):
         for place, one in enumerate(model):
             total = gradient(0, step, place)
@@ -156,7 +170,7 @@ class Worker(threading.Thread):
         self.index, self.told, self.error = index, list[Event](), None
         self._model = parameters()
         self._vote = vote
-        self._options = [options_of(AdamW(parameters(), lr=0.1))]
+        self._options = [options_of(Counting(parameters(), lr=0.1))]
         self.servers = MirroredServers(
             SERVERS,
             tell=self.told.append,
@@ -258,15 +272,15 @@ def told(one: MirroredServer, header: Mapping[str, Any], tensors: Sequence[torch
 
 
 def copied(one: MirroredServer) -> tuple[Mapping[str, Any], list[torch.Tensor]]:
-    entries, tensors = one.part.state()
+    kept, tensors = one.part.state()
     weights = one.part.weights(one.part.places)
-    about = {"op": "copy", "version": one.part.version, "num_weights": len(weights), "entries": entries}
+    about = {"op": "copy", "version": one.part.version, "num_weights": len(weights), **kept}
     return {**about, "walks": [], "generation": 0, "stepped": (0, 1, 0), "squared": 0.0}, [*weights, *tensors]
 
 
 def test_a_mirror_takes_over_once_it_has_all_that_a_worker_knows_of_and_then_hears_the_other_no_more() -> None:
     first, mirror = server(), server()
-    options = [options_of(AdamW(parameters(), lr=0.1))]
+    options = [options_of(Counting(parameters(), lr=0.1))]
     first.part.step({0: torch.ones(3, dtype=torch.float64)}, options)
     assert told(mirror, {"op": "take_over", "version": 0}) == {"call": 1, "lacks": True, "is_first": False}
     assert "refused" not in told(mirror, *copied(first))

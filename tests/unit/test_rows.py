@@ -48,8 +48,8 @@ def test_whatever_the_servers_have_of_a_table_is_the_table_again() -> None:
         assert torch.equal(again, expected)
     asked = made[1].rows.told({"op": "rows", "place": 4}, [torch.tensor([2, 0], dtype=torch.int32)])
     assert torch.equal(asked, whole[[7, 1]])
-    counts, none = made[2].state()
-    assert counts == [[0, 4, "step", False, 1]] and none == []
+    kept, none = made[2].state()
+    assert kept["entries"] == [[0, 4, "step", False, 1]] and none == []
 
 
 def test_rows_are_added_up_in_the_order_of_the_replicas() -> None:

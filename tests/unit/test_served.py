@@ -18,6 +18,7 @@ from paceline.plan import ParameterServer, Raw
 from paceline.schedule.clock import Dealt
 from paceline.sync.served import ServedGradients
 from paceline.sync.servers import Question, Servers
+from paceline.sync.serving import options_of
 from paceline.sync.tables import Tables
 from paceline.sync.turns import TurnGradients
 
@@ -28,7 +29,7 @@ class PretendedServers(Servers):
     def __init__(self) -> None:
         self.count = 1
         self.asked: list[str] = []
-        self._is_met = False
+        self._is_met, self._groups = False, []
 
     @property
     def are_there(self) -> bool:
@@ -41,7 +42,7 @@ class PretendedServers(Servers):
         self.asked.append(questions[0]["op"])
         if checks:
             raise Disrupted("a member was lost")
-        return [Message({"entries": []}) for _ in questions]
+        return [Message({"entries": [], "written": []}) for _ in questions]
 
 
 def test_after_the_vote_a_lost_member_ends_neither_the_step_nor_a_save() -> None:
@@ -60,6 +61,29 @@ def test_after_the_vote_a_lost_member_ends_neither_the_step_nor_a_save() -> None
     gradients.apply([optimizer])
     gradients.fetch_state()
     assert servers.asked == ["step", "state"]
+
+
+class CountingServers(PretendedServers):
+    """One server, whose optimizer has counted its steps in its group, and changed its betas."""
+
+    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[Message]:
+        written = [[0, 0, "count", False, 5], [0, 0, "betas", False, [0.5, 0.9]], [0, 0, "mean", True, None]]
+        return [Message({"entries": [], "written": written}, (torch.ones(2),)) for _ in questions]
+
+
+def test_a_checkpoint_has_what_an_optimizer_has_written_into_its_groups_and_its_worker_no_longer() -> None:
+    weight = Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([weight], lr=1.0)
+    before = options_of(optimizer)
+    about: dict[str, Any] = {"sync": ParameterServer(), "wire": Raw(), "servers": CountingServers()}
+    gradients = ServedGradients([("weight", weight)], group=Alone(), generation=lambda: 0, **about)
+    gradients.serve([optimizer])
+    gradients.begin(0)
+    gradients.fetch_state()
+    (group,) = optimizer.param_groups
+    assert (group["count"], group["betas"], group["mean"].tolist()) == (5, (0.5, 0.9), [1.0, 1.0])
+    gradients.drop_state()
+    assert options_of(optimizer) == before and group["params"] == [weight]
 
 
 class ServersOfRows(PretendedServers):

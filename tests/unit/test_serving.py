@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -61,6 +64,59 @@ def test_what_is_on_other_servers_takes_no_memory() -> None:
     assert there.numel() == 0
     part.step({1: torch.ones(3)}, options)
     assert part.weights([1])[0].tolist() == [0.0, 0.0, 0.0]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, and goes as far as the count says."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["counts"] = torch.tensor([group["count"], 0.5], dtype=torch.float64)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=group["lr"] * group["count"])
+
+
+def counting(*, lr: float, **options: Any) -> tuple[Part, Counting, list[list[dict[str, Any]]]]:
+    """A server's part, with two groups of which it has the second, its optimizer, and what workers say of it."""
+    here, there = (Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = Counting([{"params": [there]}, {"params": [here], **options}], lr=lr)
+    said = [options_of(optimizer)]
+    return Part({0: here}, [optimizer], elsewhere=[there]), optimizer, said
+
+
+def steps(part: Part, said: list[list[dict[str, Any]]], count: int) -> float:
+    """Have a part take steps; returns the weight."""
+    for _ in range(count):
+        part.step({0: torch.ones(1)}, json.loads(json.dumps(said)))
+    return float(part.weights([0])[0])
+
+
+def test_what_an_optimizer_writes_into_its_groups_stays_until_a_worker_says_otherwise() -> None:
+    part, optimizer, said = counting(lr=1.0, count=100)  # it has gone on from a checkpoint
+    (group,) = optimizer.param_groups
+    assert steps(part, said, 2) == -(101 + 102)
+    said[0][1]["lr"] = 0.5
+    assert steps(part, said, 1) == -(203 + 51.5)
+    said[0][1]["lr"] = 1.0
+    assert steps(part, said, 1) == -(254.5 + 104) and group["count"] == 104
+    said[0][1]["count"] = 0
+    steps(part, said, 2)
+    assert group["count"] == 2
+
+
+@pytest.mark.parametrize("begins_with", [{}, {"count": 7}])
+def test_what_an_optimizer_writes_into_its_groups_is_told_elsewhere(begins_with: dict[str, Any]) -> None:
+    part, _, said = counting(lr=1.0, **begins_with)
+    said[0][1]["lr"] = 0.5
+    steps(part, said, 3)
+    kept, tensors = part.state(with_rows=True)
+    other, optimizer, _ = counting(lr=1.0, **begins_with)
+    other.fill(part.weights([0]), json.loads(json.dumps(kept)), iter(tensors))
+    (group,) = optimizer.param_groups
+    assert group["counts"].tolist() == [begins_with.get("count", 0) + 3, 0.5]
+    assert steps(other, said, 2) == steps(part, said, 2)
 
 
 def test_groups_that_change_later_are_refused() -> None:

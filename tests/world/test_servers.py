@@ -62,6 +62,44 @@ def test_checkpoints_of_servers_are_anybodys_and_anybodys_are_theirs(world: Worl
     assert whole == pytest.approx(oracle, rel=1e-9)
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as some do that correct a mean by them."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.01)
+                    p.sub_(mean, alpha=group["lr"] / (1 - 0.99 ** group["step"]))
+
+
+def counted(worker: Any) -> dict[int, float]:
+    torch.manual_seed(3)
+    model = worker.prepare(Net(0.0))
+    optim = worker.prepare(Counting(model.parameters(), lr=0.5))
+    step, losses = worker.stepper(model, optim, next_word), dict[int, float]()
+    for batch in worker.batches(Text(), epochs=6):
+        loss = float(step(batch))
+        losses[worker.step] = loss
+    return losses
+
+
+def test_what_optimizers_count_in_their_groups_goes_on_from_checkpoints_of_servers(
+    world: World, tmp_path: Path
+) -> None:
+    whole = Plan(batch=RESUME, compute=EXACT)
+    oracle = beside(tmp_path)(counted, 1, whole, max_steps=16)[0]
+    plans = [whole, served(1, RESUME), served(1, RESUME), whole]
+    parts = [world(counted, 1, plan, max_steps=4 * number)[0] for number, plan in enumerate(plans, 1)]
+    assert {key: loss for part in parts for key, loss in part.items()} == pytest.approx(oracle, rel=1e-9)
+
+
 def rounded(worker: Any) -> dict[int, float]:
     return train(worker, drop=0.0)
 

@@ -2,7 +2,7 @@
 
 Both are the same program. The one that workers ask tells the other, before it tells any worker:
 
-    copy      everything, when the mirror is new: weights, optimizer state, the sums of steps that are under way
+    copy      everything, when the mirror is new: weights, what the optimizers keep, the sums of steps under way
     sums      the sums of a walk, before their norm is told: from then on no worker need send its gradients again
     follow    the step, as a worker has asked for it. Both take it at the same time, by the same code on the same
               numbers, so they stay equal to the last bit; weights are told when both have taken it
@@ -92,13 +92,13 @@ class MirroredServer(Server):
     def _begin_mirroring(self, header: Mapping[str, Any]) -> None:
         """Tell a new mirror everything; where that fails there is the one before, or none, as the workers are told."""
         walks = self._gatherings
-        entries, tensors = self.part.state(with_rows=True)
+        kept, tensors = self.part.state(with_rows=True)
         weights = self.part.weights(self.part.places)
         told = {
             "op": "copy",
             "version": self.part.version,
             "num_weights": len(weights),
-            "entries": entries,
+            **kept,
             "walks": [[walk, [*one.sums]] for walk, one in walks.items()],
             "generation": self._generation,
             "stepped": self._stepped,
@@ -198,7 +198,7 @@ class MirroredServer(Server):
 
     def _copy(self, message: Message) -> None:
         header, tensors = message.header, iter(message.tensors)
-        self.part.fill([*itertools.islice(tensors, header["num_weights"])], header["entries"], tensors)
+        self.part.fill([*itertools.islice(tensors, header["num_weights"])], header, tensors)
         self.part.version, self._squared = header["version"], header["squared"]
         self._generation, self._stepped = header["generation"], walk_of({"walk": header["stepped"]})
         self._gatherings.clear()

@@ -132,7 +132,7 @@ class ServedGradients(GradientSum):
             optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # schedulers look for what torch sets and does not declare
 
     def fetch_state(self) -> None:
-        """Put the optimizers' state, which is on the servers, into the optimizers here: for a checkpoint."""
+        """Put what the servers' optimizers keep into the optimizers here: for a checkpoint."""
         if self._is_served:
             by_rows = self._servers.fetch_state(self._optimizers, [parameter for _, parameter in self._all])
             self._tables.fetch(self._optimizers, by_rows)
@@ -140,8 +140,7 @@ class ServedGradients(GradientSum):
     def drop_state(self) -> None:
         """Forget what `fetch_state` brought."""
         if self._is_served:
-            for optimizer in self._optimizers:
-                optimizer.state.clear()
+            self._servers.drop_state(self._optimizers)
             self._tables.leave()
 
     def _used_places(self) -> list[list[int]]:

@@ -25,7 +25,7 @@ from paceline.comm.ring import Ring
 from paceline.errors import SyncError
 from paceline.sync.held import HeldQuestion
 from paceline.sync.server_process import end_server, fork_server, is_stopped, reaped
-from paceline.sync.serving import MakeServer, Part, Server, Walk
+from paceline.sync.serving import MakeServer, Part, Server, Walk, write_option
 
 __all__ = ["Question", "Servers"]
 
@@ -68,6 +68,7 @@ class Servers:
         self._callers: list[Caller] = []
         self._abouts: dict[str, Mapping[str, Any]] = {}  # of each server by its name: where it is
         self._started: list[int] = []  # process numbers
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # before `fetch_state`: each group, and its copy
         self._is_closed = False
 
     @property
@@ -171,13 +172,25 @@ class Servers:
         return len(kinds)
 
     def fetch_state(self, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> Sequence[Sequence[Any]]:
-        """Put the state that the servers have into these optimizers; returns what they keep by the rows of tables."""
+        """Put what the servers' optimizers keep into these, until `drop_state`; returns what goes by rows of tables."""
+        self._groups = [(group, {**group}) for optimizer in optimizers for group in optimizer.param_groups]
         answers = self.ask([{"op": "state"}] * self.count, checks=False)  # a member's loss does not end a save
         for answer in answers:
             tensors = iter(answer.tensors)
             for number, place, key, is_tensor, value in answer.header["entries"]:
                 optimizers[number].state[parameters[place]][key] = next(tensors) if is_tensor else value
+            for number, group, key, is_tensor, value in answer.header["written"]:  # all servers of a group count alike
+                write_option(optimizers[number].param_groups[group], key, next(tensors) if is_tensor else value)
         return answers[0].header.get("rows", ())
+
+    def drop_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have the optimizers as they were before `fetch_state`."""
+        for optimizer in optimizers:
+            optimizer.state.clear()
+        for group, before in self._groups:
+            group.clear()
+            group.update(before)
+        self._groups = []
 
     def is_told_lost(self, error: BaseException) -> bool:
         """Whether an error says that one of these servers was lost, or has not answered in time."""

@@ -38,6 +38,7 @@ __all__ = [
     "set_options",
     "squared_norm",
     "walk_of",
+    "write_option",
 ]
 
 LOOK_S = 0.2
@@ -47,11 +48,8 @@ Held = tuple[tuple[tuple[int, ...], ...], ...]  # of each optimizer's groups, th
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group as plain values: what a scheduler may change. Tensors become numbers."""
-    return [
-        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    """The options of each parameter group as JSON has them, tensors as numbers: what a scheduler may change."""
+    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def held_by(optimizers: Sequence[Optimizer]) -> Held:
@@ -120,37 +118,42 @@ class Part:
             by_dtype.setdefault(parameter.dtype, []).append(parameter.detach().reshape(-1))
         return [torch.cat(some) for some in by_dtype.values()]
 
-    def state(self, *, with_rows: bool = False) -> tuple[list[list[Any]], list[Tensor]]:
-        """The optimizers' state: [optimizer, place, key, plain value or None for a tensor] of each entry, and tensors.
+    def state(self, *, with_rows: bool = False) -> tuple[dict[str, list[Any]], list[Tensor]]:
+        """What the optimizers keep, for a header, and its tensors in the same order: copies, which do not change.
 
-        Tensors are copies: what was told does not change. What goes by the rows of tables is among them only if asked.
+        "entries" are those of their state, [optimizer, place, key, whether it is a tensor, plain value], what goes by
+        the rows of tables only if asked; "written" what they have written into their groups themselves, [optimizer,
+        group, key, and so on]; "options" what workers have said of the groups here.
         """
         entries: list[list[Any]] = []
+        written: list[list[Any]] = []
         tensors: list[Tensor] = []
         for number, optimizer in enumerate(self._optimizers):
             for parameter, values in optimizer.state.items():
                 for key, value in values.items():
                     if not with_rows and is_by_rows(value) and self._places[id(parameter)] in self.rows:
                         continue
-                    is_tensor = isinstance(value, Tensor)
-                    entries.append([number, self._places[id(parameter)], key, is_tensor, None if is_tensor else value])
-                    if is_tensor:
-                        tensors.append(value.detach().clone())
-        return entries, tensors
+                    entries.append([number, self._places[id(parameter)], key, *_entered(value, tensors)])
+        for number, optimizer in enumerate(self._optimizers):
+            written += [[number, group, key, *_entered(value, tensors)] for group, key, value in optimizer.written()]
+        return {"entries": entries, "written": written, "options": [one.options for one in self._optimizers]}, tensors
 
     @torch.no_grad()
-    def fill(self, flats: Iterable[Tensor], entries: Iterable[Sequence[Any]], tensors: Iterator[Tensor]) -> None:
-        """Take over what `weights` told of all `places`, and `state`, elsewhere."""
+    def fill(self, flats: Iterable[Tensor], kept: Mapping[str, Sequence[Any]], tensors: Iterator[Tensor]) -> None:
+        """Take over what `weights` told of all `places`, and `state` of all rows, elsewhere."""
         by_dtype = {flat.dtype: flat for flat in flats}
         for parameter in self._parameters.values():
             flat = by_dtype[parameter.dtype]
             parameter.copy_(flat[: parameter.numel()].view(parameter.shape))
             by_dtype[parameter.dtype] = flat[parameter.numel() :]
-        for optimizer in self._optimizers:
+        for optimizer, options in zip(self._optimizers, kept["options"], strict=True):
             optimizer.state.clear()
-        for number, place, key, is_tensor, value in entries:
+            optimizer.begin_with(options)
+        for number, place, key, is_tensor, value in kept["entries"]:
             state = self._optimizers[number].state.setdefault(self._parameters[place], {})
             state[key] = next(tensors).clone() if is_tensor else value
+        for number, group, key, is_tensor, value in kept["written"]:
+            write_option(self._optimizers[number].groups[group], key, next(tensors).clone() if is_tensor else value)
 
     @property
     def places(self) -> list[int]:
@@ -167,39 +170,80 @@ class Part:
 
 
 class _CutDown:
-    """An optimizer without the parameters that are elsewhere; groups that are left without any are left out."""
+    """An optimizer without the parameters that are elsewhere; groups that are left without any are left out.
+
+    An option of a group is set where workers say another value than they did before. What the optimizer writes there
+    itself stays: some count their steps so.
+    """
 
     def __init__(self, optimizer: Optimizer, places: Mapping[int, int]) -> None:
         self._optimizer = optimizer
-        self._kept: list[int] = []  # of its groups
+        self.groups: dict[int, dict[str, Any]] = {}  # that are kept, by their numbers
         groups, optimizer.param_groups[:] = [*optimizer.param_groups], []
         for number, group in enumerate(groups):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in places]
             if group["params"]:
-                self._kept.append(number)
+                self.groups[number] = group
                 optimizer.param_groups.append(group)
         for parameter in [one for one in optimizer.state if id(one) not in places]:
             del optimizer.state[parameter]
+        self.options = options_of(optimizer)  # of these groups, as workers have said last
 
     @property
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         return self._optimizer.state
 
-    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for number, group in zip(self._kept, self._optimizer.param_groups, strict=True):
-            set_options(group, groups[number])
-        if self._kept:
+    def step(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Step, where there is anything, with these options of all its groups."""
+        for (number, group), before in zip(self.groups.items(), self.options, strict=True):
+            said = options[number]
+            set_options(group, {key: said[key] for key in said if key not in before or before[key] != said[key]})
+            before.update(said)
+        if self.groups:
             self._optimizer.step()
+
+    def begin_with(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Have these options, which workers have said elsewhere of the groups that are kept."""
+        self.options = [dict(some) for some in options]
+        for group, some in zip(self.groups.values(), self.options, strict=True):
+            set_options(group, some)
+
+    def written(self) -> Iterator[tuple[int, str, Any]]:
+        """Yield what the optimizer has written into its groups: number of the group, key and value."""
+        for (number, group), said in zip(self.groups.items(), self.options, strict=True):
+            for key, value in group.items():
+                if key != "params" and (key not in said or said[key] != _plain(value)):
+                    yield number, key, value
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Set a group's options as they came: in JSON a tuple is a list, and a tensor a number."""
+    """Set a group's options as they came: in JSON a tuple is a list, and so is a tensor, or a number."""
     for key, value in options.items():
         held = group.get(key)
         if isinstance(held, Tensor):
-            held.fill_(value)
+            held.copy_(torch.as_tensor(value, dtype=held.dtype))
         else:
-            group[key] = tuple(value) if isinstance(held, tuple) else value
+            write_option(group, key, value)
+
+
+def write_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value into a group in place of what was there: in JSON a tuple is a list."""
+    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    """An option as it comes out of JSON."""
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _entered(value: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
+    """What a header has of a value: whether it is a tensor, of which a copy goes to the others, and the plain value."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().clone())
+        return True, None
+    return False, value
 
 
 @dataclasses.dataclass(slots=True)
@@ -282,10 +326,9 @@ class Server:
                 self._step(header)
                 self._tell_weights(caller, header)
             case "state":
-                entries, tensors = self.part.state()
-                by_rows = self.part.rows.entries()
-                about = {"call": header["call"], "entries": entries, "rows": by_rows, "version": self.part.version}
-                self.listener.send(caller, about, tensors)
+                kept, tensors = self.part.state()
+                about = {"call": header["call"], "rows": self.part.rows.entries(), "version": self.part.version}
+                self.listener.send(caller, {**about, **kept}, tensors)
             case _:
                 self._take_other(caller, message)
         self._answer_sums()

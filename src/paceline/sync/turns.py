@@ -239,7 +239,7 @@ class TurnGradients(GradientSum):
         self.waited_s += time.perf_counter() - began
 
     def fetch_state(self) -> None:
-        """Put the optimizers' state, which is on the servers, into the optimizers here: for a checkpoint."""
+        """Put what the servers' optimizers keep into the optimizers here: for a checkpoint."""
         if self._servers.are_there:
             by_rows = self._servers.fetch_state(self._optimizers, [parameter for _, parameter in self._all])
             self._tables.fetch(self._optimizers, by_rows)
@@ -247,8 +247,7 @@ class TurnGradients(GradientSum):
     def drop_state(self) -> None:
         """Forget what `fetch_state` brought."""
         if self._servers.are_there:
-            for optimizer in self._optimizers:
-                optimizer.state.clear()
+            self._servers.drop_state(self._optimizers)
             self._tables.leave()
 
     @property

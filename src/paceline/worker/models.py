@@ -289,9 +289,9 @@ class Models:
     @contextlib.contextmanager
     def states_here(self) -> Iterator[None]:
         """While it lasts, the state of optimizers that run on servers is in the optimizers here, too."""
-        for gradients in self._sums.values():
-            gradients.fetch_state()
         try:
+            for gradients in self._sums.values():
+                gradients.fetch_state()
             yield
         finally:
             for gradients in self._sums.values():
