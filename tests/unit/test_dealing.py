@@ -239,6 +239,15 @@ def test_who_comes_before_anything_is_dealt_waits() -> None:
     assert Dealt.from_plain(pair.listeners[0].told[b"2a"][-1]["dealt"]) == DEALT
 
 
+def test_who_says_twice_that_it_is_there_is_no_other_one() -> None:
+    pair = Pair()
+    for name in ("0a", "0a", "1a"):  # the answer to the first was not waited for, as somebody else was lost meanwhile
+        assert pair.say(name, "hello") == {"call": 1, "tensors": []}
+    assert (pair.ask("0a") or {})["number"] == 0
+    assert pair.say("0b", "hello") is not None
+    assert "is_lost" in (pair.say("0a", "permit") or {})
+
+
 def test_who_leaves_in_good_order_is_not_waited_for() -> None:
     pair = begun()
     for server in (1, 0):

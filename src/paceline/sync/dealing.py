@@ -116,9 +116,9 @@ class DealingServer(Server):
         self._answer_all()
 
     def _meet(self, caller: bytes, header: Mapping[str, Any]) -> None:
-        """A worker has come; whoever had its rank before is lost."""
+        """A worker has come, or says so again; whoever had its rank before is lost."""
         worker = header["worker"]
-        if worker in self._here:
+        if worker in self._here and self._here[worker][1] != header["name"]:
             self._lose(worker)
         self._here[worker] = caller, header["name"]
         self.listener.send(caller, {"call": header["call"]})
