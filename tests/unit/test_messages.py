@@ -16,10 +16,12 @@ import pytest
 import torch
 import zmq
 
+from paceline.comm import messages
 from paceline.comm.messages import Caller, Listener, Lost
 from paceline.errors import SyncError
 
 SECRET = b"s" * 32
+LIMIT_S = 30.0
 
 
 class Enough(Exception):
@@ -142,6 +144,18 @@ def test_a_wait_for_what_does_not_leave_ends() -> None:
         ends.set()
         with pytest.raises(Lost, match="server 3 was lost"):
             caller.wait_sent(never)
+
+
+def test_a_connection_that_nobody_closes_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "LINGER_MS", 0)
+    with echo() as (endpoint, _, _):
+        caller = Caller(endpoint, SECRET, name="it", timeout_s=10)
+    caller.send({"op": "x"}, [torch.zeros(1 << 20)])  # nobody is there to take it
+    collected = threading.Thread(target=caller._context.destroy, daemon=True)  # as a collection of garbage does
+    collected.start()
+    collected.join(LIMIT_S)
+    assert not collected.is_alive()
+    caller.close()  # a second end does nothing
 
 
 def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from forked import WorkersFailed, World
+import forked
+from forked import LIMIT_S, WorkersFailed, World
 from layout_runs import BATCH, EXACT, RESUME, Net, Text, assert_same, beside, next_word, plan_of, train
 from paceline.plan import Batch, Cast, Layout, ParameterServer, Plan
+from paceline.sync.server_process import reaped
+from paceline.worker.session import live
 
 SERVED = ParameterServer(servers=2, bucket_bytes=3000)
 
@@ -177,6 +180,29 @@ def test_a_lost_server_ends_the_run_by_its_name(world: World) -> None:
         world(without_its_server, 2, served(2))
     told = caught.value.errors.values()  # whoever only lost the other worker by it says so
     assert any("parameter server 1 (pid" in error and "was lost" in error for error in told)
+
+
+kept: list[Any] = []  # workers, after their end
+
+
+def fails_in_the_end(worker: Any) -> None:
+    kept.append(worker)
+    train(worker)
+    raise ArithmeticError("after the loop")
+
+
+def outliving(function: Any, *args: Any, **more: Any) -> list[str]:
+    """Be a worker that fails, in a process that lives on, as a notebook's does; returns how its servers ended."""
+    with pytest.raises(ArithmeticError, match="after the loop"):
+        live(function, *args, **more)
+    return [reaped(pid, within_s=LIMIT_S / 2) for pid in kept[0]._servers._started]
+
+
+def test_servers_end_with_a_worker_that_fails_though_its_process_lives_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked, "live", outliving)
+    assert world(fails_in_the_end, 1, served(1), max_steps=2) == [["ended with status 0"] * 2]
 
 
 def names_of_servers(worker: Any) -> list[str]:

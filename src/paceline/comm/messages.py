@@ -26,7 +26,7 @@ from paceline.errors import SyncError
 __all__ = ["Caller", "Late", "Listener", "Lost", "Message", "Secret"]
 
 LOOK_S = 0.02  # how often a wait looks up
-LINGER_MS = 1000  # at a good end, for what is still on its way
+LINGER_MS = 1000  # at an end, for what is still on its way
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 KINDS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 DTYPES = {str(one).removeprefix("torch."): one for one in KINDS}
@@ -233,7 +233,9 @@ class Caller:
             heard(message)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the connection; unless `at_once`, what was said arrives before."""
+        """End the connection, if it was not; unless `at_once`, what was said arrives before."""
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._socket.close(linger=0 if at_once or self._lost else LINGER_MS)
         self._monitor.close(linger=0)
@@ -288,6 +290,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, *, is
     made.setsockopt(zmq.IPV6, int(is_v6))
     made.setsockopt(zmq.SNDHWM, 0)  # nothing is ever dropped because somebody is slow to take it
     made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.LINGER, LINGER_MS)  # where nobody closes it, what nobody takes would be waited for without end
     for option, value in KEEPALIVE.items():
         made.setsockopt(option, value)
     return made

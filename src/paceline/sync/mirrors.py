@@ -157,10 +157,10 @@ class MirroredServers(Servers):
                 self._learn(number, answer.header)
         return answers
 
-    def close(self, *, others_stay: bool = False) -> None:
+    def close(self, *, others_stay: bool = False, at_once: bool = False) -> None:
         self._callers += [mirror for mirror in self._mirrors if mirror is not None]
         self._mirrors = [None] * self.count
-        super().close(others_stay=others_stay)
+        super().close(others_stay=others_stay, at_once=at_once)
 
     def ask_some(self, questions: Mapping[int, Question]) -> dict[int, Message]:
         calls = {number: self._callers[number].begin(*question) for number, question in questions.items()}

@@ -223,14 +223,14 @@ class Servers:
             time.sleep(STARTER_FIRST_S)
         return f"{name} was lost"
 
-    def close(self, *, others_stay: bool = False) -> None:
+    def close(self, *, others_stay: bool = False, at_once: bool = False) -> None:
         """Leave them; those that this worker has started are waited for a moment, and end with the last caller. Where
-        `others_stay`, nobody waits for that."""
+        `others_stay`, nobody waits for that, nor `at_once`, after an error: then what was said last need not arrive."""
         self._is_closed = True
         for caller in self._callers:
-            caller.close()
+            caller.close(at_once=at_once)
         self._callers = []
-        if others_stay:
+        if others_stay or at_once:
             return
         deadline = time.monotonic() + END_S
         while self._started and time.monotonic() < deadline:

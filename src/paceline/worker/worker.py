@@ -576,8 +576,11 @@ class Worker:
             self._agreement.unserved(cause)
 
     def abandon(self) -> None:
-        """After an error: forget the step under way, and give a checkpoint under way a moment to be committed."""
+        """After an error: forget the step under way, leave the servers, and give a checkpoint under way a moment to be
+        committed."""
         self._loop.books.leave()
+        if self._servers is not None:
+            self._servers.close(at_once=True)  # this process may live on, and they would with it
         self._guarding.abandon()
         self._prepared.abandon()
 
