@@ -160,6 +160,13 @@ class Knowing(Servers):
         self._abouts["parameter server 0"] = {"host": "there", "pid": 4711}
 
 
+def test_a_process_of_another_host_is_not_the_one_with_its_number_that_this_worker_has_started() -> None:
+    own, lost = Knowing(dist.HashStore()), Lost("it has gone")
+    own._started, lost.listener = [4711], "parameter server 0"
+    assert own.cause_of(lost, at_once=True) == "parameter server 0 was lost"
+    assert own._started == [4711]
+
+
 def test_why_one_worker_has_given_a_server_up_is_what_the_others_say_of_its_end() -> None:
     board, late, lost = dist.HashStore(), Late("no answer"), Lost("it has gone")
     late.listener = lost.listener = "parameter server 0"

@@ -214,7 +214,7 @@ class Servers:
             return cause
         if (known := self._given_up(about)) is not None:
             return known
-        if about["pid"] in self._started:
+        if about["host"] == self._host and about["pid"] in self._started:
             how = reaped(about["pid"], within_s=END_S)
             if how:
                 self._started.remove(about["pid"])
