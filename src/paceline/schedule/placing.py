@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["load_of", "placed_on", "rows_on"]
+__all__ = ["placed_on", "rows_on"]
 
 
 def placed_on(num_bytes: Mapping[str, int], *, servers: int) -> dict[str, int]:
@@ -22,14 +22,6 @@ def placed_on(num_bytes: Mapping[str, int], *, servers: int) -> dict[str, int]:
         chosen[name] = server = min(range(servers), key=lambda one: (loads[one], one))
         loads[server] += num_bytes[name]
     return {name: chosen[name] for name in num_bytes}
-
-
-def load_of(num_bytes: Mapping[str, int], places: Mapping[str, int], *, servers: int) -> list[int]:
-    """Return how many bytes each server has."""
-    loads = [0] * servers
-    for name, server in places.items():
-        loads[server] += num_bytes[name]
-    return loads
 
 
 def rows_on(server: int, *, servers: int) -> slice:

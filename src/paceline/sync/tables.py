@@ -34,7 +34,6 @@ class Tables:
     """The tables of one worker's models. Once the servers have them, every row is pulled from there."""
 
     def __init__(self, servers: Servers) -> None:
-        self.num_rows_pulled = 0
         self._servers = servers
         self._tables: dict[int, Parameter] = {}  # by id
         self._places: dict[int, int] = {}  # and those that are trained on the servers, in the models' parameters
@@ -165,7 +164,6 @@ class Tables:
         rows = parameter.new_empty(len(numbers), *parameter.shape[1:])
         for server, answer in self._asked(questions).items():
             rows[of[server]] = answer.tensors[0]
-        self.num_rows_pulled += len(numbers)
         return rows
 
     def _read_table(self, parameter: Tensor, versions: set[tuple[int, int]]) -> Tensor:
