@@ -165,8 +165,9 @@ def test_of_every_step_and_plain_sgd_it_is_all_reduce(world: World) -> None:
         assert_same(result, {k: v for k, v in oracle["state"].items() if not k.startswith("norm.num")})
 
 
-def test_with_one_replica_it_is_all_reduce_to_the_last_bit(world: World) -> None:
-    found = world(train, 1, plan_of(LocalSGD(every=4), 1), save_at_end=False)
+@pytest.mark.parametrize("sync", [LocalSGD(every=4), LocalSGD(every=4, fragments=2, overlap=1, mixing=0.3)], ids=str)
+def test_with_one_replica_it_is_all_reduce_to_the_last_bit(world: World, sync: LocalSGD) -> None:
+    found = world(train, 1, plan_of(sync, 1), save_at_end=False)
     oracle = world.one_process(train, plan_of(AllReduce(), 1))
     assert found[0]["losses"] == oracle["losses"]
     assert all(torch.equal(value, oracle["state"][name]) for name, value in found[0]["state"].items())

@@ -37,11 +37,6 @@ class Agreeing(Protocol):
         ...
 
     @property
-    def leaves_equal(self) -> bool:
-        """Whether all replicas have the same weights when they have agreed."""
-        ...
-
-    @property
     def num_raw_bytes(self) -> int:
         """What this worker would send for one sum of all gradients, as they are."""
         ...

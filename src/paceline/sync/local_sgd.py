@@ -33,8 +33,6 @@ __all__ = ["OuterStep", "fragments_of"]
 class OuterStep:
     """Agrees on named parameters; `group`: those who hold the same ones in other replicas, `everybody`: in the run."""
 
-    leaves_equal = True
-
     def __init__(
         self,
         parameters: Sequence[Named],
@@ -82,8 +80,8 @@ class OuterStep:
     @torch.no_grad()
     def begin(self) -> None:
         """The weights of now are those that all have."""
+        self._follow_trained()
         for parameter, anchor in self._pairs():
-            anchor.requires_grad_(parameter.requires_grad)
             local_part(anchor).copy_(local_part(parameter))
 
     @torch.no_grad()
@@ -95,6 +93,7 @@ class OuterStep:
     @torch.no_grad()
     def send(self, share: float, numbers: Sequence[float], *, step: int) -> None:
         """Begin to; meanwhile the replica may take steps."""
+        self._follow_trained()
         self.sums.begin(0, step=step)
         if self._sync.keep_moves:
             self._sent = [local_part(parameter).clone() for parameter, _ in self._pairs()]
@@ -118,10 +117,13 @@ class OuterStep:
         has moved by since it has sent them."""
         owes = bool(self.sums.memory().own)  # what the wire had still to send has been added to what was sent now
         self.sums.settle()
+        if self.optimizer is None and self._group.size == 1 and not owes:
+            # Its own weights of now, with what it has moved by since, are the average already, to the last bit.
+            self.begin()
+            self.drop()
+            return
         if self.optimizer is not None:
             self.optimizer.step()
-        elif self._group.size == 1 and not owes:  # its own weights are the average already, to the last bit
-            self.begin()
         else:
             for anchor in self._anchors:
                 if anchor.grad is not None:
@@ -146,6 +148,13 @@ class OuterStep:
         """Forget what was exchanged."""
         self._sent = []
         self.sums.drop()
+
+    def _follow_trained(self) -> None:
+        """What is trained is agreed on from now on, also what the user has thawed since `begin`: its anchor has the
+        weights of then, as that of a frozen one has. Those of other stages are in everybody's tally."""
+        for parameter, anchor in zip(self._parameters, self._anchors, strict=True):
+            if parameter.requires_grad:
+                anchor.requires_grad_(True)
 
     def _pairs(self) -> list[tuple[Parameter, Parameter]]:
         """Parameters that are here, and their anchors."""

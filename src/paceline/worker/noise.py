@@ -25,7 +25,7 @@ class NoiseScale:
     """Follows the noise scale over the steps that are taken."""
 
     def __init__(self) -> None:
-        self._signal = self._noise = self._weight = 0.0
+        self._signal = self._noise = 0.0
         self._num_steps = 0
 
     def add(
