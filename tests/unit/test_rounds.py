@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Alone
-from paceline.plan import Int8, Layout, LocalSGD, Plan
+from paceline.plan import Int8, Layout, LocalSGD, Nesterov, Plan, Raw
 from paceline.schedule.share import deal, micro_batches
 from paceline.sync.local_sgd import OuterStep
 from paceline.sync.memory import Memory
 from paceline.worker.batch import StepBatch
-from paceline.worker.rounds import ByItself, Portion, Rounds
+from paceline.worker.rounds import ByItself, Portion, Rounds, Stand
 
 MICROS = micro_batches(0, 40, 2)
 
@@ -25,7 +25,7 @@ class Replica:
 
     def __init__(self, number: int) -> None:
         self.ran: list[int] = []
-        self.agreement = SimpleNamespace(rank=number, ranks=(0, 1, 2, 3))
+        self.agreement = SimpleNamespace(rank=number, ranks=(0, 1, 2, 3), holds=False)
         self.others: tuple[Replica, ...] = ()
         self.told: Any = None
         self.rounds = Rounds(
@@ -111,3 +111,73 @@ def test_one_replica_alone_takes_what_the_wire_had_still_to_send() -> None:
     after = torch.tensor([0.0, 1.0, 2.0])
     assert torch.equal(round_to(after), after - owed)
     assert torch.equal(round_to(after * 2), after * 2), "once"
+
+
+@pytest.mark.parametrize(
+    "sync", [LocalSGD(every=4, overlap=2, keep_moves=True), LocalSGD(every=4, overlap=2, mixing=0.3)], ids=str
+)
+def test_what_one_replica_alone_moves_by_while_it_sends_counts_once(sync: LocalSGD) -> None:
+    parameter = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(1)))
+    outer = OuterStep([("w", parameter)], group=Alone(), everybody=Alone(), sync=sync, wire=Raw())
+    outer.begin()
+    for step in (4, 8):
+        for is_under_way in (False, True):
+            if is_under_way:
+                outer.send(1.0, [], step=step)
+            with torch.no_grad():
+                parameter.mul_(0.7).add_(0.1)
+        own = parameter.detach().clone()
+        outer.receive()
+        outer.take(mixing=sync.mixing)
+        assert torch.equal(parameter, own), "to the last bit"
+
+
+def test_what_is_thawed_in_a_round_is_agreed_on_at_its_end() -> None:
+    sync = LocalSGD(every=4, outer=Nesterov(lr=0.5, momentum=0.0))
+    frozen, other = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+    named = [("frozen", frozen), ("other", other)]
+    outer = OuterStep(named, group=Alone(), everybody=Alone(), sync=sync, wire=Raw())
+    outer.begin()
+    frozen.requires_grad_(True)
+    with torch.no_grad():
+        frozen.fill_(3.0)
+    outer.exchange(1.0, [], step=4)
+    outer.take()
+    assert frozen.tolist() == [2.0] * 3, "half of the way"
+
+
+def test_a_round_ends_where_too_few_are_left() -> None:
+    replica = Replica(0)
+    agreement, agreed = replica.agreement, list[int]()
+
+    def regroup(operation: Any) -> Any:
+        agreement.holds = True  # a member was lost in it, and it is done again
+        return operation()
+
+    agreement.do, agreement.wants_change, agreement.ranks = regroup, False, (0,)
+    replica.rounds._group = cast("Any", Alone())
+    replica.rounds._axes = cast("Any", SimpleNamespace(is_split=False, twins=Alone()))
+    replica.rounds._agreeing = [
+        cast(
+            "Any",
+            SimpleNamespace(
+                exchange=lambda share, numbers, step: agreed.append(step) or [],
+                take=lambda: None,
+                sums=SimpleNamespace(is_finite=lambda: True),
+            ),
+        )
+    ]
+    assert not replica.rounds.is_over(lambda _: False)
+    replica.rounds.stand = Stand.FOLLOWING
+    assert replica.rounds.end(1, run_more=lambda _: None, is_wanted=False)
+    assert agreed == [1]
+    other = Replica(0)
+    other.agreement.holds = True
+    assert other.rounds.is_over(lambda _: False), "one that was lost in the course of an operation"
+
+
+def test_a_round_in_which_a_member_was_lost_ends_before_its_time() -> None:
+    replica = Replica(0)
+    assert not replica.rounds.is_over(lambda _: False)
+    replica.rounds.members_changed()
+    assert replica.rounds.is_over(lambda _: False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,3 +166,75 @@ def test_data_that_ends_earlier_on_one_replica_is_an_error(world: World, sync: L
     with pytest.raises(WorkersFailed) as failed:
         world(functools.partial(train, data=lambda worker: Uneven(worker.rank)), 2, plan_of(sync), save_at_end=False)
     assert message in failed.value.errors[0]
+
+
+def trains_more(worker: Any, *, is_thawed: bool) -> Tensor:
+    """After the second step the last layer is trained, too: it is thawed, or given to the optimizer."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].requires_grad_(not is_thawed)
+    worker.prepare(model)
+    optim = worker.prepare(torch.optim.SGD(model.parameters() if is_thawed else model[0].parameters(), lr=0.1))
+    step = worker.stepper(model, optim, F.mse_loss)
+    first = weights(model[2])
+    for batch in worker.batches(samples(), epochs=1):
+        if worker.step == 2 and is_thawed:
+            model[2].requires_grad_(True)
+        elif worker.step == 2:
+            assert torch.equal(weights(model[2]), first)
+            optim.add_param_group({"params": list(model[2].parameters())})
+        step(batch)
+    assert not torch.equal(weights(model[2]), first)
+    return weights(model)
+
+
+@pytest.mark.parametrize("is_thawed", [True, False], ids=["thawed", "added"])
+@pytest.mark.parametrize(
+    "sync",
+    [
+        LocalSGD(every=3, outer=Nesterov()),
+        LocalSGD(every=4, fragments=2, overlap=1),
+        Gossip(every=1, average_every=3),
+    ],
+    ids=str,
+)
+def test_what_is_trained_from_the_middle_of_a_round_on_is_equal_at_its_end(
+    world: World, sync: Any, is_thawed: bool
+) -> None:
+    run = functools.partial(trains_more, is_thawed=is_thawed)
+    one, other = world(run, 2, plan_of(sync), save_at_end=False)
+    assert torch.equal(one, other)
+
+
+def test_who_leaves_the_loop_earlier_than_the_others_saves_nothing(world: World) -> None:
+    def run(worker: Any) -> None:
+        model = worker.prepare(nn.Linear(4, 4))
+        step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), F.mse_loss)
+        for batch in worker.batches(samples(), epochs=1):
+            step(batch)
+            if worker.rank == 0 and worker.step == 2:
+                break
+
+    with pytest.raises(WorkersFailed) as failed:
+        world(run, 2, plan_of(LocalSGD(every=5)))
+    assert "after step 2, and another one has gone past that place, to step 5" in failed.value.errors[0]
+    assert not list((world.run_dir / "checkpoints").glob("step_*"))
+
+
+def test_a_request_to_leave_that_one_has_heard_while_another_evaluates_before_its_step(world: World) -> None:
+    def run(worker: Any) -> None:
+        model = worker.prepare(nn.Linear(4, 4))
+        step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), F.mse_loss)
+        for batch in worker.batches(samples(), epochs=1):
+            if worker.step == 2:  # where the other one is still at the end of its step 2, and wants the round to end
+                worker.evaluate(model, samples(), F.mse_loss)
+            if worker.step == 1 and worker.rank == 1:
+                worker._agreement._notice = SimpleNamespace(came=True)
+            step(batch)
+
+    with pytest.raises(WorkersFailed) as failed:
+        world(run, 2, plan_of(LocalSGD(every=4)))
+    for text in failed.value.errors.values():
+        assert text.strip().endswith("Leaving: 75"), text
+    (kept,) = (world.run_dir / "checkpoints").iterdir()
+    assert kept.name == "step_00000003"

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.comm.group import Disrupted, WorkerGroup
+from paceline.comm.split import local_part
 from paceline.events import Note, StreamOpened
 from paceline.plan import ParameterServer, Plan
 from paceline.schedule.share import deal_to_replicas
@@ -31,7 +32,7 @@ from paceline.worker.models import Models
 from paceline.worker.place import Place
 from paceline.worker.preparing import Preparation
 from paceline.worker.record import RunFiles
-from paceline.worker.rounds import Portion, Rounds
+from paceline.worker.rounds import Portion, Rounds, Stand
 from paceline.worker.stream import Source, Stream
 from paceline.worker.vaulting import Vaulting
 from paceline.worker.walk import Again, Outcome, Walks
@@ -161,6 +162,7 @@ class Loop:
         steps = stream.steps(lambda: self.step + 1)
         while True:
             self._ring.begin("between two steps", self.step)
+            self._rounds.stand = Stand.WAITING
             if not self._rounds.is_open:
                 self._between_steps()
             self._ring.begin("waiting for data", self.step + 1)
@@ -173,6 +175,7 @@ class Loop:
                 self._stop()
                 return
             self.books.open(batch, stream.cursor)
+            self._rounds.stand = Stand.IN_HAND
             try:
                 yield batch
             except GeneratorExit:
@@ -341,13 +344,13 @@ class Loop:
         self, batch: StepBatch, gradients: GradientSum, run: Callable[[], Iterator[Any]], *, names_unused: bool
     ) -> Iterator[Any]:
         """Walk by `run`, again where a member was lost meanwhile, and book what it took."""
+        self._begin_round()
         stream = self.streams[batch.stream]
         if stream.is_dealt_anew and not self._takes_turns:  # a member was lost in what the loop does before its step
             stream.redeal(batch)
         step = self.books.begin_walk(batch)
         if batch.num_walks == 0:
             self._unsettled.clear()
-        self._begin_round()
         self._ring.begin("forward and backward", batch.step)
         began, data_s = time.perf_counter(), batch.data_s
         while True:
@@ -421,27 +424,35 @@ class Loop:
         """Do what is due after the steps that were taken, since the user's code has done with them: before, another
         optimizer may step."""
         rounds = self._rounds
+        rounds.stand = Stand.FOLLOWING
         rounds.advance()
         if rounds.is_over(self._files.is_save_due):
-            self.end_round()
+            self._try_to_end_round()
         elif rounds.is_mixing_due(self.step):
-            self.end_round(is_wanted=False)
+            self._try_to_end_round(is_wanted=False)
         rounds.followed()
 
     def _end_last_round(self, ended: Stream | None = None) -> None:
         """No more steps come: end the round, and do what has waited for its end. `ended`: the stream that has no more
         data."""
         was_open = self._rounds.is_open
-        self.end_round()
+        self._try_to_end_round()
         if ended is not None and self._rounds.is_local and not ended.num_samples:
             self._rounds.end_of_data(self.step)
+        self._rounds.require_nobody_ahead(self.step)
         if was_open:
             self._ring.begin("between two steps", self.step)
             self._after_step()
 
     def end_round(self, *, is_wanted: bool = True) -> None:
-        """Have the replicas agree, where they have taken steps by themselves and one of them wants to; all must call
-        it."""
+        """Have the replicas agree, where they have taken steps by themselves and one of them wants to; all must come to
+        it at the same place. Raises SyncError where another has gone past that: what is done next, a save say, would be
+        this replica's alone."""
+        self._try_to_end_round(is_wanted=is_wanted)
+        self._rounds.require_nobody_ahead(self.step)
+
+    def _try_to_end_round(self, *, is_wanted: bool = True) -> None:
+        """The same, where others may be further: then this replica has to go on."""
         if not self._rounds.is_open:
             return
         if is_wanted:
@@ -458,9 +469,21 @@ class Loop:
         return self._rounds.averaged()
 
     def _begin_round(self) -> None:
-        if self._rounds.is_local and not self._rounds.is_open:
-            self._follow_trained()
-            self._rounds.begin()
+        """Have replicas agree, from now on, on all that is trained. Where optimizers were given more within a round, it
+        ends before that has moved, here, on all replicas alike."""
+        if not self._rounds.is_local:
+            return
+        if self._rounds.is_open:
+            new = self._rounds.lacks(self._prepared.trained())
+            if not new:
+                return
+            here = [local_part(parameter) for parameter in new if not parameter.is_meta]
+            before = [part.clone() for part in here]
+            self.end_round()
+            for part, values in zip(here, before, strict=True):  # it was moved by what lost members should have run
+                part.copy_(values)
+        self._follow_trained()
+        self._rounds.begin()
 
     def _follow_trained(self) -> None:
         """Have replicas agree on everything that prepared optimizers train."""
@@ -538,7 +561,8 @@ class Loop:
             raise RuntimeError(
                 "the last walk over this batch called no worker.backward(): there is nothing for optim.step() to apply"
             )
-        self._begin_round()  # where this batch's was ended in between
+        if not (self._is_stepping and self._rounds.is_open):  # which has looked when it walked
+            self._begin_round()  # where this batch's was ended in between
         if self._landed is not None:
             self._landed.check_unchanged()
         if self._files.capture is not None:
@@ -555,6 +579,7 @@ class Loop:
     def members_changed(self) -> None:
         """Forget what was made for the old ones."""
         self._models.members_changed()
+        self._rounds.members_changed()
         # Until a round is over all run what they were dealt, and then what others lost. Who is behind, in what the loop
         # does before its first step, has its batch in hand as the others had it dealt who have taken that step.
         is_begun = self._rounds.is_open or self._agreement.is_behind

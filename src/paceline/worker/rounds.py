@@ -10,6 +10,11 @@ A step is over when the loop asks for the next batch: until then other optimizer
 that are agreed on before would be equal no more. An operation in the loop's body may end the round earlier; what is
 stepped afterwards on the same batch begins the next one.
 
+A replica that meets is at a *place*: in the loop's body after its step, behind that, or in the body again, with a batch
+in hand. One that is at another place, though after the same step, does other things next. So places are what is
+compared, and a round ends at one of them. All replicas come through the same places in the same order; who comes to an
+operation that another has gone past will never be met there, which is an error.
+
 What a lost member should have run in the round, the others run before they agree, in as many steps more; so each sample
 of the round is used once, whoever is lost, and whenever. How far a replica has come weighs as much as the share of the
 round's samples that it has run. Buffers become the mean by the same weights.
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -39,7 +45,16 @@ from paceline.worker.batch import StepBatch
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.models import Models
 
-__all__ = ["ByItself", "Portion", "Rounds"]
+__all__ = ["ByItself", "Portion", "Rounds", "Stand"]
+
+
+class Stand(enum.IntEnum):
+    """Where in the loop a replica is after a step, in the order in which it comes there."""
+
+    STEPPED = 0  # in the loop's body, which has stepped on its batch, and may step on it once more
+    FOLLOWING = 1  # the loop has asked for the next batch: what is due after the step is done
+    WAITING = 2  # for the next batch, which may not come
+    IN_HAND = 3  # in the loop's body, with a batch that it has not stepped on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +107,7 @@ class Rounds:
     ) -> None:
         """`weights_changed()`: what was made of a model's weights before is not of these."""
         self.is_open = False  # this replica has taken steps that do not count yet
+        self.stand = Stand.WAITING  # told by the loop; a newcomer comes to a batch as the others do
         self._buffers = BufferCombiner()
         self._plan, self._group, self._axes, self._agreement, self._models = plan, group, axes, agreement, models
         self._by_itself, self._weights_changed = by_itself, weights_changed
@@ -101,12 +117,18 @@ class Rounds:
         self._fresh: list[int] = []  # steps after which nothing has been done yet of what may be due
         self._portions: list[Portion] = []  # of the round, of all replicas, as they were dealt; this one's were run
         self._more: dict[int, list[Micro]] = {}  # what this replica has run besides: of lost ones' portions, by number
-        self._end_at: int | None = None  # some replica has come so far when all met
+        self._has_lost = False  # a member, in this round
+        self._ahead: int | None = None  # the place that another replica had come to when all met, and this one had not
+        self._end_at: int | None = None  # that one, or where all who met are to end the round
 
     @property
     def is_local(self) -> bool:
         """Whether replicas take steps by themselves."""
         return self._plan.is_local
+
+    def lacks(self, trained: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of these parameters that are not agreed on yet."""
+        return [parameter for parameter in trained if id(parameter) not in self._trained]
 
     def prepare(self, trained: Iterable[nn.Parameter]) -> Sequence[Agreeing]:
         """Between two rounds: agree on all these parameters from now on. Returns who does it, where that is new."""
@@ -148,6 +170,7 @@ class Rounds:
 
     def stepped(self, batch: StepBatch) -> None:
         """This replica has taken a step of its own, which waits for the round's end."""
+        self.stand = Stand.STEPPED
         if self.is_local:
             self._models.stepped()
             self._note(batch)
@@ -178,15 +201,25 @@ class Rounds:
         Saves wait for its end."""
         if not self.is_open or not isinstance(self._plan.sync, LocalSGD | Gossip):
             return False
-        every = self._plan.sync.num_round_steps
-        return any(self._by_itself.is_called or step % every == 0 or step == self._end_at for step in self._fresh)
+        every, cannot_wait = self._plan.sync.num_round_steps, self._cannot_wait
+        return any(cannot_wait or step % every == 0 or self._place(step) == self._end_at for step in self._fresh)
+
+    @property
+    def _cannot_wait(self) -> bool:
+        """Whether the round is to end before its time: this replica is called, a member was lost in it, or too few are
+        left to take steps."""
+        return self._by_itself.is_called or self._has_lost or self._agreement.holds
+
+    def members_changed(self) -> None:
+        """The members are others."""
+        self._has_lost = self.is_open
 
     def followed(self) -> None:
         """What was due after the fresh steps has been done."""
         self._fresh.clear()
 
     def end(self, step: int, *, run_more: Callable[[Portion], None], is_wanted: bool = True) -> bool:
-        """Agree with the other replicas, where all have come to the same step, and one of them at least wants to;
+        """Agree with the other replicas, where all have come to the same place, and one of them at least wants to;
         returns whether. Elsewhere another may be further, and this one has to go on. `run_more(portion)` takes a step
         on what a lost member should have run. Blocks."""
         ends = self._meet(step, is_wanted=is_wanted) if self._agreeing else None
@@ -222,8 +255,8 @@ class Rounds:
         self._weights_changed()
         self._portions.clear()
         self._more.clear()
-        self.is_open = self._has_begun = self._by_itself.is_called = False
-        self._end_at = None
+        self.is_open = self._has_begun = self._has_lost = self._by_itself.is_called = False
+        self._end_at = self._ahead = None
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -269,35 +302,57 @@ class Rounds:
             return
         if not self.is_open:  # otherwise all have met just now
             self._meet(step, is_wanted=False)
-        if self._end_at is not None:
+        if self._ahead is not None:
             raise SyncError(
-                f"the data has ended here after step {step}, and another replica has come to step {self._end_at}: an "
+                f"the data has ended here after step {step}, and another replica has come to {_told(self._ahead)}: an "
                 "iterable dataset must give the same items in the same order on every worker. Seed it, sort its "
                 "files, and do not split it by worker yourself"
             )
+
+    def require_nobody_ahead(self, step: int) -> None:
+        """This replica has come to an operation of all, and met: raise SyncError where another has gone past it."""
+        if self._ahead is not None:
+            raise SyncError(
+                "this replica has come to something that all do together (a save, an evaluation, the function's end, "
+                f"...) after step {step}, and another one has gone past that place, to {_told(self._ahead)}: all must "
+                "leave the loop after the same step, and do the same things in it. The loss that step(batch) returns "
+                f"under {self._plan.sync!r} is that of this replica's samples: decide by worker.average(loss)"
+            )
+
+    def _place(self, step: int) -> int:
+        """The place after this step where this replica is."""
+        return step * len(Stand) + self.stand
 
     def _meet(self, step: int, *, is_wanted: bool) -> bool | None:
         """Come together with those who want the round to end, and those who do an operation in it: these cannot tell
         who else does what. Returns whether it ends; None: others are further.
 
-        Where it does not end, this replica is not called any more: the next walk's tally says it again."""
+        Where it does not end, this replica is not called any more: the next walk's tally says it again. Where somebody
+        would have it end, and all are in the loop's body, it ends when the loop asks for the next batch."""
+        place = self._place(step)
 
-        def look() -> tuple[list[int], bool, bool]:
-            steps = [0.0] * self._group.size
-            steps[self._group.index] = float(step)
-            asks = [float(is_wanted), float(self._agreement.wants_change)]
-            *found, wanted, wishes = total(self._group, [*steps, *asks], what="a round's end")
-            return list(map(int, found)), wanted > 0, wishes > 0
+        def look() -> tuple[list[int], bool, bool, bool]:
+            places = [0.0] * self._group.size
+            places[self._group.index] = float(place)
+            # What decides is told: who is past this when a member is lost does not know of that what the others do.
+            is_urgent = self._cannot_wait or place == self._end_at
+            asks = [float(is_wanted), float(is_urgent), float(self._agreement.wants_change)]
+            *found, wanted, urgent, wishes = total(self._group, [*places, *asks], what="a round's end")
+            return list(map(int, found)), wanted > 0, urgent > 0, wishes > 0
 
         while True:
-            steps, ends, is_change_due = self._agreement.do(look)
-            newest = max(steps)
-            if step < newest:
-                self._end_at = newest
+            places, ends, is_urgent, is_change_due = self._agreement.do(look)
+            newest = max(places)
+            if place < newest:
+                self._end_at = self._ahead = newest
                 self._by_itself.is_called = False
                 return None
-            if min(steps) == newest:
+            if min(places) == newest:
                 break
+        self._ahead = None
+        ends = ends or (is_urgent and self.stand == Stand.FOLLOWING)
+        if is_urgent and not ends:
+            self._end_at = (step + (self.stand == Stand.IN_HAND)) * len(Stand) + Stand.FOLLOWING
         if ends and is_change_due:
             self._agreement.change_is_due()
         if not ends:
@@ -346,6 +401,11 @@ class Rounds:
     def replicas(self) -> list[int]:
         """The numbers of the replicas that take part, in the order in which shares are dealt."""
         return list(dict.fromkeys(rank // self._plan.layout.workers_each for rank in self._agreement.ranks))
+
+
+def _told(place: int) -> str:
+    step, stand = divmod(place, len(Stand))
+    return f"the batch after step {step}" if stand == Stand.IN_HAND else f"step {step}"
 
 
 @torch.no_grad()
