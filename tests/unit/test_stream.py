@@ -161,7 +161,7 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
     loop = Loop.__new__(Loop)
     loop.streams = {"train": stream}
     loop._models = cast("Any", SimpleNamespace(members_changed=lambda: None))
-    loop._rounds = cast("Any", SimpleNamespace(is_local=True, is_open=False))
+    loop._rounds = cast("Any", SimpleNamespace(is_local=True, is_open=False, members_changed=lambda: None))
     loop._agreement, loop._balance = agreement, Balance(is_on=False)
     agreement.attach(cast("Any", SimpleNamespace(step=0, regrouped=loop.members_changed)))
     agreement._position = 0
