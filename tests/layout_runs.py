@@ -25,6 +25,7 @@ __all__ = [
     "beside",
     "by_plain_loop",
     "by_stepper",
+    "in_one_epoch",
     "next_word",
     "plan_of",
     "prepared",
@@ -104,11 +105,15 @@ def without_dropout(worker: Any) -> dict[str, Any]:
     return by_stepper(worker, drop=0.0)
 
 
-def by_stepper(worker: Any, *, drop: float = 0.1) -> dict[str, Any]:
+def in_one_epoch(worker: Any) -> dict[str, Any]:
+    return by_stepper(worker, drop=0.0, epochs=1)
+
+
+def by_stepper(worker: Any, *, drop: float = 0.1, epochs: int = 2) -> dict[str, Any]:
     model, optim = prepared(worker, drop=drop)
     step = worker.stepper(model, optim, next_word, clip_norm=0.5)
     losses, norms = [], []
-    for batch in worker.batches(Text(), epochs=2):
+    for batch in worker.batches(Text(), epochs=epochs):
         losses.append(float(step(batch)))
         norms.append(float(step.grad_norm))
     found = worker.evaluate(model, Text(23), next_word)

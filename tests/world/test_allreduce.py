@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forked import World
-from layout_runs import EXACT, assert_same, without_dropout
+from layout_runs import EXACT, assert_same, in_one_epoch
 from paceline.comm.group import FEW_NUMBERS, ROOM, Group
 from paceline.comm.scheduled import ScheduledGroup
 from paceline.comm.walker import Walk
@@ -187,11 +187,11 @@ def plan_by(algorithm: str) -> Plan:
 
 def test_training_is_the_same_by_every_algorithm(tmp_path: Path) -> None:
     """Uneven shares, a last partial batch, tied weights, a buffer and a clipped norm; two hosts of two and one."""
-    oracle = World(tmp_path).one_process(without_dropout, plan_by("auto"))
+    oracle = World(tmp_path).one_process(in_one_epoch, plan_by("auto"))
     for algorithm in ("auto", *ALGORITHMS):
         (tmp_path / algorithm).mkdir()
         world = Apart(tmp_path / algorithm, (0, 0, 1))
-        results = world(without_dropout, 3, plan_by(algorithm))
+        results = world(in_one_epoch, 3, plan_by(algorithm))
         assert_same(results, oracle, 1e-9)
         lines = [decode(line).event for line in (world.worker_dir(0) / "events.jsonl").read_text().splitlines()]
         chosen = [event for event in lines if isinstance(event, AllReduceChosen)]

@@ -61,7 +61,7 @@ def with_auxiliary(worker: Any) -> dict[str, Any]:
 
 def steps_of(worker: Any, model: Any, step: Any) -> dict[str, Any]:
     losses, norms = [], []
-    for batch in worker.batches(Text(), epochs=2):
+    for batch in worker.batches(Text()):
         losses.append(float(step(batch)))
         norms.append(float(step.grad_norm))
     return {"losses": losses, "norms": norms, "evaluated": worker.evaluate(model, Text(23), next_word)["loss"]}
