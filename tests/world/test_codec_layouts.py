@@ -77,7 +77,7 @@ def owed(worker: Any, *, takes_steps: bool) -> tuple[dict[str, Tensor], dict[str
         step(batch)
     gradients = worker._models.sum_over([model])
     own = gradients.memory().copied().own
-    stored = {name: [one.clone() for one in values] for name, values in gradients.gathered_own().items()}
+    stored = {name: [one.clone() for one in values] for name, values in gradients.gathered_own(keeps=True).items()}
     assert all(torch.equal(gradients.memory().own[name], value) for name, value in own.items()), "it is only told"
     return dict(own), stored
 

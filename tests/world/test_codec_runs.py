@@ -18,6 +18,7 @@ from paceline.checkpoint.reader import open_checkpoint
 from paceline.comm.split import local_part
 from paceline.events import StepDone, decode
 from paceline.plan import AllReduce, Batch, Compute, Guard, Int8, Layout, OneBit, Plan, PowerSGD, Raw, Sparse, Wire
+from paceline.worker.memories import Gathered
 
 BATCH = Batch(size=16, micro=4)
 BUCKETS = AllReduce(bucket_bytes=2048)
@@ -77,6 +78,25 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(world: World, tmp_pat
     assert not torch.equal(*(result["held"]["model"]["model.head.weight"] for result in whole))  # each has its own
 
 
+def test_so_it_does_where_each_worker_has_the_factors_of_its_part_of_a_layer(world: World, tmp_path: Any) -> None:
+    def factors(worker: Any) -> tuple[dict[int, float], dict[str, Tensor]]:
+        losses = train(worker)["losses"]
+        memory = next(iter(worker._models.sums()))[1].memory()
+        common = {f"{name} {side}": one.clone() for name, named in memory.common.items() for side, one in named.items()}
+        return losses, common
+
+    plan = plan_of(PowerSGD(rank=2), layout=Layout(replicas=2, tensor=2))
+    (tmp_path / "whole").mkdir()
+    whole = World(tmp_path / "whole")(factors, 4, plan)
+    world(factors, 4, plan, max_steps=5)
+    after = world(factors, 4, plan)
+    for (losses, held), (all_losses, all_held) in zip(after, whole, strict=True):
+        assert losses == {step: loss for step, loss in all_losses.items() if step > 5}
+        assert held.keys() == all_held.keys() and all(torch.equal(held[name], one) for name, one in all_held.items())
+    first, second = whole[0][1], whole[1][1]  # of one replica
+    assert first.keys() == second.keys() and not all(torch.equal(first[name], one) for name, one in second.items())
+
+
 def test_another_number_of_replicas_shares_out_what_was_held_back(world: World) -> None:
     def restored(worker: Any) -> dict[str, Tensor]:
         torch.manual_seed(3)
@@ -95,6 +115,22 @@ def test_another_number_of_replicas_shares_out_what_was_held_back(world: World) 
         for name, value in held.items():
             torch.testing.assert_close(sum(one[name] for one in found), value)
             assert all(torch.equal(one[name], found[0][name]) for one in found)
+
+
+def test_only_who_writes_keeps_what_all_have_still_to_send(world: World) -> None:
+    def kept(worker: Any) -> set[int]:
+        """Of how many tensors a save is, beside the state."""
+        found, save = set[int](), worker._prepared.save
+
+        def noting(*, gathered: Gathered, **about: Any) -> None:
+            found.add(len(gathered.tensors))
+            save(gathered=gathered, **about)
+
+        worker._prepared.save = noting
+        train(worker)
+        return found
+
+    assert world(kept, 2, plan_of(OneBit()), max_steps=2, save_every=1) == [{2 * 5}, {0}]
 
 
 def test_a_run_without_a_memory_says_what_it_drops(world: World) -> None:

@@ -394,17 +394,22 @@ class GradientSum:
             common.update(bucket.common())
         return Memory(own, common)
 
-    def gathered_own(self) -> dict[str, list[Tensor]]:
+    def gathered_own(self, *, keeps: bool) -> dict[str, list[Tensor]]:
         """What each replica has still to send, by the parameters' names; of what its workers have parts of, the sum.
-        All workers must call it, and it blocks."""
+
+        All workers must call it, and it blocks. Who does not `keep` it takes part for the others, bucket by bucket, and
+        gets nothing.
+        """
         if self._is_stale or not self._buckets:
             self._build({place for place, (_, p) in enumerate(self._all) if p.requires_grad} | self._trained)
+        partial = {name for name, one in self._all if any(spread.adds_up(one) for spread in self._spreads)}
         found: dict[str, list[Tensor]] = {}
         for bucket in self._buckets:
-            found.update(bucket.gathered_own())
+            parts = bucket.gathered_own()
+            found.update(parts if keeps else {name: parts[name] for name in parts.keys() & partial})
         for spread in self._spreads:
             add_parts_up(found, self._all, spread=spread, count=self._group.size, device=self._device)
-        return found
+        return found if keeps else {}
 
     def remember(self, memory: Memory) -> None:
         """Go on with what codecs remembered elsewhere, of those parameters that it knows; None of all else."""

@@ -65,7 +65,7 @@ class Holding:
         """Save, and wait until the checkpoint is complete; on all workers."""
 
         def settle() -> None:
-            gathered = self._memories.gather()
+            gathered = self._memories.gather(keeps=self._prepared.writes)
             if self._prepared.saved_at != self.step:  # who wrote it may have been lost before it was complete
                 self._loop.save(gathered)
             self._prepared.wait()

@@ -276,6 +276,10 @@ class Loop:
         All workers must call it; within an operation of all of them, with what they have `gathered` there. `is_writer`:
         this one alone calls it, since it is to write.
         """
+
+        def gather() -> Gathered:
+            return self._memories.gather(keeps=is_writer or self._prepared.writes)  # who that is may change meanwhile
+
         self.end_round()
         if self.is_dealing:  # nobody has a batch in hand
             self._dealt.stand()
@@ -284,7 +288,7 @@ class Loop:
         self._guarding.put_back(self.step, self.cursors)
         self.saved_at_step = self.step
         if gathered is None:
-            gathered = self._agreement.run(self._memories.gather) if self._memories.is_kept else Gathered()
+            gathered = self._agreement.run(gather) if self._memories.is_kept else Gathered()
         if is_writer and self._agreement.has_changed:
             self._prepared.has_taken_over = True
         self._prepared.save(step=self.step, cursors=self.cursors, gathered=gathered, is_writer=is_writer)

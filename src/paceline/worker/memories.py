@@ -3,8 +3,9 @@
 It has two parts (`paceline.sync.memory`). What a replica has still to send is its own: a checkpoint holds that of every
 replica, under the parameters' names and in their shapes, so that any layout can read it. As many replicas go on with
 what each had; any other number shares out the sum, of which so nothing is lost. What all replicas know is stored once,
-of parameters that one worker has whole. Where workers of a replica have parts of one gradient, each has something to
-send of its part: the sum is stored, and one of them goes on with it.
+and of a parameter that is cut for each of its parts: as long as it is cut into as many, each goes on with its own.
+Of parameters whose rows are spread nothing is common. Where workers of a replica have parts of one gradient, each has
+something to send of its part: the sum is stored, and one of them goes on with it.
 
 Whoever joins has nothing to send, and is told what all know. What a lost replica had still to send is lost with it. A
 rollback drops what all have still to send: it is of steps that are undone.
@@ -23,6 +24,7 @@ from paceline.comm.group import WorkerGroup
 from paceline.comm.split import Slice, as_local_of, is_split, local_part, part_like
 from paceline.plan import Wire
 from paceline.sync.memory import Memory
+from paceline.worker.axes import Axes
 from paceline.worker.home import Home
 from paceline.worker.models import Models
 from paceline.worker.saving import Registry
@@ -31,6 +33,7 @@ __all__ = ["Gathered", "Memories", "is_remembered"]
 
 PREFIX = "wire:"
 OWN, COMMON, HERE = "own", "common", "here"
+PART = "@"  # behind it, of what all replicas know about a parameter that is cut: which part of it this is
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,36 +48,40 @@ class Gathered:
 class Memories:
     """One worker's: of all sums of gradients that its walks are about."""
 
-    def __init__(self, wire: Wire, *, models: Models, registry: Registry) -> None:
-        self._wire, self._models, self._registry = wire, models, registry
+    def __init__(self, wire: Wire, *, models: Models, registry: Registry, axes: Axes) -> None:
+        self._wire, self._models, self._registry, self._axes = wire, models, registry, axes
 
     @property
     def is_kept(self) -> bool:
         """Whether there is anything to remember: the same on all workers."""
         return self._wire.feedback
 
-    def gather(self) -> Gathered:
-        """Collect what all replicas have still to send; an operation of all workers, that blocks."""
+    def gather(self, *, keeps: bool) -> Gathered:
+        """Collect what all replicas have still to send; an operation of all workers, that blocks.
+
+        Every worker sends its own, as it is, to all replicas; those who do not write need not `keep` what came.
+        """
         if not self.is_kept:
             return Gathered()
-        parameters, tensors = self._registry.parameters(), dict[str, Tensor]()
-        owners: dict[str, str] = {}  # of each tensor the parameter's name
+        registry, parameters = self._registry, self._registry.parameters()
+        tensors, cuts, homes = dict[str, Tensor](), dict[str, Slice](), dict[str, Home]()
         for about, gradients in self._models.sums():
-            for name, parts in gradients.gathered_own().items():
+            for name, parts in gradients.gathered_own(keeps=keeps).items():
                 for number, part in enumerate(parts):
                     key = _key(about, OWN, str(number), name)
-                    tensors[key], owners[key] = as_local_of(part, like=parameters[name]), name
-            for name, named in gradients.memory().common.items():
-                if name not in self._registry.cuts and not is_split(parameters[name]):
-                    found = {_key(about, COMMON, side, name): tensor for side, tensor in named.items()}
-                    tensors.update(found)
-                    owners.update(dict.fromkeys(found, name))
-        cuts, homes = self._registry.cuts, self._registry.homes
-        return Gathered(
-            tensors,
-            {key: cuts[name] for key, name in owners.items() if name in cuts and f":{OWN}:" in key},
-            {key: homes[name] for key, name in owners.items() if name in homes},
-        )
+                    tensors[key] = as_local_of(part, like=parameters[name])
+                    if name in registry.cuts:
+                        cuts[key] = registry.cuts[name]
+                    if name in registry.homes:
+                        homes[key] = registry.homes[name]
+            for name, named in gradients.memory().common.items() if keeps else ():
+                part, home = self._part_of(name)
+                for side, tensor in named.items() if not is_split(parameters[name]) else ():
+                    key = _key(about, COMMON, side + part, name)
+                    tensors[key] = tensor
+                    if home is not None:
+                        homes[key] = home
+        return Gathered(tensors, cuts, homes)
 
     def load(self, checkpoint: Checkpoint | None, group: WorkerGroup) -> None:
         """Go on with what the checkpoint holds, which the first worker has open; all workers must call it."""
@@ -98,7 +105,9 @@ class Memories:
             if parameter is None or parameter.is_meta:
                 continue
             if kind == COMMON:
-                found.common.setdefault(about, {}).setdefault(name, {})[which] = whole.to(parameter.device)
+                side, _, part = which.partition(PART)
+                if not part or PART + part == self._part_of(name)[0]:
+                    found.common.setdefault(about, {}).setdefault(name, {})[side] = whole.to(parameter.device)
                 continue
             if not has_word(parameter):
                 continue
@@ -141,6 +150,20 @@ class Memories:
         """Steps are undone: what they have left to be sent is dropped, on all replicas alike."""
         for _, gradients in self._models.sums():
             gradients.remember(Memory({}, gradients.memory().copied().common))
+
+    def _part_of(self, name: str) -> tuple[str, Home | None]:
+        """Which part of a parameter is here, for the names of what is stored ("": all of it), and who has the word on
+        it."""
+        home = self._registry.homes.get(name)
+        found = home or Home(tensor=None if name in self._registry.cuts else 0)
+        part = ""
+        if found.expert is None:
+            part += f"{PART}expert {self._axes.experts.index} of {self._axes.experts.size}"
+            found = dataclasses.replace(found, expert=self._axes.experts.index)
+        if found.tensor is None:
+            part += f"{PART}tensor {self._axes.tensor.index} of {self._axes.tensor.size}"
+            found = dataclasses.replace(found, tensor=self._axes.tensor.index)
+        return part, found if part else home
 
     def _remember(self, found: _Found) -> None:
         self._models.remember(

@@ -274,7 +274,7 @@ class Preparation:
         """Stage the state and let a background thread write it: worker 0's, or, of sharded replicas, those of the first
         replica's workers; the others have nothing to do. `gathered`: what is saved beside the registry. `is_writer`:
         this worker writes, whoever is the first."""
-        if not self._writes and not is_writer:
+        if not self.writes and not is_writer:
             return
         self.saved_at = step
         with self._states_here():
@@ -316,12 +316,12 @@ class Preparation:
 
     def warm(self) -> None:
         """Once, after a step has made the optimizers' state: get the memory for saves in the background."""
-        if self._writes and not self._opened_keeper().is_warm:
+        if self.writes and not self._opened_keeper().is_warm:
             registry = self.registry
             self._opened_keeper().warm(registry.tensors(), registry.tensor_cuts(), registry.tensor_homes())
 
     @property
-    def _writes(self) -> bool:
+    def writes(self) -> bool:
         """Whether this worker writes files."""
         return self._axes.writer(self._group.index) is not None
 
@@ -353,7 +353,7 @@ class Preparation:
     def wait(self) -> None:
         """Wait for the save under way; raises CheckpointError when it could not be committed."""
         if self._keeper is not None:
-            with contextlib.suppress(*(() if self._writes else (CheckpointError,))):  # it was told when it happened
+            with contextlib.suppress(*(() if self.writes else (CheckpointError,))):  # it was told when it happened
                 self._keeper.wait()
 
     def close(self, *, is_left: bool = False) -> None:
@@ -363,7 +363,7 @@ class Preparation:
         is no error of this worker's. Neither is one of a worker that no longer writes.
         """
         if self._keeper is not None:
-            with contextlib.suppress(*((CheckpointError,) if is_left or not self._writes else ())):
+            with contextlib.suppress(*((CheckpointError,) if is_left or not self.writes else ())):
                 self._keeper.close()
 
     def abandon(self) -> None:

@@ -136,7 +136,7 @@ class Worker:
             weights_changed=walks.shards.close,
         )
         registry = Registry()
-        self._memories = Memories(plan.wire, models=self._models, registry=registry)
+        self._memories = Memories(plan.wire, models=self._models, registry=registry, axes=place.axes)
         self._prepared = Preparation(
             plan,
             registry,
@@ -540,7 +540,7 @@ class Worker:
                 is_newer = self._prepared.is_recalled or self.step > self._prepared.step
                 lacks = is_newer and self._prepared.saved_at != self.step
                 if self._loop.streams and self._files.saves_at_end and not self._loop.has_left:
-                    gathered = self._memories.gather()
+                    gathered = self._memories.gather(keeps=self._prepared.writes)
                     if lacks or not self._loop.is_stopped:
                         self._loop.save(gathered)
                 self._prepared.wait()
