@@ -55,6 +55,7 @@ class Replica:
         self._seat, self._called_at, self._is_change_due = seat, called_at, False
         self.step, self.wants_change, self.is_urgent, self.holds = 0, False, False, False
         self.rank, self.ranks = seat.index, tuple(range(seat.size))
+        self.generation, self.is_behind = 0, False
         made = GossipRounds if isinstance(sync, Gossip) else Rounds
         self.rounds = made(
             Plan(layout=Layout(replicas=(1, 4)), sync=sync),
@@ -198,3 +199,21 @@ def test_who_comes_to_an_operation_that_another_has_gone_past_is_told_so() -> No
             lambda number, at: number == 2 and at == Stand.STEPPED,
             lambda number, at: False,
         )
+
+
+@pytest.mark.parametrize("lost_in", ["look", "agree"])
+def test_who_is_disrupted_in_an_agreement_that_others_are_past_is_left_behind(lost_in: str) -> None:
+    """In the middle of a round others may well be further, and all end it together."""
+    replica = Replica(Seat(Sums(1), 0), LocalSGD(every=1), None)
+
+    def do(operation: Callable[[], Any]) -> Any:
+        if operation.__name__ == lost_in:
+            replica.generation, replica.is_behind = 1, True
+        return operation()
+
+    replica.do = do
+    replica.step = 1
+    replica.rounds.stepped(cast("Any", SimpleNamespace(step=1, dealt={})))
+    replica.end_round(is_wanted=True)
+    assert replica.did == [("ended", 1, "STEPPED")]
+    assert replica.rounds.is_left_behind is (lost_in == "agree")

@@ -25,7 +25,7 @@ class Replica:
 
     def __init__(self, number: int) -> None:
         self.ran: list[int] = []
-        self.agreement = SimpleNamespace(rank=number, ranks=(0, 1, 2, 3), holds=False)
+        self.agreement = SimpleNamespace(rank=number, ranks=(0, 1, 2, 3), holds=False, generation=0, is_behind=False)
         self.others: tuple[Replica, ...] = ()
         self.told: Any = None
         self.rounds = Rounds(

@@ -169,6 +169,23 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
     assert stream.is_dealt_anew is is_dealt_anew
 
 
+@pytest.mark.parametrize("is_left_behind", [False, True])
+def test_who_ends_a_round_when_others_are_in_the_next_one_deals_anew_after_that(is_left_behind: bool) -> None:
+    stream = stream_of(Place(0, 3), replicas=lambda: (0, 1, 2))
+    next(stream.steps(lambda: 1))  # as it was dealt to all three
+    loop = Loop.__new__(Loop)
+    loop.streams, loop.books = {"train": stream}, cast("Any", SimpleNamespace(step=1))
+    rounds = SimpleNamespace(is_open=True, is_left_behind=is_left_behind, end=lambda *_, **__: True)
+    loop._rounds, loop._balance = cast("Any", rounds), Balance(is_on=False)
+    loop._files = cast("Any", SimpleNamespace(ledger=SimpleNamespace(settle=lambda: None)))
+    loop._takers, loop._is_deal_due = {}, True  # a member was lost meanwhile
+    loop._try_to_end_round(is_wanted=False)
+    assert stream.is_dealt_anew is not is_left_behind
+    rounds.is_left_behind = False  # the next one is over
+    loop._try_to_end_round(is_wanted=False)
+    assert stream.is_dealt_anew
+
+
 @pytest.mark.parametrize("data", [Numbers(), Lines()], ids=["map", "iterable"])
 def test_whoever_keeps_a_batch_as_rounds_do_does_not_keep_its_data(data: Any) -> None:
     kept: list[StepBatch] = []

@@ -465,7 +465,7 @@ class Loop:
             return
         self._files.ledger.settle()
         self._takers.clear()
-        if self._is_deal_due:
+        if self._is_deal_due and not self._rounds.is_left_behind:  # else with those who are in the next round, after it
             self._deal_anew()
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:

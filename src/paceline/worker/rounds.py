@@ -117,6 +117,7 @@ class Rounds:
         self._fresh: list[int] = []  # steps after which nothing has been done yet of what may be due
         self._portions: list[Portion] = []  # of the round, of all replicas, as they were dealt; this one's were run
         self._more: dict[int, list[Micro]] = {}  # what this replica has run besides: of lost ones' portions, by number
+        self.is_left_behind = False  # a member was lost in the last agreement, when others had begun the next round
         self._has_lost = False  # a member, in this round
         self._ahead: int | None = None  # the place that another replica had come to when all met, and this one had not
         self._end_at: int | None = None  # that one, or where all who met are to end the round
@@ -238,7 +239,9 @@ class Rounds:
             self._require_finite(self._agreeing, step)
             return self._combined(changed, num_all)
 
+        generation = self._agreement.generation
         settle = self._agreement.do(agree)
+        self.is_left_behind = self._agreement.generation != generation and self._agreement.is_behind
         for one in self._agreeing:
             one.take()
         settle()
