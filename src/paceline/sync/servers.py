@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -230,7 +231,9 @@ class Servers:
         for caller in self._callers:
             caller.close(at_once=at_once)
         self._callers = []
-        if others_stay or at_once:
+        if others_stay or at_once:  # whoever ends while this process lives is reaped all the same
+            if self._started:
+                threading.Thread(target=_reap, args=(self._started,), name="paceline-reaper", daemon=True).start()
             return
         deadline = time.monotonic() + END_S
         while self._started and time.monotonic() < deadline:
@@ -308,3 +311,9 @@ class Servers:
                 raise SyncError(f"{name} was not told within {self._timeout_s:.0f} s (timeout_s)")
             time.sleep(POLL_S)  # a board's wait would not look for lost members
         return self._store.get(key).decode()
+
+
+def _reap(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):  # somebody else has
+            os.waitpid(pid, 0)
