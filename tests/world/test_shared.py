@@ -22,6 +22,7 @@ from paceline.comm.shared import SharedGroup
 from paceline.comm.sums import SUMMED
 from paceline.errors import SyncError
 from paceline.plan import Batch, Plan
+from paceline.sync.server_process import is_stopped
 from sharing import CPU, LIMIT_S, Workers
 
 pytestmark = pytest.mark.skipif(arena.refusal() is not None, reason=str(arena.refusal()))
@@ -35,7 +36,7 @@ def held() -> list[str]:
 
 
 def wait_for(group: SharedGroup, index: int, num_sums: int) -> None:
-    """Return when a member has joined so many sums: it can then not have done its part in the last one."""
+    """Return when a member has joined so many sums."""
     while group.arrivals()[index] < num_sums:
         os.sched_yield()
 
@@ -84,6 +85,8 @@ def test_a_killed_peer_ends_the_wait_at_once_and_is_named(tmp_path: Path) -> Non
             group.all_reduce(placed, what="gradients")  # it has arrived, and will not do its part
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for(group, 2, 4)
+        while 2 not in dict(group._arena.gone()):
+            os.sched_yield()
         return lost(group.all_reduce(placed, what="gradients"))
 
     for text, took_s in filter(None, Workers(tmp_path, 4, work).values(killed=[2])):
@@ -102,9 +105,10 @@ def test_a_stopped_peer_is_named_within_the_limit_and_cannot_disturb_those_who_g
             placed.fill_(99)  # some time later, in a group that nobody is in any more
             text, _ = lost(group.all_reduce(placed, what="the second"))
             return text
+        while not is_stopped(pids[1]):  # it has arrived, and as the first: it cannot have done its part
+            os.sched_yield()
         flight = group.all_reduce(placed, what="the first")
-        for index in range(3):
-            wait_for(group, index, 1)
+        wait_for(group, 2 - rank, 1)
         group.progress()
         while group._control[group._arena.word(2 - rank, DONE)] < 1:
             os.sched_yield()
