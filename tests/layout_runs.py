@@ -30,6 +30,7 @@ __all__ = [
     "plan_of",
     "prepared",
     "train",
+    "twice",
     "without_dropout",
     "workers_of",
 ]
@@ -158,6 +159,15 @@ def assert_same(results: list[dict[str, Any]], oracle: dict[str, Any], tolerance
     for result in results:
         for key, value in oracle.items():
             assert result[key] == pytest.approx(value, rel=tolerance), key
+
+
+def twice(worker: Any) -> None:
+    """Take two steps on each batch."""
+    model = worker.prepare(Net())
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+        step(batch)
 
 
 def train(worker: Any, *, drop: float = 0.1) -> dict[int, float]:

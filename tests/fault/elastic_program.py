@@ -29,6 +29,7 @@ from paceline import Plan
 from paceline.checkpoint.writer import Writer
 
 WIDTH = int(OPTIONS.get("width", 32))
+LOOK_S = 0.02  # nothing tells a program that a file is there, or that others are about to join
 SAMPLES = 90  # of an epoch: the last step of each is short
 
 
@@ -107,9 +108,9 @@ def train(worker: paceline.Worker) -> str:
             schedule.step()
         time.sleep(pause_s)
         while worker.step == OPTIONS.get("gate") and not left("open").exists():
-            time.sleep(0.02)
+            time.sleep(LOOK_S)
         while worker.step == whole_at and num_to_be(worker) < num_whole:
-            time.sleep(0.02)
+            time.sleep(LOOK_S)
         if worker.step % 4 == 0 or OPTIONS.get("turns"):  # in turns nobody knows who has which step
             fault(worker, "evaluate")
         if worker.step % 4 == 0:

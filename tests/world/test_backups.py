@@ -19,7 +19,7 @@ from torch import Tensor
 import forked
 from forked import WorkersFailed, World
 from holding import live_noticing, wait_for
-from layout_runs import BATCH, EXACT, RESUME, Net, Text, next_word, train
+from layout_runs import BATCH, EXACT, RESUME, Net, Text, next_word, train, twice
 from paceline.monitor.audit import audit
 from paceline.plan import Batch, Cast, Compute, Guard, Layout, ParameterServer, Plan
 from paceline.schedule.order import sample_indices
@@ -238,14 +238,6 @@ def test_what_the_closer_judges_to_be_a_spike_is_left_out_by_all(world: World, t
     assert results[0][10] == results[1][10] > 1e3
     assert {line["step"] for line in lines_of(world, 3, "ledger.jsonl") if line.get("skipped")} == {10}
     assert results[0][11] < 2 * results[0][9]  # the weights have not been changed by it
-
-
-def twice(worker: Any) -> None:
-    model = worker.prepare(Net())
-    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
-    for batch in worker.batches(Text()):
-        step(batch)
-        step(batch)
 
 
 def test_a_second_step_on_one_batch_is_refused(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +75,33 @@ def test_plain_optimizer_state_of_all_stages_is_saved_and_comes_back(world: Worl
     assert set(found.values()) == {5} and {"words.weight", "blocks.3.qkv.weight"} <= found.keys()
 
 
-def test_optimizers_that_make_their_state_at_once_are_saved_too(world: World, tmp_path: Path) -> None:
-    def work(worker: Any) -> dict[int, float]:
-        torch.manual_seed(3)
-        model = worker.prepare(Net())
-        step = worker.stepper(model, worker.prepare(torch.optim.Adagrad(model.parameters(), lr=0.05)), mean_loss)
-        losses: dict[int, float] = {}
-        for batch in worker.batches(Text(), epochs=2):
-            loss = float(step(batch))
-            losses[worker.step] = loss
-        return losses
+def steps_of(worker: Any, net: nn.Module, kind: Callable[..., torch.optim.Optimizer]) -> dict[int, float]:
+    """Steps of two epochs, as far as this start comes, and their losses."""
+    model = worker.prepare(net)
+    step = worker.stepper(model, worker.prepare(kind(model.parameters(), lr=0.05)), mean_loss)
+    losses: dict[int, float] = {}
+    for batch in worker.batches(Text(), epochs=2):
+        loss = float(step(batch))
+        losses[worker.step] = loss
+    return losses
 
+
+def assert_it_goes_on(world: World, tmp_path: Path, work: Callable[[Any], dict[int, float]]) -> None:
+    """From a checkpoint of two stages, as two stages, and then as one process."""
     whole = beside(tmp_path).one_process(work, Plan(batch=RESUME, compute=EXACT))
     world(work, 2, Plan(layout=Layout(stages=2), batch=RESUME, compute=EXACT), max_steps=2)
     for found in world(work, 2, Plan(layout=Layout(stages=2), batch=RESUME, compute=EXACT), max_steps=4):
         assert found == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-9)
     (found,) = world(work, 1, Plan(batch=RESUME, compute=EXACT))
     assert found == pytest.approx({step: whole[step] for step in range(5, 9)}, rel=1e-9)
+
+
+def test_optimizers_that_make_their_state_at_once_are_saved_too(world: World, tmp_path: Path) -> None:
+    def work(worker: Any) -> dict[int, float]:
+        torch.manual_seed(3)
+        return steps_of(worker, Net(), torch.optim.Adagrad)
+
+    assert_it_goes_on(world, tmp_path, work)
 
 
 class Scores(nn.Module):
@@ -114,17 +125,6 @@ class Named(Net):
 def test_two_names_of_a_tensor_of_the_last_stage_both_come_back(world: World, tmp_path: Path) -> None:
     def work(worker: Any) -> dict[int, float]:
         torch.manual_seed(3)
-        model = worker.prepare(Named())
-        step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), mean_loss)
-        losses: dict[int, float] = {}
-        for batch in worker.batches(Text(), epochs=2):
-            loss = float(step(batch))
-            losses[worker.step] = loss
-        return losses
+        return steps_of(worker, Named(), torch.optim.AdamW)
 
-    whole = beside(tmp_path).one_process(work, Plan(batch=RESUME, compute=EXACT))
-    world(work, 2, Plan(layout=Layout(stages=2), batch=RESUME, compute=EXACT), max_steps=2)
-    for found in world(work, 2, Plan(layout=Layout(stages=2), batch=RESUME, compute=EXACT), max_steps=4):
-        assert found == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-9)
-    (found,) = world(work, 1, Plan(batch=RESUME, compute=EXACT), max_steps=6)
-    assert found == pytest.approx({step: whole[step] for step in (5, 6)}, rel=1e-9)
+    assert_it_goes_on(world, tmp_path, work)

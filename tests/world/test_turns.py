@@ -31,6 +31,7 @@ from layout_runs import (
     plan_of,
     prepared,
     train,
+    twice,
     without_dropout,
 )
 from paceline.elastic.notices import Finish
@@ -292,14 +293,6 @@ def filling(worker: Any) -> None:
     model = worker.prepare(Noting(fills=True))
     step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
     for batch in worker.batches(Text()):
-        step(batch)
-
-
-def twice(worker: Any) -> None:
-    model = worker.prepare(Net())
-    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
-    for batch in worker.batches(Text()):
-        step(batch)
         step(batch)
 
 

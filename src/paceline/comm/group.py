@@ -171,9 +171,9 @@ class Group:
     Objects travel as CPU tensors, so they need no GPU, and a blocking call waits on the host, not in a stream. What
     holds CUDA tensors arrives with them on `device`, the receiver's own.
 
-    gloo sums and gathers in rings, whose 2 (n - 1) and n - 1 steps follow each other, each of them two ways to a peer
-    and back. Between far hosts that is all that a small tensor takes. So what is small goes from each member straight
-    to each other one, all at once.
+    gloo sums and gathers in rings, whose 2 (n - 1) and n - 1 steps follow each other, and in each of them the sender
+    waits for the receiver's word. Between far hosts that is all that a small tensor takes. So what is small goes from
+    each member straight to each other one, all at once.
     """
 
     shares_memory = False

@@ -223,9 +223,8 @@ class Walks:
         try:
             if self._looks:
                 gradients.look()
-            gradients.begin(
-                batch.num_walks, step=batch.step, measures=measures
-            )  # may wait for servers, and be disrupted
+            # It may wait for servers, and be disrupted.
+            gradients.begin(batch.num_walks, step=batch.step, measures=measures)
             self.shards.begin()
             yield
         except Disrupted:
