@@ -29,6 +29,7 @@ class Pretended:
         self.half = set[int]()  # of them, it is on the second server
         self.on: list[set[int]] = [set(), set()]  # updates on each server
         self.batches: list[list[int]] = [[], []]  # the same
+        self.unnoted = dict[int, int]()  # batches that are done, and that their workers have not noted
         self.behind, self.saved, self.pauses = list[int](), list[int](), list[int]()
         self.over, self.paused, self.group = set[int](), set[int](), set[int]()
 
@@ -61,8 +62,8 @@ class Pretended:
         self.has_lost = True
         for one in (self.alive, self.over, self.paused, self.group, self.half):
             one.discard(worker)
-        self.hand.pop(worker, None)
-        self.permits.pop(worker, None)
+        for one in (self.hand, self.permits, self.unnoted):  # what is unnoted the others hear of
+            one.pop(worker, None)
         self.clock.lost(worker)
 
     def act(self, worker: int, deaths: float) -> None:
@@ -84,6 +85,7 @@ class Pretended:
             return
         self.half.discard(worker)
         self.clock.finish(worker)
+        self.unnoted[worker] = self.hand[worker][0]
         del self.permits[worker], self.hand[worker]
 
     def permit(self, worker: int) -> None:
@@ -99,6 +101,7 @@ class Pretended:
         self.permits[worker] = before
 
     def ask(self, worker: int, deaths: float) -> None:
+        self.unnoted.pop(worker, None)
         match self.clock.ask(worker):
             case Turn(number=number):
                 assert not self.paused and number not in self.batches[0]
@@ -124,7 +127,7 @@ class Pretended:
                 pass
 
     def expect_all_before(self, number: int) -> None:
-        assert not self.hand and all(sorted(one) == [*range(number)] for one in self.batches)
+        assert not self.hand and not self.unnoted and all(sorted(one) == [*range(number)] for one in self.batches)
 
     def resume(self) -> None:
         """Once all have come together they go on."""
@@ -204,6 +207,22 @@ def test_where_the_writer_has_left_nobody_waits_for_a_save() -> None:
     clock.permit(1)
     clock.finish(1)
     assert clock.ask(1) == Turn(1, 1)
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_nobody_saves_before_all_have_noted_what_is_done(is_skipped: bool) -> None:
+    clock = Clock(staleness=None, limit=3, workers=range(2), saves=[2])
+    assert [clock.ask(0), clock.ask(1)] == [Turn(0, 0), Turn(1, 0)]
+    clock.permit(0)
+    clock.finish(0)
+    if is_skipped:
+        clock.skip(1)
+    else:
+        clock.permit(1)
+        clock.finish(1)
+    assert clock.ask(0) is None
+    clock.returned(1)
+    assert clock.ask(0) == Save(2)
 
 
 def test_where_the_writer_is_lost_another_one_saves() -> None:

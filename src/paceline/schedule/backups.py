@@ -10,7 +10,7 @@ A short batch may have fewer micro-batches than there are replicas, and so fewer
 waited for, too, and one at least. Shares that nobody computes, because their workers have left the loop or passed over
 a batch, are not waited for. Where that are all of a step, it has no update, and the next one who asks is to note it.
 
-Saves come between two steps. So do pauses, which a worker may *wish* (`paceline.schedule.clock` says what they are):
+Saves come between two steps, when all who were chosen have noted theirs. Pauses do, too, which a worker may *wish* (`paceline.schedule.clock` says what they are):
 all come to them, the late ones when they are done with what they have in hand.
 """
 
@@ -54,7 +54,7 @@ def num_micro_of(number: int, *, epochs: Sequence[int], micros: Sequence[int]) -
 class StepClock:
     """Deals the shares of `limit` batches to so many workers. `num_micro(number)` is how many micro-batches one has.
 
-    Before those in `saves` all others are done, and `writer` saves.
+    Before those in `saves` all others are done and noted, and `writer` saves.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class StepClock:
         self._count = self._num_dealt = 0  # of its shares
         self._arrived: dict[int, int] = {}  # share -> worker, in the order of their coming
         self._turns: dict[int, Share] = {}  # what each worker has in hand, of whatever step
+        self._noting: set[int] = set()  # who was chosen in a step that is over, and may not have it in its books yet
         self._passed_over: list[int] = []  # steps that are in nobody's books
         self._is_wished = self._has_lost = False
         self._paused_at = 0
@@ -99,7 +100,7 @@ class StepClock:
 
     def ask(self, worker: int) -> Share | Save | Pause | Over | None:
         """What a worker is to do next; None: it is to wait. What it had in hand before it is done with."""
-        self._let_go(worker)
+        self.returned(worker)
         if worker in self._pausing:
             self._pausing.remove(worker)
             return Pause(self.done)
@@ -113,12 +114,19 @@ class StepClock:
             self._is_wished, self._paused_at = False, self.done
             return Pause(self.done)
         if self.done in self._saves:
-            return Save(self.done) if worker == self._writer else None
+            return Save(self.done) if worker == self._writer and not self._noting else None
         if self.done == self._limit:
             return Over(self._has_lost)
         self._is_open, self._num_dealt = True, 0
         self._count = min(self._num_micro(self.done), self._num_present)
         return self._deal(worker)
+
+    def returned(self, worker: int) -> None:
+        """A worker is going to ask. It is done with its share; where that has not arrived nobody waits for it any
+        more."""
+        self._noting.discard(worker)
+        if self._turns.pop(worker, None) is not None:
+            self._close_if_due()
 
     def arrive(self, worker: int) -> Share | None:
         """A worker's gradients are on all servers; returns its share, or None where that is late."""
@@ -134,6 +142,7 @@ class StepClock:
         waiting = {worker for worker in self._arrived.values() if worker in self._turns} - {without}
         if not waiting:
             self._passed_over.append(self.done)
+        self._noting |= waiting
         self._is_open, self.closer = False, None
         self._arrived.clear()
         self.done += 1
@@ -160,7 +169,7 @@ class StepClock:
             self._saves.clear()
         if self.closer == worker:
             self.settle(without=worker)
-        self._let_go(worker)
+        self.returned(worker)
         self._close_if_due()
 
     def _deal(self, worker: int) -> Share | None:
@@ -169,11 +178,6 @@ class StepClock:
         share = self._turns[worker] = Share(self.done, self._num_dealt, self._count)
         self._num_dealt += 1
         return share
-
-    def _let_go(self, worker: int) -> None:
-        """A worker is done with its share; where that has not arrived nobody waits for it any more."""
-        if self._turns.pop(worker, None) is not None:
-            self._close_if_due()
 
     def _close_if_due(self) -> None:
         if not self._is_open or self.closer is not None:

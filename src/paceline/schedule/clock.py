@@ -2,7 +2,9 @@
 
 Batches are dealt in order, to whoever asks. Who has one holds a *turn*: it computes on weights that contain at least
 `base` updates, those that were done when it was dealt. Its update is then *permitted*, one after the other, and *done*
-when all servers have it. An update is behind by those that were permitted before it and are not in its base:
+when all servers have it. Its worker *notes* that in its books before it asks again, and until then the state is not
+saved: whoever goes on from there finds every batch in some book. An update is behind by those that were permitted
+before it and are not in its base:
 
     behind = permitted before - base <= staleness
 
@@ -93,8 +95,8 @@ class Dealt:
 
 
 class Clock:
-    """Deals `limit` batches to these workers, and to who joins. Before those in `saves` all others are done, and the
-    first worker that is there saves."""
+    """Deals `limit` batches to these workers, and to who joins. Before those in `saves` all others are done and noted,
+    and the first worker that is there saves."""
 
     def __init__(self, *, staleness: int | None, limit: int, workers: Iterable[int], saves: Iterable[int] = ()) -> None:
         self.permitted = self.done = 0  # updates; what was permitted to who is lost is done
@@ -104,6 +106,7 @@ class Clock:
         self._again: list[int] = []  # batches of workers that were lost, a heap
         self._turns: dict[int, Turn] = {}  # under way, by worker
         self._applying: dict[int, Turn] = {}  # permitted, and not done
+        self._noting: set[int] = set()  # whose batch is done, and may not be in their books yet
         self._saving: int | None = None  # who is at it
         self._is_wished = self._has_left = False
         self._paused_at = 0  # the last time, before the batch of this number
@@ -115,8 +118,8 @@ class Clock:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._turns and not self._applying
+        """Whether nothing is under way, and everything that is done is noted."""
+        return not self._turns and not self._applying and not self._noting
 
     @property
     def workers(self) -> frozenset[int]:
@@ -135,7 +138,8 @@ class Clock:
 
     def returned(self, worker: int) -> None:
         """A worker has nothing in hand, and is going to ask."""
-        self.skip(worker)
+        self._turns.pop(worker, None)
+        self._noting.discard(worker)
         self._awaited.discard(worker)
         self._paused.discard(worker)
 
@@ -195,20 +199,22 @@ class Clock:
     def finish(self, worker: int) -> None:
         """A permitted update is in all weights that are told from now on."""
         del self._applying[worker]
+        self._noting.add(worker)
         self.done += 1
 
     def skip(self, worker: int) -> None:
         """A worker's batch brings no update: its gradient was not to be used."""
-        self._turns.pop(worker, None)
+        del self._turns[worker]
+        self._noting.add(worker)
 
     def lost(self, worker: int) -> None:
         """A worker is there no longer. What it had in hand is dealt again."""
-        for workers in (self._workers, self._awaited, self._coming, self._pausing, self._paused):
-            workers.discard(worker)
         in_hand = self._turns.pop(worker, None)
         if worker in self._applying:
             in_hand = self._applying[worker]
             self.finish(worker)
+        for workers in (self._workers, self._awaited, self._coming, self._pausing, self._paused, self._noting):
+            workers.discard(worker)
         if worker == self._saving:
             self._saving = None
         if in_hand is not None:

@@ -192,8 +192,6 @@ class DealingServer(Server):
                 return {"turn": "save", "number": number, "losses": losses}
             case Pause(number=number):
                 return {"turn": "pause", "number": number, "losses": losses}
-            case Over() if self._unnoted:  # should one of these be lost now, others have to hear of it
-                return None
             case Over(has_left=has_left):
                 return {"turn": "over", "number": header["limit"], "has_left": has_left, "losses": losses}
 

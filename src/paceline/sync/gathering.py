@@ -100,6 +100,7 @@ class GatheringServer(Server):
         match header["op"]:
             case "turn":
                 self._break_off(header)
+                self._stream(header).clock.returned(header["worker"])  # others may have waited for that
                 self._held.append((caller, header))
             case "arrive":
                 self._arrive(message)
