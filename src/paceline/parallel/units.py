@@ -149,32 +149,35 @@ def replaced_forward(
 class Draws:
     """The random numbers of a forward: each call of a unit draws those of (seed, number of the call), wherever it runs.
 
-    torch's generators are seeded when a call begins, and again when it ends, so what follows does not depend on how
-    many numbers the unit drew. Python's `random` goes on between units as if no unit had drawn: seeding it costs more
-    than a unit that is elsewhere may cost.
+    Where code `between` units draws, too, torch's generators are seeded when a call begins, and again when it ends, so
+    what follows does not depend on how many numbers the unit drew. Python's `random` goes on between units as if no
+    unit had drawn: seeding it costs more than a unit that is elsewhere may cost.
     """
 
-    def __init__(self, *seed: int) -> None:
-        self._seed, self._num_calls = mix(*seed), 0
-        random.seed(self._seed)
-        self._seed_torch(after=True)
+    def __init__(self, *seed: int, between: bool = True) -> None:
+        self._seed, self._num_calls, self._between = mix(*seed), 0, between
+        if between:
+            random.seed(self._seed)
+            self._seed_torch(after=True)
 
     def pass_by(self) -> None:
         """Go on as after a unit's call, which happens elsewhere."""
         self._num_calls += 1
-        self._seed_torch(after=True)
+        if self._between:
+            self._seed_torch(after=True)
 
     @contextlib.contextmanager
     def unit(self) -> Iterator[None]:
         """While it lasts, a unit's call draws its own numbers."""
         self._num_calls += 1
-        state = random.getstate()
+        state = random.getstate() if self._between else None
         random.seed(self._seed_torch(after=False))
         try:
             yield
         finally:
-            random.setstate(state)
-            self._seed_torch(after=True)
+            if state is not None:
+                random.setstate(state)
+                self._seed_torch(after=True)
 
     def _seed_torch(self, *, after: bool) -> int:
         """Seed what modules draw from, on the CPU and on CUDA; returns the seed."""

@@ -112,6 +112,7 @@ class GradientSum:
         self._measures = False  # in this walk
         self._carrier: AnyBucket | None = None  # of the tally
         self._used: dict[int, bool] = {}  # by place in `_all`: by any worker, in the last walk
+        self._square: float | None = None  # of the norm of what the last walk has brought, until somebody changes that
         self._armed = False
         self.parameters: list[Parameter] = []  # that are summed, in the order in which they leave
         self.names: list[str] = []
@@ -136,7 +137,7 @@ class GradientSum:
             self._look.begin()
         self._armed = False
         self._walk, self._step = walk, step
-        self.parts, self.measured_square = [], None
+        self.parts, self.measured_square, self._square = [], None, None
         self._measures = measures
         self._parts.begin()
         for bucket in self._buckets:
@@ -195,11 +196,12 @@ class GradientSum:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 self._look_at(name, parameter)
         used = [self._got_one(self._all[place][1]) for place in self._followed]
-        tally = [*map(float, numbers), *map(float, used), *self._told(weight)]
+        squares = self._told_squares()
+        tally = [*map(float, numbers), *squares, *map(float, used), *self._told(weight)]
         self._armed = False
         if self._combination is not None:
             self._complete_first()
-        self._num_numbers, self._num_told = len(numbers), len(tally)
+        self._num_numbers, self._num_squares, self._num_told = len(numbers), len(squares), len(tally)
         last = self._buckets[self._queue[-1]] if self._queue else None
         may_ride = bool(self._queue) and self._queue[-1] in self._riding and len(tally) <= self._num_riders
         self._carrier = last if last is not None and last.can_carry and may_ride else None
@@ -226,9 +228,13 @@ class GradientSum:
             self._tally_transfer.wait()
             tally = self._tally[: self._num_told].tolist()
         self.waited_s = early_s + time.perf_counter() - began
-        end = self._num_numbers + len(self._followed)
-        counts, told = tally[self._num_numbers : end], tally[end:]
+        begin = self._num_numbers + self._num_squares
+        end = begin + len(self._followed)
+        counts, told = tally[begin:end], tally[end:]
         self._used = {place: count > 0 for place, count in zip(self._followed, counts, strict=True)}
+        if self._num_squares:
+            square, num_changing = tally[self._num_numbers : begin]
+            self._square = square if num_changing == 0 else None
         self.parts = Parts.read(told)
         return tally[: self._num_numbers]
 
@@ -258,6 +264,8 @@ class GradientSum:
                     parameter.grad = None
                 elif parameter.grad is None:  # of its parts only others were used
                     parameter.grad = torch.zeros_like(parameter)
+        if self._square is not None:
+            self._square *= scale**2
         self._cold[self._walk] = cold
         if self._spreads and self._combination is None:
             began = time.perf_counter()
@@ -300,6 +308,9 @@ class GradientSum:
 
     def norm(self, dtype: torch.dtype | None = None) -> Tensor:
         """The global norm of all gradients, 0-d; equal on every worker, since together they hold the same sums."""
+        square, self._square = self._square, None  # what is asked for later may be another one
+        if square is not None and dtype is None:
+            return self._norms.of_square(square, self.parameters)
         is_wanted = self._measures and self._combination is None  # which knows it already
         is_measured = self._parts.is_measured if is_wanted else None
         norm, measured = self._norms.norm(self.parameters, dtype, is_measured=is_measured)
@@ -495,6 +506,17 @@ class GradientSum:
                 arrived = functools.partial(self._gradient_arrived, number, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
                 place += 1
+
+    def _told_squares(self) -> list[float]:
+        """Where there is one replica: this worker's part of the square of the gradients' norm, and 1 where what it has
+        of them is still going to be summed."""
+        if self._group.size > 1 or self._everybody.size == 1 or self._combination is not None or self._measures:
+            return []
+        is_staying = all(isinstance(bucket, StayingBucket) for bucket in self._buckets)
+        adds_up = (spread.adds_up(parameter) for spread in self._spreads for parameter in self.parameters)
+        if not is_staying or any(adds_up):
+            return [0.0, 1.0]
+        return [self._norms.own_square(self.parameters), 0.0]
 
     def _told(self, weight: float) -> list[float]:
         """What this worker tells of its part of the batch."""

@@ -31,6 +31,15 @@ class Norms:
         """Whether this worker's part of a gradient counts where all parts are added up."""
         return all(spread.counts(parameter) for spread in self._spreads)
 
+    def own_square(self, parameters: Sequence[Parameter]) -> float:
+        """The square of the norm of what is here, and counts."""
+        norm = _norm([parameter for parameter in parameters if self.counts(parameter)], None)
+        return float(norm.to(torch.float64).square())
+
+    def of_square(self, square: float, parameters: Sequence[Parameter]) -> Tensor:
+        """The norm whose square is known, as `norm` gives it."""
+        return torch.tensor(square, dtype=torch.float64, device=self._device).sqrt().to(_kind_of(parameters))
+
     def norm(
         self,
         parameters: Sequence[Parameter],
@@ -51,8 +60,7 @@ class Norms:
         for group in self._other_parts():
             group.all_reduce(squares, what="the norm of the gradients").wait()
         # Of those that hold the same, one counts; all need the norm in the precision of what they hold.
-        kinds = [gradient.dtype for gradient in gradients_here(parameters)] if dtype is None else [dtype]
-        kind = functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
+        kind = _kind_of(parameters) if dtype is None else dtype
         return squares[0].sqrt().to(kind), squares[1] if measured else None
 
     def num_broken(self, parameters: Sequence[Parameter]) -> float:
@@ -71,6 +79,12 @@ def gradients_here(parameters: Iterable[Parameter]) -> list[Tensor]:
     """This worker's parts of all gradients; of one that is sparse, and coalesced, the rows that it has."""
     found = (local_part(parameter.grad) for parameter in parameters if parameter.grad is not None)
     return [one._values() if one.is_sparse else one for one in found]
+
+
+def _kind_of(parameters: Sequence[Parameter]) -> torch.dtype:
+    """The precision of what is here of their gradients."""
+    kinds = [gradient.dtype for gradient in gradients_here(parameters)]
+    return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
 
 
 def _norm(parameters: Iterable[Parameter], dtype: torch.dtype | None) -> Tensor:

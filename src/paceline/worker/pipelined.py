@@ -54,6 +54,7 @@ class Pipelined:
             link=staged.link,
             device=staged.device,
         )
+        self._parameters = tuple(staged.model.parameters())
         self._trained: list[bool] = []
         self._is_mean: bool | None = None
         self._count: Any = None  # of the newest loss; None: it is a mean
@@ -136,7 +137,7 @@ class Pipelined:
 
     def _learn(self, forward: Callable[[Any], Any], micros: Sequence[Any]) -> None:
         """Record forwards of kinds that are met for the first time; refuses those that need what is not here."""
-        trained = [parameter.requires_grad for parameter in self.staged.model.parameters()]
+        trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:  # frozen or thawed, on all workers alike: other values have gradients
             self._worker.forget()
             self._trained = trained

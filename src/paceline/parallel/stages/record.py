@@ -9,6 +9,7 @@ served: every stage would have to know them.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -55,8 +56,8 @@ def record(
     """Return the tape of `forward(micro)`, which runs `model` (and the loss) on one micro-batch.
 
     `device` is where the model will be; `meter` is read before and after each call. The model may be on the meta
-    device, or partly so; it and torch's generators stay as they are. Raises PlanError with everything that keeps this
-    forward from being cut.
+    device, or partly so; it, torch's generators and Python's stay as they are. Raises PlanError with everything that
+    keeps this forward from being cut.
     """
     at_sight = _refused_at_sight(model, micro)
     tellers: set[str] = set()
@@ -85,7 +86,7 @@ def _recorded(
     something out."""
     of_units = {module for unit in units for module in unit.module.modules()}
     root = [module for module in model.modules() if module not in of_units]
-    put_back = attributes(model.modules())
+    put_back, drawn = attributes(model.modules()), random.getstate()
     tape = None
     try:
         with (
@@ -99,11 +100,13 @@ def _recorded(
                 with replaced_forward(units, recorder.wrap), recorder.hearing():
                     with recorder:
                         result = forward(micro)
+                    notes.draws_pythons = random.getstate() != drawn  # what units draw is taken back
                     tape = notes.tape(result)
             except _Refused as error:
                 notes.refusals.append(error.reason)
     finally:
         put_back()
+        random.setstate(drawn)
     return tape, notes
 
 
@@ -294,10 +297,12 @@ class _Recorder(TorchFunctionMode):
                 effort_before, attributes_before = self._meter(), self._attributes()
                 versions = [version(tensor) for tensor in given]
                 self._begin(place, index, given)
+                drawn = random.getstate()
             try:
                 out, changed, left, told = self._run_unit(place, forward, args, kwargs)
             finally:
                 self._inside = None
+                random.setstate(drawn)
             with unseen():
                 for number, tensor in enumerate(given):
                     if version(tensor) != versions[number] or id(tensor) in self._changed:

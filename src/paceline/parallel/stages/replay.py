@@ -64,7 +64,8 @@ class Replayer:
         With `seed`, each unit's call draws the random numbers that `seeded_units` would give it. Raises PlanError where
         the forward goes another way than the tape.
         """
-        mode = _Replay(self, tape, route, stage, received, None if seed is None else Draws(*seed))
+        draws = None if seed is None else Draws(*seed, between=tape.draws_between)
+        mode = _Replay(self, tape, route, stage, received, draws)
         with replaced_forward(self.units, mode.wrap), mode:
             result = forward(micro)
         mode.expect_end()

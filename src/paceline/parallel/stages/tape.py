@@ -104,7 +104,8 @@ class Tape:
     `parameters`: for each parameter's name the units in whose calls it takes part. `unused`: units that are never
     called, with the index of the unit beside which they are kept. `results`: numbers of what the forward returns.
     `asks`: functions that only asked for shapes and the like. `ghosts`: those that replays have made, by number, for
-    the next ones; None where the forward changes values in place, so that each needs its own.
+    the next ones; None where the forward changes values in place, so that each needs its own. `draws` are torch's,
+    `draws_between` says whether root-level code draws at all, from Python's generator too.
     """
 
     units: tuple[str, ...]
@@ -115,6 +116,7 @@ class Tape:
     unused: dict[str, int]
     joints: tuple[Joint, ...]
     draws: tuple[Draw, ...]
+    draws_between: bool
     asks: frozenset[Callable[..., Any]]
     ghosts: dict[int, Tensor] | None
 
