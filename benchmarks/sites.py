@@ -1,7 +1,7 @@
 """Four far sites: how long each sync and wire takes to a held-out loss there and on an unlimited network, beside DDP.
 
     python benchmarks/sites.py [--syncs TEXT ...] [--wires TEXT ...] [--links 0:0 100:50 20:50] [--seconds 15]
-                               [--target 2.3] [--out runs/sites.json]
+                               [--batch 32] [--target 2.3] [--rounds 3] [--out runs/sites.json]
 
 The sites are network namespaces, one worker of one thread on each (`paceline.testing.sites`); a link is Mbit/s of each
 site's cable and milliseconds from one site to another, one way; 0:0 has no limit. All train `examples/gpt.py`'s GPT on
@@ -9,8 +9,12 @@ the same samples; DDP's on gloo are started by torchrun. Time counts from the fi
 
 On the first link every plan runs until the loss is met. On the others it runs for so many `--seconds`; where they do
 not suffice, the table has the steps that it needed on the first link times the time of one, as "~": the loss by step is
-the same; ">" is what was not met in time. The best of each link then runs to its end. Plans that Paceline refuses, and
-those whose replicas do not wait for each other, are left out, with the reason.
+the same; ">" is what was not met in time. Plans that Paceline refuses, and those whose replicas do not wait for each
+other, are left out, with the reason.
+
+A machine that others use, too, may be a third slower when a later plan runs. So the best plan of each link is timed
+again at the end, in turns with the others' and in so many `--rounds`: the median of its steps' times, and the steps
+that it needs, say how many times as long it takes on a slow link as the best one on the first.
 
 All that was measured is kept in `--out`, and not measured again: the matrix can be filled in several calls. Remove the
 file to begin anew; `benchmarks/sites_curves.py` draws it. A plan takes about a minute on the first link and half a
@@ -20,16 +24,19 @@ minute on each other one. Needs root and iproute2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from driving.courses import DDP, UNLIMITED, Matrix, Task, by_chance, link_name, shown_plan
 from driving.site_runs import Failed, course
 from paceline.errors import PlanError
 from paceline.plan import Plan
+from paceline.testing.network import Host
 from paceline.testing.sites import refusal, sites
 
 SITES = 4
@@ -65,15 +72,17 @@ def possible(syncs: Sequence[str], wires: Sequence[str], task: Task) -> Iterator
             yield text
 
 
+def made_sites(link: str, folder: Path) -> contextlib.AbstractContextManager[list[Host]]:
+    """The sites, with this link between them."""
+    mbit, ms = map(float, link.split(":"))
+    return sites(folder, count=SITES, bits_per_s=mbit * 1e6, delay_s=ms / 1e3)
+
+
 def measure(matrix: Matrix, plans: Sequence[str], link: str, *, limit_s: float, out: Path) -> None:
     """Run each plan on sites with this link, and keep what it did; says of those that fail why."""
-    mbit, ms = map(float, link.split(":"))
     task = matrix.task
     batch = f"+batch(size={task.batch},micro={task.batch // SITES})"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        sites(Path(folder), count=SITES, bits_per_s=mbit * 1e6, delay_s=ms / 1e3) as hosts,
-    ):
+    with tempfile.TemporaryDirectory() as folder, made_sites(link, Path(folder)) as hosts:
         for plan in plans:
             try:
                 one = course(hosts, plan if plan == DDP else plan + batch, task, limit_s=limit_s)
@@ -83,6 +92,37 @@ def measure(matrix: Matrix, plans: Sequence[str], link: str, *, limit_s: float, 
             matrix.courses[link][plan] = one
             matrix.write(out)
             print(f"{link_name(link)}, {shown_plan(plan)}: {one.last_step} steps of {one.step_s:.3f} s", flush=True)
+
+
+def in_turns(matrix: Matrix, plans: Mapping[str, str], *, rounds: int, limit_s: float) -> dict[str, list[float]]:
+    """Time a step of each link's plan again, A B C, C B A, ...; returns the times by link."""
+    times: dict[str, list[float]] = {link: [] for link in plans}
+    batch = f"+batch(size={matrix.task.batch},micro={matrix.task.batch // SITES})"
+    for number in range(rounds):
+        for link in plans if number % 2 == 0 else reversed(plans):
+            with tempfile.TemporaryDirectory() as folder, made_sites(link, Path(folder)) as hosts:
+                plan = plans[link]
+                one = course(hosts, plan if plan == DDP else plan + batch, matrix.task, limit_s=limit_s)
+            times[link].append(one.step_s)
+            print(f"round {number + 1}, {link_name(link)}, {shown_plan(plan)}: {one.step_s:.3f} s", flush=True)
+    return times
+
+
+def compare(matrix: Matrix, *, rounds: int, limit_s: float) -> None:
+    """Say how many times as long the best plan of each slow link takes there as the first link's takes on that."""
+    found = {link: best[1] for link in matrix.courses if (best := matrix.best(link)) is not None}
+    if len(found) < len(matrix.courses) or not rounds:
+        return
+    times = in_turns(matrix, found, rounds=rounds, limit_s=limit_s)
+    first, *slow = found
+    took: dict[str, float] = {}
+    for link, plan in found.items():
+        steps, step_s = matrix.courses[first][plan].steps_to(matrix.task.target), statistics.median(times[link])
+        if steps is not None:
+            took[link] = steps * step_s
+            print(f"{link_name(link)}, {shown_plan(plan)}: {steps:.1f} steps of {step_s:.3f} s, {took[link]:.1f} s")
+    for link in slow:
+        print(f"{link_name(link)}: {took[link] / took[first]:.2f}x of {link_name(first)} (aim: {AIM}x)")
 
 
 def begun(out: Path, task: Task, links: Sequence[str]) -> Matrix:
@@ -110,6 +150,7 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=2.3, help="held-out loss, nats per byte")
     parser.add_argument("--steps", type=int, default=400, help="at most")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate, of AdamW")
+    parser.add_argument("--rounds", type=int, default=3, help="in which the best plans are timed again; 0: none")
     parser.add_argument("--batch", type=int, default=32, help="samples of a step, on all sites together")
     parser.add_argument("--out", type=Path, default=Path("runs/sites.json"))
     options = parser.parse_args()
@@ -118,26 +159,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sites are removed
     task = Task(steps=options.steps, batch=options.batch, lr=options.lr, every=16, held_out=128, target=options.target)
     plans = [DDP, *possible(options.syncs, options.wires, task)]
-    first, *slow = options.links
+    first = options.links[0]
     matrix = begun(options.out, task, options.links)
     for link in options.links:
         limit_s = options.longest if link == first else options.seconds
         missing = [plan for plan in plans if plan not in matrix.courses[link]]
         measure(matrix, missing, link, limit_s=limit_s, out=options.out)
-    for link in slow:
-        best = matrix.best(link)
-        if best is not None and matrix.courses[link][best[1]].steps_to(task.target) is None:
-            print(f"{link_name(link)}, to its end:", end=" ", flush=True)
-            measure(matrix, [best[1]], link, limit_s=2 * best[0], out=options.out)
     print("", *matrix.table(), "", sep="\n")
-    base = matrix.best(first)
-    for link in slow:
-        best = matrix.best(link)
-        if best is not None and base is not None:
-            what = (
-                f"{shown_plan(best[1])} takes {best[0] / base[0]:.2f}x of {shown_plan(base[1])} on {link_name(first)}"
-            )
-            print(f"{link_name(link)}: {what} (aim: {AIM}x)")
+    compare(matrix, rounds=options.rounds, limit_s=options.seconds)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ def train(worker: paceline.Worker) -> None:
         worker.report(loss=loss)
         diary.step(worker.step, loss)
         if worker.step % WORK.every == 0:
+            worker.wait()  # where replicas agree after this step they do it here, while the clock is running
             diary.pause()
             found = worker.evaluate(model, held_out, {"loss": next_byte_loss})["loss"]
             diary.resume(worker.step, found)

@@ -194,8 +194,9 @@ def test_before_a_step_that_is_due_the_writer_saves_whoever_is_late() -> None:
     clock.arrive(0)
     clock.arrive(1)
     clock.settle()
+    clock.noted(0)
     assert clock.ask(0) is None  # the step may not be in the other one's books yet
-    clock.returned(1)
+    clock.noted(1)
     assert clock.ask(1) is None
     assert clock.ask(0) == Save(1)
     clock.saved(1)

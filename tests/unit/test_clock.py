@@ -221,7 +221,9 @@ def test_nobody_saves_before_all_have_noted_what_is_done(is_skipped: bool) -> No
         clock.permit(1)
         clock.finish(1)
     assert clock.ask(0) is None
-    clock.returned(1)
+    clock.noted(1)
+    assert clock.ask(0) is None
+    clock.noted(0)
     assert clock.ask(0) == Save(2)
 
 

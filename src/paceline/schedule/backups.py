@@ -10,7 +10,7 @@ A short batch may have fewer micro-batches than there are replicas, and so fewer
 waited for, too, and one at least. Shares that nobody computes, because their workers have left the loop or passed over
 a batch, are not waited for. Where that are all of a step, it has no update, and the next one who asks is to note it.
 
-Saves come between two steps, when all who were chosen have noted theirs. Pauses do, too, which a worker may *wish*
+Saves come between two steps, when all who were chosen have noted theirs, and so does the end. Pauses do, too, which a worker may *wish*
 (`paceline.schedule.clock` says what they are): all come to them, the late ones when they are done with what they have
 in hand.
 """
@@ -77,7 +77,7 @@ class StepClock:
         self._count = self._num_dealt = 0  # of its shares
         self._arrived: dict[int, int] = {}  # share -> worker, in the order of their coming
         self._turns: dict[int, Share] = {}  # what each worker has in hand, of whatever step
-        self._noting: set[int] = set()  # who was chosen in a step that is over, and may not have it in its books yet
+        self._noting: set[int] = set()  # who is to note a step that is over, and may not have it in its books yet
         self._passed_over: list[int] = []  # steps that are in nobody's books
         self._is_wished = self._has_lost = False
         self._paused_at = 0
@@ -101,7 +101,7 @@ class StepClock:
 
     def ask(self, worker: int) -> Share | Save | Pause | Over | None:
         """What a worker is to do next; None: it is to wait. What it had in hand before it is done with."""
-        self.returned(worker)
+        self._let_go(worker)
         if worker in self._pausing:
             self._pausing.remove(worker)
             return Pause(self.done)
@@ -117,17 +117,10 @@ class StepClock:
         if self.done in self._saves:
             return Save(self.done) if worker == self._writer and not self._noting else None
         if self.done == self._limit:
-            return Over(self._has_lost)
+            return None if self._noting else Over(self._has_lost)
         self._is_open, self._num_dealt = True, 0
         self._count = min(self._num_micro(self.done), self._num_present)
         return self._deal(worker)
-
-    def returned(self, worker: int) -> None:
-        """A worker is going to ask. It is done with its share; where that has not arrived nobody waits for it any
-        more."""
-        self._noting.discard(worker)
-        if self._turns.pop(worker, None) is not None:
-            self._close_if_due()
 
     def arrive(self, worker: int) -> Share | None:
         """A worker's gradients are on all servers; returns its share, or None where that is late."""
@@ -148,10 +141,17 @@ class StepClock:
         self._arrived.clear()
         self.done += 1
 
-    def take_passed_over(self) -> list[int]:
-        """Return the steps that are over and that nobody has in hand to note; each is returned once."""
+    def take_passed_over(self, worker: int) -> list[int]:
+        """Return the steps that are over and that nobody has in hand, for this worker to note; each is returned
+        once."""
         passed_over, self._passed_over = self._passed_over, []
+        if passed_over:
+            self._noting.add(worker)
         return passed_over
+
+    def noted(self, worker: int) -> None:
+        """What this worker was to note is in its books."""
+        self._noting.discard(worker)
 
     def saved(self, number: int) -> None:
         """The state before this batch is kept: it may begin."""
@@ -170,7 +170,8 @@ class StepClock:
             self._saves.clear()
         if self.closer == worker:
             self.settle(without=worker)
-        self.returned(worker)
+        self._noting.discard(worker)
+        self._let_go(worker)
         self._close_if_due()
 
     def _deal(self, worker: int) -> Share | None:
@@ -179,6 +180,11 @@ class StepClock:
         share = self._turns[worker] = Share(self.done, self._num_dealt, self._count)
         self._num_dealt += 1
         return share
+
+    def _let_go(self, worker: int) -> None:
+        """A worker is done with its share; where that has not arrived nobody waits for it any more."""
+        if self._turns.pop(worker, None) is not None:
+            self._close_if_due()
 
     def _close_if_due(self) -> None:
         if not self._is_open or self.closer is not None:

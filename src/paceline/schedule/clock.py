@@ -2,9 +2,9 @@
 
 Batches are dealt in order, to whoever asks. Who has one holds a *turn*: it computes on weights that contain at least
 `base` updates, those that were done when it was dealt. Its update is then *permitted*, one after the other, and *done*
-when all servers have it. Its worker *notes* that in its books before it asks again, and until then the state is not
-saved: whoever goes on from there finds every batch in some book. An update is behind by those that were permitted
-before it and are not in its base:
+when all servers have it. Its worker *notes* that in its books, and until then the state is not saved, nor are batches
+over: whoever goes on from there finds every one in some book. An update is behind by those that were permitted before
+it and are not in its base:
 
     behind = permitted before - base <= staleness
 
@@ -139,7 +139,6 @@ class Clock:
     def returned(self, worker: int) -> None:
         """A worker has nothing in hand, and is going to ask."""
         self._turns.pop(worker, None)
-        self._noting.discard(worker)
         self._awaited.discard(worker)
         self._paused.discard(worker)
 
@@ -177,6 +176,10 @@ class Clock:
         self._turns[worker] = turn
         self._coming.discard(worker)
         return turn
+
+    def noted(self, worker: int) -> None:
+        """What this worker has done is in its books."""
+        self._noting.discard(worker)
 
     def saved(self, number: int) -> None:
         """The state before this batch is kept: it may begin."""

@@ -196,12 +196,11 @@ class GradientSum:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 self._look_at(name, parameter)
         used = [self._got_one(self._all[place][1]) for place in self._followed]
-        squares = self._told_squares()
-        tally = [*map(float, numbers), *squares, *map(float, used), *self._told(weight)]
+        tally = [*map(float, numbers), *map(float, used), *self._told(weight)]
         self._armed = False
         if self._combination is not None:
             self._complete_first()
-        self._num_numbers, self._num_squares, self._num_told = len(numbers), len(squares), len(tally)
+        self._num_numbers, self._num_told = len(numbers), len(tally)
         last = self._buckets[self._queue[-1]] if self._queue else None
         may_ride = bool(self._queue) and self._queue[-1] in self._riding and len(tally) <= self._num_riders
         self._carrier = last if last is not None and last.can_carry and may_ride else None
@@ -211,7 +210,7 @@ class GradientSum:
             self._depart_next(tally if is_last and self._carrier is not None else ())
         self._relay.check()
         if self._carrier is None:
-            self._tally = torch.tensor(tally, dtype=torch.float64, device=self._device)
+            self._tally = torch.tensor(tally + self._squares(), dtype=torch.float64, device=self._device)
             if self._combination is not None:
                 self._relay.finish()
                 self._tally = torch.cat([self._tally, self._combination.products().to(self._device)])
@@ -227,14 +226,13 @@ class GradientSum:
         else:
             self._tally_transfer.wait()
             tally = self._tally[: self._num_told].tolist()
+            if self._tells_square:
+                square, num_changing = self._tally[self._num_told :].tolist()
+                self._square = square if num_changing == 0 else None
         self.waited_s = early_s + time.perf_counter() - began
-        begin = self._num_numbers + self._num_squares
-        end = begin + len(self._followed)
-        counts, told = tally[begin:end], tally[end:]
+        end = self._num_numbers + len(self._followed)
+        counts, told = tally[self._num_numbers : end], tally[end:]
         self._used = {place: count > 0 for place, count in zip(self._followed, counts, strict=True)}
-        if self._num_squares:
-            square, num_changing = tally[self._num_numbers : begin]
-            self._square = square if num_changing == 0 else None
         self.parts = Parts.read(told)
         return tally[: self._num_numbers]
 
@@ -264,8 +262,8 @@ class GradientSum:
                     parameter.grad = None
                 elif parameter.grad is None:  # of its parts only others were used
                     parameter.grad = torch.zeros_like(parameter)
-        if self._square is not None:
-            self._square *= scale**2
+        if self._square is not None:  # where the gradients grow they may overflow: these are looked at themselves
+            self._square = self._square * scale**2 if abs(scale) <= 1 else None
         self._cold[self._walk] = cold
         if self._spreads and self._combination is None:
             began = time.perf_counter()
@@ -507,12 +505,19 @@ class GradientSum:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
                 place += 1
 
-    def _told_squares(self) -> list[float]:
-        """Where there is one replica: this worker's part of the square of the gradients' norm, and 1 where what it has
-        of them is still going to be summed."""
-        if self._group.size > 1 or self._everybody.size == 1 or self._combination is not None or self._measures:
+    @property
+    def _tells_square(self) -> bool:
+        """Whether the norm of what is spread over the only replica may be told with the tally, as all know alike."""
+        is_alone = self._group.size == 1 and self._everybody.size > 1
+        return is_alone and self._combination is None and not self._measures
+
+    def _squares(self) -> list[float]:
+        """This worker's part of the square of that norm, and 1 where what is here is still going to be summed."""
+        if not self._tells_square:
             return []
-        is_staying = all(isinstance(bucket, StayingBucket) for bucket in self._buckets)
+        # What was left out so far may bring more: cold buckets, and what was still to be sent when there were others.
+        is_all = self._num_departed == len(self._buckets)
+        is_staying = is_all and all(isinstance(one, StayingBucket) and not one.own() for one in self._buckets)
         adds_up = (spread.adds_up(parameter) for spread in self._spreads for parameter in self.parameters)
         if not is_staying or any(adds_up):
             return [0.0, 1.0]

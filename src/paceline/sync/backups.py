@@ -179,7 +179,7 @@ class BackupGradients(TurnGradients):
             return
         began = time.perf_counter()
         options = [options_of(optimizer) for optimizer in optimizers]
-        apply = {"op": "apply", "walk": self._key, "factor": self._factor, "options": options}
+        apply = {"op": "apply", "walk": self._key, "factor": self._factor, "norm": self._norm, "options": options}
         apply["tables"] = self._used_tables()
         self._servers.ask([{**apply, "places": some} for some in self._used_places()])
         self._settle(is_taken=True)

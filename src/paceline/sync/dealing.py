@@ -78,7 +78,6 @@ class DealingServer(Server):
             case "hello":
                 self._meet(caller, header)
             case "turn":
-                self._unnoted.pop(header["name"], None)  # who asks for the next one has noted it
                 clock = self._clock(header)
                 clock.join(header["worker"])
                 clock.returned(header["worker"])  # others may have waited for that
@@ -93,11 +92,14 @@ class DealingServer(Server):
                 self._clock(header).saved(header["number"])
             case "stand":
                 self.listener.send(caller, {"call": header["call"], "number": self._clock(header).num_dealt})
+            case "noted":
+                self._unnoted.pop(header["name"], None)
+                self._clock(header).noted(header["worker"])
             case "left":
-                self._unnoted.pop(header["name"], None)
                 self._clock(header).left(header["worker"])
+                if header["is_broken"]:  # what it has said of the batch in hand is worth as much as a lost one's word
+                    self._lose(header["worker"])
             case "gone":
-                self._unnoted.pop(header["name"], None)
                 self._lose(header["worker"])
             case "update":
                 self._update(caller, message)

@@ -92,6 +92,7 @@ class GatheringServer(Server):
         self._streams: dict[str, _Stream] = {}
         self._buffers = [buffer.detach().clone() for buffer in buffers]
         self._changed: set[int] = set()  # of them
+        self._norm = math.nan  # of the gradients of the step that was taken last
         self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # questions that cannot be answered yet
 
     def _take_other(self, caller: bytes, message: Message) -> None:
@@ -100,7 +101,6 @@ class GatheringServer(Server):
         match header["op"]:
             case "turn":
                 self._break_off(header)
-                self._stream(header).clock.returned(header["worker"])  # others may have waited for that
                 self._held.append((caller, header))
             case "arrive":
                 self._arrive(message)
@@ -109,6 +109,8 @@ class GatheringServer(Server):
                 self._stream(header).clock.wish()
             case "saved":
                 self._stream(header).clock.saved(header["number"])
+            case "noted":
+                self._stream(header).clock.noted(header["worker"])
             case "left":
                 self._break_off(header)
                 self._stream(header).clock.lost(header["worker"])
@@ -122,6 +124,7 @@ class GatheringServer(Server):
             case "add":
                 answer = {"squared": self._add(header)}
             case "apply":
+                self._norm = header["norm"]
                 self._step(header)
                 answer = {}
             case "settle":
@@ -151,9 +154,15 @@ class GatheringServer(Server):
         return {"awaited": sorted(stream.workers - asking), "done": stream.clock.done}
 
     def _break_off(self, header: Mapping[str, Any]) -> None:
-        """Where a closer asks for something else, or leaves, its step was broken off: an error was caught."""
+        """Where a closer asks for something else, or leaves, its step was broken off: an error was caught. Where the
+        servers have taken it all the same, it counts."""
         stream = self._stream(header)
-        if stream.clock.closer == header["worker"]:
+        if stream.clock.closer != header["worker"]:
+            return
+        if self._stepped == (stream.ordinal, stream.clock.done, 0):
+            self._combine([stream.arrivals[share] for share in stream.clock.chosen])
+            stream.settle(taken=True, norm=self._norm, verdict=None, without=header["worker"])
+        else:
             stream.settle(taken=False, norm=math.nan, verdict=None, without=header["worker"])
 
     def _gathering(self, walk: Walk) -> Gathering | None:
@@ -233,7 +242,8 @@ class GatheringServer(Server):
         turn = stream.clock.ask(header["worker"])
         if turn is None:
             return None
-        about = {"version": self.part.version, "passed_over": stream.clock.take_passed_over()}
+        passed_over = stream.clock.take_passed_over(header["worker"])
+        about = {"version": self.part.version, "passed_over": passed_over}
         match turn:
             case Share(number=number, index=index, count=count):
                 share = {"number": number, "index": index, "count": count}

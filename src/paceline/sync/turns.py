@@ -81,7 +81,7 @@ class TurnGradients(GradientSum):
         self.num_samples = 0  # of the batch in hand, that this replica has
         self.bequests: list[Bequest] = []  # to be noted by this worker, and taken from here
         self._servers, self._staleness, self._worker_rank = servers, sync.staleness, worker_rank
-        self._name = f"{worker_rank}-{secrets.token_hex(8)}"  # that of nobody else, before or after
+        self._name = _new_name(worker_rank)
         self._is_known = False  # to the servers
         self._num_losses = 0  # that were told so far
         self._lost: list[str] = []  # names of those whom the other servers have still to be told of
@@ -197,9 +197,17 @@ class TurnGradients(GradientSum):
         """The state before this batch is kept."""
         self._servers.caller(0).send({"op": "saved", "number": number, **self._about()})
 
-    def leave(self) -> None:
-        """This replica takes no more batches: what it has in hand is dealt to another one."""
-        self._servers.caller(0).send({"op": "left", **self._about()})
+    def noted(self) -> None:
+        """All that this replica was to note is in its books."""
+        self._servers.caller(0).send({"op": "noted", **self._about()})
+
+    def leave(self, *, is_broken: bool) -> None:
+        """This replica takes no more batches: what it has in hand is dealt to another one. `is_broken`: servers may
+        have a part of what it has in hand, or all, and it has noted nothing."""
+        self._servers.caller(0).send({"op": "left", "is_broken": is_broken, **self._about()})
+        if is_broken:  # it goes on as somebody else
+            self._name = _new_name(self._worker_rank)
+            self._greet()
 
     def pass_over(self) -> None:
         """Where the batch in hand has brought no update, it will not, and counts as used."""
@@ -399,6 +407,11 @@ class _TurnBucket(StayingBucket):
     def scale(self, factor: float) -> None:
         for gradient in gradients_here(self.parameters):
             gradient.mul_(factor)
+
+
+def _new_name(worker_rank: int) -> str:
+    """A name that nobody else has, before or after."""
+    return f"{worker_rank}-{secrets.token_hex(8)}"
 
 
 def _empty_buffers(models: Sequence[Module]) -> list[tuple[str, Module, str]]:

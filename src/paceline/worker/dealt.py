@@ -91,7 +91,7 @@ class DealtBatches:
         self._turn_of, self.has_left, self._is_behind = None, True, True
         self._books.leave(name)
         self._forget(name)  # nobody knows a step at which all stand: nothing is saved
-        gradients.leave()
+        gradients.leave(is_broken=not is_taken)
         if is_taken:
             gradients.refresh()
 
@@ -168,6 +168,7 @@ class DealtBatches:
             if gradients.behind is not None:
                 self._books.report({"behind": gradients.behind})
             self._books.close(name)
+            gradients.noted()
 
     def _begin(self, stream: Stream, gradients: TurnGradients) -> Dealt | None:
         """Reach the servers; returns what is dealt: who comes later is told by them. None: that is over, and the others
@@ -216,7 +217,9 @@ class DealtBatches:
                     self._books.close(batch.stream)
                     continue
                 self._files.ledger.committed(batch, (), step=batch.step, skipped=one.is_skipped, is_whole=True)
-        gradients.bequests.clear()
+        if gradients.bequests:
+            gradients.bequests.clear()
+            gradients.noted()
 
     def _stand(self, number: int) -> None:
         """All batches before this number are done, and their updates are here."""
