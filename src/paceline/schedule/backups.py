@@ -10,9 +10,9 @@ A short batch may have fewer micro-batches than there are replicas, and so fewer
 waited for, too, and one at least. Shares that nobody computes, because their workers have left the loop or passed over
 a batch, are not waited for. Where that are all of a step, it has no update, and the next one who asks is to note it.
 
-Saves come between two steps, when all who were chosen have noted theirs, and so does the end. Pauses do, too, which a worker may *wish*
-(`paceline.schedule.clock` says what they are): all come to them, the late ones when they are done with what they have
-in hand.
+Saves come between two steps, when all who were chosen have noted theirs, and so does the end. Pauses do, too, which a
+worker may *wish* (`paceline.schedule.clock` says what they are): all come to them, the late ones when they are done
+with what they have in hand.
 """
 
 from __future__ import annotations
