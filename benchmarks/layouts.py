@@ -1,10 +1,12 @@
 """Throughput of every layout: Paceline against the same thing by hand on torch, under torchrun, same model and batch.
 
-    python benchmarks/layouts.py [--size demo|large] [--turns 20] [--block 6] [--workers 2,4] [--only shard,stages]
+    python benchmarks/layouts.py [--size demo|large] [--starts 4] [--turns 8] [--block 6] [--workers 2,4]
+                                 [--only shard,tensor,stages]
 
 By hand: `fully_shard` in a loop, `parallelize_module` with the tutorial's plan (a Llama), torch's pipelining schedules.
-Both are started once, and take turns of so many steps, A B B A ..., while the other one stands still. Each pair of
-turns, by the medians of their steps, gives a ratio, and the table the median of the ratios and the middle half of them.
+Both are started together, and take turns of so many steps, A B B A ..., while the other one stands still; and that
+several times, since where the memory of a start lies makes some per cent. Each pair of turns, by the medians of their
+steps, gives a ratio, and the table the median of the ratios of all starts and the middle half of them.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def hand_of(program: str, workers: int, *words: str, micros: int | None = None) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="demo")
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--starts", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=8, help="of each start")
     parser.add_argument("--block", type=int, default=6, help="steps of a turn")
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--only", default=KINDS)
@@ -55,9 +58,13 @@ def main() -> None:
     for workers in map(int, options.workers.split(",")):
         for kind in options.only.split(","):
             for layout, ours, hand in sides(kind, workers):
-                own, other = in_turns(
-                    [job_of(side, options.size) for side in (ours, hand)], turns=options.turns, block=options.block
-                )
+                own, other = list[float](), list[float]()
+                for _ in range(options.starts):
+                    jobs = [job_of(side, options.size) for side in (ours, hand)]
+                    for all_of_it, took in zip(
+                        (own, other), in_turns(jobs, turns=options.turns, block=options.block), strict=True
+                    ):
+                        all_of_it += took
                 own_ms, hand_ms = statistics.median(own), statistics.median(other)
                 low, middle, high = statistics.quantiles(b / a for a, b in zip(own, other, strict=True))
                 print(

@@ -1,7 +1,7 @@
 """Four far sites: how long each sync and wire takes to a held-out loss there and on an unlimited network, beside DDP.
 
     python benchmarks/sites.py [--syncs TEXT ...] [--wires TEXT ...] [--links 0:0 100:50 20:50] [--seconds 15]
-                               [--batch 32] [--target 2.3] [--rounds 3] [--out runs/sites.json]
+                               [--batch 128] [--target 2.3] [--rounds 3] [--out runs/sites.json]
 
 The sites are network namespaces, one worker of one thread on each (`paceline.testing.sites`); a link is Mbit/s of each
 site's cable and milliseconds from one site to another, one way; 0:0 has no limit. All train `examples/gpt.py`'s GPT on
@@ -17,7 +17,7 @@ again at the end, in turns with the others' and in so many `--rounds`: the media
 that it needs, say how many times as long it takes on a slow link as the best one on the first.
 
 All that was measured is kept in `--out`, and not measured again: the matrix can be filled in several calls. Remove the
-file to begin anew; `benchmarks/sites_curves.py` draws it. A plan takes about a minute on the first link and half a
+file to begin anew; `benchmarks/sites_curves.py` draws it. A plan takes about two minutes on the first link and half a
 minute on each other one. Needs root and iproute2.
 """
 
@@ -46,7 +46,7 @@ SYNCS = (
     "localsgd(every=16)",
     "localsgd(every=16,outer=nesterov)",
     "localsgd(every=16,fragments=2,overlap=4)",
-    "localsgd(every=8,overlap=7,keep_moves=true)",
+    "localsgd(every=8,overlap=1,keep_moves=true)",
     "gossip(peers=ring)",
     "parameterserver",
 )
@@ -146,12 +146,12 @@ def main() -> None:
     parser.add_argument("--wires", nargs="*", default=WIRES)
     parser.add_argument("--links", nargs="+", default=LINKS, metavar="MBIT:MS")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a plan on a slow link")
-    parser.add_argument("--longest", type=float, default=90.0, help="seconds of a plan on the first link")
+    parser.add_argument("--longest", type=float, default=240.0, help="seconds of a plan on the first link")
     parser.add_argument("--target", type=float, default=2.3, help="held-out loss, nats per byte")
     parser.add_argument("--steps", type=int, default=400, help="at most")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate, of AdamW")
     parser.add_argument("--rounds", type=int, default=3, help="in which the best plans are timed again; 0: none")
-    parser.add_argument("--batch", type=int, default=32, help="samples of a step, on all sites together")
+    parser.add_argument("--batch", type=int, default=128, help="samples of a step, on all sites together")
     parser.add_argument("--out", type=Path, default=Path("runs/sites.json"))
     options = parser.parse_args()
     if (why := refusal()) is not None:

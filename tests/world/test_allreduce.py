@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forked import World
 from layout_runs import EXACT, assert_same, in_one_epoch
-from paceline.comm.group import FEW_NUMBERS, ROOM, Group
+from paceline.comm.group import ROOM, STRAIGHT_SUM_BYTES, Group
 from paceline.comm.scheduled import ScheduledGroup
 from paceline.comm.walker import Walk
 from paceline.comm.ways import Table, Wanted, on_its_way
@@ -206,7 +206,8 @@ def exchange_what_is_small(worker: Any) -> Tensor:
     assert dist.group.WORLD is not None
     group, size, rank = Group(dist.group.WORLD, device=CPU), worker.workers, worker.rank
     for dtype in DTYPES:
-        for numel in (1, FEW_NUMBERS, FEW_NUMBERS + 1):
+        largest = STRAIGHT_SUM_BYTES // (size * dtype.itemsize)
+        for numel in (1, largest, largest + 1):
             tensor = given(rank, numel, dtype)
             group.all_reduce(tensor, what="numbers").wait()
             assert torch.equal(tensor, reference([given(other, numel, dtype) for other in range(size)])), dtype

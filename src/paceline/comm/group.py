@@ -26,7 +26,7 @@ __all__ = ["Alone", "Disrupted", "Group", "Landed", "Parcel", "Transfer", "Worke
 
 GLOO_JOKE = re.compile(r"\s*GLHF!.*", re.DOTALL)
 
-FEW_NUMBERS = 64  # whose sum is nothing but latency
+STRAIGHT_SUM_BYTES = 1 << 18  # of all members' tensors: the sum of such small ones is nothing but latency
 STRAIGHT_BYTES = 8 << 20  # that a member sends, or gets, at once; of more the rate counts, which is the same in a ring
 FIRST_BYTES, LENGTH_BYTES = 4096, 8  # of an object: most are told in one message
 ROOM = FIRST_BYTES - LENGTH_BYTES
@@ -188,7 +188,8 @@ class Group:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
-        if tensor.device.type != "cpu" or tensor.dtype == torch.bool or not 0 < tensor.numel() <= FEW_NUMBERS:
+        is_small = 0 < self.size * tensor.nbytes <= STRAIGHT_SUM_BYTES
+        if tensor.device.type != "cpu" or tensor.dtype == torch.bool or not is_small:
             return self._begin_sum(tensor, what)
         own = tensor.detach().reshape(-1)
         rows = torch.empty(self.size, own.numel(), dtype=own.dtype)
