@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.crew import Crew
+from paceline.launch.crew import LAST_S, Crew
 from paceline.launch.loop import Loop
-from paceline.launch.outcome import WorkerExit
+from paceline.launch.outcome import STUCK, WorkerExit
 from paceline.launch.place import assign, template
 from paceline.plan.job import Assignment, Job
 
@@ -23,6 +25,7 @@ class PretendedParent:
     """Notes whom it is to fork; `says` is its word."""
 
     def __init__(self) -> None:
+        self.has_files = True
         self.forked: list[Assignment] = []
         self.signalled: list[tuple[int, int]] = []
         self.says: Callable[[dict[str, Any]], None]
@@ -33,6 +36,8 @@ class PretendedParent:
 
     def fork(self, assignment: Assignment, channel: socket.socket, *, vault: Sequence[int] = ()) -> None:
         channel.close()
+        if not self.has_files:
+            raise OSError(errno.EMFILE, "Too many open files")
         self.forked.append(assignment)
 
     def signal(self, worker: int, signum: int, *, alone: bool = False) -> None:
@@ -56,6 +61,10 @@ class Notes:
 
     def exited(self, ended: WorkerExit) -> None:
         self.heard.append((ended.worker, (ended.error or {}).get("kind")))
+        self.on_exit(ended)
+
+    def on_exit(self, ended: WorkerExit) -> None:
+        """What a head does about it."""
 
     def barren(self) -> None:
         self.heard.append("barren")
@@ -168,10 +177,106 @@ def test_a_host_whose_warm_parent_is_lost_says_that_it_can_start_nobody_before_i
     began.parent.ends("was killed by signal 9")
     assert began.notes.heard == ["barren", (2, "WarmParentLost"), (3, "WarmParentLost")]
     began.crew.add(2, workers=4, incarnation=1)
-    assert began.notes.heard[-1] == (2, "WarmParentLost")
+    assert len(began.notes.heard) == 3, "whoever asks has to be done with asking"
+    began.crew.tick(0.0)
+    assert began.notes.heard[3:] == [(2, "WarmParentLost")]
     assert len(began.forked) == 2
 
 
 def test_a_warm_parent_that_is_lost_before_it_is_ready_ends_the_host(late: Scene) -> None:
     with pytest.raises(LaunchError, match="The process that imports what workers need was killed"):
         late.parent.ends("was killed by signal 9")
+
+
+def not_started(scene: Scene, worker: int) -> None:
+    scene.parent.says({"op": "not_started", "worker": worker, "reason": "Resource temporarily unavailable"})
+
+
+def no_files(scene: Scene, worker: int) -> None:
+    scene.parent.has_files = False
+    scene.crew.add(worker, workers=6, incarnation=1)
+    scene.parent.has_files = True
+
+
+def no_directory(scene: Scene, worker: int) -> None:
+    directory = Path(scene.crew.alive[2].worker_dir).with_name(f"worker_{worker}")
+    directory.write_text("in the way")
+    scene.crew.add(worker, workers=6, incarnation=1)
+    directory.unlink()
+
+
+def no_process(scene: Scene, worker: int) -> None:
+    scene.crew.add(worker, workers=6, incarnation=1)
+    not_started(scene, worker)
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        (no_process, "worker 5 could not be forked: Resource temporarily unavailable. Free memory or processes"),
+        (no_files, "No channel for worker 5: Too many open files. Raise the limit on open files"),
+        (no_directory, "worker_5: File exists. Make room there"),
+    ],
+    ids=["process", "files", "directory"],
+)
+def test_who_comes_later_and_cannot_be_started_is_lost_and_the_others_go_on(
+    began: Scene, fails: Callable[[Scene, int], None], says: str
+) -> None:
+    fails(began, 5)
+    (said,) = began.notes.heard
+    assert says in said
+    began.crew.tick(0.0)
+    assert began.notes.heard[1:] == [(5, "NotStarted")]
+    assert sorted(began.crew.alive) == [2, 3] and not began.parent.signalled
+    began.crew.add(5, workers=6, incarnation=2)
+    began.crew.tick(0.0)
+    assert began.forked[-1] == (5, 2, 3, True) and len(began.notes.heard) == 2, "it is tried again as ever"
+
+
+def test_who_begins_the_run_and_cannot_be_started_ends_it(began: Scene) -> None:
+    with pytest.raises(LaunchError, match="worker 2 could not be forked: Resource temporarily unavailable"):
+        not_started(began, 2)
+
+
+def test_a_replica_that_cannot_be_started_is_lost_once_and_nobody_of_it_is_waited_for(began: Scene) -> None:
+    """The head ends all of a replica when it hears of the first, and may ask for it again at once."""
+
+    def on_exit(ended: WorkerExit) -> None:
+        for other in {4, 5} - {ended.worker}:
+            began.crew.kill_worker(other)
+        for worker in (4, 5):
+            began.crew.add(worker, workers=6, incarnation=2)
+
+    no_files(began, 4)
+    no_files(began, 5)
+    began.notes.heard.clear()
+    began.notes.on_exit = on_exit  # type: ignore[method-assign]
+    began.crew.tick(0.0)
+    assert began.notes.heard == [(4, "NotStarted")]
+    assert [one.rank for one in began.parent.forked[2:]] == [4, 5] and not began.parent.signalled
+    assert sorted(began.crew.alive) == [2, 3, 4, 5]
+    began.crew.kill_worker(4)
+    assert not began.crew.is_gone
+    not_started(began, 4)  # killed before this was heard: nobody is lost by it
+    began.crew.tick(0.0)
+    assert began.notes.heard == [(4, "NotStarted")]
+
+
+def test_when_the_warm_parent_is_lost_nobody_is_told_twice_whom_the_head_has_ended_with_another_one(
+    began: Scene,
+) -> None:
+    began.notes.on_exit = lambda ended: began.crew.kill_worker(5 - ended.worker)  # type: ignore[method-assign]
+    began.parent.ends("was killed by signal 9")
+    assert began.notes.heard == ["barren", (2, "WarmParentLost")]
+    assert not began.crew.alive
+
+
+def test_a_worker_that_ends_after_it_was_given_up_as_stuck_is_no_news(began: Scene) -> None:
+    for worker in (2, 3):
+        began.parent.says({"op": "started", "worker": worker, "pid": 10 + worker})
+    began.crew.kill()
+    began.crew.tick(time.monotonic() + LAST_S + 1.0)
+    assert began.notes.heard == [(2, STUCK), (3, STUCK)]
+    about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1}
+    began.parent.says({"op": "exited", "worker": 2, "pid": 12, **about})
+    assert len(began.notes.heard) == 2 and began.crew.is_gone

@@ -14,6 +14,7 @@ import pytest
 from paceline.elastic.notices import PREEMPTED
 from paceline.events import WorkerJoined, WorkerLost
 from paceline.launch.head import STOP_S
+from paceline.launch.outcome import lost
 from pretended_hosts import HeadAndMember, ended, heard
 
 
@@ -302,3 +303,13 @@ def test_the_last_words_of_a_worker_do_not_count_for_its_successor_on_the_same_h
     assert sum(isinstance(event, WorkerLost) for event in both.events) == 1
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", pid=12, signal=int(signal.SIGKILL))))
     assert [message["op"] for message in heard(both.member)].count("start") == 1
+
+
+def test_a_replacement_that_cannot_be_started_is_lost_before_it_had_joined_and_tried_again(both: HeadAndMember) -> None:
+    both.begin(least=1, most=3)
+    both.head.exited(ended(1, None, signal=9))
+    why = "worker 1 could not be forked: Resource temporarily unavailable"
+    both.head.exited(lost(1, host="a", pid=0, kind="NotStarted", message=why))
+    assert both.state() == "going on"
+    assert [event.reason for event in both.events if isinstance(event, WorkerLost)][1:] == [why]
+    assert both.crew.told.count(("add", 1, 3)) == 2

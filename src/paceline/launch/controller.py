@@ -278,8 +278,8 @@ def _spelled(workers: Collection[int]) -> str:
 
 def cause_of(ended: WorkerExit) -> str:
     """How a worker was lost, in words."""
-    if ended.error and ended.error.get("kind") in ("HostLost", "Hang"):
-        return str(ended.error["message"])  # the same for all of these workers, and so told once
+    if ended.error and ended.error.get("kind") in ("HostLost", "Hang", "NotStarted"):
+        return str(ended.error["message"])  # the same for all of these workers, and so told once; or it names its own
     if ended.error and ended.signal is None:
         return f"worker {ended.worker}: {ended.error.get('message', '')}".splitlines()[0]
     if ended.signal is not None:

@@ -74,6 +74,7 @@ class Crew:
         self._pids: dict[int, int] = {}
         self._retired: set[int] = set()  # pids of workers that were killed one by one
         self._doomed: dict[int, int] = {}  # such of them as had not been started, by rank
+        self._unstarted: dict[int, str] = {}  # workers that came later and could not be started: why
         self._guests: set[int] = set()
         self._forked = False
         self._gone = ""  # what became of the warm parent
@@ -121,7 +122,8 @@ class Crew:
 
     def add(self, worker: int, *, workers: int, incarnation: int) -> None:
         """Start one more worker, of a run that has `workers` then: it joins the others between two of their steps.
-        `incarnation`: its replica's."""
+        `incarnation`: its replica's. Where it cannot be started it is lost, which `tick` tells: whoever asks is in the
+        middle of a decision."""
         if self._told or self._parent is None:
             return
         taken = {assignment.local_rank for assignment in self.alive.values()}
@@ -137,18 +139,20 @@ class Crew:
             begins_at=None,  # the others have the newest state
             incarnation=incarnation,
         )
-        self._make_directory(assignment)
         self.alive[worker] = assignment
         if self._gone:
-            self._lost(worker, "WarmParentLost", self._gone)
-        elif self._forked:  # otherwise it is forked as soon as the warm parent is ready
+            self._unstarted[worker] = self._gone
+            return
+        self._make_directory(assignment)
+        if self._forked:  # otherwise it is forked as soon as the warm parent is ready
             self._fork(assignment)
 
     def kill_worker(self, worker: int) -> None:
         """Send SIGKILL to one worker's process group."""
         if worker not in self.alive or self._parent is None:
             return
-        if not self._forked:
+        is_unstarted = self._unstarted.pop(worker, None) is not None
+        if is_unstarted or not self._forked:
             del self.alive[worker]
             return
         self._parent.signal(worker, signal.SIGKILL)
@@ -195,6 +199,9 @@ class Crew:
         """Do what has become due."""
         if self._vaults is not None:
             self._vaults.tidy()
+        for worker in tuple(self._unstarted):
+            if worker in self._unstarted:  # otherwise it has been ended with another one of its replica
+                self._lost(worker, "WarmParentLost" if self._gone else "NotStarted", self._unstarted.pop(worker))
         if self._kill_at is not None and now >= self._kill_at:
             self.kill()
         if self._give_up_at is not None and now >= self._give_up_at:
@@ -217,27 +224,38 @@ class Crew:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "error.json").unlink(missing_ok=True)  # of an earlier start that came no further
         except OSError as error:
-            raise LaunchError(f"Cannot make the log directory {directory}: {error.strerror}.") from error
+            why = f"Cannot make the log directory {directory}: {error.strerror}"
+            self._cannot_start(assignment, why, "Make room there, or use another run directory (--run-dir)", error)
 
     def _fork_all(self) -> None:
         self._forked = True
-        for worker, assignment in self.alive.items():
-            if worker not in self._guests:
-                self._fork(assignment)
+        for assignment in self.alive.values():
+            self._fork(assignment)
 
     def _fork(self, assignment: Assignment) -> None:
-        if self._parent is None:
+        worker = assignment.rank
+        if self._parent is None or worker in self._guests or worker in self._unstarted:
             return
         try:
+            vault = () if self._vaults is None else self._vaults.fds_for(worker, step=assignment.begins_at)
             ours, theirs = socket.socketpair()
+            self._serve(worker, ours)
+            self._parent.fork(assignment, theirs, vault=vault)
         except OSError as error:
-            raise LaunchError(
-                f"No channel for worker {assignment.rank}: {error.strerror}. Raise the limit on open files "
-                "(ulimit -n), or use fewer workers on this host."
-            ) from error
-        self._serve(assignment.rank, ours)
-        vault = () if self._vaults is None else self._vaults.fds_for(assignment.rank, step=assignment.begins_at)
-        self._parent.fork(assignment, theirs, vault=vault)
+            if worker in self._links:
+                self._links.pop(worker).close()
+            remedy = "Raise the limit on open files (ulimit -n), or use fewer workers on this host"
+            self._cannot_start(assignment, f"No channel for worker {worker}: {error.strerror}", remedy, error)
+        except LookupError as error:
+            raise LaunchError(f"Worker {worker} has nothing to begin with: {error}.") from error
+
+    def _cannot_start(self, assignment: Assignment, why: str, remedy: str, error: Exception | None = None) -> None:
+        """Raises LaunchError where this worker begins the run. One that comes later is lost, like any that dies before
+        it has joined."""
+        if not assignment.joins:
+            raise LaunchError(f"{why}. {remedy}.") from error
+        self._unstarted[assignment.rank] = why
+        self._say(f"{why}. {remedy}.")
 
     def _serve(self, worker: int, channel: socket.socket) -> None:
         def closed(error: Exception) -> None:
@@ -275,13 +293,16 @@ class Crew:
             case "started":
                 self._pids[message["worker"]] = message["pid"]
                 self._listener.started(message["worker"], message["pid"])
+            case "not_started" if self._doomed.get(message["worker"], 0) > 0:
+                self._doomed[message["worker"]] -= 1
             case "not_started":
-                raise LaunchError(
-                    f"worker {message['worker']} could not be forked: {message['reason']}. Free memory or processes "
-                    "(ulimit -u, the container's pids limit), or use fewer workers."
-                )
+                why = f"worker {message['worker']} could not be forked: {message['reason']}"
+                remedy = "Free memory or processes (ulimit -u, the container's pids limit), or use fewer workers"
+                self._cannot_start(self.alive[message["worker"]], why, remedy)
             case "exited" if message["pid"] in self._retired:
                 self._retired.discard(message["pid"])
+            case "exited" if message["worker"] not in self.alive:
+                pass  # it was given up as stuck, and has ended after all
             case "exited":
                 self._exited(message["worker"], message["exit_code"], message["signal"], message["peak_memory_bytes"])
             case op:
@@ -338,6 +359,7 @@ class Crew:
 
     def _report(self, ended: WorkerExit) -> None:
         del self.alive[ended.worker]
+        self._unstarted.pop(ended.worker, None)
         self._pids.pop(ended.worker, None)  # a successor that is killed before its start is heard of has another one
         self._listener.exited(ended)
 
@@ -348,4 +370,5 @@ class Crew:
         self._gone = f"the process that the workers were forked from {how}{output}"
         self._listener.barren()
         for number, worker in enumerate(sorted(self.alive.keys() - self._guests)):
-            self._lost(worker, "WarmParentLost", self._gone, echo=number > 0)
+            if worker in self.alive and worker not in self._unstarted:  # ended with another one of its replica, or anew
+                self._lost(worker, "WarmParentLost", self._gone, echo=number > 0)

@@ -121,7 +121,7 @@ class WarmParent:
 
     def fork(self, assignment: Assignment, channel: socket.socket, *, vault: Sequence[int] = ()) -> None:
         """Ask for a worker; `channel` is its end of the socket to the supervisor, and is closed here. `vault`: files
-        that it is handed as well, which stay open here."""
+        that it is handed as well, which stay open here. OSError where this process may open no more files."""
         self._asked = True
         request = {
             "op": "fork",
@@ -133,7 +133,11 @@ class WarmParent:
             "argv": sys.argv,
             "num_files": len(vault),
         }
-        self._attached().send(request, passing=[channel, *(_File(os.dup(fd)) for fd in vault)])
+        with contextlib.ExitStack() as unsent:
+            unsent.enter_context(channel)
+            files = [unsent.enter_context(contextlib.closing(_File(os.dup(fd)))) for fd in vault]
+            unsent.pop_all()
+        self._attached().send(request, passing=[channel, *files])
 
     def signal(self, worker: int, signum: int, *, alone: bool = False) -> None:
         """Send a signal to a worker's process group, or to it alone, where the worker has not ended."""
