@@ -77,6 +77,12 @@ def test_fewer_replicas_begin_on_the_hosts_that_are_left_and_places_are_found_by
     assert found.errands == () and found.restarted.lent == (1,)  # host 2 begins with the copy of the lost worker 1
 
 
+def test_a_place_whose_host_has_nothing_gets_its_own_snapshot_where_there_is_a_copy_of_it() -> None:
+    found = again(host(0, range(0, 1), kept(0, 10), copied(1, 10)), host(3, (), slots=2), workers=3, workers_each=1)
+    assert found.ranks == {0: (0,), 3: (1, 2)}
+    assert found.errands == (Errand(worker=1, source=0, to=3), Errand(worker=0, source=0, to=3))
+
+
 def test_where_one_has_written_for_all_it_goes_to_every_host_that_lacks_it() -> None:
     stock = kept(0, 10, is_for_all=True)
     found = again(host(0, range(0, 2), stock), host(1, range(2, 4)), workers=4, workers_each=1)

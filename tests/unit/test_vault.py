@@ -115,6 +115,9 @@ def test_a_place_begins_with_what_any_worker_has_kept_there_but_not_with_what_le
         slots = [held[at].at(20) for at in (0, 3, 0, 3)]
         assert [vaults.fds_for(worker, step=20)[2] for worker in range(4)] == [slot and slot.fd for slot in slots]
         assert vaults.fds_for(2, step=20)[:2] == tuple(slot.fd for slot in held[2].slots)  # and fills its own
+        copy = vaults.room_for(2)
+        copy.commit(mark(20))
+        assert vaults.fds_for(2, step=20)[2] == copy.fd  # best what it had itself
         vaults.keep_only(20)
         assert vaults.newest(4) == 20 and held[1].steps == frozenset()
         with pytest.raises(LookupError, match="state of worker 2 after step 10"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from forked import World
 from layout_runs import Text, next_word
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.comm.split import local_part
+from paceline.comm.vault import Vault
 from paceline.events import StepDone, decode
 from paceline.plan import AllReduce, Batch, Compute, Guard, Int8, Layout, OneBit, Plan, PowerSGD, Raw, Sparse, Wire
 from paceline.worker.memories import Gathered
+from paceline.worker.vaulting import store
 
 BATCH = Batch(size=16, micro=4)
 BUCKETS = AllReduce(bucket_bytes=2048)
@@ -213,9 +216,18 @@ def first_life(worker: Any) -> tuple[dict[int, float], Any, Any]:
 
 
 def second_life(worker: Any, states: list[Any]) -> dict[int, float]:
-    worker._prepared.recall(states[worker.rank])
-    worker._loop.fill(states[worker.rank]["loop"])
-    return train(worker)["losses"]
+    with began_with(worker, states[worker.rank]):
+        return train(worker)["losses"]
+
+
+@contextlib.contextmanager
+def began_with(worker: Any, state: Any) -> Iterator[None]:
+    """A worker that begins again with what was kept after step 3."""
+    with contextlib.closing(Vault.create("test")) as vault:
+        slot = vault.next
+        slot.commit(store(slot, state, step=3, is_for_all=False))
+        worker._resume(slot)
+        yield
 
 
 def test_memory_that_outlives_a_worker_has_its_own_and_a_newcomer_has_what_all_know(world: World) -> None:
@@ -227,6 +239,29 @@ def test_memory_that_outlives_a_worker_has_its_own_and_a_newcomer_has_what_all_k
         assert any(name.startswith("wire:model:own:") for name in state["tensors"])
         told = [name for name in handed["tensors"] if name.startswith("wire:")]
         assert told and all(name.startswith("wire:model:common:") for name in told)
+
+
+def test_who_begins_again_with_another_replicas_snapshot_does_not_send_what_that_one_has_still_to_send(
+    world: World,
+) -> None:
+    def found(worker: Any, *, state: Any) -> tuple[set[str], set[str]]:
+        """The parameters of which something is to be sent, and of which all know something, when it begins."""
+        memories: list[Any] = []
+
+        def look() -> None:
+            if worker.step == 3:
+                memories.append(next(iter(worker._models.sums()))[1].memory().copied())
+
+        with began_with(worker, state):
+            train(worker, before_step=look)
+        (memory,) = memories
+        return {name for name, value in memory.own.items() if value.any()}, set(memory.common)
+
+    plan = plan_of(PowerSGD(rank=2))
+    (_, state, _), _ = world(first_life, 2, plan, save_at_end=False)
+    own, other = world(functools.partial(found, state=state), 2, plan, save_at_end=False)
+    assert own[0] and not other[0]
+    assert own[1] == other[1] != set()
 
 
 def test_a_rollback_drops_what_was_still_to_be_sent(world: World) -> None:

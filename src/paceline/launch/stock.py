@@ -99,9 +99,10 @@ def errands(
         for worker in ranks[host.index]:
             if any(_serves(one, worker, step, workers_each) for one in host.stock):
                 continue
-            source, kept = next(
+            found_at = [
                 (other, one) for other in hosts for one in other.stock if _serves(one, worker, step, workers_each)
-            )
+            ]
+            source, kept = min(found_at, key=lambda at: at[1].worker != worker)  # best its own
             errand = Errand(worker=kept.worker, source=source.index, to=host.index)
             if errand not in found:
                 found.append(errand)

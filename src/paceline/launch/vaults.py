@@ -120,13 +120,12 @@ class Vaults:
 
     def _alike(self, worker: int) -> Iterator[Vault]:
         """The vaults of all who are, or were, at a worker's place; its own first."""
-        for vaults in (self._vaults, self._copies):
-            if worker in vaults:
-                yield vaults[worker]
-            if self.workers_each is not None:
-                for other, vault in vaults.items():
-                    if other != worker and (other - worker) % self.workers_each == 0:
-                        yield vault
+        both = self._vaults, self._copies
+        yield from (vaults[worker] for vaults in both if worker in vaults)
+        if self.workers_each is not None:
+            for other, vault in (item for vaults in both for item in vaults.items()):
+                if other != worker and (other - worker) % self.workers_each == 0:
+                    yield vault
 
     def _source(self, worker: int, step: int) -> Slot:
         for vault in self._alike(worker):

@@ -7,8 +7,9 @@ and of a parameter that is cut for each of its parts: as long as it is cut into 
 Of parameters whose rows are spread nothing is common. Where workers of a replica have parts of one gradient, each has
 something to send of its part: the sum is stored, and one of them goes on with it.
 
-Whoever joins has nothing to send, and is told what all know. What a lost replica had still to send is lost with it. A
-rollback drops what all have still to send: it is of steps that are undone.
+Whoever joins has nothing to send, and is told what all know. What a lost replica had still to send is lost with it:
+also where all begin again, and its place begins with another replica's snapshot. A rollback drops what all have still
+to send: it is of steps that are undone.
 """
 
 from __future__ import annotations
@@ -130,14 +131,15 @@ class Memories:
                 tensors.update((_key(about, OWN, HERE, name), tensor) for name, tensor in memory.own.items())
         return tensors
 
-    def recall(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with what `here` gave, here or at the same place of another replica."""
+    def recall(self, tensors: Mapping[str, Tensor], *, with_own: bool) -> None:
+        """Go on with what `here` gave, here or, without its own, at the same place of another replica: what that one
+        has still to send it sends itself."""
         parameters, found = self._registry.parameters(), _Found()
         for key in tensors:
             if not is_remembered(key):
                 continue
             about, kind, which, name = _parts(key)
-            if name not in parameters:
+            if name not in parameters or (kind == OWN and not with_own):
                 continue
             value = tensors[key].to(parameters[name].device)
             if kind == COMMON:

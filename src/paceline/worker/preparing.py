@@ -78,6 +78,7 @@ class Preparation:
         self._axes, self._store, self._timeout_s = axes, store, timeout_s
         self._memories = memories
         self._handed: Mapping[str, Any] | None = None  # what another worker had here, until all of it is taken over
+        self._hands_own = False  # it was this very worker
         self._checkpoint: Checkpoint | None = None  # on worker 0
         self._state: dict[str, Any] | None = None  # its plain part, on all workers
         self._used: set[str] = set()
@@ -229,7 +230,7 @@ class Preparation:
     def _fill_memories(self) -> None:
         """Have codecs go on with what they remembered then."""
         if self._handed is not None:
-            self._memories.recall(self._handed["tensors"])
+            self._memories.recall(self._handed["tensors"], with_own=self._hands_own)
         elif self._memories.is_kept:
             self._together(self._memories.load)
         elif (source := self._opened()) is not None and any(map(is_remembered, source.names)):
@@ -403,16 +404,16 @@ class Preparation:
         spreads = spreads_of(self.registry)
         return {"tensors": tensors, "spreads": spreads, "plain": self._plain(cursors), "step": step}
 
-    def recall(self, state: Mapping[str, Any]) -> None:
+    def recall(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         """Go on with what this place had when all its run's workers were lost: what is prepared from now on is filled
-        from it."""
+        from it. `is_own`: this very worker had it, and not the one at the same place of another replica."""
         self._handed, self._state, self.step = state, state["plain"], state["step"]
-        self.is_recalled = True
+        self.is_recalled, self._hands_own = True, is_own
 
     def fill(self, state: Mapping[str, Any]) -> None:
         """Take over what `snapshot` gave at the same place, for what is prepared already and for what will be."""
         self._handed, self._state, self.step = state, state["plain"], state["step"]
-        self._has_begun, self.has_taken_over = False, True
+        self._has_begun, self.has_taken_over, self._hands_own = False, True, False
         self.refill()
 
     def _fill_model(self, name: str) -> None:

@@ -174,6 +174,7 @@ class Worker:
             group=group,
             together=agreement.run,
             state=lambda: {
+                "worker": rank,
                 "loop": self._loop.plain(),
                 **self._prepared.snapshot(step=self.step, cursors=self._loop.cursors, is_own=True),
             },
@@ -471,7 +472,7 @@ class Worker:
     def _resume(self, begins_with: Slot | None) -> None:
         if begins_with is not None:
             state = state_in(begins_with)
-            self._prepared.recall(state)
+            self._prepared.recall(state, is_own=state["worker"] == self.rank)
             self._loop.fill(state["loop"])
             self._loop.begin_at(self._prepared.step)
         elif self._files.may_resume:
