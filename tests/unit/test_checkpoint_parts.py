@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from paceline.checkpoint.dcp_parts import Where, combined_crc32
+from paceline.checkpoint.export import main_export
 from paceline.checkpoint.parts import Parts, PartWriter
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.checkpoint.writer import Writer
@@ -50,6 +53,12 @@ def writers(directory: Path, told: list[Event], *, timeout_s: float = 30.0) -> t
 def save(first: Writer, second: PartWriter, step: int) -> None:
     first.save(step, {"w": WHOLE["w"][:3], "n": WHOLE["n"]}, {"plain": 1}, {}, where=ROWS[0])
     second.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
+
+
+def change_a_byte(path: Path, *, of: Tensor) -> None:
+    data = path.read_bytes()
+    at = data.index(of.numpy().tobytes())
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6))
@@ -93,12 +102,30 @@ def test_a_damaged_row_is_found_by_the_checksum_of_the_whole(tmp_path: Path) -> 
     second.close()
     path = first.close()
     assert path is not None
-    file = path / "__1_0.distcp"
-    data = file.read_bytes()
-    at = data.index(WHOLE["w"][3:].numpy().tobytes())
-    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    change_a_byte(path / "__1_0.distcp", of=WHOLE["w"][3:])
     with pytest.raises(CheckpointError, match=r"w cannot be read.*damaged"):
         open_checkpoint(path).load(["w"])
+
+
+def test_a_damaged_part_that_is_no_rows_is_found_by_the_checksum_of_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, _ = writers(tmp_path / "checkpoints", [])
+    parts = [WHOLE["w"][:, :1].clone(), WHOLE["w"][:, 1:].clone()]
+    columns = [{"model.w": Where("model.w", (5, 2), (0, at))} for at in range(2)]
+    first.save(1, {"model.w": parts[0]}, {}, {}, where=columns[0])
+    second.save({"model.w": parts[1]}, columns[1])
+    second.close()
+    path = first.close()
+    assert path is not None and torch.equal(open_checkpoint(path, verified=True).load()["model.w"], WHOLE["w"])
+    change_a_byte(path / "__1_0.distcp", of=parts[1])
+    assert not torch.equal(open_checkpoint(path).load()["model.w"], WHOLE["w"]), "nothing else shows it"
+    damage = r"step_00000001 cannot be used: the file __1_0\.distcp is damaged"
+    with pytest.raises(CheckpointError, match=damage):
+        open_checkpoint(path, verified=True)
+    assert main_export(path, tmp_path / "model.safetensors") == 1
+    assert re.search(damage, capsys.readouterr().err)
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def fails_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -135,6 +162,39 @@ def test_a_save_that_fails_on_one_writer_fails_at_once_and_the_next_one_succeeds
     second.close()
     assert first.close() == tmp_path / "step_00000003"
     assert not mail.texts
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_no_room_for_the_copies_of_one_writer_fails_the_save_at_once_and_the_next_one_succeeds(
+    tmp_path: Path, who: int
+) -> None:
+    place, told, mail = tmp_path / "disk", list[Event](), Box()
+    parts = [Parts(index=index, count=2, mail=mail, timeout_s=30.0) for index in range(2)]
+    staging = [place if who == index else None for index in range(2)]
+    first = Writer(tmp_path / "all", keep=2, on_event=told.append, parts=parts[0], staging=staging[0])
+    second = PartWriter(parts[1], staging=staging[1])
+    save(first, second, 1)
+    by = "worker 1 could not write its part: " if who == 1 else ""
+    with pytest.raises(CheckpointError, match=f"step 1 was not written: {by}no room in {place} .* No such file"):
+        first.wait()
+    second._settle(None)
+    assert (second._failure is None) == (who == 0), "one of them tells why"
+    place.mkdir()
+    save(first, second, 2)
+    second.close()
+    assert first.close() == tmp_path / "all" / "step_00000002"
+    assert [type(event) for event in told] == [CheckpointFailed, CheckpointSaved]
+
+
+def test_a_tensor_that_cannot_be_stored_is_an_error_where_it_is_and_fails_the_save_of_the_others(
+    tmp_path: Path,
+) -> None:
+    first, second, _ = writers(tmp_path, [])
+    first.save(1, {"w": WHOLE["w"][:3]}, {}, {}, where=ROWS[0])
+    with pytest.raises(CheckpointError, match="cannot store w: it is a meta tensor"):
+        second.save({"w": WHOLE["w"][3:].to("meta")}, ROWS[1])
+    with pytest.raises(CheckpointError, match="worker 1 could not write its part: cannot store w: it is a meta"):
+        first.wait()
 
 
 def test_who_looks_only_when_the_save_has_failed_leaves_the_reason_to_the_first(

@@ -128,6 +128,19 @@ def test_damaged_ones_do_not_count_as_kept_and_the_only_good_one_stays(tmp_path:
     assert_loadable(find(tmp_path).newest, 2)
 
 
+def test_damaged_ones_stay_until_there_are_enough_newer_ones(tmp_path: Path) -> None:
+    with writing(tmp_path, [], keep=2) as writer:
+        for step in (1, 2, 3):
+            writer.save(step, tensors_of(step), {"step": step}, {})
+            writer.wait()
+            if step == 2:
+                (tmp_path / "step_00000002" / "__0_0.distcp").unlink()
+        assert steps_in(tmp_path) == ["0001", "0002", "0003"]
+        writer.save(4, tensors_of(4), {"step": 4}, {})
+        writer.wait()
+    assert steps_in(tmp_path) == ["0003", "0004"]
+
+
 def test_one_whose_bytes_changed_does_not_count_as_kept_and_that_is_said_once(tmp_path: Path) -> None:
     with writing(tmp_path, [], keep=9) as writer:
         for step in (1, 2, 3):
@@ -238,7 +251,7 @@ def test_what_another_writer_of_the_run_may_still_be_writing_is_left_alone(tmp_p
         writer.save(1, tensors_of(1), {"step": 1}, {})
     other = tmp_path / "step_00000002.partial-77"
     other.mkdir()
-    successor = Writer(tmp_path, keep=3, on_event=[].append, tidies=False)
+    successor = Writer(tmp_path, keep=1, on_event=[].append, tidies=False)
     successor.save(3, tensors_of(3), {"step": 3}, {})
     successor.close()
     assert other.is_dir()
@@ -250,6 +263,8 @@ def test_a_run_that_starts_over_can_discard_what_lies_ahead(tmp_path: Path) -> N
         for step in (1, 2, 3):
             writer.save(step, tensors_of(step), {"step": step}, {})
     (tmp_path / "step_00000009.partial-77").mkdir()
+    folder.discard(tmp_path, after_step=1, keeping={2})
+    assert steps_in(tmp_path) == ["0001", "0002"]
     folder.discard(tmp_path, after_step=1)
     assert steps_in(tmp_path) == ["0001"]
     folder.discard(tmp_path, after_step=-1)
@@ -332,6 +347,29 @@ def test_a_disk_that_fills_at_any_file_leaves_nothing_behind(mount: Any) -> None
     assert outcomes == ["CheckpointFailed"] * num_failed + ["CheckpointSaved"] * (len(outcomes) - num_failed)
 
 
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_no_room_for_the_copy_fails_the_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_warm: bool
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    events: list[Event] = []
+    writer = Writer(tmp_path / "all", keep=3, on_event=events.append, staging=tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", refuse)
+        if is_warm:
+            writer.warm(tensors_of(1))
+        writer.save(1, tensors_of(1), {"step": 1}, {})
+        with pytest.raises(
+            CheckpointError, match=rf"no room in {tmp_path} for the copy of .*No space left.*offload_path"
+        ):
+            writer.wait()
+    writer.save(2, tensors_of(2), {"step": 2}, {})
+    assert_loadable(writer.close(), 2)
+    assert [type(event).__name__ for event in events] == ["CheckpointFailed", "CheckpointSaved"]
+
+
 def test_an_error_of_another_kind_names_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the directory should be")
     events: list[Event] = []
@@ -359,3 +397,36 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
         assert_loadable(writer.wait(), step)
         assert_loadable(find(tmp_path).newest, step)
     assert [type(event).__name__ for event in events] == ["CheckpointSaved", "Warned", "CheckpointSaved"]
+
+
+def test_what_an_earlier_start_left_and_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    (tmp_path / "step_00000009.removed-77").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    events: list[Event] = []
+    with writing(tmp_path, events) as writer:
+        for step in (1, 2):
+            writer.save(step, tensors_of(step), {"step": step}, {})
+        assert_loadable(writer.wait(), 2)
+    assert [type(event).__name__ for event in events] == ["Warned", "CheckpointSaved", "CheckpointSaved"]
+
+
+def test_one_that_cannot_be_deleted_keeps_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with writing(tmp_path, []) as writer:
+        for step in (1, 2, 3):
+            writer.save(step, tensors_of(step), {"step": step}, {})
+    remove = folder.remove
+
+    def refuse(path: Path) -> None:
+        if path.name == "step_00000002":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        remove(path)
+
+    monkeypatch.setattr(folder, "remove", refuse)
+    with pytest.raises(OSError, match="busy"):
+        folder.discard(tmp_path, after_step=0)
+    assert steps_in(tmp_path) == ["0002"]

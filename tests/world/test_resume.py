@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
+from paceline.errors import CheckpointError
 from paceline.plan import Batch, Compute, Plan
 
 PLAN = Plan(batch=Batch(size=16, micro=4), compute=Compute(precision="fp64"))
@@ -127,6 +129,21 @@ def test_restore_takes_a_named_checkpoint(world: World) -> None:
     assert all(after[step] == pytest.approx(whole[step], rel=1e-6) for step in range(4, 13))
 
 
+def test_a_named_checkpoint_that_is_damaged_is_refused_on_all_workers(world: World) -> None:
+    world(lambda worker: train(worker, save_at=3), 1, PLAN, max_steps=6)
+    older, damaged = (world.run_dir / "checkpoints" / f"step_0000000{step}" for step in (3, 6))
+    data = bytearray((damaged / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (damaged / "__0_0.distcp").write_bytes(data)
+
+    def again(worker: Any) -> int:
+        with pytest.raises(CheckpointError, match=r"step_00000006 cannot be used: the file __0_0\.distcp is damaged"):
+            worker.restore(str(damaged))
+        return worker.restore(str(older))
+
+    assert world(again, 2, PLAN, fresh=True) == [3, 3]
+
+
 def test_a_changed_model_is_refused_with_the_parameters_name_and_shapes(world: World) -> None:
     world(train, 1, PLAN, max_steps=2)
 
@@ -194,6 +211,30 @@ def test_a_fresh_start_that_saves_nothing_deletes_nothing(world: World) -> None:
     world(train, 1, PLAN, max_steps=8)
     world(train, 1, PLAN, max_steps=3, fresh=True, save_at_end=False)
     assert sorted(world(train, 1, PLAN)[0]["steps"]) == list(range(9, 13))
+
+
+@pytest.mark.parametrize(("times", "left"), [(1, ["1", "2", "3"]), (99, ["1", "2", "3", "8"])])
+def test_a_checkpoint_of_the_former_try_that_cannot_be_deleted_is_a_warning(
+    world: World, times: int, left: list[str]
+) -> None:
+    world(train, 1, PLAN, max_steps=8)
+
+    def again(worker: Any) -> list[int]:
+        rename, tried = Path.rename, list[Path]()
+
+        def refuse(path: Path, target: Path) -> Path:
+            if path.name == "step_00000008" and len(tried) < times:
+                tried.append(path)
+                raise OSError(errno.EBUSY, "Device or resource busy")
+            return rename(path, target)
+
+        pytest.MonkeyPatch().setattr(Path, "rename", refuse)  # in this process, to its end
+        return sorted(train(worker)["steps"])
+
+    assert world(again, 1, PLAN, max_steps=3, save_every=1, keep=9, fresh=True) == [[1, 2, 3]]
+    warned = "that this run does not go on from could not be deleted: [Errno 16] Device or resource busy"
+    assert (world.worker_dir(0) / "events.jsonl").read_text().count(warned) == min(times, 3)
+    assert sorted(path.name[-1] for path in (world.run_dir / "checkpoints").iterdir()) == left
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_over(world: World) -> None:

@@ -161,8 +161,9 @@ def _written(path: Path, text: str) -> Path:
 
 
 def _chosen(path: Path) -> Path:
+    """The checkpoint that is meant, all of whose files have been read: damaged weights look like any others."""
     if (path / MARK).exists():
-        return path
+        return open_checkpoint(path, verified=True).path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = find(directory, verified=True)
     for skipped, reason in found.skipped:

@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -180,22 +180,24 @@ def publish(path: Path) -> Path:
 
 
 def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path], bool]) -> None:
-    """Delete complete checkpoints beyond the `keep` newest good ones; never `newest`, which was just committed.
+    """Delete checkpoints beyond the `keep` newest good ones; never `newest`, which was just committed.
 
     Those that are damaged, by their sizes or because not `is_good`, are not counted, and left for their owner to look
-    at while they are among the newest.
+    at until `keep` good ones are newer. Raises OSError where one cannot be deleted, when all others are.
     """
-    others: list[tuple[int, Path]] = []
-    for path in _candidates(directory):
-        with contextlib.suppress(CheckpointError):
-            if path != newest:
-                others.append((_usable(path).step, path))
-    num_good = 1
-    for _, path in sorted(others, reverse=True):
+    others = [path for path in _candidates(directory) if path != newest]
+    others.sort(key=lambda path: (_step_of(path), path.name), reverse=True)
+    num_good, surplus = 1, list[Path]()
+    for path in others:
+        is_whole = _is_whole(path)
+        if not is_whole and path.suffix:  # somebody may be writing it; or it is being deleted
+            continue
         if num_good >= keep:
-            remove(path)
-        elif is_good(path):
+            if is_whole or _step_of(path) < _step_of(newest):  # all that were counted are newer
+                surplus.append(path)
+        elif is_whole and is_good(path):
             num_good += 1
+    _remove_all(surplus)
 
 
 def tidy(directory: Path) -> None:
@@ -212,11 +214,13 @@ def tidy(directory: Path) -> None:
             shutil.rmtree(path)
 
 
-def discard(directory: Path, *, after_step: int, keeping: int | None = None) -> None:
-    """Delete what is beyond a step, complete or not (-1: all), but for step `keeping`; for a run that starts over."""
-    for path in _candidates(directory):
-        if _step_of(path) > after_step and _step_of(path) != keeping:
-            remove(path)
+def discard(directory: Path, *, after_step: int, keeping: Collection[int] = ()) -> None:
+    """Delete what is beyond a step, complete or not (-1: all), but for the steps `keeping`; for a run that starts over.
+
+    Raises OSError where one cannot be deleted, when all others are.
+    """
+    steps = {path: _step_of(path) for path in _candidates(directory) if ".removed-" not in path.name}
+    _remove_all(path for path, step in steps.items() if step > after_step and step not in keeping)
 
 
 def remove(path: Path) -> None:
@@ -224,6 +228,18 @@ def remove(path: Path) -> None:
     if ".removed-" not in path.name:
         path = path.rename(path.with_name(f"{path.name.partition('.')[0]}.removed-{os.getpid()}"))
     shutil.rmtree(path)
+
+
+def _remove_all(paths: Iterable[Path]) -> None:
+    """`remove` each; the first error is raised when the others have gone."""
+    failures = list[OSError]()
+    for path in paths:
+        try:
+            remove(path)
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 @contextlib.contextmanager
@@ -272,6 +288,14 @@ def _usable(path: Path) -> Mark:
     if ".removed-" in path.name:
         raise CheckpointError("it was being deleted when its process ended")
     return read_mark(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint is complete, by its mark and the sizes of its files."""
+    with contextlib.suppress(CheckpointError):
+        _usable(path)
+        return True
+    return False
 
 
 def _mark_from(fields: Mapping[str, Any]) -> Mark:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.checkpoint.dcp_parts import Piece, Where, pieces_from_json, pieces_to_json, write_part
 from paceline.checkpoint.priority import lower_priority
-from paceline.checkpoint.staging import Staged, Staging
+from paceline.checkpoint.staging import NoRoom, Staged, Staging
 from paceline.errors import CheckpointError
 
 __all__ = ["Mail", "PartWriter", "Parts"]
@@ -154,11 +154,21 @@ class PartWriter:
         self._pending = self._thread.submit(self._staging.warm, dict(tensors))
 
     def save(self, tensors: Mapping[str, Tensor], where: Mapping[str, Where]) -> None:
-        """Copy what this worker holds and return; it is written in the background."""
+        """Copy what this worker holds and return; it is written in the background.
+
+        Raises CheckpointError for a tensor that cannot be stored; that there is no room for the copies fails the save.
+        """
         self._settle(None)
         self._number += 1
-        staged = self._staging.stage(tensors)
-        self._pending = self._thread.submit(self._write, self._number, staged, dict(where))
+        try:
+            staged = self._staging.stage(tensors)
+        except NoRoom as error:
+            self._pending = self._thread.submit(self._fail, self._number, str(error))
+        except CheckpointError as error:
+            self._parts.tell_failed(self._number, str(error))
+            raise
+        else:
+            self._pending = self._thread.submit(self._write, self._number, staged, dict(where))
 
     def wait(self) -> None:
         """Block until the last part is written; raises CheckpointError when it could not be."""
@@ -200,7 +210,11 @@ class PartWriter:
             )
         except (OSError, RuntimeError, CheckpointError) as error:  # torch's zip writer raises RuntimeError
             told = str(error).partition("\n")[0]
-        if parts.is_given_up(number):
-            return
-        self._failure = f"this worker's part of a checkpoint was not written: {told}"
-        parts.tell_failed(number, told)
+        self._fail(number, told)
+
+    def _fail(self, number: int, reason: str) -> None:
+        """Runs in the thread: say that there is no part, and why, unless the first has given up anyway."""
+        self._failure = None
+        if not self._parts.is_given_up(number):
+            self._failure = f"this worker's part of a checkpoint was not written: {reason}"
+            self._parts.tell_failed(number, reason)

@@ -1,7 +1,8 @@
 """Finds and reads checkpoints: in one process, with no collective, running nothing that the files contain.
 
 What is opened is checked first: the mark, every file's size, the checksums of the small files. Tensors are read when
-they are asked for, one by one, each against its own checksum.
+they are asked for, one by one, each against its own checksum. Those that are stored in parts which are no rows have
+none: so who is going to use a checkpoint opens one that is `verified`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.dcp_read import INDEX, Entry, read_entry, read_index
-from paceline.checkpoint.folder import Found, Mark, find, read_mark
+from paceline.checkpoint.folder import Found, Mark, find, read_mark, verify
 from paceline.checkpoint.state_tree import decode_state
 from paceline.errors import CheckpointError
 
@@ -25,10 +26,13 @@ STATE = "state.pt"
 _NUM_LISTED = 10
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a complete checkpoint; raises CheckpointError naming a file that is missing, damaged or not plain data."""
+def open_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
+    """Open a complete checkpoint; raises CheckpointError naming a file that is missing, damaged or not plain data.
+
+    With `verified` all of its files are read first, and compared with their checksums.
+    """
     try:
-        mark = read_mark(path)
+        mark = verify(path) if verified else read_mark(path)
         return Checkpoint(
             path, mark, read_index(_checked(path, INDEX, mark)), decode_state(_checked(path, STATE, mark))
         )

@@ -23,10 +23,14 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.units import bytes_text
 
-__all__ = ["Staged", "Staging", "bytes_of"]
+__all__ = ["NoRoom", "Staged", "Staging", "bytes_of"]
 
 _ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
 _HUGE_PAGE = 2 << 20
+
+
+class NoRoom(CheckpointError):
+    """There is no room for the copies at present; the next `stage` tries again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,15 +52,22 @@ class Staging:
         self._file: mmap.mmap | None = None  # below the block
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get memory for these tensors and touch every page of it: the first `stage` is then as fast as later ones."""
+        """Get memory for these tensors and touch every page of it: the first `stage` is then as fast as later ones.
+
+        Where there is no room nothing is done: `stage` says so, if it is still so then.
+        """
         needed, pinned = _needed_bytes(tensors.values()), self._is_to_be_pinned(tensors)
         if not self._fits(needed, pinned):
-            self._grow(needed, pinned)
+            with contextlib.suppress(NoRoom):
+                self._grow(needed, pinned)
             if self._block is not None and self._file is None:
                 ctypes.memset(self._block.data_ptr(), 0, self._block.numel())  # releases the interpreter lock
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """Copy the tensors; the originals may change afterwards. Raises CheckpointError for what is not dense."""
+        """Copy the tensors; the originals may change afterwards.
+
+        Raises CheckpointError for what is not dense, and NoRoom.
+        """
         unique, ties = _without_ties(tensors)
         needed, pinned = _needed_bytes(unique.values()), self._is_to_be_pinned(unique)
         if not self._fits(needed, pinned):
@@ -91,9 +102,12 @@ class Staging:
             else:
                 self._block = _mapped(num_bytes)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError when it cannot pin
-            raise CheckpointError(
-                f"no memory for the copy of {bytes_text(num_bytes)} that a checkpoint is written from: {error}. "
-                "Worker 0's host needs that much beside the model."
+            where, remedy = "memory", "This host needs that much beside the model"
+            if self._directory is not None:
+                where, remedy = f"room in {self._directory}", "Free that much there, or use another offload_path"
+            why = str(error).partition("\n")[0]
+            raise NoRoom(
+                f"no {where} for the copy of {bytes_text(num_bytes)} that a checkpoint is written from: {why}. {remedy}"
             ) from error
         self._is_pinned = pinned
 

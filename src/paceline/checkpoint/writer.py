@@ -29,7 +29,7 @@ from paceline.checkpoint.folder import MARK, Mark, checksum, partial_path, prune
 from paceline.checkpoint.parts import Parts
 from paceline.checkpoint.priority import lower_priority
 from paceline.checkpoint.reader import STATE
-from paceline.checkpoint.staging import Staged, Staging, bytes_of
+from paceline.checkpoint.staging import NoRoom, Staged, Staging, bytes_of
 from paceline.checkpoint.state_tree import encode_state, freeze
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointFailed, CheckpointSaved, Event, Warned
@@ -110,7 +110,8 @@ class Writer:
 
         tensors: dense, of any device; tied ones are stored once. state: plain values (see state_tree). about: JSON
         values. where: what those are that are pieces of a tensor, which several writers have together. Blocks until the
-        save before is written. Raises CheckpointError, before anything is written, for a value that cannot be stored.
+        save before is written. Raises CheckpointError, before anything is written, for a value that cannot be stored;
+        that there is no room for the copy fails this save alone.
         """
         began = time.perf_counter()
         if step < 0:
@@ -120,6 +121,9 @@ class Writer:
             frozen, noted = freeze(dict(state)), _json_copy(about)
             self._settle(None)
             staged = self._staging.stage(tensors)
+        except NoRoom as error:
+            self._pending = self._thread.submit(self._refuse, step, self._number, str(error))
+            return time.perf_counter() - began
         except CheckpointError as error:
             if self._parts is not None:
                 self._parts.refuse(self._number, str(error))
@@ -183,8 +187,7 @@ class Writer:
                 self._parts.give_up(save.number, str(error))
             elif self._parts is not None:
                 self._parts.refuse(save.number, str(error))
-            self._failure = _reason(_below(error), self._directory, save, _removed(partial))
-            self._on_event(CheckpointFailed(step=save.step, path=str(partial.with_suffix("")), reason=self._failure))
+            self._fail(save.step, _reason(_below(error), self._directory, save, _removed(partial)))
             return
         write_s = time.perf_counter() - began
         self._newest, self._failure = partial, None  # committed: from here on its name is all that can go wrong
@@ -199,6 +202,17 @@ class Writer:
                 step=save.step, path=str(self._newest), num_bytes=num_bytes, stall_s=save.stall_s, write_s=write_s
             )
         )
+
+    def _refuse(self, step: int, number: int, reason: str) -> None:
+        """Runs in the thread: nothing was copied, so there is nothing to write."""
+        if self._parts is not None:
+            self._parts.refuse(number, reason)
+        self._fail(step, f"checkpoint of step {step} was not written: {reason}. Older checkpoints are untouched.")
+
+    def _fail(self, step: int, failure: str) -> None:
+        self._failure = failure
+        path = partial_path(self._directory, step).with_suffix("")
+        self._on_event(CheckpointFailed(step=step, path=str(path), reason=failure))
 
     def _is_good(self, path: Path) -> bool:
         """Whether a checkpoint counts among those to keep: others' are read once, own ones when they have changed."""
@@ -217,8 +231,12 @@ class Writer:
     def _prepare(self, partial: Path, num_bytes: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         if not self._is_tidy:
-            tidy(self._directory)
-            self._is_tidy = True
+            self._is_tidy = True  # later on, somebody else may be writing
+            try:
+                tidy(self._directory)
+            except OSError as error:
+                text = f"what earlier saves left unfinished in {self._directory} could not be deleted: {error}"
+                self._on_event(Warned(text=text))
         if shutil.disk_usage(self._directory).free < num_bytes:  # do not fill it in vain
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         partial.mkdir()

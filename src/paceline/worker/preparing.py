@@ -85,7 +85,8 @@ class Preparation:
         self._between: list[str] = []  # names of the optimizers between replicas
         self._has_begun = False
         self._keeper: Keeper | None = None
-        self._has_saved = False
+        self._saved_steps: set[int] = set()  # by this worker, until there is nothing else beyond where it began
+        self._has_discarded = False
 
     def model(
         self,
@@ -238,27 +239,36 @@ class Preparation:
             self._files.emit(Note(text=text))
 
     def open(self, path: str | None) -> None:
-        """Open a checkpoint, by default the newest complete one; what is prepared from now on is filled from it."""
+        """Open a checkpoint, by default the newest complete one; what is prepared from now on is filled from it.
+
+        Raises CheckpointError on all workers where it is damaged.
+        """
         if self._agreement.is_newcomer:
             return  # a member's state comes instead
 
-        def look() -> tuple[int, str, bool, dict[str, Any]] | None:
-            about: tuple[int, str, bool, dict[str, Any]] | None = None
-            if self._group.index == 0:
-                chosen = Path(path) if path else self._newest()
-                if chosen is not None:
-                    self._checkpoint = open_checkpoint(chosen)
-                    is_own = chosen.resolve().parent == self._files.checkpoint_dir.resolve()
-                    about = (self._checkpoint.step, str(chosen), is_own, self._checkpoint.state)
-            return self._group.broadcast_object(about)
+        def look() -> tuple[int, str, bool, dict[str, Any]] | str | None:
+            return self._group.broadcast_object(self._look(path) if self._group.index == 0 else None)
 
         about = self._agreement.run(look)
+        if isinstance(about, str):
+            raise CheckpointError(about)
         if about is None:
-            if path:
-                raise CheckpointError(f"worker 0 could not open {path}")
             return
         self.step, self.source, self._is_own, self._state = about
         self._used, self._has_begun = set(), False
+
+    def _look(self, path: str | None) -> tuple[int, str, bool, dict[str, Any]] | str | None:
+        """Worker 0: open it, once its files are as they were written; returns what all are to know of it, or why it
+        cannot be used. None: there is none."""
+        try:
+            chosen = Path(path) if path else self._newest()
+            if chosen is None:
+                return None
+            self._checkpoint = open_checkpoint(chosen, verified=bool(path))  # the newest has been
+        except CheckpointError as error:
+            return str(error)
+        is_own = chosen.resolve().parent == self._files.checkpoint_dir.resolve()
+        return self._checkpoint.step, str(chosen), is_own, self._checkpoint.state
 
     def refill(self) -> None:
         """Fill everything that is prepared already from the open checkpoint."""
@@ -345,11 +355,18 @@ class Preparation:
     def _saved(self, event: Event) -> None:
         """Tell it; once this attempt has a checkpoint of its own, delete those of a future that it does not have."""
         self._files.emit(event)
-        if isinstance(event, CheckpointSaved) and not self._has_saved:
-            self._has_saved = True
-            # Who took over from another worker of this attempt does not know which earlier ones are its own.
-            after_step = event.step if self.has_taken_over else self.step
-            discard(self._files.checkpoint_dir, after_step=after_step, keeping=event.step)
+        if not isinstance(event, CheckpointSaved) or self._has_discarded:
+            return
+        self._saved_steps.add(event.step)
+        # Who took over from another worker of this attempt does not know which earlier ones are its own.
+        after_step = event.step if self.has_taken_over else self.step
+        directory = self._files.checkpoint_dir
+        try:
+            discard(directory, after_step=after_step, keeping=self._saved_steps)
+            self._has_discarded = True
+        except OSError as error:  # tried again after the next save
+            text = f"a checkpoint in {directory} that this run does not go on from could not be deleted: {error}"
+            self._files.emit(Warned(text=f"{text}. The next start may take it for the newest: delete it before"))
 
     def wait(self) -> None:
         """Wait for the save under way; raises CheckpointError when it could not be committed."""
@@ -394,7 +411,7 @@ class Preparation:
     def _opened(self) -> Checkpoint | None:
         """The open checkpoint, on worker 0; it may be another worker than the one that opened it."""
         if self._group.index == 0 and self._checkpoint is None and self.source:
-            self._checkpoint = open_checkpoint(Path(self.source))
+            self._checkpoint = open_checkpoint(Path(self.source), verified=True)
         return self._checkpoint if self._group.index == 0 else None
 
     def snapshot(self, *, step: int, cursors: Mapping[str, Cursor], is_own: bool) -> dict[str, Any]:

@@ -454,7 +454,8 @@ class Worker:
         there is none).
 
         Objects that are prepared already are filled at once, others when they are prepared. A run directory with
-        checkpoints is continued without this call.
+        checkpoints is continued without this call. Files are compared with their checksums first: where
+        those of `path` are damaged, all workers raise CheckpointError.
         """
         if self._loop.streams:
             raise RuntimeError("worker.restore() must come before worker.batches()")
