@@ -152,7 +152,10 @@ def _vocabulary(module: Any, kind: Kind, layer: Layer, team: Team, tokens: Tenso
     [(start, stop)] = ranges(layer.sections, size=team.size, index=team.index)
     if team.size == 1:
         return team.leave(F.embedding(tokens, module.weight, _padding(module, 0)), site=layer.name)
-    elsewhere = (tokens < start) | (tokens >= stop)
+    # Numbers of no word are left to the first and the last, whose tables refuse them as the whole one does.
+    elsewhere = tokens >= stop if team.index == 0 else tokens < start
+    if 0 < team.index < team.size - 1:
+        elsewhere = elsewhere | (tokens >= stop)
     known = (tokens - start).masked_fill(elsewhere, 0)
     padding = _padding(module, start)
     found = F.embedding(known, module.weight, padding if padding is not None and 0 <= padding < stop - start else None)
