@@ -64,6 +64,17 @@ def test_with_tokens_cut_between_layers_it_trains_like_one_process(
     assert_same(world(run, workers_of(layout), plan_of(layout)), expected)
 
 
+def test_nothing_is_kept_of_parameters_whose_rows_were_split(world: World) -> None:
+    """Numbers that name them would name others later."""
+
+    def run(worker: Any) -> None:
+        model, _ = prepared(worker)
+        known = {id(parameter) for parameter in model.parameters()}
+        assert worker._models._parts and worker._models._parts | worker._models._partial <= known
+
+    world(run, 4, plan_of(Layout(shard=2, tensor=2, sequence=True)))
+
+
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]])
 def test_the_plain_loop_does_too(world: World, oracle: dict[str, Any], layout: Layout) -> None:
     assert_same(world(by_plain_loop, workers_of(layout), plan_of(layout)), oracle)

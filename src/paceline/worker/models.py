@@ -594,6 +594,7 @@ class Models:
             now = {new for old, new in changed if old in known}
             known.difference_update(old for old, _ in changed)
             known.update(now)
+        self._partial.difference_update(old for old, new in changed if old != new)  # another one may get the number
 
     def _experts_here(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """The modules of experts of which this worker has some, with their names."""

@@ -44,7 +44,7 @@ def apply_plan(model: nn.Module, plan: TensorPlan, group: TensorGroup) -> CutMod
     cuts = cut_layers(model, plan.layers, team)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     summed = tuple(parameters[name] for name in plan.summed)
-    team.summed.update(map(id, summed))
+    team.leave_gradients(summed)
     modules = dict(model.named_modules())
     for name in plan.gathered:
         gather_inputs(modules[name])
@@ -93,7 +93,7 @@ def _nothing(module: nn.Module, args: Any) -> None:
 def _guard(model: nn.Module, team: Team) -> None:
     """Where gradients are summed by their owner, each worker must have seen a part only: say so when that fails."""
     for name, module in model.named_modules():
-        own = [key for key, one in module.named_parameters(recurse=False) if id(one) in team.summed]
+        own = [key for key, one in module.named_parameters(recurse=False) if team.leaves(one)]
         if own and "forward" not in vars(module):
 
             def check(module: nn.Module, args: Any, kwargs: Any, name: str = name, key: str = own[0]) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ class Team:
         self.group, self.size, self.index = group, group.size, group.index
         self.rule = rules
         self.sequence = sequence  # between pairs of layers, tokens are cut
-        self.summed: set[int] = set()  # id() of parameters whose partial gradients their owner sums over the group
+        self._summed: dict[int, weakref.ref[Tensor]] = {}  # by id(): parameters whose gradients their owner sums
         self._entered: tuple[weakref.ref[Tensor], int, bool, Tensor] | None = None
         self._told: set[tuple[str, str]] = set()
 
@@ -80,6 +80,15 @@ class Team:
             raise PlanError(str(refusal))
         return self.scatter_total(partial, dim=partial.ndim - 2, site=site)
 
+    def leave_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Of these whole parameters each worker has a part of the gradient, and their owner sums it over the group."""
+        self._summed = {id(one): weakref.ref(one) for one in parameters}
+
+    def leaves(self, tensor: Tensor) -> bool:
+        """Whether it is one of them."""
+        known = self._summed.get(id(tensor))
+        return known is not None and known() is tensor  # an id may come again, when rows are split and wholes are freed
+
     def forget(self) -> None:
         """Let go of the last layer's input, which would keep the graph of its block alive."""
         self._entered = None
@@ -91,7 +100,7 @@ class Team:
     # ------------------------------------------------------------------------------------------------- crossings
 
     def spread(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self.summed:
+        if self.leaves(tensor):
             return tensor
         return self._crossed(lambda: collectives.spread(tensor, self.group), tensor)
 
