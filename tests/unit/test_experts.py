@@ -192,6 +192,24 @@ def tied() -> nn.Module:
     return block
 
 
+def tied_inside() -> nn.Module:
+    experts = StackedExperts()
+    experts.down_again = experts.down
+    return RoutedBlock(experts)
+
+
+def twice_in_an_expert() -> nn.Module:
+    experts = ListedExperts()
+    for expert in experts:
+        expert.again = expert.up
+    return RoutedBlock(experts)
+
+
+def shared_by_two_blocks() -> nn.Module:
+    experts = ListedExperts()
+    return nn.ModuleList(RoutedBlock(experts) for _ in range(2))
+
+
 @pytest.mark.parametrize(
     ("model", "size", "says"),
     [
@@ -202,6 +220,9 @@ def tied() -> nn.Module:
         (Uneven(), 2, "The members of .* do not all have parameters of the same shapes"),
         (Counts(), 2, "calls is a buffer among experts"),
         (tied(), 2, r"copy_of_up, experts\.up are one parameter"),
+        (tied_inside(), 2, r"experts\.down, experts\.down_again are one parameter, so .*\. Untie it\."),
+        (twice_in_an_expert(), 2, r"experts\.3\.up\.bias, experts\.3\.again\.bias are one parameter"),
+        (shared_by_two_blocks(), 2, r"0\.experts\.0\.up\.weight, 1\.experts\.0\.up\.weight are one parameter"),
     ],
 )
 def test_what_cannot_be_spread_is_refused_by_name(model: nn.Module, size: int, says: str) -> None:

@@ -136,15 +136,15 @@ def _reasons_against(one: RoutedExperts, model: nn.Module, size: int) -> list[tu
     for key, _ in one.module.named_buffers():
         what = f"{_joined(one.name, key)} is a buffer among experts, and would see the tokens of several workers."
         reasons.append((what, "Keep it in the module that routes."))
-    inside = set(one.module.modules())
-    users: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in held:
-                users.setdefault(id(parameter), []).append(_joined(path, key))
-                if module not in inside or len(users[id(parameter)]) > 1:
-                    names = ", ".join(users[id(parameter)])
-                    reasons.append((f"{names} are one parameter, so it is not one expert's alone.", "Untie it."))
+    # A second name would not be known where the first one's parameter is left to another worker, nor to checkpoints.
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in held:
+            names.setdefault(id(parameter), []).append(name)
+    for alike in names.values():
+        if len(alike) > 1:
+            what = f"{', '.join(alike)} are one parameter, so it is not one expert's alone."
+            reasons.append((what, "Untie it."))
     return reasons
 
 
