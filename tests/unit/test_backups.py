@@ -38,11 +38,20 @@ def shares(clock: StepClock, *workers: int) -> None:
 
 
 def drive(
-    seed: int, *, drop: int, workers: int, limit: int, leaves: float = 0.0, passes: float = 0.0, wishes: float = 0.0
+    seed: int,
+    *,
+    drop: int,
+    workers: int,
+    limit: int,
+    leaves: float = 0.0,
+    passes: float = 0.0,
+    wishes: float = 0.0,
+    breaks: float = 0.0,
 ) -> dict[str, list[int]]:
     """Let pretended workers do everything in a random order; the slow ones act seldom. Returns what happened.
 
-    A model of its own keeps which step each worker's weights are of, and which shares were dealt and have come.
+    A model of its own keeps which step each worker's weights are of, which shares were dealt and have come, and which
+    steps are in somebody's books. Who `breaks` off asks again without having noted what it was to note.
     """
     chance = random.Random(seed)
     saves = frozenset(chance.sample(range(1, limit + 1), k=3))
@@ -51,6 +60,22 @@ def drive(
     here, hand, sent = set(range(workers)), dict[int, Share](), dict[int, Share]()
     dealt, came = dict[int, set[int]](), dict[int, set[int]]()  # by step
     over, paused = set[int](), set[int]()
+    unnoted, books = {worker: set[int]() for worker in here}, set[int]()
+
+    def note(worker: int) -> None:
+        books.update(unnoted[worker])
+        unnoted[worker].clear()
+        clock.noted(worker)
+
+    def ask(worker: int) -> Share | Save | Pause | Over | None:
+        unnoted[worker].clear()
+        turn = clock.ask(worker)
+        if turn is not None:
+            unnoted[worker].update(clock.take_passed_over(worker))
+        if not isinstance(turn, Share | None):
+            note(worker)
+        return turn
+
     speed = {worker: chance.choice([1, 1, 4, 30]) for worker in here}
     for _ in range(2000 * limit):
         acting = here - over - paused
@@ -63,15 +88,19 @@ def drive(
             here.discard(worker)  # with its share in hand, or while it waits for how the step ends, or is to end it
             clock.lost(worker)
             continue
-        if clock.closer == worker:  # it has been told so, and finishes the step
+        if unnoted[worker] and chance.random() >= breaks:
+            note(worker)
+        elif clock.closer == worker:  # it has been told so, and finishes the step
             number, chosen = clock.done, set(clock.chosen)
             assert chosen == came[number] and sent[worker].index in chosen and sent[worker].number == number
             told["chosen"].append(len(chosen))
             clock.settle()
             del sent[worker]
+            unnoted[worker].add(number)
         elif worker in sent:
             if sent[worker].number < clock.done:  # it has been told how the step has ended
-                del sent[worker]
+                share = sent.pop(worker)
+                unnoted[worker].update({share.number} if share.index in came.get(share.number, ()) else ())
         elif worker in hand:
             share = hand.pop(worker)
             if chance.random() < passes:
@@ -85,14 +114,14 @@ def drive(
             else:
                 came.setdefault(number, set()).add(share.index)
         else:
-            match clock.ask(worker):
+            match ask(worker):
                 case Share(number=number, index=index, count=count) as share:
                     assert number == clock.done and index < count <= num_micro(number)
                     assert index not in dealt.setdefault(number, set())
                     dealt[number].add(index)
                     hand[worker] = share
                 case Save(number=number):
-                    assert worker == 0 and number == clock.done and clock.is_idle
+                    assert worker == 0 and number == clock.done and clock.is_idle and books == {*range(number)}
                     told["saves"].append(number)
                     clock.saved(number)
                 case Pause(number=number):
@@ -102,7 +131,7 @@ def drive(
                         told["pauses"].append(number)
                         paused.clear()
                 case Over():
-                    assert clock.done == limit
+                    assert clock.done == limit and books == {*range(limit)}
                     over.add(worker)
                 case None:
                     pass
@@ -126,7 +155,7 @@ def test_each_step_is_made_of_all_shares_but_those_that_are_dropped(drop: int) -
 
 def test_whoever_leaves_or_passes_a_batch_over_holds_up_nobody() -> None:
     for seed in range(40):
-        told = drive(seed, drop=1, workers=2 + seed % 4, limit=40, leaves=0.01, passes=0.1)
+        told = drive(seed, drop=1, workers=2 + seed % 4, limit=40, leaves=0.01, passes=0.1, breaks=0.1)
         assert all(told["chosen"]) and len(told["chosen"]) > 30
 
 
@@ -222,12 +251,49 @@ def test_a_step_whose_only_share_so_far_has_lost_its_worker_is_ended_by_the_next
 def test_a_step_that_nobody_will_note_is_told_of_once() -> None:
     clock = clock_of(2)
     shares(clock, 0, 1)
-    assert clock.ask(0) is None and clock.take_passed_over() == []  # the other one may take it
+    assert clock.ask(0) is None and clock.take_passed_over(0) == []  # the other one may take it
     assert clock.ask(1) == Share(1, 0, 2)
-    assert clock.take_passed_over() == [0] and clock.take_passed_over() == []
+    assert clock.take_passed_over(1) == [0]
+    clock.noted(1)
     clock.arrive(1)
     clock.settle(without=1)  # its closer has broken off
     assert clock.ask(0) == Share(2, 0, 2)
     clock.arrive(0)
     clock.settle()
-    assert clock.take_passed_over() == [1]
+    assert clock.take_passed_over(1) == [1] and clock.take_passed_over(0) == []
+
+
+def test_at_the_end_nobody_goes_on_before_the_last_step_is_noted() -> None:
+    clock = clock_of(2, limit=1)
+    shares(clock, 0, 1)
+    clock.arrive(1)
+    clock.settle()
+    assert clock.ask(0) is None
+    clock.noted(1)
+    assert clock.ask(0) == Over()
+
+
+def test_what_its_worker_has_not_noted_when_it_asks_again_is_for_the_writer_to_note() -> None:
+    clock = clock_of(2, saves=[1])
+    shares(clock, 0, 1)
+    clock.arrive(1)
+    clock.settle()
+    assert clock.ask(0) is None
+    assert clock.ask(1) is None  # an error was caught
+    assert clock.ask(0) == Save(1) and clock.take_passed_over(0) == [0]
+
+
+def test_nobody_saves_before_who_was_told_of_a_step_has_noted_it_or_asks_again() -> None:
+    clock = clock_of(3, saves=[2])
+    shares(clock, 0, 1, 2)
+    assert [clock.ask(0), clock.ask(1), clock.ask(2)] == [None, None, Share(1, 0, 3)]
+    assert clock.take_passed_over(2) == [0]
+    assert [clock.ask(0), clock.ask(1)] == [Share(1, 1, 3), Share(1, 2, 3)]
+    for worker in (0, 1):
+        clock.arrive(worker)
+    clock.settle()
+    for worker in (0, 1):
+        clock.noted(worker)
+    assert clock.ask(0) is None
+    assert clock.ask(2) is None  # its weights were of two steps
+    assert clock.ask(0) == Save(2) and clock.take_passed_over(0) == [0]

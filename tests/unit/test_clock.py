@@ -67,7 +67,10 @@ class Pretended:
         self.clock.lost(worker)
 
     def act(self, worker: int, deaths: float) -> None:
-        if worker in self.permits:
+        if worker in self.unnoted:
+            del self.unnoted[worker]
+            self.clock.noted(worker)
+        elif worker in self.permits:
             self.apply(worker)
         elif worker in self.hand:
             self.permit(worker)
@@ -101,7 +104,6 @@ class Pretended:
         self.permits[worker] = before
 
     def ask(self, worker: int, deaths: float) -> None:
-        self.unnoted.pop(worker, None)
         match self.clock.ask(worker):
             case Turn(number=number):
                 assert not self.paused and number not in self.batches[0]
@@ -182,6 +184,9 @@ def test_in_the_last_batch_a_wish_changes_nothing() -> None:
     assert clock.ask(1) is None
     clock.permit(0)
     clock.finish(0)
+    clock.noted(0)
+    assert clock.ask(0) is None  # 1 has it not in its books yet
+    clock.noted(1)
     assert [clock.ask(0), clock.ask(1)] == [Over(), Over()]
 
 
@@ -193,6 +198,7 @@ def test_a_wish_comes_before_a_save_and_after_it_the_save_is_made() -> None:
     clock.finish(0)
     clock.wish()
     assert clock.ask(1) is None
+    clock.noted(0)
     assert clock.ask(0) == clock.ask(1) == Pause(1)
     clock.wish()  # again, though it has led to nothing
     assert clock.ask(1) is None
@@ -232,6 +238,7 @@ def test_where_the_writer_is_lost_another_one_saves() -> None:
     assert clock.ask(0) == Turn(0, 0)
     clock.permit(0)
     clock.finish(0)
+    clock.noted(0)
     assert clock.ask(1) is None
     assert clock.ask(0) == Save(1)
     clock.lost(0)
@@ -269,6 +276,7 @@ def test_nobody_comes_to_the_end_before_who_has_joined_has_asked() -> None:
     clock.join(1)
     clock.permit(0)
     clock.finish(0)
+    clock.noted(0)
     assert clock.ask(0) is None and not clock.is_over
     assert [clock.ask(1), clock.ask(0)] == [Over(), Over()]
     assert clock.is_over
@@ -304,4 +312,6 @@ def test_a_batch_without_an_update_is_passed_over() -> None:
     assert clock.ask(0) == Turn(0, 0)
     assert clock.ask(0) == Turn(1, 0)
     clock.skip(0)
+    assert clock.ask(0) is None
+    clock.noted(0)
     assert clock.ask(0) == Over()

@@ -58,6 +58,8 @@ class Pair:
         return heard[-1] if len(heard) > num_heard else None
 
     def ask(self, name: str, *, num_losses: int = 0, **fields: Any) -> Mapping[str, Any] | None:
+        """A worker that has noted what it has done wants more."""
+        self.say(name, "noted", **fields)
         return self.say(name, "turn", num_losses=num_losses, **fields)
 
     def update(
@@ -89,14 +91,14 @@ class Pair:
         self.servers[0]._look()
 
 
-def begun() -> Pair:
+def begun(**fields: Any) -> Pair:
     """Worker 0 has batch 0, which may be applied, and worker 1 batch 1."""
     pair = Pair()
     for name in ("0a", "1a"):
         assert pair.say(name, "hello") is not None
-    assert (pair.ask("0a") or {})["number"] == 0
-    assert (pair.ask("1a") or {})["number"] == 1
-    assert pair.say("0a", "permit") is not None
+    assert (pair.ask("0a", **fields) or {})["number"] == 0
+    assert (pair.ask("1a", **fields) or {})["number"] == 1
+    assert pair.say("0a", "permit", **fields) is not None
     return pair
 
 
@@ -252,11 +254,59 @@ def test_who_leaves_in_good_order_is_not_waited_for() -> None:
     pair = begun()
     for server in (1, 0):
         pair.update("0a", 0, 1.0, server=server)
+    pair.say("0a", "noted")
     pair.say("0a", "gone")
     done(pair, "1a", 1, 10.0)
     assert (pair.ask("1a") or {})["losses"] == [{"name": "0a", "unnoted": None}]
     done(pair, "1a", 2, 100.0)
     assert (pair.ask("1a", num_losses=1) or {})["turn"] == "over"
+
+
+def test_a_save_waits_for_nobody_who_has_noted_its_batch_and_asks_for_no_more() -> None:
+    saves: dict[str, Any] = {"saves": (2, 4, 1)}
+    pair = begun(**saves)
+    for server in (1, 0):
+        pair.update("0a", 0, 1.0, server=server, **saves)
+    assert pair.ask("0a", **saves) is None
+    done(pair, "1a", 1, 10.0, **saves)
+    assert pair.last_told("0a").get("turn") != "save"
+    pair.say("1a", "noted", **saves)
+    assert pair.last_told("0a")["turn"] == "save"
+
+
+def test_who_leaves_in_the_middle_of_a_step_counts_as_lost_and_its_update_is_applied_once() -> None:
+    pair = begun()
+    pair.update("0a", 0, 1.0, server=1)
+    pair.say("0a", "left", is_broken=True)
+    done(pair, "1a", 1, 10.0)
+    again = pair.ask("1a") or {}
+    assert (again["number"], again["losses"]) == (0, [{"name": "0a", "unnoted": None}])
+    assert pair.weights("1a", lost=["0a"]) == [-10.0, -11.0]
+    done(pair, "1a", 0, 2.0)
+    assert pair.weights("0b") == [-12.0, -11.0]  # it goes on under another name
+
+
+def test_who_leaves_before_it_has_noted_an_update_has_the_others_note_it() -> None:
+    pair = begun()
+    for server in (1, 0):
+        pair.update("0a", 0, 1.0, server=server)
+    pair.say("0a", "left", is_broken=True)
+    done(pair, "1a", 1, 10.0)
+    told = pair.ask("1a") or {}
+    assert (told["number"], told["losses"]) == (2, [{"name": "0a", "unnoted": ("train", 0, False)}])
+
+
+def test_who_gives_a_batch_back_under_another_name_takes_it_again() -> None:
+    pair = begun()
+    pair.update("0a", 0, 1.0, server=1)
+    pair.say("0a", "gone")
+    assert pair.say("0b", "hello") is not None
+    again = pair.ask("0b") or {}
+    assert (again["number"], again["losses"]) == (0, [{"name": "0a", "unnoted": None}])
+    assert pair.weights("0b", lost=["0a"]) == [0.0, -1.0]
+    done(pair, "0b", 0, 2.0)
+    assert pair.weights("0b") == [-2.0, -1.0]
+    assert (pair.ask("0b", **LATER, num_losses=1) or {})["number"] == 0, "the first one of the next loop, too"
 
 
 def test_who_comes_later_is_told_the_options_of_the_last_update() -> None:

@@ -19,18 +19,21 @@ from paceline.sync.backups import BackupGradients
 from paceline.sync.gathering import GatheringServer
 from paceline.sync.servers import Servers
 from paceline.sync.serving import Part, options_of
+from paceline.sync.turns import Bequest
 
-DEALT = {"stream": "train", "limit": 10, "saves": [11, 11, 1], "epochs": [10, 10], "micros": [8, 8, 8]}
+DEALT = {"stream": "train", "limit": 10, "epochs": [10, 10], "micros": [8, 8, 8]}
 
 
 class Told:
     """A server of one weight (0, with SGD of rate 1) and two buffers, and what it answers."""
 
-    def __init__(self, *, workers: int = 3, drop: int = 1, has_weight: bool = True) -> None:
+    def __init__(
+        self, *, workers: int = 3, drop: int = 1, has_weight: bool = True, saves: Sequence[int] = (11, 11, 1)
+    ) -> None:
         self.weight = Parameter(torch.zeros(2))
         self._optimizer = torch.optim.SGD([self.weight], lr=1.0)
         self._listener = PretendedListener([])
-        self._workers, self._calls = workers, 0
+        self._workers, self._saves, self._calls = workers, saves, 0
         self.server = GatheringServer(
             Part({0: self.weight} if has_weight else {}, [self._optimizer]),
             self._listener,
@@ -46,6 +49,7 @@ class Told:
             "op": op,
             "worker": worker,
             "workers": [*range(self._workers)],
+            "saves": self._saves,
             "call": self._calls,
             **fields,
         }
@@ -81,10 +85,15 @@ class Told:
 
     def finish(self, worker: int, share: Mapping[str, Any], shares: Sequence[int]) -> float:
         """Take a step, as its closer; returns the square of the sum's norm."""
+        squared = self.apply(worker, share, shares)
+        self.say(worker, "settle", **{"taken": True, "norm": 1.5, "verdict": None})
+        return squared
+
+    def apply(self, worker: int, share: Mapping[str, Any], shares: Sequence[int]) -> float:
+        """The same, but that nobody is told yet."""
         about = {"walk": share["walk"], "places": [0]}
         summed = self.answer(self.say(worker, "add", shares=shares, **about))
-        self.say(worker, "apply", factor=0.5, options=[options_of(self._optimizer)], **about)
-        self.say(worker, "settle", **{"taken": True, "norm": 1.5, "verdict": None})
+        self.say(worker, "apply", factor=0.5, norm=1.5, options=[options_of(self._optimizer)], **about)
         assert summed is not None
         return summed["squared"]
 
@@ -136,6 +145,78 @@ def test_a_closer_that_breaks_off_leaves_a_step_without_an_update() -> None:
     assert told.weight.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("op", ["turn", "left"])
+def test_a_step_that_its_closer_breaks_off_when_the_servers_have_taken_it_counts(op: str) -> None:
+    told = Told()
+    shares = [told.share(worker) for worker in range(3)]
+    first = told.arrive(0, shares[0], [2.0, 0.0], buffers={1: torch.tensor(6)})
+    told.arrive(1, shares[1], [4.0, 2.0])
+    told.apply(1, shares[1], [0, 1])
+    told.say(1, op)
+    record = told.answer(first)
+    assert record is not None and (record["taken"], record["norm"], record["shares"]) == (True, 1.5, [0, 1])
+    told.say(0, "noted")
+    following = told.share(0)
+    assert (following["number"], following["version"], following["passed_over"]) == (1, 1, [])
+    assert told.weight.tolist() == [-3.0, -1.0]
+    assert told.tensors(told.say(2, "weights", places=[0]))[1].item() == 5
+
+
+def test_the_writer_who_has_asked_first_saves_as_soon_as_the_last_one_has_noted() -> None:
+    told = Told(saves=(1, 11, 1))
+    shares = [told.share(worker) for worker in range(2)]
+    for worker, share in enumerate(shares):
+        told.arrive(worker, share, [1.0, 1.0])
+    told.finish(1, shares[1], [0, 1])
+    told.say(0, "noted")
+    asked = told.say(0, "turn")
+    assert told.answer(asked) is None
+    told.say(1, "noted")  # and it asks for nothing as long as there are too few workers
+    answer = told.answer(asked)
+    assert answer is not None and (answer["turn"], answer["passed_over"]) == ("save", [])
+
+
+def test_what_the_one_who_was_told_of_a_step_has_not_noted_is_in_the_writers_books_before_it_saves() -> None:
+    told = Told(saves=(2, 11, 1))
+    for worker in (0, 1, 2):
+        told.share(worker)
+    asked = [told.say(worker, "turn") for worker in (2, 0, 1)]  # all pass the step over
+    turns = [told.answer(one) or {} for one in asked]
+    assert [turn["passed_over"] for turn in turns] == [[0], [], []]
+    for worker, turn in zip((0, 1), turns[1:], strict=True):
+        told.arrive(worker, turn, [1.0, 1.0])
+    told.finish(1, turns[2], [1, 2])
+    for worker in (0, 1):
+        told.say(worker, "noted")
+    asked = told.say(0, "turn")
+    assert told.answer(asked) is None
+    told.say(2, "turn")  # its weights were of two steps: it has not come to note the one that was passed over
+    answer = told.answer(asked)
+    assert answer is not None and (answer["turn"], answer["passed_over"]) == ("save", [0])
+
+
+def test_who_has_left_while_it_waited_is_dealt_nothing() -> None:
+    told = Told(workers=2)
+    shares = [told.share(worker) for worker in range(2)]
+    told.arrive(0, shares[0], [1.0, 1.0])
+    asked = told.say(1, "turn")
+    told.say(1, "left")
+    told.finish(0, shares[0], [0])
+    told.say(0, "noted")
+    assert told.answer(asked) is None
+    assert told.share(0)["count"] == 1
+
+
+def test_what_was_asked_before_an_error_was_caught_is_not_answered() -> None:
+    told = Told(workers=3)
+    shares = [told.share(worker) for worker in range(3)]
+    first = told.arrive(0, shares[0], [1.0, 1.0])
+    for worker in (0, 1):
+        told.say(worker, "turn")
+    assert told.answer(told.say(2, "turn")) is not None  # nobody is left who could finish the step
+    assert told.answer(first) is None
+
+
 def test_a_verdict_of_the_closer_is_everybodys() -> None:
     told = Told()
     shares = [told.share(worker) for worker in range(2)]
@@ -156,7 +237,7 @@ def test_a_server_without_parameters_takes_part_in_steps_all_the_same() -> None:
     about = {"walk": shares[1]["walk"], "places": []}
     squared = told.answer(told.say(1, "add", shares=[0, 1], **about))
     assert squared is not None and squared["squared"] == 0.0
-    told.say(1, "apply", factor=1.0, options=[[]], **about)
+    told.say(1, "apply", factor=1.0, norm=0.0, options=[[]], **about)
     assert told.server.part.version == 1
 
 
@@ -166,6 +247,7 @@ def test_gradients_of_skipped_steps_do_not_pile_up() -> None:
         share = told.share(0)
         told.arrive(0, share, [1.0, 1.0])
         told.say(0, "settle", taken=False, norm=math.inf, verdict=None)
+        told.say(0, "noted")
     assert len(told.server._gatherings) <= 2
     assert len(told.server._streams["train"].records) == 1
 
@@ -190,7 +272,7 @@ class PretendedCaller:
             case _:
                 number, version = next(self._servers.turns)
                 share = {"number": number, "index": 1, "count": 3, "walk": [0, number, 0]}
-                return Message({"turn": "share", "version": version, "passed_over": [], **share})
+                return Message({"turn": "share", "version": version, "passed_over": [2], **share})
 
 
 class PretendedServers(Servers):
@@ -244,6 +326,7 @@ def test_weights_of_two_versions_are_not_computed_on_their_share_is_late() -> No
     gradients.begin(0)
     assert next_of(gradients) == Share(4, 1, 3)
     assert servers.asked == ["turn", "weights"] * 2
+    assert gradients.bequests == [Bequest("train", 2, is_skipped=True)]  # of which it was told again
     assert [weight.item() for weight in weights] == [5.0, 5.0]
 
 

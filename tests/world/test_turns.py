@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -37,6 +38,7 @@ from layout_runs import (
 from paceline.elastic.notices import Finish
 from paceline.monitor.audit import audit
 from paceline.plan import Batch, Layout, ParameterServer, Plan
+from paceline.sync.turns import TurnGradients
 
 THREADS = {"threads": 1}
 PREEMPTED = 75
@@ -433,6 +435,47 @@ def test_where_one_leaves_a_loop_all_have_the_last_weights_afterwards_and_there_
     ]
     assert stayed["refused"] == ["worker.batches() was called after another replica had left"]
     assert not [*world.run_dir.glob("checkpoints/step_*")]
+
+
+def interrupted(folder: Path, *, is_caught_inside: bool) -> Callable[[Any], list[Any]]:
+    """Worker 1 is interrupted when one of two servers has its second update; worker 0 stands still until then."""
+
+    def run(worker: Any) -> list[Any]:
+        flats, num_updates = TurnGradients._flats, 0
+
+        def breaking(gradients: TurnGradients, server: int) -> Any:
+            nonlocal num_updates
+            num_updates += server == 0
+            if worker.rank == 1 and server == 0 and num_updates == 2:
+                (folder / "interrupted").touch()
+                raise KeyboardInterrupt
+            return flats(gradients, server)
+
+        patched: Any = TurnGradients
+        patched._flats = breaking
+        model, optim = prepared(worker, drop=0.0)
+        step = worker.stepper(model, optim, next_word)
+        caught = (KeyboardInterrupt,) if is_caught_inside else ()
+        with contextlib.suppress(KeyboardInterrupt):
+            for batch in worker.batches(Text(), epochs=2):
+                if worker.rank == 0:
+                    wait_for(folder / "interrupted")
+                with contextlib.suppress(*caught):
+                    step(batch)
+        worker.wait()
+        return worker.gather(weights_of(model))
+
+    return run
+
+
+@pytest.mark.parametrize("is_caught_inside", [False, True])
+def test_a_batch_in_whose_step_one_is_interrupted_is_taken_once(
+    world: World, tmp_path: Path, is_caught_inside: bool
+) -> None:
+    results = world(interrupted(tmp_path, is_caught_inside=is_caught_inside), 2, in_turns(2), **THREADS)
+    assert results[0] == results[1] and results[0][0] == results[0][1]
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
 
 
 KEPT = list[Any]()

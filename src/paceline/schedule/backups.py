@@ -8,7 +8,8 @@ share is late, and is thrown away.
 
 A short batch may have fewer micro-batches than there are replicas, and so fewer shares: of these all but `drop` are
 waited for, too, and one at least. Shares that nobody computes, because their workers have left the loop or passed over
-a batch, are not waited for. Where that are all of a step, it has no update, and the next one who asks is to note it.
+a batch, are not waited for. Where that are all of a step, it has no update. A step that is over, and that nobody has
+noted who could, is for the next one who asks to note.
 
 Saves come between two steps, when all who were chosen have noted theirs, and so does the end. Pauses do, too, which a
 worker may *wish* (`paceline.schedule.clock` says what they are): all come to them, the late ones when they are done
@@ -77,8 +78,8 @@ class StepClock:
         self._count = self._num_dealt = 0  # of its shares
         self._arrived: dict[int, int] = {}  # share -> worker, in the order of their coming
         self._turns: dict[int, Share] = {}  # what each worker has in hand, of whatever step
-        self._noting: set[int] = set()  # who is to note a step that is over, and may not have it in its books yet
-        self._passed_over: list[int] = []  # steps that are in nobody's books
+        self._noting: dict[int, set[int]] = {}  # by worker: steps that are over, and may not be in its books yet
+        self._unnoted: set[int] = set()  # steps that are over, and may be in nobody's books
         self._is_wished = self._has_lost = False
         self._paused_at = 0
         self._coming: set[int] = set()  # who waits for a pause
@@ -101,7 +102,7 @@ class StepClock:
 
     def ask(self, worker: int) -> Share | Save | Pause | Over | None:
         """What a worker is to do next; None: it is to wait. What it had in hand before it is done with."""
-        self._let_go(worker)
+        self.returned(worker)
         if worker in self._pausing:
             self._pausing.remove(worker)
             return Pause(self.done)
@@ -122,6 +123,13 @@ class StepClock:
         self._count = min(self._num_micro(self.done), self._num_present)
         return self._deal(worker)
 
+    def returned(self, worker: int) -> None:
+        """A worker is going to ask. It is done with its share; where that has not arrived nobody waits for it any more.
+        What it has not noted, others are to note."""
+        self._noting.pop(worker, None)
+        if self._turns.pop(worker, None) is not None:
+            self._close_if_due()
+
     def arrive(self, worker: int) -> Share | None:
         """A worker's gradients are on all servers; returns its share, or None where that is late."""
         share = self._turns[worker]
@@ -134,24 +142,23 @@ class StepClock:
     def settle(self, *, without: int | None = None) -> None:
         """The step under way is over, whether there was an update or not. `without`: a worker that will not note it."""
         waiting = {worker for worker in self._arrived.values() if worker in self._turns} - {without}
-        if not waiting:
-            self._passed_over.append(self.done)
-        self._noting |= waiting
+        self._unnoted.add(self.done)
+        for worker in waiting:
+            self._noting.setdefault(worker, set()).add(self.done)
         self._is_open, self.closer = False, None
         self._arrived.clear()
         self.done += 1
 
     def take_passed_over(self, worker: int) -> list[int]:
-        """Return the steps that are over and that nobody has in hand, for this worker to note; each is returned
-        once."""
-        passed_over, self._passed_over = self._passed_over, []
+        """Return the steps that are over and that nobody else is going to note: this worker is to."""
+        passed_over = self._unnoted.difference(*self._noting.values())
         if passed_over:
-            self._noting.add(worker)
-        return passed_over
+            self._noting.setdefault(worker, set()).update(passed_over)
+        return sorted(passed_over)
 
     def noted(self, worker: int) -> None:
         """What this worker was to note is in its books."""
-        self._noting.discard(worker)
+        self._unnoted -= self._noting.pop(worker, set())
 
     def saved(self, number: int) -> None:
         """The state before this batch is kept: it may begin."""
@@ -170,8 +177,7 @@ class StepClock:
             self._saves.clear()
         if self.closer == worker:
             self.settle(without=worker)
-        self._noting.discard(worker)
-        self._let_go(worker)
+        self.returned(worker)
         self._close_if_due()
 
     def _deal(self, worker: int) -> Share | None:
@@ -180,11 +186,6 @@ class StepClock:
         share = self._turns[worker] = Share(self.done, self._num_dealt, self._count)
         self._num_dealt += 1
         return share
-
-    def _let_go(self, worker: int) -> None:
-        """A worker is done with its share; where that has not arrived nobody waits for it any more."""
-        if self._turns.pop(worker, None) is not None:
-            self._close_if_due()
 
     def _close_if_due(self) -> None:
         if not self._is_open or self.closer is not None:

@@ -81,7 +81,6 @@ class BackupGradients(TurnGradients):
             told = self._ask_for_more(dealt, wants_pause=wants_pause, is_called=is_called)
             if told is None:
                 return None
-            self.bequests += [Bequest(dealt.stream, number, is_skipped=True) for number in told["passed_over"]]
             version = int(told["version"])
             if version == self._version:
                 self._before = [one.detach().clone() for one in self._kept]
@@ -89,6 +88,8 @@ class BackupGradients(TurnGradients):
                 self._version = -1
                 continue
             self._version = version
+            # Whoever asks again before it has noted them is told of them again.
+            self.bequests += [Bequest(dealt.stream, number, is_skipped=True) for number in told["passed_over"]]
             number = int(told["number"])
             match told["turn"]:
                 case "share":

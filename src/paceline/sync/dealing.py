@@ -81,6 +81,7 @@ class DealingServer(Server):
                 clock = self._clock(header)
                 clock.join(header["worker"])
                 clock.returned(header["worker"])  # others may have waited for that
+                self._lost_ranks.discard(header["worker"])
                 self._held.append((caller, header))
             case "permit" | "about":
                 self._held.append((caller, header))

@@ -101,6 +101,8 @@ class GatheringServer(Server):
         match header["op"]:
             case "turn":
                 self._break_off(header)
+                self._forget_held(caller)
+                self._stream(header).clock.returned(header["worker"])  # others may have waited for that
                 self._held.append((caller, header))
             case "arrive":
                 self._arrive(message)
@@ -113,6 +115,7 @@ class GatheringServer(Server):
                 self._stream(header).clock.noted(header["worker"])
             case "left":
                 self._break_off(header)
+                self._forget_held(caller)
                 self._stream(header).clock.lost(header["worker"])
                 self._stream(header).workers.discard(header["worker"])
             case "stand":
@@ -152,6 +155,10 @@ class GatheringServer(Server):
             return {"awaited": [], "done": 0}
         asking = {held["worker"] for _, held in self._held}
         return {"awaited": sorted(stream.workers - asking), "done": stream.clock.done}
+
+    def _forget_held(self, caller: bytes) -> None:
+        """A worker that says something else waits no longer for an answer: its wait was broken off."""
+        self._held = [one for one in self._held if one[0] != caller]
 
     def _break_off(self, header: Mapping[str, Any]) -> None:
         """Where a closer asks for something else, or leaves, its step was broken off: an error was caught. Where the

@@ -79,6 +79,7 @@ class TurnGradients(GradientSum):
         on = placed_on({name: one.numel() * one.element_size() for name, one in whole.items()}, servers=sync.servers)
         self.behind: int | None = None  # the last update: how many others its weights did not have
         self.num_samples = 0  # of the batch in hand, that this replica has
+        self.is_sent = False  # servers may have a part of its update, or all, and it was not `noted`
         self.bequests: list[Bequest] = []  # to be noted by this worker, and taken from here
         self._servers, self._staleness, self._worker_rank = servers, sync.staleness, worker_rank
         self._name = _new_name(worker_rank)
@@ -172,7 +173,7 @@ class TurnGradients(GradientSum):
         self._hear(told["losses"])
         self._pull()
         number = self._number = int(told["number"])
-        self._is_taken = told["turn"] != "batch"
+        self._is_taken, self.is_sent = told["turn"] != "batch", False
         match told["turn"]:
             case "batch":
                 return Turn(number, int(told["base"]))
@@ -199,6 +200,7 @@ class TurnGradients(GradientSum):
 
     def noted(self) -> None:
         """All that this replica was to note is in its books."""
+        self.is_sent = False
         self._servers.caller(0).send({"op": "noted", **self._about()})
 
     def leave(self, *, is_broken: bool) -> None:
@@ -207,13 +209,20 @@ class TurnGradients(GradientSum):
         self._servers.caller(0).send({"op": "left", "is_broken": is_broken, **self._about()})
         if is_broken:  # it goes on as somebody else
             self._name = _new_name(self._worker_rank)
-            self._greet()
+
+    def give_back(self) -> None:
+        """What this replica has in hand, and may have sent, is as that of one that is lost; it goes on as somebody
+        else."""
+        self._servers.caller(0).send({"op": "gone", **self._about()})
+        self._name = _new_name(self._worker_rank)
+        self._greet()
 
     def pass_over(self) -> None:
         """Where the batch in hand has brought no update, it will not, and counts as used."""
         if not self._is_taken:
+            self.is_sent = True
             self._ask_first({"op": "skip", "number": self._number})
-            self._is_taken = True
+            self._is_taken, self.is_sent = True, False
 
     @torch.no_grad()
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
@@ -223,7 +232,7 @@ class TurnGradients(GradientSum):
         options = [options_of(optimizer) for optimizer in optimizers]
         deltas = {number: _difference(now, self._before[number]) for number, now in self._changed_buffers().items()}
         by_rows = self._divided()
-        self._is_taken = True  # from here on others may wait for it
+        self._is_taken = self.is_sent = True  # from here on others may wait for it
         self.behind = self._ask_first({"op": "permit"}).header["behind"]
         for number in (*range(1, self._servers.count), 0):
             places, flats = self._flats(number)

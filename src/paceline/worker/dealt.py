@@ -91,6 +91,8 @@ class DealtBatches:
         self._turn_of, self.has_left, self._is_behind = None, True, True
         self._books.leave(name)
         self._forget(name)  # nobody knows a step at which all stand: nothing is saved
+        if is_taken:
+            gradients.noted()
         gradients.leave(is_broken=not is_taken)
         if is_taken:
             gradients.refresh()
@@ -111,12 +113,21 @@ class DealtBatches:
                 "there are places where nobody has one in hand. Have one loop after the other, or use staleness=0 and "
                 "drop=0"
             )
-        name, gradients, agreement = stream.source.name, self._models.turns, self._agreement
+        gradients = self._models.turns
         dealt = self._begin(stream, gradients)
         if dealt is None:
             return
-        first, begun = dealt.step, Cursor(dealt.epoch, dealt.position)
-        self._turn_of = stream, first, begun
+        begun = Cursor(dealt.epoch, dealt.position)
+        self._turn_of = stream, dealt.step, begun
+        try:
+            yield from self._take(stream, gradients, dealt, begun=begun)
+        except (GeneratorExit, KeyboardInterrupt):  # whoever catches it goes on behind the loop
+            self.leave()
+            raise
+
+    def _take(self, stream: Stream, gradients: TurnGradients, dealt: Dealt, *, begun: Cursor) -> Iterator[StepBatch]:
+        """Yield what this worker is dealt, and do what comes between."""
+        name, first, agreement = stream.source.name, dealt.step, self._agreement
         while True:
             self._ring.begin("waiting for a batch", self._books.step)
             agreement.await_enough()
@@ -156,13 +167,13 @@ class DealtBatches:
                     agreement.depart()
             self._books.open(batch, Cursor())
             gradients.behind, gradients.num_samples = None, sum(micro.num_samples for micro in batch.micros)
-            try:
-                yield batch
-            except GeneratorExit:
-                self.leave()
-                raise
+            yield batch
             if self._plan.drops_late and batch.chosen is None:  # it was passed over, and nobody has waited for it
                 self._books.leave(name)
+                continue
+            if gradients.is_sent and not self._books.is_committed(name):  # an error on its way was caught in the loop
+                self._books.leave(name)
+                gradients.give_back()
                 continue
             gradients.pass_over()
             if gradients.behind is not None:
