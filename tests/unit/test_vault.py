@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.comm.group import Alone
 from paceline.comm.vault import FIRST_BYTE, Mark, Slot, Trip, Vault, common_step
 from paceline.errors import CheckpointError
 from paceline.events import Event, Note, Restarted, StateKept
@@ -176,10 +177,10 @@ def test_two_copies_take_at_most_half_of_what_is_free_on_each_host() -> None:
 class Others:
     """A group of two; the other one says the same as this one, but for `more`."""
 
-    index, size, shares_memory = 0, 2, False
+    index, size = 0, 2
 
-    def __init__(self, **more: Any) -> None:
-        self.more = more
+    def __init__(self, *, shares_memory: bool = False, **more: Any) -> None:
+        self.shares_memory, self.more = shares_memory, more
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value, dataclasses.replace(value, **self.more)]
@@ -189,10 +190,17 @@ class Pretended:
     """A worker that keeps snapshots, and its clock."""
 
     def __init__(
-        self, vault: Vault | None, guard: Guard, *, copy_s: float = 0.0, free_bytes: Any = lambda: 10**6, **more: Any
+        self,
+        vault: Vault | None,
+        guard: Guard,
+        *,
+        copy_s: float = 0.0,
+        free_bytes: Any = lambda: 10**6,
+        is_alone: bool = False,
+        **more: Any,
     ) -> None:
         self.now, self.events = 0.0, list[Event]()
-        group: Any = Others(**more)
+        group: Any = Alone() if is_alone else Others(**more)
 
         def done() -> None:
             self.now += copy_s
@@ -263,10 +271,15 @@ def test_the_time_without_steps_after_a_loss_is_not_taken_for_that_of_steps(vaul
     assert one.run(21, 100) == [32, 62, 92]
 
 
-def test_no_snapshot_is_written_over_one_whose_successor_has_not_arrived_on_the_next_host(vault: Vault) -> None:
+@pytest.mark.parametrize("are_left", ["on two hosts", "on one host", "alone"])
+def test_no_snapshot_is_written_over_one_whose_successor_has_not_arrived_on_the_next_host(
+    vault: Vault, are_left: str
+) -> None:
     for slot in vault.slots:
         slot.note(Trip())
-    one = Pretended(vault, Guard(snapshot_every=8))
+    one = Pretended(
+        vault, Guard(snapshot_every=8), shares_memory=are_left == "on one host", is_alone=are_left == "alone"
+    )
     assert one.run(1, 17) == [8] and vault.steps == {8}
     (note,) = [event for event in one.events if isinstance(event, Note)]
     assert "no snapshot in memory after step 16: the last one, of step 8, is still on its way from host a" in note.text

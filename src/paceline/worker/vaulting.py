@@ -155,7 +155,7 @@ class Vaulting:
 
     def _has_arrived(self, step: int) -> bool:
         """Whether the last snapshots of all are where they are to go; where not, this one is left out."""
-        if self._group.shares_memory or self._group.size == 1 or not self._has_kept:
+        if not self._has_kept:
             return True
         is_late = self._vault is not None and not self._vault.has_arrived
         own = Told(self._host, 0.0, 0.0, 0, None, is_late=is_late)
