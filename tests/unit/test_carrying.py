@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -164,6 +165,23 @@ def test_a_host_gets_what_its_workers_begin_with_from_another_one(two: Two) -> N
     assert failed[0].startswith("the state of worker 1 after step 11 did not come from 127.0.0.1: it is not there")
 
 
+def test_nobody_begins_where_there_is_no_room_for_what_was_fetched(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(slot: Slot, num_bytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    two.link()
+    two.keep(0, 10)
+    two.until(lambda: two.copies() == {(0, 10)})
+    monkeypatch.setattr(Slot, "reserve", full)
+    done, failed = list[str](), list[str]()
+    with closing(Vaults()) as anew, closing(Carrying(anew, TOKEN, two.loop, two.said.append)) as third:
+        at = ("127.0.0.1", two.second.port)
+        third.fetch({at: [0]}, 10, done=lambda: done.append("done"), failed=failed.append)
+        two.until(lambda: bool(done or failed))
+    assert done == []
+    assert failed[0].endswith("did not come from 127.0.0.1: no room for it here (No space left on device)")
+
+
 def test_nobody_without_the_token_gets_anything(two: Two) -> None:
     two.link()
     two.keep(0, 10)
@@ -192,6 +210,24 @@ def test_what_its_sender_has_not_signed_does_not_count(two: Two, monkeypatch: py
     monkeypatch.undo()
     two.until(lambda: two.own[0].has_arrived, ahead_s=2.0)
     assert content(two.vaults[1].holding(0, 10)) == b"good"
+
+
+def test_a_snapshot_whose_worker_leaves_while_it_travels_goes_into_no_other_file(two: Two) -> None:
+    two.link()
+    two.keep(0, 10, b"a" * LARGE)
+    two.until(lambda: bool(two.vaults[1]._copies))  # its first bytes have come
+    fds = [slot.fd for slot in two.vaults[1]._copies[0].slots]
+    two.vaults[1].drop(0)  # the other one has not heard of it yet
+    other = os.memfd_create("another worker's")
+    try:
+        for fd in fds:
+            os.dup2(other, fd)  # the system gives their numbers to whatever is opened next
+        two.keep(1, 10)
+        two.until(lambda: two.own[1].has_arrived, ahead_s=2.0)
+        assert os.fstat(other).st_size == 0
+    finally:
+        for fd in {*fds, other}:
+            os.close(fd)
 
 
 def test_when_the_next_host_changes_the_newest_snapshot_goes_there_too(two: Two) -> None:

@@ -169,10 +169,12 @@ class Vault:
                 slot.clear()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory. Who still writes or reads a slot of it gets an OSError, and never another file, which
+        may have the same number by then."""
         for slot in self.slots:
+            fd, slot.fd = slot.fd, -1
             with contextlib.suppress(OSError):
-                os.close(slot.fd)
+                os.close(fd)
 
 
 def _step_of(slot: Slot) -> int:

@@ -300,6 +300,7 @@ class _Fetching:
                 told = self._taking.whole(message)
                 if told["op"] == "refused":
                     self._fail(f"no room for it here ({told['reason']})")
+                    return None
                 self._workers.discard(int(told["worker"]))
                 if not self._workers and self._way is not None:
                     self._way.close()
