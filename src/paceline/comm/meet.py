@@ -26,6 +26,7 @@ from paceline.errors import LaunchError
 __all__ = ["BoardThread", "meet", "meeting_port", "own_address"]
 
 RETRY_S = 0.02
+PAUSE_S = 1.0  # after an accept that failed
 OUTSIDE = ("192.0.2.1", 9)  # an address that nobody has: the way to it is the way out of this host
 Address = str | tuple[str, int]
 
@@ -110,21 +111,29 @@ class BoardThread:
                 "an address of its host and a free port, for all workers"
             ) from error
         self._listener.listen(1024)
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="paceline-board", daemon=True).start()
 
     def close(self) -> None:
         """Take no more connections; those that are open end with their workers."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        told = ""
+        while not self._closed.is_set():
             try:
                 sock, peer = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(sock, peer), daemon=True).start()
+                threading.Thread(target=self._serve, args=(sock, peer), daemon=True).start()
+            except ConnectionError:
+                continue  # it went away before it was let in
+            except (OSError, RuntimeError) as error:  # no more files, or threads; what is closed fails too
+                if not self._closed.is_set() and str(error) != told:
+                    told = str(error)
+                    self._log(f"worker 0 cannot accept a connection, and tries again: {error}")
+                self._closed.wait(PAUSE_S)
 
     def _serve(self, sock: socket.socket, peer: object) -> None:
         try:
