@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.comm.turns import Turns
+from paceline.comm.turns import Turn, Turns
 
 LIMIT_S = 10.0
 
@@ -104,3 +104,22 @@ def test_what_was_broken_off_by_ctrl_c_is_over_for_everybody(turns: Turns) -> No
         with pytest.raises(KeyboardInterrupt):
             turn.wait()
     assert turn.is_done
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
+def test_the_future_of_what_was_broken_off_ends_and_says_so(turns: Turns, when: str) -> None:
+    def broken_off() -> None:
+        if when == "meanwhile":
+            turn.future()
+        raise KeyboardInterrupt
+
+    turn = Turn(broken_off, [1], turns)
+    if when == "before":
+        turn.future()  # of what is not in the line yet: nobody else does it
+    turns._line.append(turn)
+    with pytest.raises(KeyboardInterrupt):
+        turn.wait()
+    future = turn.future()
+    assert future.done()
+    with pytest.raises(RuntimeError, match="broken off by KeyboardInterrupt"):
+        future.wait()

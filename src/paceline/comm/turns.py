@@ -33,6 +33,7 @@ class Turn:
         self._lock = threading.Lock()
         self._done: threading.Event | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._untold: torch.futures.Future[Any] | None = None  # was asked for before it was done
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Return whether it is done, at the latest after `limit_s`; raises what has ended it."""
@@ -61,8 +62,13 @@ class Turn:
                     self._done.set()
             return self._done
 
-    def run(self) -> bool:
-        """Do it; an error is kept for whoever waits. Returns whether there is a future that has to be told."""
+    @property
+    def has_to_tell(self) -> bool:
+        """Whether it is done, and its future does not know."""
+        return self._untold is not None
+
+    def run(self) -> None:
+        """Do it; an error is kept for whoever waits. Then its future has to be told."""
         do, self._do = self._do, None
         try:
             if do is not None:
@@ -76,21 +82,23 @@ class Turn:
             del do  # what it refers to may be large
             with self._lock:
                 self.is_done = True
-                future, event = self._future, self._done
+                self._untold, event = self._future, self._done
             if event is not None:
                 event.set()
-        return future is not None
 
     def tell(self) -> None:
         """End the future: what hangs on it runs here, and may begin other operations and wait for them."""
-        if self._future is not None:
-            self._fill(self._future)
+        future, self._untold = self._untold, None
+        if future is not None:
+            self._fill(future)
 
     def _fill(self, future: torch.futures.Future[Any]) -> None:
-        if isinstance(self.error, Exception):
-            future.set_exception(self.error)
-        else:
+        if self.error is None:
             future.set_result(self.result)
+        elif isinstance(self.error, Exception):
+            future.set_exception(self.error)
+        else:  # a future takes no other errors
+            future.set_exception(RuntimeError(f"a collective was broken off by {type(self.error).__name__}"))
 
 
 class Turns:
@@ -139,14 +147,16 @@ class Turns:
         self._woken.set()
 
     def _do_next(self) -> None:
-        """Do the next operation and let go of the line; then end its future."""
+        """Do the next operation and let go of the line; then end its future, also where Ctrl-C has broken it off."""
+        turn = None
         try:
             turn = self._line.popleft() if self._line else None
-            has_future = turn is not None and turn.run()
+            if turn is not None:
+                turn.run()
         finally:
             self._running.release()
-        if turn is not None and has_future:
-            self._tell(turn)
+            if turn is not None and turn.has_to_tell:
+                self._tell(turn)
 
     def _serve(self) -> None:
         own = threading.current_thread()
