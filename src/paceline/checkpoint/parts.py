@@ -27,7 +27,7 @@ from paceline.checkpoint.priority import lower_priority
 from paceline.checkpoint.staging import NoRoom, Staged, Staging
 from paceline.errors import CheckpointError
 
-__all__ = ["Mail", "PartWriter", "Parts"]
+__all__ = ["Mail", "PartWriter", "Parts", "is_over"]
 
 LOOK_S = 0.02  # between two looks into the mail; only writing threads look
 
@@ -170,6 +170,10 @@ class PartWriter:
         else:
             self._pending = self._thread.submit(self._write, self._number, staged, dict(where))
 
+    def is_written(self, timeout_s: float) -> bool:
+        """As `Writer.is_written`."""
+        return is_over(self._pending, timeout_s)
+
     def wait(self) -> None:
         """Block until the last part is written; raises CheckpointError when it could not be."""
         self._settle(None)
@@ -218,3 +222,8 @@ class PartWriter:
         if not self._parts.is_given_up(number):
             self._failure = f"this worker's part of a checkpoint was not written: {reason}"
             self._parts.tell_failed(number, reason)
+
+
+def is_over(pending: concurrent.futures.Future[None] | None, timeout_s: float) -> bool:
+    """Wait so long at most for what a writing thread was given; returns whether it is done, or there was nothing."""
+    return pending is None or bool(concurrent.futures.wait([pending], timeout_s).done)

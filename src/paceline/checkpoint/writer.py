@@ -26,7 +26,7 @@ from torch import Tensor
 
 from paceline.checkpoint.dcp_parts import Where
 from paceline.checkpoint.folder import MARK, Mark, checksum, partial_path, prune, publish, tidy, verify, write_mark
-from paceline.checkpoint.parts import Parts
+from paceline.checkpoint.parts import Parts, is_over
 from paceline.checkpoint.priority import lower_priority
 from paceline.checkpoint.reader import STATE
 from paceline.checkpoint.staging import NoRoom, Staged, Staging, bytes_of
@@ -140,6 +140,10 @@ class Writer:
         )
         self._pending = self._thread.submit(self._write, save)
         return stall_s
+
+    def is_written(self, timeout_s: float) -> bool:
+        """Wait so long at most for the thread; returns whether it has nothing left to do (`wait` says how it ended)."""
+        return is_over(self._pending, timeout_s)
 
     def wait(self) -> Path | None:
         """Block until the last save is written; returns the newest checkpoint, None when nothing was saved.

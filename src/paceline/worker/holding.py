@@ -65,11 +65,11 @@ class Holding:
         """Save, and wait until the checkpoint is complete; on all workers."""
 
         def settle() -> None:
+            self._prepared.wait()  # for an earlier save
             gathered = self._memories.gather(keeps=self._prepared.writes)
             if self._prepared.saved_at != self.step:  # who wrote it may have been lost before it was complete
                 self._loop.save(gathered)
-            self._prepared.wait()
-            self._group.barrier()
+            self._prepared.wait(is_end=True)
 
         self._loop.books.leave()
         self._agreement.run(settle)

@@ -77,6 +77,10 @@ class Keeper:
         else:
             writer.save(mine, where)
 
+    def is_written(self, timeout_s: float) -> bool:
+        """Wait so long at most for what is being written here; returns whether nothing is any more."""
+        return self._writer is None or self._writer.is_written(timeout_s)
+
     def wait(self) -> None:
         """Wait for the save under way; raises CheckpointError when it failed."""
         if self._writer is not None:

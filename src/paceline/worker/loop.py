@@ -206,6 +206,8 @@ class Loop:
         """The same, of what belongs to the step that was taken."""
         is_save_due = self._came_by(self._files.is_save_due)
         self._guarding.compare(self.step, is_save_due=is_save_due)
+        if is_save_due:
+            self._agreement.run(self._prepared.wait)  # else who writes might wait alone, and the others in a step
         if is_save_due and self.saved_at_step != self.step:
             self.save()
         elif self._files.saves_regularly:
@@ -266,6 +268,8 @@ class Loop:
         is_saved = is_due(self.step) if self._takes_turns else self._came_by(is_due)  # after this very step
         prepared = self._prepared
         is_newer = prepared.is_recalled or prepared.has_taken_over or self.step > prepared.step
+        if self._files.saves_at_end and not self.is_stopped and not self._takes_turns:
+            self._agreement.run(prepared.wait)
         if self._files.saves_at_end and not self.is_stopped and is_newer and not is_saved:
             self.save()
         self.is_stopped = True

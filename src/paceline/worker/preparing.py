@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.folder import discard
 from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
-from paceline.comm.group import WorkerGroup
+from paceline.comm.group import WorkerGroup, total
 from paceline.comm.split import Slice
 from paceline.errors import CheckpointError, PlanError
 from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Note, Warned
@@ -26,6 +26,7 @@ from paceline.plan import Plan
 from paceline.sync.agreeing import Agreeing
 from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
+from paceline.worker.aside import Aside, look_s
 from paceline.worker.axes import Axes
 from paceline.worker.buffers import BufferCombiner
 from paceline.worker.cursor import Cursor
@@ -76,6 +77,7 @@ class Preparation:
         self._plan, self._group, self._device, self._buffers, self._files = plan, group, device, buffers, files
         self._agreement, self._losses = agreement, losses
         self._axes, self._store, self._timeout_s = axes, store, timeout_s
+        self._look_s = look_s(timeout_s)
         self._memories = memories
         self._handed: Mapping[str, Any] | None = None  # what another worker had here, until all of it is taken over
         self._hands_own = False  # it was this very worker
@@ -246,8 +248,20 @@ class Preparation:
         if self._agreement.is_newcomer:
             return  # a member's state comes instead
 
+        found: Aside[tuple[int, str, bool, dict[str, Any]] | str | None] | None = None
+
         def look() -> tuple[int, str, bool, dict[str, Any]] | str | None:
-            return self._group.broadcast_object(self._look(path) if self._group.index == 0 else None)
+            """Worker 0 reads all of a checkpoint to verify it; meanwhile it tells the others that it is at it."""
+            nonlocal found
+            about: tuple[int, str, bool, dict[str, Any]] | str | None = None
+            is_known = False
+            while not is_known:
+                if self._group.index == 0:
+                    found = found or Aside(lambda: self._look(path), name="paceline-look")
+                    is_known = found.is_done(self._look_s)
+                    about = found.result() if is_known else None
+                is_known, about = self._group.broadcast_object((is_known, about))
+            return about
 
         about = self._agreement.run(look)
         if isinstance(about, str):
@@ -258,8 +272,8 @@ class Preparation:
         self._used, self._has_begun = set(), False
 
     def _look(self, path: str | None) -> tuple[int, str, bool, dict[str, Any]] | str | None:
-        """Worker 0: open it, once its files are as they were written; returns what all are to know of it, or why it
-        cannot be used. None: there is none."""
+        """Worker 0, in a thread: open it, once its files are as they were written; returns what all are to know of it,
+        or why it cannot be used. None: there is none."""
         try:
             chosen = Path(path) if path else self._newest()
             if chosen is None:
@@ -368,11 +382,20 @@ class Preparation:
             text = f"a checkpoint in {directory} that this run does not go on from could not be deleted: {error}"
             self._files.emit(Warned(text=f"{text}. The next start may take it for the newest: delete it before"))
 
-    def wait(self) -> None:
-        """Wait for the save under way; raises CheckpointError when it could not be committed."""
-        if self._keeper is not None:
-            with contextlib.suppress(*(() if self.writes else (CheckpointError,))):  # it was told when it happened
+    def wait(self, *, is_end: bool = False) -> None:
+        """Return when no worker writes any more; an operation of all workers.
+
+        Who writes waits for a moment only, then all ask each other who is not done, and so on: a save may take longer
+        than a worker may be waited for, and one that stands still is found none the less. `is_end`: raises
+        CheckpointError on those whose last save could not be committed, before they have told the others that they are
+        done: those of an elastic run save once more.
+        """
+        while True:
+            is_written = self._keeper is None or self._keeper.is_written(self._look_s)
+            if is_written and is_end and self._keeper is not None and self.writes:  # others told it when it happened
                 self._keeper.wait()
+            if not total(self._group, [float(not is_written)], what="whether checkpoints are written")[0]:
+                return
 
     def close(self, *, is_left: bool = False) -> None:
         """Wait for the last save; raises CheckpointError when it could not be committed.

@@ -537,6 +537,7 @@ class Worker:
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
 
             def settle() -> None:
+                self._prepared.wait()  # for a save before the one of the end
                 # A loop that was stopped has saved, unless who wrote that has been lost since. Any other is saved again
                 # where its last step was saved already: code after the loop may have changed the state.
                 is_newer = self._prepared.is_recalled or self.step > self._prepared.step
@@ -545,8 +546,7 @@ class Worker:
                     gathered = self._memories.gather(keeps=self._prepared.writes)
                     if lacks or not self._loop.is_stopped:
                         self._loop.save(gathered)
-                self._prepared.wait()
-                self._group.barrier()  # who ends last has seen everybody's last words
+                self._prepared.wait(is_end=True)  # who ends last has seen everybody's last words
 
             self._agreement.run(settle)
         self._prepared.close()
