@@ -71,6 +71,8 @@ class Worker:
         self.is_dismissed = self.has_saved = False
         self.is_change_due = False  # as the last step's tally said
         self.is_alive = True
+        self.is_over = False  # it does nothing with the others any more, and says nothing
+        self.is_known_over = self.is_done = False  # the head has heard of that; and has counted it as done
         self.is_stopped = False  # SIGSTOP
         self.is_cut_off = False  # from the head, for ever once it has been given up
         self.inbox: deque[Any] = deque()
@@ -87,10 +89,18 @@ class Worker:
     def go_on(self) -> None:
         try:
             self.waits_for = next(self.life)
-        except Left:
-            self.end()
-        except StopIteration:
-            self.end()
+        except (Left, StopIteration):
+            if self.is_over:
+                self.end()
+            else:
+                self.be_over()
+
+    def be_over(self) -> None:
+        """What its program does behind the training takes a while."""
+        self.is_over = True
+        self.tell("over")
+        until = self.world.now + self.world.random.choice([0.0, 3.0, 40.0])
+        self.waits_for = lambda: self.world.now >= until
 
     def end(self) -> None:
         self.is_alive = False
@@ -401,7 +411,7 @@ class World:
     def has_gone(self, rank: int, group: Group) -> bool:
         """Whether a member has left this group behind, or died."""
         worker = self.workers.get(rank)
-        if worker is None or not worker.is_alive:
+        if worker is None or not worker.is_alive or worker.is_over:
             return True
         return worker.group is not None and worker.group.form.generation > group.form.generation
 
@@ -423,13 +433,19 @@ class World:
                     for rank in decision.workers:
                         self._start(rank)
                 case EndWorker():
+                    worker = self.workers.get(decision.worker)
+                    if worker is not None and (
+                        worker.is_done or (worker.is_known_over and "said nothing" in decision.reason)
+                    ):
+                        raise Broken(f"{decision}, though its program is at its end")
                     self._end(decision.worker)
                 case Finish():
                     for rank in self.membership.workers:
                         self._tell(rank, decision)
                 case GiveUp():
                     self.given_up = decision.reason
-                    having = {rank for rank, one in self.workers.items() if one.is_alive and one.position is not None}
+                    there = {rank: one for rank, one in self.workers.items() if one.is_alive and not one.is_over}
+                    having = {rank for rank, one in there.items() if one.position is not None}
                     having -= self.membership.left_out  # told to leave: others may have gone on without them
                     each = self.limits.workers_each
                     if any(having.issuperset(range(rank - rank % each, rank - rank % each + each)) for rank in having):
@@ -477,12 +493,15 @@ class World:
                 self.do(membership.stuck(rank, now=self.now, **fields))
             case "leaving":
                 self.do(membership.leaving(rank, self.now))
+            case "over":
+                self.do(membership.over(rank, self.now))
+                self.workers[rank].is_known_over, self.workers[rank].is_done = True, membership.is_over(rank)
             case "killed":
-                self.workers.pop(rank)
-                self.do(membership.lost([rank], self.now, reason=f"worker {rank} was killed"))
+                if not self.workers.pop(rank).is_done:
+                    self.do(membership.lost([rank], self.now, reason=f"worker {rank} was killed"))
             case "exited":
-                self.workers.pop(rank)
-                self.do(membership.ended(rank, self.now, **fields))
+                if not self.workers.pop(rank).is_done:
+                    self.do(membership.ended(rank, self.now, **fields))
             case _:
                 raise Broken(f"unknown notice {op}")
 
@@ -516,8 +535,10 @@ class World:
         for rank in [rank for rank, due in self._starting.items() if due <= self.now]:
             del self._starting[rank]
             self.workers[rank] = Worker(self, rank, joins=True)
+        for rank in [rank for rank, one in self.workers.items() if one.is_cut_off and one.is_known_over]:
+            self.lose_host(rank, room=1)  # whose silence is all there is to be heard of such a worker
         for rank, worker in self.workers.items():
-            if worker.is_alive and not worker.is_stopped and not worker.is_cut_off:
+            if worker.is_alive and not (worker.is_stopped or worker.is_cut_off or worker.is_over):
                 self.membership.heard(rank, self.now)
         if not self.given_up:
             self.do(self.membership.tick(self.now))
@@ -610,8 +631,9 @@ class World:
 
     def lose_host(self, *ranks: int, room: int) -> None:
         """The head loses a host with these workers; the other hosts have room for so many replicas."""
-        lost = [rank for rank in ranks if rank in self.workers or rank in self._starting]
-        for rank in lost:
+        gone = [rank for rank in ranks if rank in self.workers or rank in self._starting]
+        lost = [rank for rank in gone if rank in self._starting or not self.workers[rank].is_done]
+        for rank in gone:
             if rank in self.workers:
                 self.workers[rank].is_cut_off |= self.random.random() < 0.5  # otherwise it dies with its host
             self._end(rank)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.elastic.notices import TOO_FEW
+from paceline.events import WorkerLost
 from paceline.launch.guests import SILENCE_S
 from paceline.launch.head import GATHER_S, REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.outcome import Outcome
@@ -179,3 +180,74 @@ def test_workers_that_left_as_too_few_are_known_as_such_where_none_has_spoken_si
         both.head.tick(now + 0.5)
         assert both.head.outcome is not None
         assert (both.head.outcome.state, both.head.outcome.exit_code) == ("stopped", TOO_FEW)
+
+
+def come_to_the_end(both: HeadAndMember, *workers: int) -> None:
+    """The training function is over on these workers, and their processes go on."""
+    for worker in workers:
+        both.notice(worker, "over", step=12)
+
+
+def pass_time(both: HeadAndMember, seconds: float) -> None:
+    """All hosts are heard of, and no worker."""
+    began = time.monotonic()
+    for number in range(int(2 * seconds)):
+        both.guest.link.heard = began + number / 2
+        both.head.tick(began + number / 2)
+
+
+@pytest.mark.parametrize("behind", [[0, 1, 2], [0]], ids=["all", "one"])
+def test_what_workers_do_behind_the_training_is_neither_silence_nor_a_loss(behind: list[int]) -> None:
+    with closing(HeadAndMember(silence_s=4.0)) as both:
+        both.begin(least=1, most=3)
+        come_to_the_end(both, 0, 1, 2)
+        for worker in {0, 1, 2} - set(behind):
+            both.head.exited(ended(worker))
+        pass_time(both, 20.0)
+        assert both.head.outcome is None and both.crew.told == [] and both.events == []
+        for worker in behind:
+            both.head.exited(ended(worker))
+        assert both.state() == "finished"
+
+
+@pytest.mark.parametrize("is_host", [False, True], ids=["killed", "its host is lost"])
+def test_a_worker_that_is_lost_behind_the_training_has_failed_and_the_others_come_to_their_end(
+    both: HeadAndMember, is_host: bool
+) -> None:
+    both.begin(least=1, most=3)
+    both.notice(0, "keeps")
+    come_to_the_end(both, 0, 1, 2)
+    if is_host:
+        both.member.close()
+        both.loop.turn(1.0)
+    else:
+        both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9)))
+    both.head.tick(time.monotonic() + 2 * GATHER_S)
+    assert both.crew.told == [] and not [event for event in both.events if isinstance(event, WorkerLost)]
+    for worker in (0, 1):
+        both.head.exited(ended(worker))
+    assert both.state() == "failed"
+    assert both.head.outcome is not None
+    assert [failure.worker for failure in both.head.outcome.failures] == [2] and not both.head.outcome.may_begin_again
+
+
+def test_an_error_behind_the_training_ends_the_others_as_any_error_does(both: HeadAndMember) -> None:
+    both.begin(least=1, most=3)
+    come_to_the_end(both, 0, 1, 2)
+    both.head.exited(ended(0, 1))
+    both.head.tick(time.monotonic() + 2 * GATHER_S)
+    assert both.crew.told == [("terminate", TERMINATE_S)]
+
+
+def test_a_host_that_is_lost_takes_nothing_of_the_run_but_who_is_still_at_work(both: HeadAndMember) -> None:
+    both.begin(least=1, most=3)
+    come_to_the_end(both, 0)
+    both.member.close()
+    both.loop.turn(1.0)
+    assert [event.rank for event in both.events if isinstance(event, WorkerLost)] == [2]
+    forms = [message["members"] for worker, message in both.crew.told if worker == 1]
+    assert forms == [(1,)], "nobody waits for worker 0, which is past all that they do together"
+    come_to_the_end(both, 1)
+    for worker in (0, 1):
+        both.head.exited(ended(worker))
+    assert both.state() == "finished"

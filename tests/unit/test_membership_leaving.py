@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from membership_scenes import form, join, made, only, the
+from membership_scenes import form, join, made, only, the, ticked
 from paceline.elastic.membership import EndWorker, GiveUp, StartReplica
 from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish, Form
 
@@ -182,6 +182,37 @@ def test_when_the_first_program_is_at_its_end_nobody_is_replaced_or_missed() -> 
     decisions = membership.lost([1], 100.0, reason="killed")
     assert only(decisions, StartReplica) == []
     assert only(decisions, GiveUp)  # it had not come to its end
+
+
+def test_what_a_program_does_behind_the_training_takes_as_long_as_it_takes() -> None:
+    membership = made(3)
+    assert membership.over(0, 1.0) == []
+    assert ticked(membership, until=40.0, silent={0}) == []
+    for worker in (1, 2):
+        assert membership.over(worker, 40.0) == []
+    assert ticked(membership, until=100.0, silent={0, 1, 2}) == []
+    assert all(membership.is_over(worker) for worker in range(3))
+
+
+def test_a_worker_whose_program_is_at_its_end_is_not_ended_with_the_rest_of_its_replica() -> None:
+    membership = made(2, each=2)
+    membership.over(0, 1.0)
+    decisions = membership.lost([1], 1.1, reason="killed")
+    assert only(decisions, EndWorker) == []
+    assert the(decisions, Form).members == (2, 3)
+
+
+def test_who_is_over_is_missed_by_nobody_before_its_process_ends() -> None:
+    membership = made(3)
+    membership.leaving(2, 1.0)
+    form(membership)
+    assert membership.over(2, 1.1) == []
+    assert membership.left_out == frozenset()
+    assert membership.ended(2, 60.0) == []
+    membership.lost([1], 61.0, reason="killed")
+    membership.ready(1, 62.0)
+    assert membership.over(1, 62.1) == [], "it has not the state: how its process ends tells more"
+    assert not membership.is_over(1)
 
 
 def test_who_has_ended_is_not_waited_for_by_those_who_regroup() -> None:

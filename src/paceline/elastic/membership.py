@@ -101,6 +101,11 @@ class Membership:
     def is_member(self, worker: int) -> bool:
         return worker in self._generations.members
 
+    def is_over(self, worker: int) -> bool:
+        """Whether a worker has come to the end of its program's part in the run, though its process may go on."""
+        replica = self._roster.of(worker)
+        return replica is not None and replica.state is State.DONE and worker in replica.ended
+
     def why_left(self, worker: int) -> tuple[str, bool] | None:
         """Why a worker leaves the run to the others, and whether on purpose: the run was resized. None: it does not."""
         replica = self._roster.of(worker)
@@ -166,6 +171,22 @@ class Membership:
         if is_concerned and not self.form.interrupts(generation):
             self._trouble.report(worker, generation, peer, now)
         return []
+
+    def over(self, worker: int, now: float) -> list[Decision]:
+        """A worker takes part in nothing any more, and says nothing: what its program still does takes as long as it
+        takes. A member is done with that; of anybody else the end of the process tells more (`ended`)."""
+        self._now = now
+        self._hearing.forget(worker)
+        replica = self._roster.of(worker)
+        if replica is None or self._finish is not None:
+            return []
+        if replica.state is State.LEAVING:
+            return self._parted(worker)
+        is_unsure = replica.is_presumed and worker in self._generations.missing
+        if replica.state not in (State.MEMBER, State.DONE) or is_unsure:
+            return []
+        replica.ended.add(worker)
+        return self._done(replica, worker)
 
     # What happens to workers.
 
@@ -353,6 +374,10 @@ class Membership:
         """A worker that was to leave has done so, or the last one of a replica."""
         if replica.ended.issuperset(replica.workers):
             del self._roster.replicas[replica.number]
+        return self._parted(worker)
+
+    def _parted(self, worker: int) -> list[Decision]:
+        """A worker that was to leave does nothing with the others any more."""
         if worker in self._generations.missing:
             return self._interrupt({worker}, f"worker {worker} has left")
         had_state = self._generations.leave(worker, self._now)

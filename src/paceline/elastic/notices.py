@@ -11,6 +11,7 @@ worker -> head    elastic    the plan lets replicas come and go: the least and t
                   leaving    it was asked to go, by this `signal`
                   unserved   it has lost a parameter server, and all are to begin again; `cause`: how
                   left       the others go on without it, and it ends
+                  over       it takes part in nothing any more: its last word, though its process may go on for long
                   alive      nothing else to say
 head -> worker    form       a generation: who is in it, and whether it begins at once or between two steps
                   finish     save between two steps, and leave with this exit code
@@ -26,7 +27,20 @@ from typing import Any
 __all__ = ["FROM_WORKERS", "PREEMPTED", "TOO_FEW", "Finish", "Form"]
 
 FROM_WORKERS = frozenset(
-    {"elastic", "begun", "keeps", "ready", "formed", "committed", "stuck", "leaving", "unserved", "left", "alive"}
+    {
+        "elastic",
+        "begun",
+        "keeps",
+        "ready",
+        "formed",
+        "committed",
+        "stuck",
+        "leaving",
+        "unserved",
+        "left",
+        "over",
+        "alive",
+    }
 )
 PREEMPTED = 75  # exit code (EX_TEMPFAIL): everything is saved, run the same command again
 TOO_FEW = 76  # exit code: fewer replicas than the plan's minimum were left; the same command goes on from the last save

@@ -83,6 +83,10 @@ class Controller:
     def is_member(self, worker: int) -> bool:
         return self._membership.is_member(worker)
 
+    def is_over(self, worker: int) -> bool:
+        """Whether a worker has come to the end of its program's part in the run, though its process may go on."""
+        return self._membership.is_over(worker)
+
     # What happens.
 
     def heard(self, worker: int, notice: Mapping[str, Any]) -> None:
@@ -105,6 +109,8 @@ class Controller:
             case "left":
                 membership.heard(worker, now)
                 self._left_at[worker] = int(notice["step"])
+            case "over":
+                self._do(membership.over(worker, now))
             case _:
                 membership.heard(worker, now)
 

@@ -166,11 +166,14 @@ class Head:
         if self.outcome is not None or not self._ends.is_news(ended):
             return
         is_over = self._ending or self._end_at is not None  # who is lost after a failure is so because of it
-        if self._controller is not None and not is_over and self._goes_on(self._controller, ended):
+        is_done = self._controller is not None and self._controller.is_over(ended.worker)
+        if self._controller is not None and not (is_over or is_done) and self._goes_on(self._controller, ended):
             return
         ended = self._ends.judged(ended)
         self.guests.forget(ended.worker, for_good=False)
         self._ends.note(ended)
+        if is_done and ended.is_loss:
+            return  # the run has lost nothing by it, and nobody waits for what its program still did
         if self._keeps_state and is_root_loss(ended) and not self._ending and self._leave_by is None:
             self._end_for_another_start()
         elif ended.failed and not self._ending and self._end_at is None:
@@ -305,8 +308,11 @@ class Head:
             return
         self._say(message)
         self._tell_neighbours()
-        if self._controller is not None and not self._ending and self._survived(exits, silent_s=silent_s):
-            return
+        controller = self._controller
+        if controller is not None and not self._ending:
+            done = [ended for ended in exits if controller.is_over(ended.worker)]
+            if self._survived([ended for ended in exits if ended not in done], silent_s=silent_s):
+                exits = done
         for ended in exits:
             self.exited(ended)
 

@@ -33,7 +33,7 @@ from paceline.errors import LaunchError, PlanError, SyncError
 from paceline.events import Event, Note
 from paceline.plan import Gossip, ParameterServer, Plan
 from paceline.plan.job import Assignment, Job
-from paceline.worker.agreement import Agreement, Elastic, Holder
+from paceline.worker.agreement import Agreement, Elastic, Holder, Leaving
 from paceline.worker.axes import (
     Axes,
     axes_of,
@@ -110,11 +110,23 @@ def placed(arrival: Arrival) -> Iterator[Place]:
     orders.begin(hears_sigterm=own_process)
     with contextlib.closing(channel):
         if is_elastic:
-            with _elastic(arrival, channel, orders) as place:
+            with _told_when_over(orders), _elastic(arrival, channel, orders) as place:
                 yield place
         else:
             with _fixed(arrival, BoardStore(channel, timeout_s=job.timeout_s), orders) as place:
                 yield place
+
+
+@contextlib.contextmanager
+def _told_when_over(orders: Orders) -> Iterator[None]:
+    """Have the head hear no more of this worker, and miss nothing, once it has left what all do in good order: the
+    program may go on for long behind it. Who fails says nothing, its end does."""
+    try:
+        yield
+    except Leaving:
+        orders.tell("over")
+        raise
+    orders.tell("over")
 
 
 @contextlib.contextmanager
