@@ -54,6 +54,17 @@ def test_a_checkpoint_becomes_a_file_that_safetensors_loads_into_the_model(tmp_p
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
+def test_a_tensor_that_a_module_keeps_as_extra_state_is_a_weight_like_the_others(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "checkpoints", keep=1, on_event=lambda event: None)
+    extra = {"model": {"0._extra_state": torch.arange(3), "1._extra_state": {"count": 3}}}
+    writer.save(5, {"model.0.weight": torch.ones(2)}, {"run": {"extra": extra}}, {})
+    path = writer.close()
+    assert path is not None
+    (file,) = export_checkpoint(path, tmp_path / "model.safetensors")
+    found = load_file(file)
+    assert sorted(found) == ["0._extra_state", "0.weight"] and found["0._extra_state"].tolist() == [0, 1, 2]
+
+
 def written(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(path, about, tensors.__getitem__, {"note": "kept"})

@@ -1,18 +1,20 @@
-"""A model is filled from a checkpoint by the names of its tensors."""
+"""A model is filled from a checkpoint, or from a snapshot, by the names of what is in it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.checkpoint.writer import Writer
 from paceline.comm.group import Alone
 from paceline.errors import CheckpointError
-from paceline.worker.saving import load_model
+from paceline.worker.saving import Registry, load_model
+from paceline.worker.snapshot import Snapshot
 
 
 class TwoNames(nn.Module):
@@ -48,3 +50,73 @@ def test_a_tensor_that_a_checkpoint_has_under_no_name_is_told_by_all_of_them(tmp
     checkpoint = saved(tmp_path, TwoNames(), without={"bias", "inner.bias"})
     with pytest.raises(CheckpointError, match=r"model\.bias: in the model, but not .*\n.*model\.inner\.bias: in the m"):
         load_model("model", TwoNames(), {"extra": {}}, checkpoint, Alone(), {}, {})
+
+
+class Odd(nn.Module):
+    """With an extra state that is a tensor, and a buffer that begins as None."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.scale = torch.full((2,), scale)
+        self.register_buffer("kept", None)
+
+    def get_extra_state(self) -> Tensor:
+        return self.scale
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.scale = state
+
+
+def used() -> nn.ModuleDict:
+    model = nn.ModuleDict({"odd": Odd(3.0)})
+    model["odd"].kept = torch.ones(2)
+    return model
+
+
+def saved_of(directory: Path, registry: Registry) -> Checkpoint:
+    writer = Writer(directory, keep=1, on_event=lambda event: None)
+    writer.save(1, registry.tensors(), {"run": registry.plain()}, {})
+    path = writer.close()
+    assert path is not None
+    return open_checkpoint(path)
+
+
+def test_a_tensor_as_extra_state_and_a_buffer_that_was_none_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.models["model"] = used()
+    checkpoint, model = saved_of(tmp_path, registry), nn.ModuleDict({"odd": Odd()})
+    plain = checkpoint.state["run"]
+    load_model("model", model, plain, checkpoint, Alone(), {}, {})
+    odd: Any = model["odd"]
+    assert (odd.scale.tolist(), odd.kept.tolist()) == ([3.0, 3.0], [1.0, 1.0])
+    odd.scale.zero_()
+    assert plain["extra"]["model"]["odd._extra_state"].tolist() == [3.0, 3.0], "it is filled from once more, perhaps"
+
+
+def test_an_extra_state_that_was_stored_among_the_tensors_is_given_back(tmp_path: Path) -> None:
+    model, other = Odd(3.0), Odd()
+    other.scale = torch.ones(7)  # of another size, as what is pickled may be
+    load_model("model", other, {"extra": {"model": {}}}, saved(tmp_path, model, without=set()), Alone(), {}, {})
+    assert other.scale.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("there", "here"), [(nn.Linear(2, 2), Odd()), (Odd(), nn.Linear(2, 2))])
+def test_an_extra_state_that_only_one_side_has_is_refused(tmp_path: Path, there: nn.Module, here: nn.Module) -> None:
+    registry = Registry()
+    registry.models["model"] = nn.Sequential(there)
+    checkpoint = saved_of(tmp_path, registry)
+    with pytest.raises(CheckpointError, match=r"model\.0\._extra_state: in the .*, but not in the "):
+        load_model("model", nn.Sequential(here), checkpoint.state["run"], checkpoint, Alone(), {}, {})
+
+
+def test_a_snapshot_has_a_tensor_as_extra_state_and_buffers_as_they_were() -> None:
+    registry = Registry()
+    registry.models["model"] = model = used()
+    odd: Any = model["odd"]
+    snapshot = Snapshot.take(registry, step=1)
+    for _ in range(2):
+        odd.scale.zero_()
+        odd.kept = None
+        snapshot.put_back(registry)
+        assert (odd.scale.tolist(), odd.kept.tolist()) == ([3.0, 3.0], [1.0, 1.0])

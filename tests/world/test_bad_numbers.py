@@ -285,6 +285,30 @@ def test_a_save_in_the_step_of_the_spike_holds_the_state_that_was_put_back(world
     assert results[0]["lr"] == pytest.approx(0.02 * 0.9**3), "leaving the loop goes back as well"
 
 
+def test_a_rollback_gives_modules_their_extra_state_back(world: World) -> None:
+    class Scaled(Net):
+        scale = torch.ones(1, dtype=torch.float64)
+
+        def get_extra_state(self) -> Tensor:
+            return self.scale
+
+        def set_extra_state(self, state: Tensor) -> None:
+            self.scale = state
+
+    def scaled(worker: Any) -> float:
+        model = worker.prepare(Scaled())
+        optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
+        step = worker.stepper(model, optim, F.mse_loss)
+        for batch in worker.batches(Sums(POISON)):
+            step(batch)
+            model.scale = model.scale / 2
+        return float(model.scale)
+
+    guard = Guard(on_spike="rollback", window=16, snapshot_every=6)
+    steps = SAMPLES // SIZE - (BAD_STEP - 12)
+    assert world(scaled, 2, plan(guard)) == [2.0**-steps] * 2
+
+
 def flip(tensor: Tensor) -> None:
     """What a cosmic ray does: one bit of one number."""
     tensor.detach().view(torch.int64).view(-1)[1] ^= 1 << 40

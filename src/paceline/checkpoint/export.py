@@ -95,6 +95,8 @@ class _Weights:
     def __init__(self, checkpoint_dir: Path, prefix: str) -> None:
         self._checkpoint: Checkpoint = open_checkpoint(checkpoint_dir)
         self._prefix = prefix
+        extra = self._checkpoint.state.get("run", {}).get("extra", {}).get(prefix.removesuffix("."), {})
+        self._extra = {name: value for name, value in extra.items() if isinstance(value, Tensor)}  # of modules
         names = [name for name in self._checkpoint.names if name.startswith(prefix)]
         if not names:
             present = sorted({name.partition(".")[0] + "." for name in self._checkpoint.names})
@@ -109,11 +111,14 @@ class _Weights:
             for name in names
             if name not in ties
         }
+        self.kept.update((name, (value.dtype, tuple(value.shape))) for name, value in self._extra.items())
 
     def write(self, path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
         """Write some of what is kept to a file."""
 
         def read(name: str) -> Tensor:
+            if name in self._extra:
+                return self._extra[name]
             [tensor] = self._checkpoint.load([f"{self._prefix}{name}"]).values()
             return tensor
 

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from paceline.comm.group import WorkerGroup
 
-__all__ = ["BufferCombiner"]
+__all__ = ["BufferCombiner", "persistent_buffers"]
 
 LOW_BITS = 32  # a 64-bit integer travels as two numbers: 2^32 high + low
 
@@ -386,6 +386,16 @@ class _Slot:
 
     def _is_other(self, current: Tensor | None) -> bool:
         return current is not self._tensor or _version(current) != self._version
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return the buffers of a model that are saved, those that are None, too: full name, module, and name there."""
+    return [
+        (_full_name(prefix, name), module, name)
+        for prefix, module in model.named_modules()
+        for name in _buffer_names(module)
+        if _is_persistent(module, name)
+    ]
 
 
 def _agree_on_forms(slots: Sequence[_Slot], groups: Sequence[WorkerGroup]) -> None:

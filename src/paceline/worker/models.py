@@ -32,6 +32,7 @@ from paceline.sync.memory import Memory
 from paceline.sync.spread import CutGradients, Spread
 from paceline.worker.agreement import Together
 from paceline.worker.axes import Axes
+from paceline.worker.buffers import persistent_buffers
 from paceline.worker.cutters import Cutters, Exchangers, Sharers
 from paceline.worker.home import Home
 
@@ -183,7 +184,11 @@ class Models:
         experts that are spread."""
         if self._axes.parted.size == 1:
             return {}
-        stages = self._staged[model].homes() if model in self._staged else dict.fromkeys(model.state_dict(), 0)
+        if model in self._staged:
+            stages = self._staged[model].homes()
+        else:
+            buffers = (name for name, _, _ in persistent_buffers(model))  # also those that are None as yet
+            stages = dict.fromkeys([*model.state_dict(), *buffers], 0)
         owners, everybodys = self._owners.get(model, {}), set(self._expert_cuts.get(model, {}))
         if self._axes.inside.size > 1:  # the rows of all else are over those who have other experts, too
             named = model.named_parameters(remove_duplicate=False)

@@ -472,7 +472,9 @@ class Preparation:
             fill_model(name, registry, self._handed["tensors"], plain)
             return
         self._together(
-            lambda source, group: load_model(name, model, plain, source, group, registry.cuts, registry.homes)
+            lambda source, group: load_model(
+                name, model, plain, source, group, registry.cuts, registry.homes, device=registry.device
+            )
         )
 
     def _fill_optimizer(self, name: str) -> None:

@@ -10,7 +10,7 @@ replica had fits as it is: see `paceline.worker.snapshot`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,21 @@ from paceline.comm.split import Slice, fill_local, is_split, local_part, part_li
 from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
 from paceline.parallel.offload.state import OffloadedState
+from paceline.worker.buffers import persistent_buffers
 from paceline.worker.home import Home
 from paceline.worker.received import Received, TensorSource
 
 __all__ = ["Registry", "load_model", "load_object", "load_optimizer", "merged", "restore_rates", "set_extra"]
 
+CPU = torch.device("cpu")
+EXTRA = "_extra_state"  # what torch calls, in a module's state, that which its `get_extra_state` returns
+
 
 class Registry:
     """The prepared objects of one worker, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device  # on which the models are
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.offloaded: dict[str, OffloadedState] = {}  # of optimizers whose state lies elsewhere
@@ -84,7 +89,7 @@ class Registry:
         """Every tensor of the state that is here: parameters, persistent buffers, optimizer state."""
         found: dict[str, Tensor] = {}
         for prefix, model in self.models.items():
-            of_model = {f"{prefix}.{name}": value for name, value in _tensors_of(model).items()}
+            of_model = {f"{prefix}.{name}": value for name, value in _entries(model)[0].items()}
             found.update((name, value) for name, value in of_model.items() if not value.is_meta and not is_away(value))
         parameters = self.parameter_names()
         for prefix, optimizer in self.optimizers.items():
@@ -138,7 +143,7 @@ class Registry:
                 name: _plain_optimizer(name, optimizer, parameters) for name, optimizer in self.optimizers.items()
             },
             "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
-            "extra": {prefix: _extra_of(model) for prefix, model in self.models.items()},
+            "extra": {prefix: _entries(model)[1] for prefix, model in self.models.items()},
         }
 
 
@@ -167,22 +172,30 @@ def load_model(
     group: WorkerGroup,
     cuts: Mapping[str, Slice],
     homes: Mapping[str, Home],
+    *,
+    device: torch.device = CPU,
 ) -> None:
     """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it.
 
     Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its part; of one of
-    which workers have different tensors (`homes`), those that have this one.
+    which workers have different tensors (`homes`), those that have this one. Persistent buffers that are None here, and
+    had been filled there, are made on `device`. Raises CheckpointError where the checkpoint is of another model.
     """
-    wanted = {f"{name}.{key}": value for key, value in _tensors_of(model).items()}
+    forms, old = group.broadcast_object(None if checkpoint is None else _stored(name, model, checkpoint))
+    _make_buffers(model, forms, device)
+    tensors, present = _entries(model)
+    extra = {**{key.removeprefix(f"{name}."): value for key, value in old.items()}, **plain["extra"].get(name, {})}
+    _require_extra(name, present, extra)
+    wanted = {f"{name}.{key}": value for key, value in tensors.items()}
     split = {key: value for key, value in wanted.items() if is_split(value) or key in cuts or key in homes}
     if checkpoint is not None:
         shapes = {
             key: value.new_empty(whole_shape(value, cuts.get(key)), device="meta") for key, value in split.items()
         }
         checkpoint.tie(_tied_names(name, model, wanted))
-        checkpoint.require({**wanted, **shapes}, prefix=f"{name}.")
+        checkpoint.require({**wanted, **shapes, **old}, prefix=f"{name}.")
         checkpoint.load_into({key: value for key, value in wanted.items() if key not in split})
-    set_extra(model, plain["extra"].get(name, {}))
+    set_extra(model, extra)
     for key, target in split.items():
         shape = whole_shape(target, cuts.get(key))
         complete = _sent(key, checkpoint, group, shape=shape, dtype=target.dtype)
@@ -192,6 +205,34 @@ def load_model(
         return  # what no checkpoint holds was made equal when the model was cut
     own = {id(parameter) for key, parameter in model.named_parameters() if f"{name}.{key}" in split}
     send_from_first([t for t in (*model.parameters(), *model.buffers()) if id(t) not in own], group)
+
+
+_Forms = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+def _stored(name: str, model: nn.Module, checkpoint: Checkpoint) -> tuple[_Forms, dict[str, Tensor]]:
+    """What all have to know of a checkpoint: shapes and types of the model's persistent buffers, by their names in it,
+    and by full names the extra states that are stored as tensors, as early versions did."""
+    there = set(checkpoint.names)
+    buffers = {path: f"{name}.{path}" for path, _, _ in persistent_buffers(model)}
+    forms = {path: (checkpoint.shape(key), checkpoint.dtype(key)) for path, key in buffers.items() if key in there}
+    return forms, checkpoint.load(key for key in checkpoint.names if key.startswith(f"{name}.") and _is_extra(key))
+
+
+def _make_buffers(model: nn.Module, forms: _Forms, device: torch.device) -> None:
+    """Put zeros where a persistent buffer is None, and a checkpoint has one."""
+    for path, module, key in persistent_buffers(model):
+        if path in forms and getattr(module, key) is None:
+            shape, dtype = forms[path]
+            setattr(module, key, torch.zeros(shape, dtype=dtype, device=device))
+
+
+def _require_extra(name: str, here: Collection[str], there: Collection[str]) -> None:
+    """Raise CheckpointError where other modules of a model have extra states than in the checkpoint."""
+    problems = [f"{name}.{key}: in the model, but not in the checkpoint" for key in here if key not in there]
+    problems += [f"{name}.{key}: in the checkpoint, but not in the model" for key in there if key not in here]
+    if problems:
+        raise CheckpointError("the checkpoint does not fit:\n  " + "\n  ".join(problems))
 
 
 def _tied_names(name: str, model: nn.Module, wanted: Container[str]) -> list[list[str]]:
@@ -324,21 +365,33 @@ def restore_rates(optimizers: Mapping[str, Optimizer], saved_by_name: Mapping[st
             group.update({key: value for key, value in options.items() if key != "params"})
 
 
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def _entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A model's state: parameters and persistent buffers, live, and what modules keep by `get_extra_state`, be it a
+    tensor or not; tensors of the latter on the CPU."""
     with as_it_is():
-        return {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+        state = model.state_dict()
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and not _is_extra(key)}
+    return tensors, {key: _on_cpu(value) for key, value in state.items() if key not in tensors}
 
 
-def _extra_of(model: nn.Module) -> dict[str, Any]:
-    with as_it_is():
-        return {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == EXTRA
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) and not value.is_meta else value
 
 
 def set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Give back what modules keep by `get_extra_state`."""
-    suffix = "._extra_state"
+    """Give back what modules keep by `get_extra_state`; a tensor as a copy, on the device of the present one."""
     for key, value in extra.items():
-        model.get_submodule(key.removesuffix(suffix) if key != suffix[1:] else "").set_extra_state(value)
+        module = model.get_submodule(key.rpartition(".")[0])
+        module.set_extra_state(_copy_for(module, value) if isinstance(value, Tensor) else value)
+
+
+def _copy_for(module: nn.Module, extra: Tensor) -> Tensor:
+    present = module.get_extra_state()
+    return extra.to(present.device if isinstance(present, Tensor) else extra.device, copy=True)
 
 
 def _plain_optimizer(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from paceline.comm.split import Spread, local_part
 from paceline.errors import CheckpointError
 from paceline.parallel.offload.memory import Memory
 from paceline.worker import randomness
+from paceline.worker.buffers import persistent_buffers
 from paceline.worker.received import Received
 from paceline.worker.saving import Registry, load_object, load_optimizer, set_extra
 
@@ -105,7 +106,7 @@ def fill_model(name: str, registry: Registry, tensors: Mapping[str, Tensor], pla
             target = local_part(parameter)
             _require(full_name, tensors, target)
             target.copy_(tensors[full_name])
-    _fill_buffers(name, model, tensors)
+    _fill_buffers(name, model, tensors, registry.device)
     set_extra(model, plain["extra"].get(name, {}))
 
 
@@ -132,9 +133,9 @@ def _require(name: str, tensors: Mapping[str, Tensor], target: Tensor) -> None:
         )
 
 
-def _fill_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite buffers. One that was filled since is None again; a cache that is not there, or has another shape, is
-    left alone."""
+def _fill_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Overwrite buffers. One that was filled since is None again, and one that is None but was filled there is made on
+    `device`; a cache that is not there, or has another shape, is left alone."""
     for path, module, key, buffer in _buffers(model):
         if buffer.is_meta:
             continue  # of another stage
@@ -146,6 +147,10 @@ def _fill_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tensor]) 
             setattr(module, key, None)
         elif not _is_cache(module, key):
             _require(name, tensors, buffer)
+    for path, module, key in persistent_buffers(model):
+        name = f"{prefix}.{path}"
+        if name in tensors and getattr(module, key) is None:
+            setattr(module, key, tensors[name].to(device, copy=True))
 
 
 def _optimizer_tensors(registry: Registry) -> dict[str, Tensor]:

@@ -135,7 +135,7 @@ class Worker:
             models=self._models,
             weights_changed=walks.shards.close,
         )
-        registry = Registry()
+        registry = Registry(device)
         self._memories = Memories(plan.wire, models=self._models, registry=registry, axes=place.axes)
         self._prepared = Preparation(
             plan,
