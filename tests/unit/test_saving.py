@@ -120,3 +120,34 @@ def test_a_snapshot_has_a_tensor_as_extra_state_and_buffers_as_they_were() -> No
         odd.kept = None
         snapshot.put_back(registry)
         assert (odd.scale.tolist(), odd.kept.tolist()) == ([3.0, 3.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("known", "new"),
+    [
+        (("model", "gan"), ("optimizer", "gan.optim")),
+        (("optimizer", "gan.optim"), ("model", "gan")),
+        (("model", "gan"), ("model", "gan.critic")),
+        (("model", "model.critic"), ("model", None)),
+        (("optimizer", "gan"), ("model", "gan.state")),
+    ],
+)
+def test_names_by_which_tensors_could_not_be_told_apart_are_refused(
+    known: tuple[str, str], new: tuple[str, str | None]
+) -> None:
+    registry, model = Registry(), nn.Linear(1, 1)
+    name = registry.name_for(*known)
+    if known[0] == "model":
+        registry.models[name] = model
+    else:
+        registry.optimizers[name] = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=rf"a new {new[0]} cannot be named .* beside '{name}'"):
+        registry.name_for(*new)
+
+
+def test_other_names_may_have_dots() -> None:
+    registry, model = Registry(), nn.Linear(1, 1)
+    registry.models[registry.name_for("model", "gan")] = model
+    registry.optimizers[registry.name_for("optimizer", "gan_optim.a")] = torch.optim.SGD(model.parameters())
+    assert registry.name_for("scheduler", "gan.schedule") == "gan.schedule", "schedulers have no tensors"
+    assert registry.name_for("optimizer", "gan_optim") == "gan_optim"

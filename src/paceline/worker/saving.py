@@ -56,11 +56,26 @@ class Registry:
         if wanted is not None:
             if wanted in taken:
                 raise ValueError(f"prepare(name={wanted!r}): that name is taken; names must differ")
+            self._refuse_alike(kind, wanted)
             return wanted
         number = 1
         while (name := kind if number == 1 else f"{kind}_{number}") in taken:
             number += 1
+        self._refuse_alike(kind, name)
         return name
+
+    def _refuse_alike(self, kind: str, name: str) -> None:
+        """Raise ValueError where, by their names, tensors of something new and of something known may be taken for each
+        other's."""
+        starts = {"model": f"{name}.", "optimizer": f"{name}.state."}
+        known = {one: f"{one}." for one in self.models} | {one: f"{one}.state." for one in self.optimizers}
+        for other, start in known.items() if kind in starts else ():
+            if start.startswith(starts[kind]) or starts[kind].startswith(start):
+                raise ValueError(
+                    f"a new {kind} cannot be named {name!r} beside {other!r}: checkpoints name its tensors "
+                    f"{starts[kind]}..., and those of {other!r} {start}..., so a start could not tell whose they are. "
+                    "Choose names of which none begins with another one and a dot: prepare(..., name=...)"
+                )
 
     def refuse_known_optimizer(self, optimizer: Optimizer) -> None:
         """Raise ValueError for an optimizer that has a name already."""

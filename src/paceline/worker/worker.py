@@ -226,7 +226,8 @@ class Worker:
         A model is converted, moved and wrapped in place as the plan says, and gets worker 0's weights. Prepare models
         before their optimizers, and optimizers before their schedulers. What has `state_dict` and `load_state_dict`
         goes into checkpoints under `name` (by default "model", "optimizer", "scheduler", "object", then "model_2", ...)
-        and comes back from them.
+        and comes back from them. ValueError where tensors of two names could not be told apart in a checkpoint: a model
+        "gan" beside an optimizer "gan.optim".
 
         Layouts that cut layers run a model once on a small input. Where it cannot be guessed, `sample` gives it: a
         batch of two as (x,) or {"input_ids": x}. `cut` names the roles of layers, in place of those that are found:
