@@ -119,7 +119,7 @@ def test_a_snapshot_has_a_tensor_as_extra_state_and_buffers_as_they_were() -> No
         odd.scale.zero_()
         odd.kept = None
         snapshot.put_back(registry)
-        assert (odd.scale.tolist(), odd.kept.tolist()) == ([3.0, 3.0], [1.0, 1.0])
+        assert (odd.scale.tolist(), odd.get_buffer("kept").tolist()) == ([3.0, 3.0], [1.0, 1.0])
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,27 @@ def test_a_rollback_gives_modules_their_extra_state_back(world: World) -> None:
     assert world(scaled, 2, plan(guard)) == [2.0**-steps] * 2
 
 
+@pytest.mark.parametrize(("at", "to_step"), [(14, 14), (BAD_STEP, 12)])
+def test_a_rollback_after_parameters_were_thawed(world: World, at: int, to_step: int) -> None:
+    def thawing(worker: Any) -> tuple[list[float], bool]:
+        model = worker.prepare(Net())
+        first, *others = model.parameters()
+        optim = worker.prepare(torch.optim.AdamW(others, lr=0.02))
+        before = first.detach().clone()
+        step = worker.stepper(model, optim, F.mse_loss)
+        for batch in worker.batches(Sums(POISON)):
+            step(batch)
+            if worker.step == at:
+                optim.add_param_group({"params": [first], "lr": 0.01})
+        rates = [group["lr"] for group in optim.param_groups]
+        return rates, not torch.equal(first, before)
+
+    guard = Guard(on_spike="rollback", window=16, snapshot_every=6)
+    assert world(thawing, 2, plan(guard)) == [([0.02, 0.01], True)] * 2
+    (spike,) = events(world, 0, SpikeSeen)
+    assert (spike.step, spike.to_step) == (BAD_STEP, to_step)
+
+
 def flip(tensor: Tensor) -> None:
     """What a cosmic ray does: one bit of one number."""
     tensor.detach().view(torch.int64).view(-1)[1] ^= 1 << 40

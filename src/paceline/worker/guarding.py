@@ -55,7 +55,7 @@ class Guarding:
         self._guard, self._losses, self._registry, self._files = guard, losses, registry, files
         self._comparison = comparison
         self._snapshot: Snapshot | None = None
-        self._names: tuple[str, ...] = ()  # what is in it
+        self._names: tuple[Any, ...] = ()  # what is in it
         self._known: dict[str, Any] = {}  # of losses, when it was taken
         self._starts: dict[str, Place] = {}  # where each stream stood
         self._kept_at = 0  # step of the last snapshot, or of the last rollback
@@ -114,7 +114,7 @@ class Guarding:
         places = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
         self._starts = {**places, **self._starts}  # a stream that was opened since
         registry = self._registry
-        names = (*registry.models, *registry.optimizers, *registry.objects)
+        names = (*registry.models, *registry.objects, registry.held_names())
         is_due = step - self._kept_at >= self._guard.rollback_every
         if self._snapshot is not None and not is_due and names == self._names:
             return False

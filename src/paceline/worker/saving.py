@@ -94,6 +94,14 @@ class Registry:
                 names.setdefault(id(parameter), f"{prefix}.{name}")
         return names
 
+    def held_names(self) -> dict[str, list[list[str]]]:
+        """The full names of the parameters of each optimizer's groups."""
+        names = self.parameter_names()
+        return {
+            name: [[_name_of(p, names, name) for p in group["params"]] for group in optimizer.param_groups]
+            for name, optimizer in self.optimizers.items()
+        }
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters by their full names, over all models."""
         return {

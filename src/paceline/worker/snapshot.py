@@ -45,8 +45,12 @@ class Snapshot:
         return Snapshot(step, tensors, copy.deepcopy(registry.plain()), randomness.capture())
 
     def put_back(self, registry: Registry) -> None:
-        """Make the state what it was; the snapshot stays as it is."""
-        put_back(registry, self.tensors, copy.deepcopy(dict(self.plain)))
+        """Make the state what it was; the snapshot stays as it is. Parameter groups that optimizers were given since
+        remain, without any state."""
+        plain, present = copy.deepcopy(dict(self.plain)), registry.plain()["optimizers"]
+        for name, saved in plain["optimizers"].items():
+            saved["groups"] += present.get(name, saved)["groups"][len(saved["groups"]) :]
+        put_back(registry, self.tensors, plain)
         randomness.restore(self.random)
 
 
