@@ -16,6 +16,7 @@ import stage_models
 from paceline.errors import PlanError
 from paceline.parallel.stages.costs import operation_costs
 from paceline.parallel.stages.cut import closed_places, cut_units, route
+from paceline.parallel.stages.drawing import may_draw
 from paceline.parallel.stages.halves import Halves
 from paceline.parallel.stages.record import record
 from paceline.parallel.stages.replay import Part, Replayer
@@ -120,11 +121,17 @@ def test_operations_find_the_heavy_unit() -> None:
 
 
 def stages_of(
-    model: nn.Module, forward: Callable[[Any], Tensor], micro: Any, num_stages: int, seed: tuple[int, ...] | None = None
+    model: nn.Module,
+    forward: Callable[[Any], Tensor],
+    micro: Any,
+    num_stages: int,
+    seed: tuple[int, ...] | None = None,
+    *,
+    tape: Tape | None = None,
 ) -> tuple[Tape, list[Part]]:
     """Run all stages of one model, whole, one after the other; gradients are added up in it."""
     units = find_units(model)
-    tape = record(model, forward, micro, units=units, device=CPU)
+    tape = tape or record(model, forward, micro, units=units, device=CPU)
     way = route(tape, cut_units(model, tape, units=units, num_stages=num_stages, costs=[1.0] * len(tape.units)))
     parts: list[tuple[dict[int, Tensor], Part]] = []
     arrived: dict[int, Tensor] = {}
@@ -323,6 +330,110 @@ def test_draws_between_units_are_those_of_one_process_also_after_another_stages_
         loss = forward(x)
     for num_stages in (2, 3):
         assert torch.equal(stages_of(model, forward, x, num_stages, (4,))[1][-1].result, loss)
+
+
+class Dropping(nn.Linear):
+    """A unit that draws."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.dropout(super().forward(input))
+
+
+def mixed_up(h: Tensor) -> Tensor:
+    share = torch.distributions.Beta(0.4, 0.4).sample()
+    return share * h + (1 - share) * h.flip(0)
+
+
+def by_gamma(h: Tensor) -> Tensor:
+    return h * torch.distributions.Gamma(2.0, 1.0).sample(h.shape)
+
+
+def leaky(h: Tensor) -> Tensor:
+    return F.rrelu(h, training=True)
+
+
+def pooled(h: Tensor) -> Tensor:
+    return F.pad(F.fractional_max_pool2d(h[None], 2, output_size=(3, 4))[0], (1, 1, 1, 1))
+
+
+def attended(h: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(h, h, h, None, 0.5)
+
+
+def seeded_anew(h: Tensor) -> Tensor:
+    """Moves a generator by no function of torch's that the recording sees."""
+    torch.default_generator.manual_seed(torch.initial_seed() + 1)
+    return h * (torch.initial_seed() % 7)
+
+
+@pytest.mark.parametrize("draw", [mixed_up, by_gamma, leaky, pooled, attended, seeded_anew])
+def test_whatever_draws_between_units_draws_the_same_as_in_one_process(draw: Callable[[Tensor], Tensor]) -> None:
+    model = nn.ModuleList(Dropping(6, 6) for _ in range(3))
+
+    def forward(x: Tensor) -> Tensor:
+        for unit in model:
+            x = draw(unit(x))
+        return x.mean()
+
+    x = torch.randn(5, 6)
+    with seeded_units(find_units(model), 4):
+        loss = forward(x)
+    for num_stages in (2, 3):
+        assert torch.equal(stages_of(model, forward, x, num_stages, (4,))[1][-1].result, loss)
+
+
+def test_dropout_that_begins_later_draws_the_same_as_in_one_process() -> None:
+    model, drop = nn.ModuleList(Dropping(6, 6) for _ in range(2)), nn.Dropout(0.0)
+    noise = nn.RReLU().eval()
+
+    def forward(x: Tensor) -> Tensor:
+        return noise(model[1](drop(model[0](x)))).mean()
+
+    x = torch.randn(5, 6)
+    tape = record(model, forward, x, units=find_units(model), device=CPU)
+    assert tape.draws_between and not tape.draws
+    drop.p = 0.5
+    noise.train()
+    with seeded_units(find_units(model), 4):
+        loss = forward(x)
+    assert torch.equal(stages_of(model, forward, x, 2, (4,), tape=tape)[1][-1].result, loss)
+
+
+def test_what_an_idle_dropout_hands_back_may_be_changed_in_place_by_a_later_unit() -> None:
+    model, drop = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Dropout(0.0)
+
+    def forward(x: Tensor) -> Tensor:
+        x = drop(model[0](x))
+        x += model[1](x)
+        return x.sum()
+
+    x = torch.randn(5, 6)
+    tape = record(model, forward, x, units=find_units(model), device=CPU)
+    assert not closed_places(tape)
+
+
+def test_nothing_is_seeded_again_where_nobody_draws_between_units() -> None:
+    """Units draw, and some are run on invented numbers, to see what they return."""
+    model = nn.Sequential(Dropping(6, 6), nn.ReLU(), Leaves(True), Dropping(6, 6))
+    assert not record(
+        model, lambda m: model(m).mean(), torch.randn(5, 6), units=find_units(model), device=CPU
+    ).draws_between
+
+
+def test_all_functions_are_known_that_torch_says_draw() -> None:
+    marked = set[str]()
+    for schema in torch._C._jit_get_all_schemas():
+        name = schema.name.removeprefix("aten::")
+        if (
+            schema.name != name
+            and not name.startswith(("_", "miopen_"))
+            and any(callable(getattr(one, name, None)) for one in (torch, Tensor))
+        ):
+            overload = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+            if torch.Tag.nondeterministic_seeded in overload.tags:
+                marked.add(name)
+    assert {"dropout", "rrelu_", "lstm", "uniform_"} <= marked
+    assert not [name for name in sorted(marked) if not may_draw(name)]
 
 
 def test_pythons_random_between_units_is_that_of_one_process_whatever_units_draw_from_it() -> None:

@@ -33,7 +33,7 @@ class Notes:
         self.units, self.order = units, list[int]()
         self.refusals: list[Reason] = []
         self.draws: list[Draw] = []
-        self.draws_pythons = False  # root-level code draws from Python's own generator
+        self.may_draw = False  # root-level code draws, also from Python's own generator, or could where it does not
         self.asks: set[Callable[..., Any]] = set()
         self.tellers: set[str] = set()  # modules inside units whose hooks hand out what code outside of them uses
         self.num_unit_calls = 0
@@ -270,7 +270,7 @@ class Notes:
             unused=self._unused(),
             joints=tuple(self._joints),
             draws=tuple(self.draws),
-            draws_between=bool(self.draws) or self.draws_pythons,
+            draws_between=self.may_draw,
             asks=frozenset(self.asks),
             ghosts=None if any(call.changed for call in self._calls) else {},
         )

@@ -9,7 +9,6 @@ served: every stage would have to know them.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import PlanError, Reason
 from paceline.parallel.stages.asking import ASKED
-from paceline.parallel.stages.drawing import draws
+from paceline.parallel.stages.drawing import Standing, draws, may_draw
 from paceline.parallel.stages.notes import NOBODY, Notes, where
-from paceline.parallel.stages.structure import Spec, map_tensors, tensors_in
+from paceline.parallel.stages.structure import Spec, held, map_tensors, tensors_in
 from paceline.parallel.stages.tape import Draw, Tape
 from paceline.parallel.stages.telling import Told, has_hooks, listened, tell
 from paceline.parallel.stages.trial import (
@@ -86,11 +85,10 @@ def _recorded(
     something out."""
     of_units = {module for unit in units for module in unit.module.modules()}
     root = [module for module in model.modules() if module not in of_units]
-    put_back, drawn = attributes(model.modules()), random.getstate()
+    put_back, standing = attributes(model.modules()), Standing(device)
     tape = None
     try:
         with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
             swapped(of_units, absent),
             swapped(root, lambda t: absent(t) if _is_parameter(t) else t.clone()),
         ):
@@ -100,13 +98,13 @@ def _recorded(
                 with replaced_forward(units, recorder.wrap), recorder.hearing():
                     with recorder:
                         result = forward(micro)
-                    notes.draws_pythons = random.getstate() != drawn  # what units draw is taken back
+                    notes.may_draw |= standing.has_moved()  # what units draw is taken back
                     tape = notes.tape(result)
             except _Refused as error:
                 notes.refusals.append(error.reason)
     finally:
         put_back()
-        random.setstate(drawn)
+        standing.put_back()
     return tape, notes
 
 
@@ -194,6 +192,8 @@ class _Recorder(TorchFunctionMode):
         self._note_draw(func, args, kwargs, owner)
         out, changed = self._tried(func, args, kwargs, name)
         out = self._as_given(out, given)
+        if may_draw(name) and not changed:  # a dropout that does nothing hands back what it was given; it may yet do
+            out = map_tensors(out, lambda made: self._apart(made) if any(made is one for one in given) else made)
         if not tensors_in(out) and not changed:
             self._notes.asks.add(func)
             return out
@@ -233,6 +233,11 @@ class _Recorder(TorchFunctionMode):
         """Code that gets back an argument gets the very object that it gave, not its stand-in."""
         originals = {id(self._notes.stand_in(tensor)): tensor for tensor in given}
         return map_tensors(out, lambda tensor: originals.get(id(tensor), tensor))
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """A ghost of a value that is the same as this one so far."""
+        ghost = self._notes.stand_in(tensor)
+        return Spec.of(ghost).seen(held(ghost).clone())
 
     def _tried(self, func: Callable[..., Any], args: Any, kwargs: Any, name: str) -> tuple[Any, dict[int, Tensor]]:
         """Run an operation between units on the meta device, or else on invented numbers."""
@@ -280,7 +285,9 @@ class _Recorder(TorchFunctionMode):
         return len(shapes) > 1
 
     def _note_draw(self, func: Callable[..., Any], args: Any, kwargs: Any, owner: int) -> None:
-        if draws(getattr(func, "__name__", ""), args, kwargs):
+        name = getattr(func, "__name__", "")
+        self._notes.may_draw |= may_draw(name)  # strengths may change later, and what is in training
+        if draws(name, args, kwargs):
             self._notes.draws.append(Draw(after=self._notes.num_unit_calls, unit=owner, where=where()))
 
     # -------------------------------------------------------------------------------------------------- calls of units
@@ -297,12 +304,12 @@ class _Recorder(TorchFunctionMode):
                 effort_before, attributes_before = self._meter(), self._attributes()
                 versions = [version(tensor) for tensor in given]
                 self._begin(place, index, given)
-                drawn = random.getstate()
+                standing = Standing(self._device)
             try:
                 out, changed, left, told = self._run_unit(place, forward, args, kwargs)
             finally:
                 self._inside = None
-                random.setstate(drawn)
+                standing.put_back()
             with unseen():
                 for number, tensor in enumerate(given):
                     if version(tensor) != versions[number] or id(tensor) in self._changed:

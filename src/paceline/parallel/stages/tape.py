@@ -104,8 +104,9 @@ class Tape:
     `parameters`: for each parameter's name the units in whose calls it takes part. `unused`: units that are never
     called, with the index of the unit beside which they are kept. `results`: numbers of what the forward returns.
     `asks`: functions that only asked for shapes and the like. `ghosts`: those that replays have made, by number, for
-    the next ones; None where the forward changes values in place, so that each needs its own. `draws` are torch's,
-    `draws_between` says whether root-level code draws at all, from Python's generator too.
+    the next ones; None where the forward changes values in place, so that each needs its own. `draws` are torch's, as
+    far as names tell; `draws_between` says whether root-level code draws at all, from Python's generator too, or
+    could: a dropout that is 0 may grow.
     """
 
     units: tuple[str, ...]

@@ -6,6 +6,7 @@ Nothing of a trial stays: parameters, buffers and attributes of modules are put 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -187,10 +188,15 @@ def invented(spec: Spec, device: torch.device) -> Tensor:
     else:
         tensor = torch.empty_strided(spec.held, spec.stride, dtype=spec.dtype, device=device)
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        tensor.normal_(0, 0.02)
+        tensor.normal_(0, 0.02, generator=_inventor(device))  # what the model draws from stays as it is
     else:
         tensor.fill_(spec.dtype == torch.bool)
     return tensor.requires_grad_(spec.requires_grad)
+
+
+@functools.cache
+def _inventor(device: torch.device) -> torch.Generator:
+    return torch.Generator(device)
 
 
 def _substitute(tensor: Tensor, device: torch.device, fill: float | None) -> Tensor:
