@@ -437,22 +437,26 @@ def test_where_one_leaves_a_loop_all_have_the_last_weights_afterwards_and_there_
     assert not [*world.run_dir.glob("checkpoints/step_*")]
 
 
-def interrupted(folder: Path, *, is_caught_inside: bool) -> Callable[[Any], list[Any]]:
-    """Worker 1 is interrupted when one of two servers has its second update; worker 0 stands still until then."""
+def interrupted(folder: Path, *, by: str, is_caught_inside: bool) -> Callable[[Any], list[Any]]:
+    """Worker 1 is interrupted in its second update, when one server has it ("_flats": what the next one is to get), or
+    all have ("apply"); worker 0 stands still until then."""
 
     def run(worker: Any) -> list[Any]:
-        flats, num_updates = TurnGradients._flats, 0
-
-        def breaking(gradients: TurnGradients, server: int) -> Any:
-            nonlocal num_updates
-            num_updates += server == 0
-            if worker.rank == 1 and server == 0 and num_updates == 2:
-                (folder / "interrupted").touch()
-                raise KeyboardInterrupt
-            return flats(gradients, server)
-
         patched: Any = TurnGradients
-        patched._flats = breaking
+        method, num_updates = getattr(patched, by), 0
+
+        def breaking(gradients: TurnGradients, given: Any) -> Any:
+            nonlocal num_updates
+            num_updates += by == "apply" or given == 0
+            is_due = worker.rank == 1 and num_updates == 2
+            answer = None if is_due and by == "_flats" else method(gradients, given)
+            if is_due:
+                (folder / "interrupted").touch()
+                num_updates += 1
+                raise KeyboardInterrupt
+            return answer
+
+        setattr(patched, by, breaking)
         model, optim = prepared(worker, drop=0.0)
         step = worker.stepper(model, optim, next_word)
         caught = (KeyboardInterrupt,) if is_caught_inside else ()
@@ -468,14 +472,17 @@ def interrupted(folder: Path, *, is_caught_inside: bool) -> Callable[[Any], list
     return run
 
 
-@pytest.mark.parametrize("is_caught_inside", [False, True])
-def test_a_batch_in_whose_step_one_is_interrupted_is_taken_once(
-    world: World, tmp_path: Path, is_caught_inside: bool
+@pytest.mark.parametrize(("by", "is_caught_inside"), [("apply", False), ("apply", True), ("_flats", True)])
+def test_a_batch_in_whose_step_one_is_interrupted_counts_once(
+    world: World, tmp_path: Path, by: str, is_caught_inside: bool
 ) -> None:
-    results = world(interrupted(tmp_path, is_caught_inside=is_caught_inside), 2, in_turns(2), **THREADS)
+    program = interrupted(tmp_path, by=by, is_caught_inside=is_caught_inside)
+    results = world(program, 2, in_turns(2), **THREADS)
     assert results[0] == results[1] and results[0][0] == results[0][1]
     judged = audit(world.run_dir)
     assert judged.verdict == "clean", judged
+    ledgers = [path.read_text() for path in world.run_dir.glob("**/ledger.jsonl")]
+    assert len(ledgers) == 2 and '"skipped": true' not in "".join(ledgers)
 
 
 KEPT = list[Any]()
