@@ -239,10 +239,14 @@ def _called(function: Callable[[Worker], T], worker: Worker, place: Place) -> T:
         if is_echo(error):
             place.agreement.await_end()
         may_be, store = isinstance(error, SyncError) or is_echo(error), place.shared
-        gone = [index for index in range(worker.workers) if may_be and store.check([LEFT.format(index)])]
+        ranks = place.agreement.present or place.agreement.ranks  # members may have been lost
+        gone: dict[int, str] = {}  # rank -> the step after which it left
+        with contextlib.suppress(ChannelClosed):  # the supervisor has gone: the error is all that there is to say
+            names = {rank: LEFT.format(rank) for rank in ranks if may_be}
+            gone = {rank: store.get(name).decode() for rank, name in names.items() if store.check([name])}
         if not gone:
             raise
-        steps = ", ".join(dict.fromkeys(store.get(LEFT.format(index)).decode() for index in gone))
+        steps = ", ".join(dict.fromkeys(gone.values()))
         raise SyncError(
             f"worker{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} left the training function after step {steps}, "
             "others are in it: all must take the same steps. Look for a return, break, continue or sys.exit() that "

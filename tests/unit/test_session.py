@@ -1,0 +1,46 @@
+"""Where others are lost in the user's function, whoever left it too early is named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.comm.channel import ChannelClosed
+from paceline.errors import SyncError
+from paceline.worker.session import LEFT, _called
+
+
+class Store:
+    """Worker 2 left after step 7."""
+
+    def check(self, keys: list[str]) -> bool:
+        return keys == [LEFT.format(2)]
+
+    def get(self, key: str) -> bytes:
+        return b"7"
+
+
+class ClosedStore:
+    def check(self, keys: list[str]) -> bool:
+        raise ChannelClosed("the supervisor has gone")
+
+
+def call(store: Any) -> None:
+    def function(worker: Any) -> None:
+        raise SyncError("a connection was closed")
+
+    agreement = SimpleNamespace(ranks=(0, 2), present=(), await_end=lambda: None)  # worker 1 was lost before
+    worker = SimpleNamespace(workers=2, blames_server=lambda error: False)
+    _called(function, worker, SimpleNamespace(agreement=agreement, shared=store))  # type: ignore[arg-type]  # what it asks of them
+
+
+def test_who_left_early_is_found_by_its_rank_where_others_were_lost_before() -> None:
+    with pytest.raises(SyncError, match="worker 2 left the training function after step 7, others are in it"):
+        call(Store())
+
+
+def test_where_nobody_can_be_asked_the_error_stays_as_it_is() -> None:
+    with pytest.raises(SyncError, match="a connection was closed"):
+        call(ClosedStore())
