@@ -193,6 +193,28 @@ def test_with_drop_last_an_epoch_ends_at_its_last_full_batch(run: Path) -> None:
     assert result.is_clean and [epoch.num_samples for epoch in result.epochs] == [48, 48]
 
 
+@pytest.mark.parametrize(("sizes", "state"), [((10, 4, 10), "exact"), ((4, 10, 4), "broken")])
+def test_with_drop_last_the_newest_batch_size_says_where_an_epoch_ends_also_one_that_came_back(
+    run: Path, sizes: tuple[int, int, int], state: str
+) -> None:
+    """Of 50 samples 6 or 4 are left: of a batch of 10 no other one fits, of 4 one does."""
+    stops = {(10, 4, 10): (10, 14, 24, 34, 44), (4, 10, 4): (4, 14, 18, 22, 26, 30, 34, 38, 42, 46)}[sizes]
+    position, begun = 0, {1: 0, 2: 1, 3: 2}
+    lines: dict[int, list[tuple[int, int, Line]]] = {1: [], 2: [], 3: []}
+    for step, stop in enumerate(stops, 1):
+        line = {"step": step, "stream": "train", "epoch": 0, "ranges": [[position, stop]], "skipped": False}
+        lines[min(step, 3)].append((0, step, line))
+        position = stop
+    last = len(stops) + 1
+    lines[3].append((0, last, {**lines[3][0][2], "step": last, "epoch": 1, "ranges": [[0, sizes[2]]]}))
+    for attempt, size in enumerate(sizes, 1):
+        about = {"batch": size, "drop_last": True}
+        write_attempt(run, attempt, iter(lines[attempt]), workers=1, from_step=begun[attempt], **about)
+    result = audit(run)
+    assert result.is_clean is (state == "exact"), result.problems
+    assert (result.epochs[0].state, result.epochs[0].num_used) == (state, position)
+
+
 def test_with_drop_last_the_dropped_tail_may_not_be_used(run: Path) -> None:
     write_attempt(run, 1, steps(workers=2, last=7), workers=2, drop_last=True)
     (epoch,) = audit(run).epochs

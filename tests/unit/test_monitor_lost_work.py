@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +105,31 @@ def test_the_console_of_the_next_attempt_says_it_unless_a_fresh_start_was_asked_
     watch.finish("stopped", 130)
     second.close()
     assert ("7 steps are taken again" in stream.getvalue()) is is_said
+
+
+@pytest.mark.parametrize(
+    ("second", "resumed_from", "text"),
+    [
+        ({}, 5, "attempt 1 came to step 7, and saved step 5 last: 2 steps are taken again"),
+        ({}, 7, None),
+        (
+            {"from_step": 5, "of_attempt": 1},
+            5,
+            "attempt 2 came to step 9, and saved step 5 last: 4 steps are taken again",
+        ),
+    ],
+    ids=["started over", "nothing lost", "went on"],
+)
+def test_steps_of_an_attempt_that_led_nowhere_are_not_taken_again(
+    tmp_path: Path, second: dict[str, int], resumed_from: int, text: str | None
+) -> None:
+    """The second attempt saved nothing, so the third goes on from the first one's checkpoint."""
+    places: tuple[dict[str, int], ...] = ({}, second, {"from_step": resumed_from, "of_attempt": 1})
+    for place, last in zip(places, (7, 9, 0), strict=True):
+        workers = Workers(tmp_path / "run")
+        for number in range(place.get("from_step", 0) + 1, last + 1):
+            workers.step(number)
+        workers.close()
+        head = {"attempt": 1, "from_step": 0, "of_attempt": None, **place}
+        (workers.directories[0] / "ledger.jsonl").write_text(json.dumps(head) + "\n")
+    assert again_text(tmp_path / "run", before_attempt=3, resumed_from=resumed_from) == text

@@ -69,8 +69,8 @@ def test_metrics_have_one_line_a_step_readable_at_once(tmp_path: Path) -> None:
     sink.accept(step(1, metrics={"lr": 0.5}))
     (line,) = read(path)
     assert line == {
-        "step": 1, "epoch": 0, "time": 102.0, "num_samples": 8, "loss": 4.0, "samples_per_s": 4.0, "skipped": False,
-        "seconds": SECONDS, "lr": 0.5,
+        "step": 1, "attempt": 1, "epoch": 0, "time": 102.0, "num_samples": 8, "loss": 4.0, "samples_per_s": 4.0,
+        "skipped": False, "seconds": SECONDS, "lr": 0.5,
     }  # fmt: skip
     sink.accept(step(2, loss=float("nan"), metrics={"lr": float("inf")}))
     sink.close()
@@ -123,6 +123,64 @@ def test_rows_that_a_killed_supervisor_did_not_write_come_from_the_events_of_who
     sink.accept(step(7))
     sink.close()
     assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def begun(directory: Path, attempt: int, *, from_step: int = 0, of_attempt: int | None = None, **about: Any) -> None:
+    """What a worker of an attempt says in its ledger that it went on from; the last word counts."""
+    place = directory / f"attempt_{attempt}" / "worker_0"
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / "ledger.jsonl", "a") as file:
+        file.write(json.dumps({"attempt": attempt, "from_step": from_step, "of_attempt": of_attempt, **about}) + "\n")
+
+
+def test_an_attempt_that_led_nowhere_is_not_in_the_story(tmp_path: Path) -> None:
+    """The second started over, came further than the first, and saved nothing: the third goes on from the first."""
+    path = tmp_path / "metrics.jsonl"
+    for attempt, loss, last, place in (
+        (1, 1.0, 4, {}),
+        (2, 2.0, 6, {}),
+        (3, 3.0, 4, {"from_step": 3, "of_attempt": 1}),
+    ):
+        resumed = place.get("from_step", 0)
+        told(tmp_path, attempt, 0, range(resumed + 1, last + 1), loss=loss)
+        begun(tmp_path, attempt, **place)
+        sink = MetricsFile(path, attempt=attempt)
+        sink.accept(started(resumed_from_step=resumed))
+        for number in range(resumed + 1, last + 1):
+            sink.accept(step(number, loss=loss))
+        sink.close()
+    assert [(line["step"], line["attempt"], line["loss"]) for line in read(path)] == [
+        (1, 1, 1.0), (2, 1, 1.0), (3, 1, 1.0), (4, 3, 3.0)
+    ]  # fmt: skip
+
+
+def test_a_script_that_goes_back_to_an_older_checkpoint_takes_the_later_steps_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    begun(tmp_path, 1)
+    first = MetricsFile(path, attempt=1)
+    first.accept(started())
+    for number in range(1, 5):
+        first.accept(step(number))
+    first.close()
+    begun(tmp_path, 2, from_step=4, of_attempt=1)
+    second = MetricsFile(path, attempt=2)
+    second.accept(started(resumed_from_step=4))
+    begun(tmp_path, 2, from_step=2, of_attempt=1)  # worker.restore(), after the worker has started
+    second.accept(step(3))
+    second.close()
+    assert [(line["step"], line["attempt"]) for line in read(path)] == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_what_came_before_another_runs_checkpoint_is_not_this_runs(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": number, "attempt": 1}) + "\n" for number in (1, 2, 3)))
+    begun(tmp_path, 1)
+    begun(tmp_path, 2, from_step=2, source="another/step_2", starts={})
+    sink = MetricsFile(path, attempt=2)
+    sink.accept(started(resumed_from_step=2))
+    sink.accept(step(3))
+    sink.close()
+    assert [(line["step"], line["attempt"]) for line in read(path)] == [(3, 2)]
 
 
 def test_rows_of_replicas_that_take_steps_by_themselves_come_once_though_they_are_in_no_order(tmp_path: Path) -> None:

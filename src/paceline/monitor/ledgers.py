@@ -9,14 +9,13 @@ told by their starting positions alone.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.monitor.files import local_path, worker_number
+from paceline.monitor.line import Beginning, beginning_of, line_from, parsed
 
 __all__ = ["Attempt", "EpochColumns", "Ledgers", "Rollback", "Stream"]
 
@@ -30,16 +29,6 @@ class Stream:
     seed: int
     shuffle: bool
     drop_last: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Beginning:
-    """What an attempt went on from, by the head of its ledgers."""
-
-    from_step: int
-    of_attempt: int | None  # whose checkpoint it was; None: none of this run
-    source: str | None = None  # the checkpoint, where it is another run's
-    starts: tuple[tuple[str, int, int], ...] = ()  # stream, epoch, position: where that checkpoint stands
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -84,9 +73,7 @@ class EpochColumns:
     """The position ranges that the valid steps of one epoch used: row i is [starts[i], stops[i])."""
 
     begins_at: int = 0  # the positions before it were used by another run
-    streams: list[Stream] = dataclasses.field(
-        default_factory=list["Stream"]
-    )  # distinct ones, in the order of appearance
+    streams: list[Stream] = dataclasses.field(default_factory=list["Stream"])  # distinct ones, by their last appearance
     starts: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     stops: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))
@@ -120,7 +107,7 @@ class Ledgers:
                 continue
             places = {worker_number(place.name): place / "ledger.jsonl" for place in directory.iterdir()}
             paths = {worker: path for worker, path in places.items() if worker is not None}
-            starts = {worker: start for worker, path in paths.items() if (start := _beginning(path)) is not None}
+            starts = {worker: start for worker, path in paths.items() if (start := beginning_of(path)) is not None}
             if not starts:  # it ended before any worker could take a step
                 continue
             if len(set(starts.values())) > 1:
@@ -139,21 +126,18 @@ class Ledgers:
         """Go back from the newest attempt to what it went on from, and so on; the others lead nowhere. Returns the
         beginning of the line, where that is another run's checkpoint."""
         by_number = {attempt.number: attempt for attempt in self.attempts}
-        attempt, until = self.attempts[-1] if self.attempts else None, math.inf
-        while attempt is not None:
-            attempt.until_step = until
-            begun = attempt.begun
-            until = min(until, begun.from_step)
-            if begun.source is not None:
-                return begun
-            before = begun.of_attempt
-            if before is not None and before not in by_number and until > 0:
+        last: Attempt | None = None
+        newest, begun = max(by_number, default=0), {number: attempt.begun for number, attempt in by_number.items()}
+        for stretch in line_from(newest, begun) if begun else ():
+            if last is not None and stretch.attempt not in by_number:
                 self.problems.append(
-                    f"attempt {attempt.number} went on from step {begun.from_step} of attempt {before}, "
+                    f"attempt {last.number} went on from step {last.begun.from_step} of attempt {stretch.attempt}, "
                     "which left no ledger"
                 )
-            attempt = by_number.get(before) if before is not None and before < attempt.number else None
-        return None
+                return None
+            last = by_number[stretch.attempt]
+            last.until_step = stretch.until
+        return last.begun if last is not None and last.begun.source is not None else None
 
     def _read(self, attempt: Attempt, worker: int) -> None:
         streams: dict[str, Stream] = {}
@@ -197,8 +181,8 @@ class Ledgers:
         if (name, epoch) not in self.epochs:
             self.epochs[name, epoch] = EpochColumns(begins_at=self._starts.get((name, epoch), 0))
         columns = self.epochs[name, epoch]
-        if stream not in columns.streams:
-            columns.streams.append(stream)
+        if columns.streams[-1:] != [stream]:  # a batch size may come back
+            columns.streams[:] = [*(one for one in columns.streams if one != stream), stream]
         columns.seen_steps.append(step)
         if line["skipped"]:
             columns.skipped_steps.add(step)
@@ -252,7 +236,7 @@ class Ledgers:
         damaged: str | None = None
         with open(path, encoding="utf-8", errors="replace") as file:
             for number, text in enumerate(file, start=1):
-                where, line = f"{local_path(path)}, line {number}", _parsed(text)
+                where, line = f"{local_path(path)}, line {number}", parsed(text)
                 if damaged and line is not None and "joins" in line:
                     self.notes.append(f"{damaged} was cut off when its worker was lost, and is ignored")
                 elif damaged:
@@ -268,45 +252,13 @@ class Ledgers:
             )
 
 
-def _beginning(path: Path) -> Beginning | None:
-    """What an attempt went on from, by the first line of a ledger or its repetition after a restore; None where that
-    is missing or cut off."""
-    if not path.exists():
-        return None
-    begun: Beginning | None = None
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            line = _parsed(text)
-            if line is None or not isinstance(line.get("from_step"), int):
-                break
-            begun = _begun(line)
-    return begun
-
-
 def _joins(path: Path) -> bool:
     """Whether a ledger is that of a worker that joined an attempt under way."""
     if not path.exists():
         return False
     with open(path, encoding="utf-8", errors="replace") as file:
-        line = _parsed(file.readline())
+        line = parsed(file.readline())
     return line is not None and "joins" in line
-
-
-def _begun(line: dict[str, Any]) -> Beginning:
-    return Beginning(
-        from_step=line["from_step"],
-        of_attempt=line.get("of_attempt"),
-        source=line.get("source"),
-        starts=tuple((str(name), int(epoch), int(place)) for name, (epoch, place) in line.get("starts", {}).items()),
-    )
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
 
 
 def _num_dropped(line: dict[str, Any]) -> int:

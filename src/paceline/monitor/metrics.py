@@ -1,8 +1,9 @@
 """Writes RUN/metrics.jsonl: one line for each committed step, over all attempts, no step twice.
 
 A continued run takes its steps again from a checkpoint. The lines of the steps after that checkpoint are dropped
-first, and those before it that a killed supervisor did not come to write are taken from the workers' events, so that
-the file always tells one story from the first step to the last.
+first, so are those of attempts that did not lead to it, and those that a killed supervisor did not come to write, or
+that were dropped meanwhile, are taken from the workers' events. So the file always tells one story: that of the state
+of now, from the first step to the last.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.errors import writing
 from paceline.events import Record, WorkerStarted
+from paceline.monitor.line import Stretch, beginnings, line_from
 from paceline.monitor.retold import steps_between
 from paceline.monitor.steps import Step, real
 
@@ -31,13 +34,18 @@ class MetricsFile:
         self.path = path
         self._attempt = attempt
         self._file: TextIO | None = None
+        self._line: list[Stretch] = []  # that the file tells
+        self._has_stepped = False
 
     def accept(self, item: Record | Step) -> None:
         with writing(self.path):
             if isinstance(item, Step):
-                self._open(item.step - 1).write(_text(item))
-            elif isinstance(item.event, WorkerStarted):
-                self._open(item.event.resumed_from_step)
+                if not self._has_stepped:  # the script may have gone back to another checkpoint since it began
+                    self._has_stepped = True
+                    self._begin(item.step - 1)
+                self._open().write(_text(item, self._attempt))
+            elif isinstance(item.event, WorkerStarted) and self._file is None:
+                self._begin(item.event.resumed_from_step)
 
     def close(self) -> None:
         if self._file is not None:
@@ -45,21 +53,42 @@ class MetricsFile:
             with writing(self.path):
                 file.close()
 
-    def _open(self, last_step: int) -> TextIO:
+    def _begin(self, last_step: int) -> None:
+        """Have the file tell of all steps before this attempt's own. `last_step`: before them, by what is told of this
+        attempt beside its ledgers."""
+        begun = beginnings(self.path.parent, until_attempt=self._attempt)
+        line = list(line_from(self._attempt, begun))
+        if line == self._line:
+            return
+        self._line = line
+        if self._attempt in begun:
+            last_step = begun[self._attempt].from_step
+
+        def counts(step: int, attempt: int | None) -> bool:
+            return step <= last_step and any(step in one and attempt in (None, one.attempt) for one in line)
+
+        before = [one for one in line if one.attempt != self._attempt]
+        self.close()
+        written = drop_others(self.path, counts)
+        whole = next(step for step in itertools.count(line[-1].after) if step + 1 not in written)  # all until there
+        missing = [
+            (attempt, row)
+            for attempt, row in steps_between(self.path.parent, before, after=whole, until=last_step)
+            if row.step not in written
+        ]
+        self._open().writelines(_text(row, attempt) for attempt, row in missing)
+
+    def _open(self) -> TextIO:
         if self._file is None:
-            written = drop_later_steps(self.path, last_step)
-            whole = next(step for step in itertools.count() if step + 1 not in written)  # all until there
-            found = steps_between(self.path.parent, before_attempt=self._attempt, after=whole, until=last_step)
-            missing = [row for row in found if row.step not in written]
             self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
-            self._file.writelines(map(_text, missing))
         return self._file
 
 
-def metrics_line(row: Step) -> dict[str, Any]:
+def metrics_line(row: Step, *, attempt: int) -> dict[str, Any]:
     """Return what `metrics.jsonl` says about a step; values that are not finite become null."""
     return {
         "step": row.step,
+        "attempt": attempt,
         "epoch": row.epoch,
         "time": round(row.time, 6),
         "num_samples": row.num_samples,
@@ -74,12 +103,13 @@ def metrics_line(row: Step) -> dict[str, Any]:
     }
 
 
-def _text(row: Step) -> str:
-    return json.dumps(metrics_line(row), allow_nan=False) + "\n"
+def _text(row: Step, attempt: int) -> str:
+    return json.dumps(metrics_line(row, attempt=attempt), allow_nan=False) + "\n"
 
 
-def drop_later_steps(path: Path, last_step: int) -> set[int]:
-    """Remove the lines of steps after `last_step`, and unreadable ones; the file is replaced in one instant.
+def drop_others(path: Path, counts: Callable[[int, int | None], bool]) -> set[int]:
+    """Remove the lines that do not count by their step and attempt (None: it says none), and unreadable ones; the file
+    is replaced in one instant.
 
     Returns the steps that are left. Where replicas take steps by themselves, their lines are in no order.
     """
@@ -88,10 +118,10 @@ def drop_later_steps(path: Path, last_step: int) -> set[int]:
         with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
             num_dropped, kept = 0, set[int]()
             for line in old:
-                step = _step(line) if line.endswith("\n") else None
-                if step is not None and step <= last_step:
+                place = _place(line) if line.endswith("\n") else None
+                if place is not None and counts(*place):
                     new.write(line)
-                    kept.add(step)
+                    kept.add(place[0])
                 else:
                     num_dropped += 1
             new.flush()
@@ -105,8 +135,10 @@ def drop_later_steps(path: Path, last_step: int) -> set[int]:
         temporary.unlink(missing_ok=True)
 
 
-def _step(line: str) -> int | None:
+def _place(line: str) -> tuple[int, int | None] | None:
+    """The step of a line and its attempt, which lines of earlier versions do not say."""
     try:
-        return int(json.loads(line)["step"])
+        said = json.loads(line)
+        return int(said["step"]), int(said["attempt"]) if "attempt" in said else None
     except (ValueError, TypeError, KeyError):  # cut off by a kill in the middle of a write
         return None

@@ -7,11 +7,12 @@ again, and whoever starts the run again is told how many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.events import Record, StepDone
 from paceline.monitor.files import last_lines, worker_number
+from paceline.monitor.line import Stretch, beginnings, comes_by
 from paceline.monitor.steps import Step, StepMerger
 from paceline.monitor.stream import attempt_dir, decoded
 
@@ -20,25 +21,28 @@ __all__ = ["again_text", "steps_between"]
 DONE = '{"event": "StepDone"'  # how the line of a step begins
 
 
-def steps_between(run_dir: Path, *, before_attempt: int, after: int, until: int) -> list[Step]:
-    """Return steps after + 1 to `until` as the newest earlier attempt that took them told of them; costs O(those)."""
-    rows: dict[int, Step] = {}
-    for attempt in range(before_attempt - 1, 0, -1):
+def steps_between(run_dir: Path, line: Sequence[Stretch], *, after: int, until: int) -> list[tuple[int, Step]]:
+    """Return steps after + 1 to `until` as the attempts of a line, the newest first, have told of them, each with its
+    attempt; costs O(those)."""
+    rows: dict[int, tuple[int, Step]] = {}
+    for stretch in line:
         if len(rows) >= until - after:
             break
-        for row in _rows(attempt_dir(run_dir, attempt), after, until):
-            rows.setdefault(row.step, row)
+        first, last = max(after, stretch.after), int(min(until, stretch.until))
+        for row in _rows(attempt_dir(run_dir, stretch.attempt), first, last) if first < last else ():
+            rows.setdefault(row.step, (stretch.attempt, row))
     return [rows[step] for step in sorted(rows)]
 
 
 def again_text(run_dir: Path, *, before_attempt: int, resumed_from: int) -> str | None:
     """Say which steps an attempt takes again because they were not saved; None where there are none.
 
-    The newest earlier attempt that took any step is the one that was gone on from. Reads the ends of its files.
+    They are those of the newest earlier attempt that took any step from the same state on. Reads the ends of its files.
     """
+    begun = beginnings(run_dir, until_attempt=before_attempt)
     for attempt in range(before_attempt - 1, 0, -1):
         last_step = max(map(_last_step, attempt_dir(run_dir, attempt).glob("worker_*/events.jsonl")), default=0)
-        if last_step:
+        if last_step and comes_by(attempt, begun.get(before_attempt), begun):
             break
     else:
         return None

@@ -22,7 +22,18 @@ PHASES = ("data", "compute", "communication", "optimizer", "recovery")  # the la
 OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, bookkeeping
 AHEAD = 2  # steps: see above
 OWN_NAMES = frozenset(
-    {"step", "epoch", "time", "num_samples", "num_dropped", "samples_per_s", "skipped", "wire_ratio", "noise_scale"}
+    {
+        "step",
+        "attempt",
+        "epoch",
+        "time",
+        "num_samples",
+        "num_dropped",
+        "samples_per_s",
+        "skipped",
+        "wire_ratio",
+        "noise_scale",
+    }
     | {"seconds"}
 )
 
