@@ -13,6 +13,8 @@ import pytest
 
 from paceline.elastic.notices import PREEMPTED
 from paceline.events import WorkerJoined, WorkerLost
+from paceline.launch import controller
+from paceline.launch.guests import Guest
 from paceline.launch.head import STOP_S
 from paceline.launch.outcome import lost
 from pretended_hosts import HeadAndMember, ended, heard
@@ -22,6 +24,26 @@ from pretended_hosts import HeadAndMember, ended, heard
 def both() -> Iterator[HeadAndMember]:
     with closing(HeadAndMember()) as made:
         yield made
+
+
+class Clock:
+    """What the head's part for elastic runs takes for the time."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return time.time()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(controller, "time", clock)
+    return clock
 
 
 def test_who_comes_before_it_is_known_that_the_run_is_elastic_may_try_again(both: HeadAndMember) -> None:
@@ -108,6 +130,54 @@ def test_who_is_lost_with_its_host_is_started_where_slots_are_spare(both: HeadAn
     both.notice(2, "committed", step=9, pid=42)
     joined = both.events[-1]
     assert isinstance(joined, WorkerJoined) and joined.after_s is not None
+
+
+def silence(both: HeadAndMember, clock: Clock, *heard_of: Guest, until: float) -> None:
+    """Time passes, and of everybody but these hosts and the head's own workers nothing is heard."""
+    while clock.now < until:
+        clock.now += 0.5
+        for guest in heard_of:
+            guest.link.heard = clock.now
+        for worker in (0, 1):
+            both.notice(worker, "alive")
+        both.head.tick(clock.now)
+
+
+def test_who_is_silent_with_its_host_is_lost_with_it_and_started_elsewhere_once(
+    both: HeadAndMember, clock: Clock
+) -> None:
+    both.begin(least=1, most=3)
+    both.say(op="ping")
+    c, to_c = both.come("c", index=2)
+    both.head.join(c)
+    both.guest.link.heard = clock.now + 0.9  # later than any word of its worker
+    silence(both, clock, c, until=clock.now + 14.0)
+    assert "start" not in both.ops(), "nobody is started on a host that is lost"
+    assert [message["worker"] for message in heard(to_c) if message["op"] == "start"] == [2]
+    assert "host b (10.0.0.2) was lost: it said nothing for 10 s" in both.said
+    (lost,) = [event for event in both.events if isinstance(event, WorkerLost)]
+    assert lost.rank == 2 and lost.reason in both.said
+
+
+def test_a_worker_that_alone_is_silent_is_lost_alone(both: HeadAndMember, clock: Clock) -> None:
+    both.begin(least=1, most=3)
+    silence(both, clock, both.guest, until=clock.now + 14.0)
+    assert [message["worker"] for message in heard(both.member) if message["op"] == "start"] == [2]
+    (lost,) = [event for event in both.events if isinstance(event, WorkerLost)]
+    assert lost.reason == "worker 2 said nothing for 10 s"
+
+
+def test_of_two_hosts_that_are_lost_neither_gets_the_others_workers(both: HeadAndMember, clock: Clock) -> None:
+    both.begin(least=1, most=3)
+    both.say(op="ping")
+    (c, to_c), (d, to_d) = both.come("c", index=2), both.come("d", index=3)
+    for guest in (c, d):
+        both.head.join(guest)
+        guest.has_spoken = True
+    both.guest.link.heard, c.link.heard = clock.now + 0.2, clock.now + 3.0
+    silence(both, clock, d, until=clock.now + 14.0)
+    assert [message["op"] for message in heard(to_c)].count("start") == 0
+    assert [message["worker"] for message in heard(to_d) if message["op"] == "start"] == [2]
 
 
 def test_where_no_slot_is_free_who_is_lost_with_its_host_is_not_replaced_until_a_host_comes(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 from paceline.launch.slots import Slots
@@ -15,8 +17,8 @@ def made(*hosts: tuple[int, list[int]]) -> Slots:
     return slots
 
 
-def placed(slots: Slots, *workers: int) -> list[int | None]:
-    slots.place(workers)
+def placed(slots: Slots, *workers: int, quiet: Collection[int] = ()) -> list[int | None]:
+    slots.place(workers, quiet=quiet)
     return [slots.host_of(worker) for worker in workers]
 
 
@@ -86,6 +88,24 @@ def test_a_host_that_can_start_no_more_keeps_whom_it_has_and_gets_nobody() -> No
     assert placed(slots, 1) == [1]
     slots.shut(1)
     assert placed(slots, 5) == [None]
+
+
+def test_who_was_lost_before_its_host_was_shut_comes_back_elsewhere() -> None:
+    slots = made((2, [0, 1]), (1, [2]))
+    slots.lose(2)
+    slots.shut(1)
+    assert slots.host_of(2) is None
+    assert placed(slots, 2) == [0], "beyond its slots"
+
+
+def test_a_quiet_host_gets_somebody_only_where_no_other_has_a_free_slot() -> None:
+    slots = made((3, [0, 1]), (3, [2]))
+    slots.lose(2)
+    assert placed(slots, 2, quiet=[1]) == [0]
+    assert placed(slots, 3, quiet=[1]) == [1], "not beyond the other's slots"
+    slots.lose(1)
+    assert placed(slots, 1, 4, quiet=[1]) == [0, 1]
+    assert placed(slots, 5) == [1], "it is heard of again"
 
 
 def test_a_replica_that_was_lost_comes_back_together_also_where_it_was_apart() -> None:

@@ -169,6 +169,28 @@ def test_replacements_that_keep_dying_are_started_with_pauses_but_never_given_up
     assert gaps == [0.5, 0.5, 5.0, 10.0, 20.0]
 
 
+def test_replacements_that_are_lost_with_their_host_are_started_elsewhere_without_a_pause() -> None:
+    membership = made(8)
+    for now in (1.0, 2.0):
+        decisions = membership.lost([5, 6, 7], now, reason="a host is gone", room=3)
+        assert [start.replica for start in only(decisions, StartReplica)] == [5, 6, 7]
+    decisions = membership.lost([5, 6, 7], 3.0, reason="all at once")
+    assert len(only(decisions, StartReplica)) == 3, "one cause is one failure"
+
+
+def test_who_is_silent_because_its_host_is_is_left_to_whoever_watches_hosts() -> None:
+    membership = made(4)
+    for worker in membership.workers:
+        membership.heard(worker, 0.0)
+    assert membership.tick(2.0) == []
+    for step in range(5, 23):
+        for worker in (0, 1):
+            membership.heard(worker, step / 2)
+        assert membership.tick(step / 2, unheard={2, 3}) == []
+    decisions = membership.tick(11.5, unheard={3})
+    assert the(decisions, EndWorker).worker == 2
+
+
 def test_who_forms_last_is_known_before() -> None:
     membership = made(2, formed=False)
     assert not membership.would_form(0, 0)

@@ -18,7 +18,7 @@ Nothing does I/O or looks at a clock: whoever calls tells the time, and carries 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from paceline.elastic.decisions import Decision, EndWorker, GiveUp, Limits, StartReplica
 from paceline.elastic.generations import Generations
@@ -200,12 +200,14 @@ class Membership:
         known = set(workers)
         ends: list[Decision] = []
         gone: set[int] = set()
+        failed = False
         for replica in self._roster.of_all(known):
             first = min(known.intersection(replica.workers))
             ends += self._remove(replica, f"replica {replica.number} has lost worker {first}", besides=known)
             gone.update(replica.workers)
-            if not replica.is_proven:
-                self._pauses.failed(now)
+            failed = failed or not replica.is_proven
+        if failed and room is None:  # otherwise their place went with them, which says nothing of what is started
+            self._pauses.failed(now)
         if room is not None:
             self.target = min(self.target, self._num_coming_and_there + room)
         return [*ends, *self._without(gone, reason), *self._refill()]
@@ -311,18 +313,22 @@ class Membership:
         ends, gone = self._turn_away(reason)
         return [*ends, *self._without(gone, reason), self._finish]
 
-    def tick(self, now: float) -> list[Decision]:
-        """Time passes. What is overdue is dealt with one at a time."""
+    def tick(self, now: float, *, unheard: Collection[int] = ()) -> list[Decision]:
+        """Time passes. What is overdue is dealt with one at a time.
+
+        `unheard`: workers whose way to us is silent too. Whoever watches that gives them up with it, or hears again.
+        """
         self._now = now
         away_s = self._hearing.listen(now)
         form_by = self._generations.form_by
         if away_s and form_by is not None:
             form_by = self._generations.form_by = form_by + away_s
-        silent = self._hearing.silent(now)
+        silent = {worker: why for worker, why in self._hearing.silent(now).items() if worker not in unheard}
         if silent:
             return self._fence(silent)
         if form_by is not None and now > form_by:
-            late = {w for w in self._generations.missing if self._hearing.is_known_for(w, self.limits.forming_s, now)}
+            awaited = self._generations.missing.difference(unheard)
+            late = {w for w in awaited if self._hearing.is_known_for(w, self.limits.forming_s, now)}
             if late:
                 return self._mend(late, "in time")
         if self._trouble.is_overdue(now, self.limits.stuck_s):

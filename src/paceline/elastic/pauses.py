@@ -20,7 +20,7 @@ class Pauses:
         return self._until is None or now >= self._until
 
     def failed(self, now: float) -> None:
-        """One has died before it took a step."""
+        """One has died before it took a step, or several by the same cause."""
         self._failed_starts += 1
         if self._failed_starts >= QUICK_STARTS:
             self._until = now + min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(8, self._failed_starts - QUICK_STARTS))

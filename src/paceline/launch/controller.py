@@ -155,8 +155,9 @@ class Controller:
         """Have everybody save and leave."""
         self._do(self._membership.finish(exit_code, reason))
 
-    def tick(self, now: float) -> None:
-        self._do(self._membership.tick(now))
+    def tick(self, now: float, *, unheard: Collection[int] = ()) -> None:
+        """Time passes; of the `unheard` workers nothing can be heard, as their hosts say nothing either."""
+        self._do(self._membership.tick(now, unheard=unheard))
 
     # What is done.
 

@@ -88,6 +88,7 @@ class Guests:
         self._slots.open(HEAD, slots, own)
         self._num_hosts = 1  # that were ever there
         self._next_ping = 0.0
+        self._quiet: set[int] = set()  # guests that have been silent for half as long as a lost one, or longer
         self._released: list[Link] = []  # of guests that have left; they close them
         for guest in guests:
             self.add(guest)
@@ -148,7 +149,7 @@ class Guests:
     def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
         """Have the workers of a replica started, where there is most room; the run has so many `workers` then."""
         numbers = {"workers": workers, "incarnation": incarnation}
-        self._slots.place(replica)
+        self._slots.place(replica, quiet=self._quiet)
         for worker in replica:
             guest = self._guest_of(worker)
             if guest is not None:
@@ -175,6 +176,11 @@ class Guests:
             guest.link.send({"op": "stack", "worker": worker})
         elif self._crew is not None:
             self._crew.ask_stack(worker)
+
+    @property
+    def unheard(self) -> frozenset[int]:
+        """Workers on quiet hosts: of these nothing can be heard, and they are lost with their host, if it is."""
+        return frozenset[int]().union(*map(self._slots.workers_on, self._quiet))
 
     def forget(self, worker: int, *, for_good: bool) -> None:
         """A worker is there no longer. Where it was lost, and not `for_good`, its successor goes where it was."""
@@ -230,10 +236,12 @@ class Guests:
         if now >= self._next_ping:
             self._next_ping = now + PING_S
             self.tell_all({"op": "ping"})
+        self._quiet = {guest.index for guest in self if now - guest.link.heard > silence_s / 2}
         for guest in self:
             limit_s = silence_s if guest.has_spoken else max(silence_s, SILENCE_S)  # it prepares its directory first
             if now - guest.link.heard > limit_s:
                 self.lose(guest, f"it said nothing for {limit_s:.0f} s", silent_s=now - guest.link.heard)
+        self._quiet.intersection_update(self._guests)
 
     def said(self, guest: Guest, message: Mapping[str, Any]) -> None:
         """Serve one message of a member; what makes no sense ends the membership."""

@@ -237,8 +237,12 @@ class Head:
                 self._say(f"{outcome.reason}: everything is saved; run the same command again to go on")
             self._finish(outcome)
             return
+        # Before the workers: whoever is silent because its host is, is lost with it, and replaced elsewhere.
+        self.guests.tick(now, silence_s=self._job.silence_s)
+        if self.outcome is not None or self._another_start is not None:
+            return
         if self._controller is not None and not self._ending:
-            self._controller.tick(now)
+            self._controller.tick(now, unheard=self.guests.unheard)
             self._note_finish(self._controller.finish)
         if self._leave_by is not None and now >= self._leave_by and not self._ending:
             late = have_text(self._ends.missing)
@@ -246,7 +250,6 @@ class Head:
             self._stop(signal.SIGTERM)
         if self._door is not None:
             self._door.tick(now)
-        self.guests.tick(now, silence_s=self._job.silence_s)
         for guest in self.guests:
             if guest.leave_by is not None:
                 self._see_off(guest, now)

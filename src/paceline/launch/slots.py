@@ -18,6 +18,7 @@ class Slots:
         self._slots: dict[int, int] = {}
         self._place: dict[int, int] = {}  # of workers that are there, and the last one of those that were lost
         self._there: set[int] = set()
+        self._quiet: frozenset[int] = frozenset()  # when somebody was last placed
 
     def open(self, host_index: int, slots: int, workers: Collection[int] = ()) -> None:
         """A host is there, with these workers."""
@@ -32,19 +33,23 @@ class Slots:
         self._place = {worker: place for worker, place in self._place.items() if place != host_index}
 
     def shut(self, host_index: int) -> None:
-        """A host can start no more workers; those that are there stay."""
+        """A host can start no more workers; those that are there stay, and successors of others go elsewhere."""
         self._slots.pop(host_index, None)
+        for worker in [worker for worker, place in self._place.items() if place == host_index]:
+            if worker not in self._there:
+                del self._place[worker]
 
-    def place(self, workers: Sequence[int]) -> None:
+    def place(self, workers: Sequence[int], *, quiet: Collection[int] = ()) -> None:
         """Find places for the workers of a replica: together on one host where any has room for all of them, else each
         by itself; where their predecessors were, else where most slots are free. Where no host can start workers, they
-        get no place.
+        get no place. Hosts that are `quiet`, and may be lost, get nobody where another one has a free slot.
         """
+        self._quiet = frozenset(quiet)
         if not self._slots:
             return
         before = [self._place[worker] for worker in workers if self._place.get(worker) in self._slots]
         for host_index in (*dict.fromkeys(before), self._emptiest()):
-            if self._free(host_index) >= len(workers):
+            if self._open_slots(host_index) >= len(workers):
                 for worker in workers:
                     self._take(worker, host_index)
                 return
@@ -83,7 +88,11 @@ class Slots:
     def _return(self, worker: int) -> bool:
         """Put a worker where its predecessor was, unless its slot was given to another one and there are free ones."""
         before = self._place.get(worker)
-        if before is None or self._free(before) < min(1, self._free(self._emptiest())):
+        if (
+            before is None
+            or before not in self._slots
+            or self._open_slots(before) < min(1, self._open_slots(self._emptiest()))
+        ):
             return False
         self._take(worker, before)
         return True
@@ -95,6 +104,11 @@ class Slots:
     def _free(self, host_index: int) -> int:
         return self._slots[host_index] - len(self.workers_on(host_index))
 
+    def _open_slots(self, host_index: int) -> int:
+        """Free slots of a host; a quiet one has none."""
+        free = self._free(host_index)
+        return min(0, free) if host_index in self._quiet else free
+
     def _emptiest(self) -> int:
         """Where most slots are free; of equals the first host."""
-        return max(self._slots, key=lambda host_index: (self._free(host_index), -host_index))
+        return max(self._slots, key=lambda index: (self._open_slots(index), self._free(index), -index))
