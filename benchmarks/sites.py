@@ -99,7 +99,7 @@ def in_turns(matrix: Matrix, plans: Mapping[str, str], *, rounds: int, limit_s: 
     times: dict[str, list[float]] = {link: [] for link in plans}
     batch = f"+batch(size={matrix.task.batch},micro={matrix.task.batch // SITES})"
     for number in range(rounds):
-        for link in plans if number % 2 == 0 else reversed(plans):
+        for link in plans if number % 2 == 0 else reversed(list(plans)):
             with tempfile.TemporaryDirectory() as folder, made_sites(link, Path(folder)) as hosts:
                 plan = plans[link]
                 one = course(hosts, plan if plan == DDP else plan + batch, matrix.task, limit_s=limit_s)
