@@ -538,6 +538,7 @@ class Worker:
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
 
             def settle() -> None:
+                self._group.barrier()  # who is still in a step finds this worker here, and not in another sum
                 self._prepared.wait()  # for a save before the one of the end
                 # A loop that was stopped has saved, unless who wrote that has been lost since. Any other is saved again
                 # where its last step was saved already: code after the loop may have changed the state.
