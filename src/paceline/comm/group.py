@@ -196,11 +196,12 @@ class Group:
         return _Added(self.begin_all_gather(own, rows, what=what), rows, tensor)
 
     def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
-        is_small = 0 < self.size * tensor.nbytes <= STRAIGHT_BYTES
-        if tensor.device.type != "cpu" or self.size == 2 or not is_small:
+        if tensor.device.type != "cpu":
             return self._begin_gather(tensor, out, what)
-        rows = tensor.detach().view(torch.uint8).expand(self.size, -1).contiguous()
-        return self.begin_all_to_all(rows, out.view(torch.uint8), what=what)
+        own, out = tensor.detach().view(torch.uint8), out.view(torch.uint8)  # gloo does not know all types
+        if self.size == 2 or not 0 < self.size * own.numel() <= STRAIGHT_BYTES:
+            return self._begin_gather(own, out, what)
+        return self.begin_all_to_all(own.expand(self.size, -1).contiguous(), out, what=what)
 
     def _begin_sum(self, tensor: Tensor, what: str) -> Transfer:
         try:
