@@ -43,6 +43,10 @@ class Worker(Servers):
     def turn(self) -> Any:
         return self.tell({"op": "turn", "num_losses": 0}).header["turn"]
 
+    def note(self) -> None:
+        """What it was dealt is in its books."""
+        self._callers[0].send({"op": "noted", **self.about})
+
     def end(self) -> None:
         self._callers[0].close()
 
@@ -86,6 +90,7 @@ def test_who_waits_longer_than_the_limit_for_a_slow_worker_has_lost_no_server(
         time.sleep(0.02)  # nothing tells how long somebody has waited
     doings = {rank: doing(tmp_path, rank) for rank in (0, 1)}
     slow.tell({"op": "skip", "number": 0})
+    slow.note()
     over = slow.turn()
     slow.end()
     waiter.join(LIMIT_S)
