@@ -250,7 +250,7 @@ def test_a_replica_that_cannot_be_started_is_lost_once_and_nobody_of_it_is_waite
     no_files(began, 4)
     no_files(began, 5)
     began.notes.heard.clear()
-    began.notes.on_exit = on_exit  # type: ignore[method-assign]
+    began.notes.on_exit = on_exit  # type: ignore[method-assign]  # another listener for this test
     began.crew.tick(0.0)
     assert began.notes.heard == [(4, "NotStarted")]
     assert [one.rank for one in began.parent.forked[2:]] == [4, 5] and not began.parent.signalled
@@ -265,7 +265,7 @@ def test_a_replica_that_cannot_be_started_is_lost_once_and_nobody_of_it_is_waite
 def test_when_the_warm_parent_is_lost_nobody_is_told_twice_whom_the_head_has_ended_with_another_one(
     began: Scene,
 ) -> None:
-    began.notes.on_exit = lambda ended: began.crew.kill_worker(5 - ended.worker)  # type: ignore[method-assign]
+    began.notes.on_exit = lambda ended: began.crew.kill_worker(5 - ended.worker)  # type: ignore[method-assign]  # as above
     began.parent.ends("was killed by signal 9")
     assert began.notes.heard == ["barren", (2, "WarmParentLost")]
     assert not began.crew.alive
