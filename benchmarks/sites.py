@@ -1,6 +1,6 @@
 """Four far sites: how long each sync and wire takes to a held-out loss there and on an unlimited network, beside DDP.
 
-    python benchmarks/sites.py [--syncs TEXT ...] [--wires TEXT ...] [--links 0:0 100:50 20:50] [--seconds 15]
+    python benchmarks/sites.py [--syncs TEXT ...] [--wires TEXT ...] [--links 0:0 100:50 20:50] [--seconds 45]
                                [--batch 128] [--target 2.3] [--rounds 3] [--out runs/sites.json]
 
 The sites are network namespaces, one worker of one thread on each (`paceline.testing.sites`); a link is Mbit/s of each
@@ -9,15 +9,15 @@ the same samples; DDP's on gloo are started by torchrun. Time counts from the fi
 
 On the first link every plan runs until the loss is met. On the others it runs for so many `--seconds`; where they do
 not suffice, the table has the steps that it needed on the first link times the time of one, as "~": the loss by step is
-the same; ">" is what was not met in time. Plans that Paceline refuses, and those whose replicas do not wait for each
-other, are left out, with the reason.
+the same; ">" is what was not met in time. Of plans that agree in rounds, two whole ones are needed to know that. Plans
+that Paceline refuses, and those whose replicas do not wait for each other, are left out, with the reason.
 
 A machine that others use, too, may be a third slower when a later plan runs. So the best plan of each link is timed
 again at the end, in turns with the others' and in so many `--rounds`: the median of its steps' times, and the steps
 that it needs, say how many times as long it takes on a slow link as the best one on the first.
 
 All that was measured is kept in `--out`, and not measured again: the matrix can be filled in several calls. Remove the
-file to begin anew; `benchmarks/sites_curves.py` draws it. A plan takes about two minutes on the first link and half a
+file to begin anew; `benchmarks/sites_curves.py` draws it. A plan takes about two minutes on the first link and one
 minute on each other one. Needs root and iproute2.
 """
 
@@ -32,7 +32,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from driving.courses import DDP, UNLIMITED, Matrix, Task, by_chance, link_name, shown_plan
+from driving.courses import DDP, ROUND, UNLIMITED, Matrix, Task, by_chance, link_name, shown_plan
 from driving.site_runs import Failed, course
 from paceline.errors import PlanError
 from paceline.plan import Plan
@@ -88,6 +88,9 @@ def measure(matrix: Matrix, plans: Sequence[str], link: str, *, limit_s: float, 
                 one = course(hosts, plan if plan == DDP else plan + batch, task, limit_s=limit_s)
             except Failed as error:
                 print(f"{link_name(link)}, {plan} failed: {error}")
+                continue
+            if plan.startswith("localsgd") and one.last_step < 2 * ROUND:
+                print(f"{link_name(link)}, {plan}: only {one.last_step} steps; two rounds need more --seconds")
                 continue
             matrix.courses[link][plan] = one
             matrix.write(out)
@@ -145,7 +148,7 @@ def main() -> None:
     parser.add_argument("--syncs", nargs="*", default=SYNCS)
     parser.add_argument("--wires", nargs="*", default=WIRES)
     parser.add_argument("--links", nargs="+", default=LINKS, metavar="MBIT:MS")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a plan on a slow link")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of a plan on a slow link")
     parser.add_argument("--longest", type=float, default=240.0, help="seconds of a plan on the first link")
     parser.add_argument("--target", type=float, default=2.3, help="held-out loss, nats per byte")
     parser.add_argument("--steps", type=int, default=400, help="at most")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["DDP", "UNLIMITED", "Course", "Matrix", "Task", "by_chance", "link_name", "shown_plan"]
+__all__ = ["DDP", "ROUND", "UNLIMITED", "Course", "Matrix", "Task", "by_chance", "link_name", "shown_plan"]
 
 DDP = "ddp"  # torch's own, in place of a plan
 UNLIMITED = "0:0"
