@@ -325,7 +325,7 @@ def test_who_moves_something_else_is_named(members: Callable[..., Members]) -> N
         out = [torch.empty(3 + group.index) for _ in range(2)]
         group.all_to_all([torch.ones(3), torch.ones(3)], out, what="tokens")
 
-    first, second = members(2, timeout_s=0.3).each(lengths)
+    first, second = members(2, timeout_s=2.0).each(lengths)
     assert "in tokens: worker 1 wants [4, 4] numbers and gets [3, 3]" in str(second)
     assert isinstance(first, SyncError)
 
