@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from paceline.checkpoint.dcp_parts import Where
+from paceline.checkpoint.parts import Parts, PartWriter
+from paceline.checkpoint.writer import Writer
 from paceline.comm.channel import ChannelClosed
 from paceline.worker.mail import WritersMail
+
+LIMIT_S = 30.0
 
 
 class Board:
@@ -64,6 +73,37 @@ def test_what_nobody_has_heard_when_the_board_goes_is_found_all_the_same(tmp_pat
         first.forget(name)
         assert second.look(name) is None
     assert not list((tmp_path / "mail").iterdir())
+
+
+def test_what_finds_no_room_when_the_board_goes_is_said_as_soon_as_there_is_some(tmp_path: Path) -> None:
+    board, first, second = pair(tmp_path)
+    second.put("7/part_1", "done")
+    board.has_gone = True
+    (tmp_path / "mail").touch()  # no folder can be made
+    with pytest.raises(OSError):
+        second.look("8/begin")
+    (tmp_path / "mail").unlink()
+    assert second.look("8/begin") is None
+    assert first.look("7/part_1") == "done"
+
+
+def test_a_part_that_was_told_to_the_board_before_it_went_is_in_the_checkpoint(tmp_path: Path) -> None:
+    class Leaving(Board):
+        def set(self, key: str, value: str) -> None:
+            super().set(key, value)
+            self.has_gone = key.endswith("part_1")
+
+    board: Any = Leaving()
+    mails = (WritersMail(board, prefix="save", folder=tmp_path / "mail") for _ in range(2))
+    parts = [Parts(index=index, count=2, mail=mail, timeout_s=LIMIT_S) for index, mail in enumerate(mails)]
+    first, second = Writer(tmp_path / "saved", keep=1, on_event=lambda _: None, parts=parts[0]), PartWriter(parts[1])
+    first.save(1, {"w": torch.ones(2, 2)}, {}, {}, where={"w": Where("w", (3, 2), (0, 0))})
+    second.save({"w": torch.ones(1, 2)}, {"w": Where("w", (3, 2), (2, 0))})
+    deadline = time.monotonic() + LIMIT_S
+    while not first.is_written(0.01) and time.monotonic() < deadline:
+        second.is_written(0.01)  # as all who wait until nobody writes
+    second.close()
+    assert first.close(timeout_s=0) == tmp_path / "saved" / "step_00000001"
 
 
 def test_only_the_newest_words_are_kept_in_mind(tmp_path: Path) -> None:

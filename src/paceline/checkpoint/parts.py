@@ -93,6 +93,10 @@ class Parts:
         """Another one: its part could not be written."""
         self.mail.put(f"{number}/part_{self.index}", json.dumps({"failed": reason}))
 
+    def stay_heard(self, number: int) -> None:
+        """Another one: look into the mail, which says again what this one has told where its carrier has gone."""
+        self.mail.look(f"{number}/begin")
+
     def collect(self, number: int, directory: Path) -> tuple[list[Piece], dict[str, str]]:
         """The first: wait for all other parts, and return their pieces and ties; raises CheckpointError naming who has
         none, and why."""
@@ -171,8 +175,13 @@ class PartWriter:
             self._pending = self._thread.submit(self._write, self._number, staged, dict(where))
 
     def is_written(self, timeout_s: float) -> bool:
-        """As `Writer.is_written`."""
-        return is_over(self._pending, timeout_s)
+        """As `Writer.is_written`. Who asks while others write is heard by them, also where the mail's carrier has gone
+        since this part was told."""
+        if not is_over(self._pending, timeout_s):
+            return False
+        with contextlib.suppress(OSError):  # no room; said at the next look, if there is some then
+            self._parts.stay_heard(self._number)
+        return True
 
     def wait(self) -> None:
         """Block until the last part is written; raises CheckpointError when it could not be."""

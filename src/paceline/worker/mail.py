@@ -66,9 +66,9 @@ class WritersMail:
             try:
                 return ask()
             except ChannelClosed:
-                self._has_board = False
                 for name, text in self._said.items():
-                    self._write(name, text)
+                    self._write(name, text)  # where there is no room, this is tried again
+                self._has_board = False
         return None
 
     def _write(self, name: str, text: str) -> None:
