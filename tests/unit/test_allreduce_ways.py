@@ -48,6 +48,21 @@ def test_a_size_takes_the_way_of_the_nearest_that_was_timed() -> None:
     assert Choice("halving").pick(1) == "halving"
 
 
+def test_what_is_larger_than_all_that_was_timed_is_timed_itself_once_and_no_more_than_8_mb() -> None:
+    looked: list[int] = []
+
+    def look(num_bytes: int) -> dict[int, dict[str, float]]:
+        looked.append(num_bytes)
+        return {**choice.table, num_bytes: {BACKEND: 2.0, "halving": 4.0, "ring": 1.0}}
+
+    choice = Choice("auto")
+    choice.table, choice.look = {4096: {BACKEND: 2.0}, 1 << 20: {BACKEND: 2.0, "ring": 1.5, "halving": 1.0}}, look
+    assert [choice.pick(size) for size in (4096, 1 << 20, 2 << 20)] == [BACKEND, "halving", "halving"]
+    assert not looked
+    assert [choice.pick(size) for size in (3 << 20, 3 << 20, 1 << 30, 1 << 20)] == ["ring", "ring", "ring", "halving"]
+    assert looked == [3 << 20, 8 << 20]
+
+
 @pytest.mark.parametrize(
     "chosen, says",
     [

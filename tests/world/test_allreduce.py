@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forked import World
 from layout_runs import EXACT, assert_same, in_one_epoch
+from paceline.comm import ways
 from paceline.comm.group import ROOM, STRAIGHT_SUM_BYTES, Group
 from paceline.comm.scheduled import ScheduledGroup
 from paceline.comm.walker import Walk
@@ -165,6 +166,28 @@ def test_a_table_is_of_the_hosts_that_it_was_measured_on(world: World) -> None:
         return nums
 
     assert world(meet_again, 2) == [[1, 1, 2, 2]] * 2
+
+
+def test_a_sum_that_is_larger_than_what_was_timed_is_timed_when_it_is_due(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "BUDGET_S", 0.0)  # as on a slow link
+
+    def sum_much(worker: Any) -> tuple[list[list[str]], list[float]]:
+        told = list[Event]()
+        wanted = Wanted(algorithm="auto", host=f"host{worker.rank}", timeout_s=30, tell=told.append)
+        group = on_its_way(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+        sums: list[float] = []
+        for num_bytes in (1 << 20, 5 << 20, 5 << 20, 5 << 20):
+            tensor = torch.full((num_bytes // 4,), worker.rank + 1.0)
+            group.all_reduce(tensor, what="test").wait()
+            sums += [float(tensor.min()), float(tensor.max())]
+        group.barrier()
+        group.close()
+        return [sorted(event.chosen, key=int) for event in told if isinstance(event, AllReduceChosen)], sums
+
+    small = ["4096", str(1 << 20)]
+    assert world(sum_much, 2) == [([small, [*small, str(5 << 20)]], [3.0] * 8)] * 2
 
 
 class Apart(World):

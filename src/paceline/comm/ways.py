@@ -1,5 +1,9 @@
 """Which way a group's sums take: the one that the plan names, or, for "auto", the fastest for each size, measured once.
 
+On slow links the time is up before large tensors were timed, and small ones do not tell how large ones go there: a
+connection that rests, as between two rounds of some algorithms, begins slowly again. So what is larger than all that
+was timed is timed at its own size, when the first sum of it is due.
+
 All members decide alike. What is measured counts at the group's first member, which tells the others; it keeps the
 table for each constellation of hosts, so that members who come back need not be measured again. Where all meet in one
 host's memory there is nothing to choose, and on GPUs the back end chooses by itself.
@@ -31,6 +35,7 @@ SIZES = (4 << 10, 1 << 20, 64 << 10, 8 << 20)  # in this order, until the time i
 BUDGET_S = 0.25
 NUM_RUNS = 3  # of each; one on links where a message takes longer than this:
 SLOW_S = 0.01
+REACH = 2.0  # times the largest size that was timed may take its way
 MARGIN = 0.95  # of the back end's time: what is hardly faster is not worth a thread
 
 Table = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: seconds
@@ -106,7 +111,8 @@ def on_its_way(
             near=near,
         )
         if algorithm == "auto":
-            choice.table = _table(scheduled, tuple(names), wanted, tells=tells)
+            timing = _Timing(scheduled, tuple(names), wanted, tells=tells)
+            choice.table, choice.look = timing.known_or_measured(), timing.look
     except SyncError:
         made.close()
         raise
@@ -114,17 +120,23 @@ def on_its_way(
 
 
 class Choice:
-    """The algorithm for a size; BACKEND until there is a table."""
+    """The algorithm for a size; BACKEND until there is a table. `look(bytes)` times a larger size than all that are in
+    it, the same one on all members, and returns the table with it."""
 
     def __init__(self, algorithm: str) -> None:
         self._algorithm = algorithm
         self.table: Table = {}
+        self.look: Callable[[int], Table] | None = None
 
     def pick(self, num_bytes: int) -> str:
+        """Which one to take. All members must ask, for the same sizes in the same order; may block."""
         if self._algorithm != "auto":
             return self._algorithm
         if not self.table:
             return BACKEND
+        size = min(num_bytes, max(SIZES))
+        if self.look is not None and size > REACH * max(self.table):
+            self.table = self.look(size)
         nearest = min(self.table, key=lambda size: abs(math.log(max(num_bytes, 1) / size)))
         return fastest(self.table[nearest])
 
@@ -135,27 +147,43 @@ def fastest(row: Mapping[str, float]) -> str:
     return best if row[best] < MARGIN * row[BACKEND] else BACKEND
 
 
-def _table(group: ScheduledGroup, hosts: tuple[str, ...], wanted: Wanted, *, tells: bool) -> Table:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Timing:
     """What is known of members on these hosts, or else what is measured: that of the first member."""
-    known = group.broadcast_object(wanted.known.get(hosts))
-    if known is not None:
-        wanted.learn(hosts, known)
+
+    group: ScheduledGroup
+    hosts: tuple[str, ...]
+    wanted: Wanted
+    tells: bool
+
+    def known_or_measured(self) -> Table:
+        """The table to begin with; all members must call."""
+        known = self.group.broadcast_object(self.wanted.known.get(self.hosts))
+        if known is None:
+            return self._with({}, SIZES)
+        self.wanted.learn(self.hosts, known)
         return known
-    began = time.perf_counter()
-    names = [BACKEND, *FLAT, *(["hierarchical"] if len(set(hosts)) < group.size else [])]
-    table = measured(group, names)
-    wanted.learn(hosts, table)
-    if tells:
-        wanted.tell(
-            AllReduceChosen(
-                members=group.size,
-                hosts=len(set(hosts)),
-                took_s=time.perf_counter() - began,
-                table={str(size): dict(table[size]) for size in sorted(table)},
-                chosen={str(size): fastest(table[size]) for size in sorted(table)},
+
+    def look(self, num_bytes: int) -> Table:
+        """Time one size more, that of a sum which is due; all members must call."""
+        return self._with(self.wanted.known[self.hosts], (num_bytes // 4 * 4,))
+
+    def _with(self, known: Table, sizes: Sequence[int]) -> Table:
+        began, num_hosts = time.perf_counter(), len(set(self.hosts))
+        names = [BACKEND, *FLAT, *(["hierarchical"] if num_hosts < self.group.size else [])]
+        table = {**known, **measured(self.group, names, sizes)}
+        self.wanted.learn(self.hosts, table)
+        if self.tells:
+            self.wanted.tell(
+                AllReduceChosen(
+                    members=self.group.size,
+                    hosts=num_hosts,
+                    took_s=time.perf_counter() - began,
+                    table={str(size): dict(table[size]) for size in sorted(table)},
+                    chosen={str(size): fastest(table[size]) for size in sorted(table)},
+                )
             )
-        )
-    return table
+        return table
 
 
 def measured(group: ScheduledGroup, names: Sequence[str], sizes: Sequence[int] = SIZES) -> Table:
