@@ -18,7 +18,7 @@ from paceline.cli.main import main
 from paceline.comm.errands import Errands
 from paceline.comm.group import Disrupted, Parcel
 from paceline.comm.walker import Aside, Walk
-from paceline.comm.ways import BACKEND, Choice, fastest
+from paceline.comm.ways import BACKEND, Choice, Table, fastest
 from paceline.errors import SyncError
 from paceline.events import AllReduceChosen
 from paceline.monitor.wording import event_line
@@ -51,7 +51,7 @@ def test_a_size_takes_the_way_of_the_nearest_that_was_timed() -> None:
 def test_what_is_larger_than_all_that_was_timed_is_timed_itself_once_and_no_more_than_8_mb() -> None:
     looked: list[int] = []
 
-    def look(num_bytes: int) -> dict[int, dict[str, float]]:
+    def look(num_bytes: int) -> Table:
         looked.append(num_bytes)
         return {**choice.table, num_bytes: {BACKEND: 2.0, "halving": 4.0, "ring": 1.0}}
 
