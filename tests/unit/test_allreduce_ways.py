@@ -57,7 +57,7 @@ def test_what_is_larger_than_all_that_was_timed_is_timed_itself_once_and_no_more
 
     choice = Choice("auto")
     choice.table, choice.look = {4096: {BACKEND: 2.0}, 1 << 20: {BACKEND: 2.0, "ring": 1.5, "halving": 1.0}}, look
-    assert [choice.pick(size) for size in (4096, 1 << 20, 2 << 20)] == [BACKEND, "halving", "halving"]
+    assert [choice.pick(size) for size in (4096, 1 << 20, 3 << 19)] == [BACKEND, "halving", "halving"]
     assert not looked
     assert [choice.pick(size) for size in (3 << 20, 3 << 20, 1 << 30, 1 << 20)] == ["ring", "ring", "ring", "halving"]
     assert looked == [3 << 20, 8 << 20]

@@ -35,7 +35,7 @@ SIZES = (4 << 10, 1 << 20, 64 << 10, 8 << 20)  # in this order, until the time i
 BUDGET_S = 0.25
 NUM_RUNS = 3  # of each; one on links where a message takes longer than this:
 SLOW_S = 0.01
-REACH = 2.0  # times the largest size that was timed may take its way
+REACH = 1.5  # times the largest size that was timed may take its way
 MARGIN = 0.95  # of the back end's time: what is hardly faster is not worth a thread
 
 Table = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: seconds
