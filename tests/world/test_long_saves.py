@@ -21,7 +21,7 @@ LIMIT_S = 30.0
 ENOUGH = 3  # times that the others hear of it before it is done
 
 
-def train(worker: Any, *, by_hand: bool = False) -> list[int]:
+def train(worker: Any) -> list[int]:
     model = worker.prepare(nn.Linear(4, 1))
     step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.01)), nn.functional.mse_loss)
     data = TensorDataset(torch.ones(128, 4), torch.ones(128, 1))
@@ -29,13 +29,7 @@ def train(worker: Any, *, by_hand: bool = False) -> list[int]:
     for batch in worker.batches(data):
         step(batch)
         steps.append(worker.step)
-        if by_hand:
-            worker.save()
     return steps
-
-
-def save_by_hand(worker: Any) -> list[int]:
-    return train(worker, by_hand=True)
 
 
 def held_until(told: Path, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,23 +64,14 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aside, "LOOK_S", 0.01)
 
 
-@pytest.mark.parametrize(
-    ("job", "function"),
-    [
-        ({"max_steps": 3}, train),
-        ({}, train),
-        ({"save_every": 1, "max_steps": 2}, train),
-        ({"max_steps": 2}, save_by_hand),
-    ],
-    ids=["stop", "end", "next", "by hand"],
-)
+@pytest.mark.parametrize("job", [{"max_steps": 3}, {}, {"save_every": 1, "max_steps": 2}], ids=["stop", "end", "next"])
 def test_a_save_that_takes_long_is_no_hang(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], function: Callable[..., Any]
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, Any]
 ) -> None:
     told = tmp_path / "told"
     monkeypatch.setattr(writer_module, "_fill", held_until(told, writer_module._fill))
     monkeypatch.setattr(preparing, "total", telling(told, preparing.total))
-    first, second = world(function, 2, **job)
+    first, second = world(train, 2, **job)
     assert first == second == list(range(1, job.get("max_steps", 4) + 1))
     assert (world.run_dir / "checkpoints" / f"step_{first[-1]:08d}").exists()
 

@@ -448,8 +448,6 @@ class Worker:
         self._talk.require_together("worker.save()")
         if self.is_first and self._loop.has_left:  # it writes; that another one has left does not change its state
             self._loop.require_common_step("worker.save()")
-        self._loop.end_round()
-        self._talk.together(self._prepared.wait)  # else who writes might wait alone, and the others in what comes next
         self._loop.save()
 
     def restore(self, path: str | None = None) -> int:
