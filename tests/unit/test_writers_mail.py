@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,19 @@ def test_a_part_that_was_told_to_the_board_before_it_went_is_in_the_checkpoint(t
         second.is_written(0.01)  # as all who wait until nobody writes
     second.close()
     assert first.close(timeout_s=0) == tmp_path / "saved" / "step_00000001"
+
+
+def test_who_looks_whether_the_board_is_there_asks_for_nothing_that_another_may_forget_meanwhile(
+    tmp_path: Path,
+) -> None:
+    board, _, mail = pair(tmp_path)
+    board.texts["save/1/begin"] = json.dumps({"directory": str(tmp_path)}).encode()
+    writer = PartWriter(Parts(index=1, count=2, mail=mail, timeout_s=LIMIT_S))
+    writer.save({"w": torch.ones(1, 2)}, {"w": Where("w", (3, 2), (2, 0))})
+    writer.wait()
+    board.get = lambda key: pytest.fail(f"{key} was there a moment ago")
+    assert writer.is_written(0.0)
+    writer.close()
 
 
 def test_only_the_newest_words_are_kept_in_mind(tmp_path: Path) -> None:
