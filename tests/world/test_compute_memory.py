@@ -19,19 +19,18 @@ STATE = 2 * WEIGHTS  # of Adam
 
 
 def train(worker: Any) -> dict[str, int]:
-    """Return by how many bytes the process has grown at its largest, from before there was a model; and what of its own
-    memory a save takes."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now
-    before = resident("VmRSS")
+    """Return by how many bytes the process's own memory has grown after training, from before there was a model; and
+    what of it a save takes. Pages of files are not its own: the system takes them back where others need room."""
+    before = without_files()
     model = worker.prepare(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))))
     optim = worker.prepare(torch.optim.Adam(model.parameters(), lr=1e-4))
     step = worker.stepper(model, optim, F.mse_loss)
     x = torch.randn(12, WIDTH)
     for batch in worker.batches(TensorDataset(x, x)):
         step(batch)
-    grown, before = resident("VmHWM") - before, without_files()
+    trained = without_files()
     worker.save()
-    return {"training": grown, "saving": without_files() - before}
+    return {"training": trained - before, "saving": without_files() - trained}
 
 
 def without_files() -> int:
