@@ -3,7 +3,7 @@
 The board is the better carrier: it is there also where a disk is full. But it is the supervisor's, and workers whose
 supervisor was killed save before they leave. Whoever finds the board gone writes down what it has said and others may
 not have heard, and goes on with files in the run's directory, which the writers of one checkpoint share anyway. All
-workers lose the board together, so all come there.
+workers lose the board together, and all come there: who has nothing more to say has to look now and then.
 """
 
 from __future__ import annotations
