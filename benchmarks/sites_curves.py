@@ -2,15 +2,15 @@
 
     python benchmarks/sites_curves.py [FILE] [--into docs/_static]
 
-makes sites_held_out.svg and sites_training.svg: a row for each sync, a colour for each wire, DDP behind them. Time on a
-slow link is that of the steps that were taken there; where they were few, the loss is the first link's at the same
-step, and the time is drawn on by the mean of a step.
+makes sites_held_out.svg: a row for each sync, a colour for each wire, DDP behind them. Time on a slow link is that of
+the steps that were taken there; where they were few, the loss is the first link's at the same step, and the time is
+drawn on by the mean of a step.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from driving.courses import DDP, Course, Matrix, by_chance, link_name
 
 KEPT = Path("runs/sites.json")
 COLOURS = ("#222222", "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866")  # Tol's "bright"
-SMOOTHED = 8  # steps of the training loss in one point
 STYLE: dict[Any, Any] = {  # matplotlib types its names
     "font.family": "sans-serif",
     "font.size": 9,
@@ -37,7 +36,7 @@ STYLE: dict[Any, Any] = {  # matplotlib types its names
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "legend.title_fontsize": 10,
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",  # text, not its outlines
     "svg.hashsalt": "paceline",  # the same picture from the same numbers
 }
 
@@ -50,15 +49,8 @@ def held_out(course: Course) -> Points:
     return [(step, loss) for step, loss in sorted(course.held_out.items())]
 
 
-def training(course: Course) -> Points:
-    """Steps, and the mean loss of the last few of them."""
-    steps = sorted(course.losses)
-    groups = [steps[at : at + SMOOTHED] for at in range(0, len(steps) - SMOOTHED + 1, SMOOTHED)]
-    return [(group[-1], sum(course.losses[step] for step in group) / SMOOTHED) for group in groups]
-
-
-def drawn(matrix: Matrix, losses: Callable[[Course], Points], what: str, path: Path) -> None:
-    """Draw one kind of loss: a row for each sync; by step, by bytes, and by time on each link."""
+def drawn(matrix: Matrix, path: Path) -> None:
+    """Draw the losses: a row for each sync; by step, by bytes, and by time on each link."""
     whole = next(iter(matrix.courses.values()))
     rows = _rows(whole)
     colours = dict(zip(dict.fromkeys(wire for row in rows.values() for wire in row), COLOURS, strict=False))
@@ -67,14 +59,14 @@ def drawn(matrix: Matrix, losses: Callable[[Course], Points], what: str, path: P
         figure = Figure(figsize=(2.7 * len(heads), 1.75 * len(rows) + 1.0), layout="constrained")
         grid = figure.subplots(len(rows), len(heads), sharex="col", sharey=True, squeeze=False)
         for (sync, wires), places in zip(rows.items(), grid, strict=True):
-            places[0].set_ylabel(f"{what}, nats per byte", fontsize=7)
+            places[0].set_ylabel("held-out loss, nats per byte", fontsize=7)
             places[0].set_title(sync, fontfamily="monospace", fontsize=9, fontweight="bold")
             for place in places:
                 place.axhline(matrix.task.target, color="#888888", linewidth=0.8, linestyle=":", zorder=1)
             looks: dict[str, Look] = {DDP: {"color": "#cfcfcf", "linewidth": 4.0, "zorder": 1}}
             looks |= {f"{sync}+{wire}": {"color": colours[wire], "linewidth": 1.4} for wire in wires}
             for plan, look in looks.items():
-                _curves(matrix, plan, look, losses, places)
+                _curves(matrix, plan, look, places)
         for number, head in enumerate(heads):
             for place in grid[:, number]:
                 if number:
@@ -97,17 +89,17 @@ def _rows(plans: Iterable[str]) -> dict[str, list[str]]:
     return rows
 
 
-def _curves(matrix: Matrix, plan: str, look: Look, losses: Callable[[Course], Points], places: Sequence[Axes]) -> None:
+def _curves(matrix: Matrix, plan: str, look: Look, places: Sequence[Axes]) -> None:
     """One plan's lines in a row."""
     by_step, by_bytes, *by_time = places
     whole = next(iter(matrix.courses.values())).get(plan)
     if whole is not None:
-        points = losses(whole)
+        points = held_out(whole)
         _line(by_step, look, points)
         _line(by_bytes, look, [(whole.bytes_at(step) / 1e6, loss) for step, loss in points])
     for place, courses in zip(by_time, matrix.courses.values(), strict=True):
         if (course := courses.get(plan)) is not None:
-            points = losses(course if whole is None or by_chance(plan) else whole)
+            points = held_out(course if whole is None or by_chance(plan) else whole)
             _line(place, look, [(course.seconds_at(step), loss) for step, loss in points])
 
 
@@ -120,7 +112,7 @@ def _log(axes: Axes, *, ticks: Sequence[float]) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=ticks))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def main() -> None:
@@ -131,12 +123,9 @@ def main() -> None:
     if not options.file.exists():
         raise SystemExit(f"{options.file} is not there: `python benchmarks/sites.py --out {options.file}` makes it")
     matrix = Matrix.read(options.file)
-    for losses, what, name in (
-        (held_out, "held-out loss", "sites_held_out.svg"),
-        (training, "training loss", "sites_training.svg"),
-    ):
-        drawn(matrix, losses, what, options.into / name)
-        print(options.into / name)
+    path = options.into / "sites_held_out.svg"
+    drawn(matrix, path)
+    print(path)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +22,39 @@ STATE = 2 * WEIGHTS  # of Adam
 
 
 def train(worker: Any) -> dict[str, int]:
-    """Return by how many bytes the process has grown at its largest, from before there was a model; how much of that is
-    its own memory after training, and what of it a save takes. Pages of files are not its own: the system takes them
-    back where others need room."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now
-    whole, before = resident("VmRSS"), without_files()
-    model = worker.prepare(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))))
-    optim = worker.prepare(torch.optim.Adam(model.parameters(), lr=1e-4))
-    step = worker.stepper(model, optim, F.mse_loss)
-    x = torch.randn(12, WIDTH)
-    for batch in worker.batches(TensorDataset(x, x)):
-        step(batch)
-    peak, trained = resident("VmHWM") - whole, without_files()
+    """Return by how many bytes the process's own memory has grown, from before there was a model: at most while it
+    trained, and after that; and what of it a save takes. Pages of files are not its own: the system takes them back
+    where others need room."""
+    before = without_files()
+    with highest() as seen:
+        model = worker.prepare(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))))
+        optim = worker.prepare(torch.optim.Adam(model.parameters(), lr=1e-4))
+        step = worker.stepper(model, optim, F.mse_loss)
+        x = torch.randn(12, WIDTH)
+        for batch in worker.batches(TensorDataset(x, x)):
+            step(batch)
+    trained = without_files()
     worker.save()
-    return {"peak": peak, "training": trained - before, "saving": without_files() - trained}
+    return {"peak": max(seen) - before, "training": trained - before, "saving": without_files() - trained}
+
+
+@contextlib.contextmanager
+def highest() -> Iterator[list[int]]:
+    """A list of what the process's own memory was meanwhile, looked at a thousand times a second: the system keeps a
+    high-water mark only of all pages, files' among them."""
+    seen, ended = [without_files()], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.001):
+            seen.append(without_files())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
 
 
 def without_files() -> int:
@@ -53,8 +75,7 @@ def test_adams_state_on_a_disk_leaves_the_workers_memory_and_so_do_copies_for_ch
         (grown[name],) = World(tmp_path / name)(train, 1, plan, save_at_end=False)
     kept, away = grown["kept"], grown["away"]
     assert kept["training"] > 2 * WEIGHTS + STATE  # weights, gradients, state
-    # Not by how much less than the other's: that has temporaries besides, which depend on what was freed before.
-    assert kept["peak"] > 2 * WEIGHTS + STATE > away["peak"] + 0.05 * STATE
+    assert kept["peak"] > 2 * WEIGHTS + STATE > away["peak"] + 0.1 * STATE
     assert away["training"] < kept["training"] - 0.7 * STATE
     assert kept["saving"] > 0.9 * (WEIGHTS + STATE)  # the copy that is written from
     assert away["saving"] < 0.2 * (WEIGHTS + STATE)
