@@ -203,6 +203,46 @@ def test_rounds_in_a_stream_and_walks_of_threads_give_the_sum(name: str, num_chu
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+class StillGoing(Exception):
+    """A walk waits for the end of a send."""
+
+
+class Slow:
+    """A port where all that is to be received is there, and no send ever ends: `begun` and `posted` are in their
+    order, each a peer and its numbers."""
+
+    def __init__(self) -> None:
+        self.begun: list[Parcel] = []
+        self.posted: list[Parcel] = []
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], *, tag: int) -> list[Any]:
+        self.begun += sends
+        self.posted += receives
+        return [SimpleNamespace(wait=lambda: None) for _ in receives] + [
+            SimpleNamespace(wait=self._wait) for _ in sends
+        ]
+
+    def _wait(self) -> None:
+        raise StillGoing
+
+
+@pytest.mark.parametrize("name", ["ring", "tree", "halving"])
+def test_a_chunk_is_in_its_next_round_while_another_one_is_still_on_its_way_in_an_earlier_one(name: str) -> None:
+    schedule = build(name, num_workers=4, num_chunks=8)
+    for worker in range(4):
+        walk = Walk(
+            program=program_of(schedule, worker), flat=torch.zeros(64), peers=range(4), notes=lambda peer, number: None
+        )
+        sent_in = [number for number, (out, _) in enumerate(walk.program.rounds) for _ in out]  # in the order of sends
+        chunks, rounds = Slow(), Slow()
+        with pytest.raises(StillGoing):
+            walk.run(chunks, Aside(), tag=1)
+        with pytest.raises(StillGoing):
+            walk.enqueue(rounds, tag=1)  # what a barrier between rounds comes to
+        assert len({*sent_in[: len(rounds.begun)]}) == 1 < len({*sent_in[: len(chunks.begun)]})
+        assert len(rounds.posted) < len(chunks.posted)
+
+
 def test_nothing_is_written_to_a_place_from_which_it_is_still_sent() -> None:
     rounds = ((Send(0, 1, 0, 1, False),), (Send(2, 0, 0, 1, True),))
     schedule = Schedule(name="made up", num_workers=3, num_chunks=1, rounds=rounds)

@@ -462,6 +462,38 @@ def test_what_is_in_a_step_and_too_late_for_it_is_a_problem(run: Path) -> None:
     assert any("samples of step 3 were run by two workers" in problem for problem in audit(run).problems)
 
 
+def in_turns(*, behind: list[int]) -> Iterator[tuple[int, int, Line]]:
+    """Two replicas that take turns: each has run a step by itself, and says how far its update was behind."""
+    for _, step, line in steps(workers=1, last=len(behind)):
+        whole = [line["ranges"][0][0], line["ranges"][-1][1]]
+        yield (step - 1) % 2, step, {**line, "ranges": [whole], "whole": whole, "behind": behind[step - 1]}
+
+
+def test_an_update_that_was_further_behind_than_the_plan_allows_is_a_problem(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_attempt(run, 1, in_turns(behind=[0, 1, 0, 2, 1, 1, 2]), workers=2, staleness=2)
+    result = audit(run)
+    assert result.is_clean and result.notes == ("stream train: updates were up to 2 behind; the plan allows 2",)
+    edit(ledger(run, 1, 1), 6, behind=3)
+    told = "step 6 (train): the weights that its gradient was computed on lacked 3 updates, but the plan allows 2"
+    assert [problem.startswith(told) for problem in audit(run).problems] == [True]
+    assert main_audit(run) == 1
+    assert f"PROBLEM: {told} (staleness=2)" in capsys.readouterr().out
+    edit(ledger(run, 1, 1), 6, behind=-1)
+    assert "the update of step 6 cannot be -1 behind" in audit(run).problems[0]
+
+
+def test_without_a_bound_no_update_is_too_far_behind_and_what_is_void_does_not_count(run: Path) -> None:
+    write_attempt(run, 1, in_turns(behind=[0, 1, 9, 9]), workers=2)
+    assert audit(run).problems == ()
+    assert "up to 9 behind; the plan allows any number" in audit(run).notes[0]
+    two = ((worker, step, line) for worker, step, line in in_turns(behind=[0] * 7) if step > 2)
+    write_attempt(run, 2, two, workers=2, from_step=2, staleness=1)
+    assert audit(run).problems == ()
+    assert "up to 1 behind; the plan allows 1, any number" in audit(run).notes[-1]
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=25))
 def test_the_cover_agrees_with_counting_each_position(ranges: list[tuple[int, int]]) -> None:
     columns = EpochColumns()

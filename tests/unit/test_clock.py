@@ -27,6 +27,7 @@ class Pretended:
         self.hand = dict[int, tuple[int, list[set[int]]]]()  # batch, and the updates that a worker's weights have
         self.permits = dict[int, int]()  # of whom an update is on its way, and its number
         self.half = set[int]()  # of them, it is on the second server
+        self.missing = dict[int, int]()  # of them, what its weights lacked of what a server had when it came there
         self.on: list[set[int]] = [set(), set()]  # updates on each server
         self.batches: list[list[int]] = [[], []]  # the same
         self.unnoted = dict[int, int]()  # batches that are done, and that their workers have not noted
@@ -62,7 +63,7 @@ class Pretended:
         self.has_lost = True
         for one in (self.alive, self.over, self.paused, self.group, self.half):
             one.discard(worker)
-        for one in (self.hand, self.permits, self.unnoted):  # what is unnoted the others hear of
+        for one in (self.hand, self.permits, self.unnoted, self.missing):  # what is unnoted the others hear of
             one.pop(worker, None)
         self.clock.lost(worker)
 
@@ -81,13 +82,17 @@ class Pretended:
         """The update comes to the next server, which leaves it out where it has one of the same batch."""
         server, number = (0, self.hand[worker][0]) if worker in self.half else (1, self.hand[worker][0])
         if number not in self.batches[server]:
+            missing = len(self.on[server] - self.hand[worker][1][server])
+            self.missing[worker] = max(missing, self.missing.get(worker, 0))
             self.on[server].add(self.permits[worker])
             self.batches[server].append(number)
         if server == 1:
             self.half.add(worker)
             return
         self.half.discard(worker)
-        self.clock.finish(worker)
+        behind = self.clock.finish(worker)
+        assert self.missing.pop(worker, 0) <= behind
+        self.behind.append(behind)
         self.unnoted[worker] = self.hand[worker][0]
         del self.permits[worker], self.hand[worker]
 
@@ -100,7 +105,6 @@ class Pretended:
             on_way = {one for who, one in self.permits.items() if self.hand[who][0] not in self.batches[server]}
             missing = len((self.on[server] | on_way) - self.hand[worker][1][server])
             assert missing <= behind and (server == 1 or self.has_lost or missing == behind)
-        self.behind.append(behind)
         self.permits[worker] = before
 
     def ask(self, worker: int, deaths: float) -> None:
@@ -305,6 +309,21 @@ def test_with_a_bound_the_fast_one_waits_when_the_slow_one_would_be_too_far_behi
     assert clock.permit(0) == 2
     clock.finish(0)
     assert clock.permit(1) == 1
+
+
+def test_an_update_on_its_way_is_not_overtaken_by_more_than_it_may_be_behind() -> None:
+    clock = Clock(staleness=2, limit=100, workers=range(3))
+    assert [clock.ask(worker) for worker in range(3)] == [Turn(0, 0), Turn(1, 0), Turn(2, 0)]
+    assert clock.permit(0) == 0  # and then its connection is slow
+    for worker, number in ((1, 3), (2, 4)):
+        assert clock.permit(worker) is not None
+        clock.finish(worker)
+        assert clock.ask(worker) == Turn(number, number - 2)
+    assert clock.permit(1) is None and clock.permit(2) is None
+    assert clock.finish(0) == 2
+    assert clock.permit(1) == 2 and clock.permit(2) is None  # which would be the third one before that of worker 1
+    assert clock.finish(1) == 2
+    assert clock.permit(2) == 2
 
 
 def test_a_batch_without_an_update_is_passed_over() -> None:

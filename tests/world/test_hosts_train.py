@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,3 +205,44 @@ def test_a_function_runs_on_two_hosts_and_the_head_has_its_value(hosts: list[Hos
     assert [code for code, _ in ends] == [0, 0], ends
     assert f"value {json.dumps(['left', 'left', 'right'])}" in ends[0][1]
     assert "value null" in ends[1][1]
+
+
+WIDE = """\
+import torch, torch.nn.functional as F, paceline
+
+def train(worker):
+    torch.manual_seed(1)
+    model = worker.prepare(torch.nn.Linear(512, 512))
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), F.mse_loss)
+    data = torch.utils.data.TensorDataset(torch.randn(8, 512), torch.randn(8, 512))
+    for batch in worker.batches(data, epochs=26):
+        step(batch)
+
+if __name__ == "__main__":
+    paceline.run(train, workers=2, plan="replicas=2+powersgd(rank=128)+batch(size=8,micro=4)")
+"""
+
+
+@needs_network
+def test_between_hosts_with_a_fast_link_power_sgd_is_said_to_cost_more_than_it_saves(
+    hosts: list[Host], train: Path, tmp_path: Path
+) -> None:
+    """A factor of rank 128 is a quarter of the bytes, and takes some times as long to find as the cable for them."""
+    program = write_program(train.parent, name="wide.py", text=WIDE)
+    with both(hosts, program, "--workers", "2") as programs:
+        ends = [one.end() for one in programs]
+    assert [code for code, _ in ends] == [0, 0], ends
+    said = re.findall(
+        r"after step 25: the link needs (.+) of a (.+) step: (.+) takes (.+) for encoding, and costs "
+        r"(.+) more than it saves. Raw\(\) is faster here",
+        ends[0][1],
+    )
+    assert [one[2] for one in said] == ["PowerSGD(rank=128)"], ends[0][1]
+    assert "after step" not in ends[1][1]
+    head = the_run(tmp_path / "left")
+    [worker] = [path for path in head.glob("attempt_1/worker_*") if "WireJudged" in (path / "events.jsonl").read_text()]
+    events = map(json.loads, (worker / "events.jsonl").read_text().splitlines())
+    [judged] = [event for event in events if event["event"] == "WireJudged"]
+    assert (worker.name, judged["kind"], judged["step"]) == ("worker_0", "costs", 25)
+    assert judged["link_s"] > 0 > judged["saved_s"] > -judged["encoding_s"]
+    assert json.loads((head / "summary.json").read_text())["wire_judged"]["kind"] == "costs"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,19 @@ from forked import World
 from paceline.comm import arena
 from paceline.comm.arena import DONE
 from paceline.comm.group import Transfer
+from paceline.comm.pieces import MOVED_BYTES
 from paceline.comm.shared import SharedGroup
 from paceline.comm.sums import SUMMED
 from paceline.errors import SyncError
-from paceline.plan import Batch, Plan
+from paceline.parallel.stages.link import NearLink
+from paceline.plan import Batch, Layout, Plan
+from paceline.plan.job import Assignment, Job
 from paceline.sync.server_process import is_stopped
 from sharing import CPU, LIMIT_S, Workers
 
 pytestmark = pytest.mark.skipif(arena.refusal() is not None, reason=str(arena.refusal()))
+
+LARGE = 2 * MOVED_BYTES // 4  # numbers: more than go in one piece
 
 
 def held() -> list[str]:
@@ -92,6 +100,69 @@ def test_a_killed_peer_ends_the_wait_at_once_and_is_named(tmp_path: Path) -> Non
     for text, took_s in filter(None, Workers(tmp_path, 4, work).values(killed=[2])):
         assert text == "lost contact with a peer during gradients: worker 2 has ended"
         assert took_s < LIMIT_S / 2  # not the limit itself; an idle machine takes 0.05 s
+
+
+def gathers(group: SharedGroup) -> None:
+    group.all_gather(torch.ones(LARGE), list(torch.empty(group.size, LARGE)), what="gathers")
+
+
+def reduces(group: SharedGroup) -> None:
+    group.reduce_scatter(list(torch.ones(group.size, LARGE)), torch.empty(LARGE), what="reduces")
+
+
+def exchanges(group: SharedGroup) -> None:
+    group.all_to_all(list(torch.ones(group.size, LARGE)), list(torch.empty(group.size, LARGE)), what="exchanges")
+
+
+def spreads(group: SharedGroup) -> None:
+    group.broadcast(torch.ones(LARGE), source=2, what="spreads")
+
+
+def die_in_the_second_piece(group: Any) -> None:
+    """Have a member be killed in its next collective, when all others have put down two pieces and wait for its."""
+    announce, num_pieces = group._announce, 0
+
+    def announcing(*args: Any, **more: Any) -> Any:
+        nonlocal num_pieces
+        num_pieces += 1
+        if num_pieces == 2:
+            for other in range(group.size):
+                if other != group.index:
+                    wait_for(group, other, 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return announce(*args, **more)
+
+    group._announce = announcing
+
+
+@pytest.mark.parametrize("collective", [gathers, reduces, exchanges, spreads])
+def test_who_is_killed_in_the_middle_of_a_collective_is_named_and_leaves_nothing(
+    tmp_path: Path, collective: Callable[[SharedGroup], None]
+) -> None:
+    def outcome(group: SharedGroup, *, dies: bool) -> str:
+        if dies:
+            die_in_the_second_piece(group)
+        try:
+            collective(group)
+        except SyncError as error:
+            return str(error)
+        finally:
+            group.close()
+        return "nobody is missed"
+
+    def work(workers: Workers, rank: int) -> Any:
+        group, began = workers.join(rank, 4), time.monotonic()
+        told, took_s = outcome(group, dies=rank == 2), time.monotonic() - began
+        dist.destroy_process_group()
+        del group
+        gc.collect()
+        return told, took_s, held()
+
+    said = f"lost contact with a peer during {collective.__name__}: worker 2 has ended"
+    for told, took_s, left in filter(None, Workers(tmp_path, 4, work).values(killed=[2])):
+        assert (told, left) == (said, [])
+        assert took_s < LIMIT_S / 2  # not the limit itself
+    assert not [name for name in os.listdir("/dev/shm") if arena.NAME in name]
 
 
 def test_a_stopped_peer_is_named_within_the_limit_and_cannot_disturb_those_who_go_on(tmp_path: Path) -> None:
@@ -179,7 +250,86 @@ def test_workers_of_one_host_share_memory_and_train_as_over_the_network(
     assert shared[0][0] == over_torch[0][0] == over_torch[1][0]  # the same bits, with two
     events = [json.loads(line) for line in (other.worker_dir(0) / "events.jsonl").read_text().splitlines()]
     [note] = [event["text"] for event in events if event["event"] == "Note"]
-    assert note.endswith("which is slower: worker 0: this is a test; worker 1: this is a test")
+    assert note.endswith("which is slower: this is a test")
+
+
+def told(world: World, workers: int) -> list[tuple[int, str]]:
+    """What the workers of the last attempt have noted, each with who did."""
+    paths = [(rank, world.worker_dir(rank) / "events.jsonl") for rank in range(workers)]
+    events = [(rank, json.loads(line)) for rank, path in paths for line in path.read_text().splitlines()]
+    return [(rank, event["text"]) for rank, event in events if event["event"] == "Note"]
+
+
+class TwoHosts(World):
+    """The first half of the workers take the others for those of another host."""
+
+    def _assignment(self, rank: int, workers: int, job: Job) -> Assignment:
+        each, one = workers // 2, super()._assignment(rank, workers, job)
+        here = {"host": f"host{rank // each}", "host_index": rank // each, "hosts": 2}
+        return dataclasses.replace(one, **here, local_rank=rank % each, local_workers=each)
+
+
+def ways(worker: Any) -> dict[str, bool]:
+    """Of each axis with several workers, and of what models use of it, whether it lies in memory."""
+    axes = worker._place.axes
+    groups = {name: getattr(axes, name) for name in ("across", "inside", "tensor", "stages", "context", "experts")}
+    if axes.rows is not None:
+        groups["rows"] = axes.rows.group
+    users = {"cutters": axes.cutters, "sharers": axes.sharers, "exchangers": axes.exchangers}
+    groups |= {name: user._group for name, user in users.items() if user is not None}
+    found = {name: isinstance(group._group, SharedGroup) for name, group in groups.items() if group.size > 1}
+    return found if axes.link is None else found | {"link": isinstance(axes.link._link, NearLink)}
+
+
+LAYOUTS = {
+    "shard": (Layout(shard=2), {"inside", "rows"}),
+    "tensor": (Layout(tensor=2), {"tensor", "cutters"}),
+    "stages": (Layout(stages=2), {"stages", "link"}),
+    "context": (Layout(context=2), {"context", "across", "sharers"}),  # who share sequences are also those across
+    "experts": (Layout(experts=2), {"experts", "across", "exchangers"}),
+}
+
+
+@pytest.mark.parametrize("axis", LAYOUTS)
+def test_whoever_is_in_a_replica_meets_in_the_memory_of_its_host(world: World, axis: str) -> None:
+    layout, expected = LAYOUTS[axis]
+    assert world(ways, 2, Plan(layout=layout)) == [dict.fromkeys(expected, True)] * 2
+
+
+@pytest.mark.parametrize("axis", ["shard", "stages"])
+def test_a_replica_of_one_host_meets_in_its_memory_where_the_job_has_several(tmp_path: Path, axis: str) -> None:
+    layout, inside = LAYOUTS[axis]
+    world = TwoHosts(tmp_path)
+    found = world(ways, 4, Plan(layout=dataclasses.replace(layout, replicas=2)))
+    assert found == [dict.fromkeys(inside, True) | {"across": False}] * 4
+    assert world(ways, 2, Plan(layout=layout)) == [dict.fromkeys(inside, False)] * 2  # each host has one of its workers
+    assert told(world, 2) == []
+
+
+def test_two_replicas_in_the_memory_of_two_hosts_train_as_one_worker(tmp_path: Path) -> None:
+    plan = Plan(layout=Layout(replicas=2, shard=2), batch=Batch(size=8, micro=2))
+    world = TwoHosts(tmp_path)
+    split = world(train, 4, plan)
+    (losses, _), alone = split[0], world.one_process(train, Plan(batch=plan.batch))[0]
+    assert split == [(losses, True)] * 4 and losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_why_there_is_no_memory_is_said_of_each_axis(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "refusal", lambda: "this is a test")
+    tail = "over the loopback network, which is slower: this is a test"
+    plan = Plan(layout=Layout(replicas=2, shard=2))
+    assert world(ways, 4, plan) == [{"inside": False, "across": False, "rows": False}] * 4
+    shard, replica = (f"workers along '{axis}' exchange tensors {tail}" for axis in ("shard", "replica"))
+    whole = f"workers sum gradients {tail}"
+    assert sorted(told(world, 4)) == sorted([(0, whole), (0, shard), (2, shard), (0, replica), (1, replica)])
+    (tmp_path / "several").mkdir()
+    several = TwoHosts(tmp_path / "several")
+    assert several(ways, 4, plan) == [{"inside": False, "across": False, "rows": False}] * 4
+    assert told(several, 4) == [(0, shard), (2, shard)]  # their replicas' workers are on two hosts
+    assert not any(several(ways, 4, Plan(layout=Layout(replicas=4)))[0].values())
+    assert told(several, 4) == [(rank, f"workers of one host sum gradients {tail}") for rank in (0, 2)]
 
 
 def _rounding(dtype: torch.dtype) -> float:

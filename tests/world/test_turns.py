@@ -6,12 +6,13 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,8 @@ from layout_runs import (
 from paceline.elastic.notices import Finish
 from paceline.monitor.audit import audit
 from paceline.plan import Batch, Layout, ParameterServer, Plan
+from paceline.schedule.order import sample_indices
+from paceline.sync.dealing import DealingServer
 from paceline.sync.turns import TurnGradients
 
 THREADS = {"threads": 1}
@@ -118,20 +121,129 @@ def test_what_a_slow_replica_holds_up_is_saved_when_it_is_done(world: World, tmp
     assert judged.verdict == "clean", judged
 
 
-def hurried(worker: Any) -> None:
-    model = worker.prepare(Net(0.0))
-    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
-    for number, batch in enumerate(worker.batches(Text(), epochs=8)):
-        if worker.rank == 0 and number % 3 == 0:
-            time.sleep(0.05)  # no wait for anything: one that is slower than the others
-        step(batch)
+def small() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
 
 
-def test_with_a_bound_no_update_is_further_behind(world: World) -> None:
-    world(hurried, 3, in_turns(3, staleness=2), **THREADS)
+def samples() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(60, 4, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(3, (60,), generator=generator))
+
+
+RATE, MOMENTUM = 0.2, 0.9  # with a momentum the order of updates counts
+
+
+def lagging(folder: Path, ahead: int) -> Callable[[Any], list[float]]:
+    """Worker 1 stands still in its first batch until the others have taken so many steps, and they until it has it."""
+
+    def run(worker: Any) -> list[float]:
+        model = worker.prepare(small())
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        for number, batch in enumerate(worker.batches(samples(), epochs=3)):  # 24 steps
+            if number == 0 and worker.rank == 1:
+                (folder / "held").touch()
+                wait_for(folder / "ahead")
+            elif number == 0:
+                wait_for(folder / "held")
+            step(batch)
+            (folder / f"taken_{worker.step}").touch()
+            if len([*folder.glob("taken_*")]) >= ahead:
+                (folder / "ahead").touch()
+        return weights_of(model)
+
+    return run
+
+
+def noting_what_it_serves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a server write down, in its order, when it tells a worker weights, and when it takes an update."""
+    served: Any = DealingServer
+
+    def noting(what: str, method: Callable[..., None]) -> Callable[..., None]:
+        def call(server: Any, caller: bytes, about: Any, **more: Any) -> None:
+            method(server, caller, about, **more)
+            header = getattr(about, "header", about)
+            with path.open("a") as file:
+                file.write(json.dumps([what, header["worker"], header.get("number")]) + "\n")
+
+        return call
+
+    monkeypatch.setattr(served, "_tell_weights", noting("weights", served._tell_weights))
+    monkeypatch.setattr(served, "_update", noting("update", served._update))
+
+
+def step_lines(world: World, workers: int) -> dict[int, dict[str, Any]]:
+    """What the workers' ledgers say of the steps, by the number of each."""
+    paths = [world.worker_dir(rank) / "ledger.jsonl" for rank in range(workers)]
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return {line["step"]: line for line in lines if "step" in line}
+
+
+def positions_in_order(world: World) -> dict[str, Any]:
+    """How the ledger says that the samples are ordered."""
+    lines = map(json.loads, (world.worker_dir(0) / "ledger.jsonl").read_text().splitlines())
+    [opened] = [line for line in lines if "seed" in line]
+    return {"seed": opened["seed"], "num_samples": opened["samples"], "shuffle": opened["shuffle"]}
+
+
+def delayed_sgd(served: list[list[Any]], samples_of: Callable[[int], list[int]]) -> list[float]:
+    """SGD in one process, in a recorded order: each gradient is taken at the weights that its worker was last told."""
+    model, (inputs, targets) = small(), samples().tensors
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    velocity, seen = torch.zeros_like(weights), dict[int, Tensor]()
+    for what, worker, number in served:
+        if what == "weights":
+            seen[worker] = weights
+            continue
+        torch.nn.utils.vector_to_parameters(seen[worker], model.parameters())
+        chosen = samples_of(number)
+        gradients = torch.autograd.grad(F.cross_entropy(model(inputs[chosen]), targets[chosen]), [*model.parameters()])
+        velocity = MOMENTUM * velocity + torch.nn.utils.parameters_to_vector(gradients)
+        weights = weights - RATE * velocity
+    return weights.tolist()
+
+
+@pytest.mark.parametrize(("staleness", "ahead"), [(2, 2), (None, 9)])
+def test_a_run_is_delayed_sgd_in_its_recorded_order_and_its_bound_binds(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int | None, ahead: int
+) -> None:
+    noting_what_it_serves(tmp_path / "served", monkeypatch)
+    plan = in_turns(3, staleness=staleness, servers=1, batch=Batch(size=8, micro=4))
+    weights = world(lagging(tmp_path, ahead), 3, plan, **THREADS)
+    served = [json.loads(line) for line in (tmp_path / "served").read_text().splitlines()]
+    lines, order = step_lines(world, 3), positions_in_order(world)
+
+    def samples_of(number: int) -> list[int]:
+        line = lines[number + 1]
+        return sample_indices(epoch=line["epoch"], positions=np.arange(*line["whole"]), **order).tolist()
+
+    replayed = delayed_sgd(served, samples_of)
+    assert weights == [pytest.approx(replayed, rel=1e-9, abs=1e-12)] * 3
+    versions, lags, taken = dict[int, int](), dict[int, int](), 0  # by worker; by step: how far it truly was behind
+    for what, worker, number in served:
+        if what == "weights":
+            versions[worker] = taken
+        else:
+            lags[number + 1] = taken - versions[worker]
+            taken += 1
+    assert sorted(lags) == sorted(lines) == list(range(1, 24 + 1))
+    assert all(0 <= lag <= lines[step]["behind"] for step, lag in lags.items())
+    late = next(number + 1 for what, worker, number in served if (what, worker) == ("update", 1))
     behind = [event["metrics"]["behind"] for event in steps_of(world, 3)]
-    assert len(behind) == 32 and max(behind) <= 2
-    assert audit(world.run_dir).verdict == "clean"
+    assert max(behind) == max(line["behind"] for line in lines.values())
+    # Worker 1's first update came when the others had taken all the steps that they were allowed, or that it awaited.
+    if staleness is None:
+        assert lags[late] >= ahead > 2
+    else:
+        assert lags[late] == max(behind) == staleness
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+    assert f"behind; the plan allows {'any number' if staleness is None else staleness}" in judged.notes[0]
+    edited = next(path for path in world.run_dir.glob("**/ledger.jsonl") if '"behind": ' in path.read_text())
+    edited.write_text(re.sub(r'"behind": \d+', '"behind": 3', edited.read_text(), count=1))
+    assert audit(world.run_dir).is_clean == (staleness is None)
 
 
 class Told:

@@ -48,8 +48,9 @@ from paceline.comm.sums import (
 )
 from paceline.comm.waiting import Waiting
 from paceline.errors import SyncError
+from paceline.events import Note
 
-__all__ = ["SharedGroup", "share"]
+__all__ = ["SharedGroup", "share", "without_memory"]
 
 
 def share(
@@ -87,8 +88,17 @@ def share(
             )
             unless_shared.pop_all()
             return shared, None
-    reasons = [f"worker {index}: {text}" for index, text in enumerate(group.gather_objects(reason)) if text is not None]
-    return group, "; ".join(reasons)
+    reasons = group.gather_objects(reason)
+    if reasons[0] is not None and all(text == reasons[0] for text in reasons):  # of the host, and of no single worker
+        return group, reasons[0]
+    names = ranks or range(group.size)
+    named = [f"worker {names[index]}: {text}" for index, text in enumerate(reasons) if text is not None]
+    return group, "; ".join(named)
+
+
+def without_memory(what: str, reason: str) -> Note:
+    """What is told where workers of one host cannot share its memory; what several of them say alike is shown once."""
+    return Note(text=f"{what} over the loopback network, which is slower: {reason}")
 
 
 class SharedGroup:

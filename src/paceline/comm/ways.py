@@ -23,7 +23,7 @@ import torch.distributed as dist
 from paceline.comm.generation import GenerationGroup, assemble
 from paceline.comm.group import Alone, Group, WorkerGroup
 from paceline.comm.scheduled import BACKEND, ScheduledGroup, straight_of
-from paceline.comm.shared import share
+from paceline.comm.shared import share, without_memory
 from paceline.errors import SyncError
 from paceline.events import AllReduceChosen, Event, Note
 from paceline.schedule.allreduce.build import FLAT
@@ -235,7 +235,9 @@ def _near(
         found = GenerationGroup(backend, device=over.device, check=check, timeout_s=wanted.timeout_s)
     try:
         if found.size > 1:
-            found, _ = share(found, timeout_s=wanted.timeout_s, is_lost=check, ranks=[ranks[one] for one in team])
+            found, reason = share(found, timeout_s=wanted.timeout_s, is_lost=check, ranks=[ranks[one] for one in team])
+            if reason is not None and found.index == 0 and len(set(hosts)) > 1:  # of a single host it is told already
+                wanted.tell(without_memory("workers of one host sum gradients", reason))
         without = torch.tensor([len(team) > 1 and not found.shares_memory], dtype=torch.int64)
         over.all_reduce(without, what="who shares the memory of a host").wait()
     except SyncError:

@@ -4,6 +4,9 @@ The proof has two halves. The half-open ranges of positions that the valid steps
 follow each other without a gap or an overlap from 0 to the end: the work grows with the number of ranges, not of
 samples. And the order that turns positions into samples must be a permutation of the dataset: for epochs of up to ten
 million samples that is tried, too.
+
+Where replicas take turns (`ParameterServer(staleness=...)`) the ledgers also say how far each update was behind: none
+may be further than the plan allowed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 
 from paceline.monitor.audit_epoch import MOST_LISTED, EpochAudit, judge
 from paceline.monitor.cover import column
-from paceline.monitor.ledgers import Attempt, Ledgers
+from paceline.monitor.ledgers import Attempt, Lag, Ledgers
 from paceline.monitor.once import workers_text
 from paceline.monitor.run_record import RunRecord
 
@@ -61,6 +64,9 @@ def audit(run_dir: Path | str) -> AuditResult:
     for attempt in ledgers.attempts:
         problems += _partial_steps(attempt)
         notes += _void_note(attempt)
+    for stream, lag in sorted(ledgers.lags.items()):
+        problems += _too_far_behind(stream, lag)
+        notes.append(_how_far_behind(stream, lag))
     notes += _what_cannot_be_known(ledgers)
     problems += _elsewhere(run_dir, ledgers.attempts)
     if not ledgers.attempts:
@@ -124,6 +130,22 @@ def _partial_steps(attempt: Attempt) -> list[str]:
         if len(partial) > MOST_LISTED:
             says.append(f"and {len(partial) - MOST_LISTED} more steps of attempt {attempt.number} ({stream})")
     return says
+
+
+def _too_far_behind(stream: str, lag: Lag) -> Iterator[str]:
+    for step, behind, bound in lag.beyond[:MOST_LISTED]:
+        yield (
+            f"step {step} ({stream}): the weights that its gradient was computed on lacked {behind} updates, but the "
+            f"plan allows {bound} (staleness={bound})"
+        )
+    if len(lag.beyond) > MOST_LISTED:
+        yield f"and {len(lag.beyond) - MOST_LISTED} more steps of stream {stream} were too far behind"
+
+
+def _how_far_behind(stream: str, lag: Lag) -> str:
+    bounds = [str(bound) for bound in sorted(bound for bound in lag.bounds if bound is not None)]
+    allowed = ", ".join(bounds + ["any number"] * (None in lag.bounds))
+    return f"stream {stream}: updates were up to {lag.most} behind; the plan allows {allowed}"
 
 
 def _elsewhere(run_dir: Path, attempts: list[Attempt]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.monitor.files import local_path, worker_number
 from paceline.monitor.line import Beginning, beginning_of, line_from, parsed
 
-__all__ = ["Attempt", "EpochColumns", "Ledgers", "Rollback", "Stream"]
+__all__ = ["Attempt", "EpochColumns", "Lag", "Ledgers", "Rollback", "Stream"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,17 @@ class Stream:
     seed: int
     shuffle: bool
     drop_last: bool
+    staleness: int | None = None  # by how many others an update may be behind; None: there is no bound
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Lag:
+    """How far the updates of a stream were behind, where replicas take turns, as their workers have noted it."""
+
+    bounds: set[int | None] = dataclasses.field(default_factory=set["int | None"])  # of all attempts
+    most: int = 0
+    beyond: list[tuple[int, int, int]] = dataclasses.field(default_factory=list["tuple[int, int, int]"])
+    """Step, how far it was behind, and its bound: those that should not be."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -90,6 +101,7 @@ class Ledgers:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.epochs: dict[tuple[str, int], EpochColumns] = {}
+        self.lags: dict[str, Lag] = {}  # by stream
         self._paths: dict[tuple[int, int], Path] = {}
         self.attempts = self._find_attempts(run_dir)
         self.begun_elsewhere = self._find_line()
@@ -171,6 +183,8 @@ class Ledgers:
                 f"step {step} with ranges {ranges} cannot be, in an attempt from step {attempt.begun.from_step}"
             )
         stream = streams[name]
+        if "behind" in line:
+            self._take_lag(name, step, behind=int(line["behind"]), bound=stream.staleness)
         if "whole" in line:
             known = self._take_whole(attempt, line, ranges)
             if known:
@@ -192,6 +206,15 @@ class Ledgers:
             columns.stops.append(stop)
             columns.steps.append(step)
             columns.workers.append(worker)
+
+    def _take_lag(self, name: str, step: int, *, behind: int, bound: int | None) -> None:
+        if behind < 0:
+            raise ValueError(f"the update of step {step} cannot be {behind} behind")
+        lag = self.lags.setdefault(name, Lag())
+        lag.bounds.add(bound)
+        lag.most = max(lag.most, behind)
+        if bound is not None and behind > bound:
+            lag.beyond.append((step, behind, bound))
 
     def _take_rollback(self, attempt: Attempt, told: dict[str, Any]) -> None:
         skips = tuple(
@@ -274,4 +297,5 @@ def _stream(line: dict[str, Any]) -> Stream:
         seed=int(line["seed"]),
         shuffle=bool(line["shuffle"]),
         drop_last=bool(line["drop_last"]),
+        staleness=None if line.get("staleness") is None else int(line["staleness"]),
     )

@@ -3,14 +3,17 @@
 Batches are dealt in order, to whoever asks. Who has one holds a *turn*: it computes on weights that contain at least
 `base` updates, those that were done when it was dealt. Its update is then *permitted*, one after the other, and *done*
 when all servers have it. Its worker *notes* that in its books, and until then the state is not saved, nor are batches
-over: whoever goes on from there finds every one in some book. An update is behind by those that were permitted before
-it and are not in its base:
+over: whoever goes on from there finds every one in some book. An update is behind by those that are not in its base and
+may have come to a server before it. One that is permitted while it is on its way may overtake it, so that is known when
+it is done:
 
-    behind = permitted before - base <= staleness
+    behind = permitted until it is done, but for itself - base <= staleness
 
-That is kept by one condition: the turns under way could be permitted in the order of their bases without breaking it.
-A new turn is dealt, and a permission given, only where the condition holds afterwards. Who has the oldest base can
-always be permitted, so nobody waits for ever unless the oldest one computes for ever.
+That is kept by two conditions. The turns under way could be permitted in the order of their bases, each when the one
+before is done, without breaking it: a new turn is dealt, and a permission given, only where that holds afterwards. And
+no update on its way would be too far behind if one more overtook it, or else that one waits until it is done. Who has
+the oldest base can be permitted when nothing is on its way, so nobody waits for ever unless the oldest one computes, or
+sends, for ever.
 
 Workers come and go. Where one is *lost*, its batch is dealt again, also where its update was permitted and is not done:
 some servers may have it. What was permitted stays permitted, and counts in every distance: so the bound holds on each
@@ -191,19 +194,20 @@ class Clock:
         self._is_wished = True
 
     def permit(self, worker: int) -> int | None:
-        """Let a worker's update be applied; returns how far it is behind, or None: it is to wait."""
+        """Let a worker's update be applied; returns how far it is behind if none overtakes it. None: it is to wait."""
         others = [turn for one, turn in self._turns.items() if one != worker]
-        if not self._would_hold(others, self.permitted + 1):
+        if not self._would_hold(others, self.permitted + 1) or self._would_overtake_too_many():
             return None
         turn = self._applying[worker] = self._turns.pop(worker)
         self.permitted += 1
         return self.permitted - 1 - turn.base
 
-    def finish(self, worker: int) -> None:
-        """A permitted update is in all weights that are told from now on."""
-        del self._applying[worker]
+    def finish(self, worker: int) -> int:
+        """A permitted update is in all weights that are told from now on; returns how far it is behind, at most."""
+        turn = self._applying.pop(worker)
         self._noting.add(worker)
         self.done += 1
+        return self.permitted - 1 - turn.base
 
     def skip(self, worker: int) -> None:
         """A worker's batch brings no update: its gradient was not to be used."""
@@ -235,6 +239,12 @@ class Clock:
         """Whether the next batch is not to be dealt. One that is dealt again comes before: all are done up to it."""
         is_between = self._paused_at < self._next < self._limit
         return self._is_wished and not self._has_left and not self._again and is_between
+
+    def _would_overtake_too_many(self) -> bool:
+        """Whether an update on its way would be too far behind if one more were permitted, and came first."""
+        if self._staleness is None:
+            return False
+        return any(self.permitted - turn.base > self._staleness for turn in self._applying.values())
 
     def _would_hold(self, turns: list[Turn], permitted: int) -> bool:
         """Whether these turns could be permitted after so many updates, in the order of their bases."""

@@ -183,8 +183,7 @@ class DealingServer(Server):
             return {"dealt": dealt.plain(), "is_over": not self._let_in(header), "options": self._options}
         clock, worker = self._clock(header), header["worker"]
         if header["op"] == "permit":
-            behind = clock.permit(worker)
-            return None if behind is None else {"behind": behind}
+            return None if clock.permit(worker) is None else {}
         losses = self._losses[header["num_losses"] :]
         match clock.ask(worker):
             case None:
@@ -227,10 +226,11 @@ class DealingServer(Server):
             self.part.step(gradients, header["options"])
             self._options = header["options"]
         self._applied[header["name"]] = batch
+        told: dict[str, Any] = {"call": header["call"]}
         if header["is_last"]:  # all other servers have it
-            self._clock(header).finish(header["worker"])
+            told["behind"] = self._clock(header).finish(header["worker"])
             self._done(header, is_skipped=False)
-        self.listener.send(caller, {"call": header["call"]})
+        self.listener.send(caller, told)
 
     def _done(self, header: Mapping[str, Any], *, is_skipped: bool) -> None:
         self._unnoted[header["name"]] = header["stream"], header["number"], is_skipped

@@ -77,7 +77,7 @@ class TurnGradients(GradientSum):
         self._by_rows = self._tables.settle(self._all)
         whole = {name: parameter for place, (name, parameter) in enumerate(self._all) if place not in self._by_rows}
         on = placed_on({name: one.numel() * one.element_size() for name, one in whole.items()}, servers=sync.servers)
-        self.behind: int | None = None  # the last update: how many others its weights did not have
+        self.behind: int | None = None  # the last update: how many others its weights lacked, at most
         self.num_samples = 0  # of the batch in hand, that this replica has
         self.is_sent = False  # servers may have a part of its update, or all, and it was not `noted`
         self.bequests: list[Bequest] = []  # to be noted by this worker, and taken from here
@@ -233,7 +233,7 @@ class TurnGradients(GradientSum):
         deltas = {number: _difference(now, self._before[number]) for number, now in self._changed_buffers().items()}
         by_rows = self._divided()
         self._is_taken = self.is_sent = True  # from here on others may wait for it
-        self.behind = self._ask_first({"op": "permit"}).header["behind"]
+        self._ask_first({"op": "permit"})
         for number in (*range(1, self._servers.count), 0):
             places, flats = self._flats(number)
             tables, rows = by_rows[number]
@@ -250,7 +250,8 @@ class TurnGradients(GradientSum):
                 header["buffers"] = [*deltas]
             tensors = [*flats, *rows, *(deltas.values() if number == 0 else ())]
             caller = self._servers.caller(number)
-            self._checked(caller.answer(caller.begin({**header, **self._about()}, tensors)))
+            answer = self._checked(caller.answer(caller.begin({**header, **self._about()}, tensors)))
+            self.behind = answer.header.get("behind")
         for _, parameter in self._all:
             parameter.grad = None
         self.waited_s += time.perf_counter() - began

@@ -16,7 +16,7 @@ them are inside, and split the rows of what is not of experts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ import torch.distributed as dist
 from paceline.comm.generation import Members
 from paceline.comm.group import Alone, Group, WorkerGroup
 from paceline.comm.ring import Ring
-from paceline.comm.shared import SharedGroup, share
+from paceline.comm.shared import SharedGroup, share, without_memory
+from paceline.events import Event
 from paceline.parallel.mesh import Mesh, mesh_of
 from paceline.parallel.shard import Rows
 from paceline.parallel.stages.link import Link, NearLink, TorchLink
@@ -34,7 +35,16 @@ from paceline.worker.cutters import Cutters, Exchangers, Sharers
 from paceline.worker.home import Home
 from paceline.worker.links import NotedLink
 
-__all__ = ["Axes", "axes_of", "default_group", "replica_of", "spans", "sums_over_everybody", "unsplit", "workers_of"]
+__all__ = [
+    "Axes",
+    "axes_of",
+    "default_group",
+    "replica_of",
+    "spans",
+    "sums_over_everybody",
+    "unsplit",
+    "workers_of",
+]
 
 JOINT = {"rows": ("shard", "experts"), "parts": ("experts", "stages")}  # groups along two neighbouring axes at once
 
@@ -172,7 +182,8 @@ def axes_of(
     device: torch.device,
     ring: Ring,
     timeout_s: float,
-    is_one_host: bool,
+    hosts: Sequence[str],
+    tell: Callable[[Event], None],
     streams: bool = False,
     across: WorkerGroup | None = None,
     num_workers: int | None = None,
@@ -181,10 +192,11 @@ def axes_of(
     """Build the groups that a layout needs beside the whole run's, over torch's default one; all of its workers must
     call; blocks.
 
-    `streams`: parameters come to the device unit by unit, so there is a mesh also over a worker that is alone inside.
-    `across`: torch's default group is this replica's alone, and this one is between replicas, which come and go; the
-    run has about so many workers (`num_workers`) then, and `group` nobody yet. `on_way` has the group of those across,
-    of this name and these workers, sum as the plan says.
+    `hosts` names that of each worker in torch's default group: those of an axis who are on one host meet in its memory,
+    and `tell` is told why where they cannot. `streams`: parameters come to the device unit by unit, so there is a mesh
+    also over a worker that is alone inside. `across`: torch's default group is this replica's alone, and this one is
+    between replicas, which come and go; the run has about so many workers (`num_workers`) then, and `group` nobody yet.
+    `on_way` has the group of those across, of this name and these workers, sum as the plan says.
     """
     layout = plan.layout
     if layout.workers_each == 1 and not streams:
@@ -221,9 +233,12 @@ def axes_of(
             groups[axis] = group
         elif size > 1:
             one: Any = Group(of_torch.get_group(), device=device)
-            if is_one_host and device.type == "cpu":
-                # Why it cannot be is told of the run's own group.
-                one, _ = share(one, timeout_s=timeout_s, num_neighbours=num_workers or group.size, ranks=members)
+            of_host = hosts[worker_rank - first]
+            if device.type == "cpu" and all(hosts[member - first] == of_host for member in members):
+                neighbours = num_workers or hosts.count(of_host)
+                one, reason = share(one, timeout_s=timeout_s, num_neighbours=neighbours, ranks=members)
+                if reason is not None and members[0] == worker_rank:
+                    tell(without_memory(f"workers along {axis!r} exchange tensors", reason))
             in_memory[axis] = one if isinstance(one, SharedGroup) else None
             if axis == "replica" and on_way is not None:
                 one = on_way(one, _name(axis, members), members)
@@ -248,10 +263,10 @@ def axes_of(
         rising = over_torch.get_group("stages")
         falling = _second(mesh, members) if device.type == "cuda" else None
         index = members.index(worker_rank)
-        neighbours = in_memory["stages"]
+        near = in_memory["stages"]
         straight: Link = TorchLink(rising, falling, worker_index=index, limit_s=timeout_s)
-        if neighbours is not None:
-            straight = NearLink(neighbours.mailboxes(), straight, worker_index=index)
+        if near is not None:
+            straight = NearLink(near.mailboxes(), straight, worker_index=index)
         link = NotedLink(straight, members=members, index=index, ring=ring)
 
     def rows(axis: str) -> Rows:
@@ -303,16 +318,19 @@ def replica_of(
     timeout_s: float,
     host: str,
     num_workers: int,
-) -> tuple[Members, bool]:
-    """Return the group of all workers of this replica, over torch's default group, which has no others, and whether
-    they are on one host; `host` names this worker's, and `num_workers` are about those of the run."""
+    tell: Callable[[Event], None],
+) -> tuple[Members, list[str]]:
+    """Return the group of all workers of this replica, over torch's default group, which has no others, and the host of
+    each; `host` names this worker's, and `num_workers` are about those of the run. `tell`: see `axes_of`."""
     name = _name("replica", members := workers_of(layout, worker_rank))
     ring.join(name, members)
     whole: Any = Group(default_group(), device=device)
-    is_one_host = len(set(whole.gather_objects(host))) == 1
-    if is_one_host and device.type == "cpu":
-        whole, _ = share(whole, timeout_s=timeout_s, num_neighbours=num_workers, ranks=members)
-    return Members(whole, generation=0, ring=ring, name=name), is_one_host
+    hosts: list[str] = whole.gather_objects(host)
+    if len(set(hosts)) == 1 and device.type == "cpu":
+        whole, reason = share(whole, timeout_s=timeout_s, num_neighbours=num_workers, ranks=members)
+        if reason is not None and members[0] == worker_rank:
+            tell(without_memory("workers of a replica exchange tensors", reason))
+    return Members(whole, generation=0, ring=ring, name=name), hosts
 
 
 def workers_of(layout: Layout, worker_rank: int) -> tuple[int, ...]:

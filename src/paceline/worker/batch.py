@@ -57,6 +57,7 @@ class StepBatch:
         self.spare = spare  # what the void ones run where this worker has none of its own
         self.dealt = dealt or {}  # where each replica takes a step of its share, or some are left out: what each has
         self.chosen: tuple[int, ...] | None = None  # of these shares those that count, when it is known; None: all
+        self.behind: int | None = None  # its update, by so many others that the weights did not have; None: not known
         self.is_void = False  # the one under way
         self.num_walks = 0
         self.serial = 0  # which one of all batches that this worker was given; set by the worker

@@ -50,7 +50,8 @@ class Ledger:
         self._write(line)
 
     def opened(self, stream: str, **about: Any) -> None:
-        """Note what a stream reads: samples, batch, micro, seed, shuffle, drop_last."""
+        """Note what a stream reads: samples, batch, micro, seed, shuffle, drop_last; and the plan's staleness, where it
+        bounds how far updates may be behind."""
         self._write({"stream": stream, **about})
 
     def committed(
@@ -81,6 +82,8 @@ class Ledger:
             line["whole"] = [batch.start, batch.stop]
         if batch.dropped:
             line["dropped"] = _ranges(batch.dropped)
+        if batch.behind is not None:
+            line["behind"] = batch.behind
         self._waiting[step] = line, list(micros)
         if not waits:
             self.settle()

@@ -136,7 +136,7 @@ class Loop:
         self._follow_trained()
         self._prepared.begin_training()
         self._say_what_goes_on(stream)
-        self._files.ledger.opened(source.name, **stream.about())
+        self._files.ledger.opened(source.name, **stream.about(), **_bound(self._plan))
         last_step = stream.last_step(self.step)
         self._files.emit(
             StreamOpened(name=source.name, num_samples=stream.num_samples, epochs=source.epochs, last_step=last_step)
@@ -418,6 +418,7 @@ class Loop:
         loop."""
         if self._takes_turns:
             self._models.turns.pass_over()  # before it is in the ledger: nobody else takes it then
+            batch.behind = self._models.turns.behind
         self.books.commit(batch)
         for gradients in self._unsettled:
             gradients.settle()
@@ -621,3 +622,9 @@ class Loop:
         self.books.step = self.saved_at_step = self._equal_before = self._equal_at = step
         self._guarding.begin(step)
         self._vaulting.begin(step)
+
+
+def _bound(plan: Plan) -> dict[str, int]:
+    """For the ledger: by how many others an update may be behind, where the plan says so."""
+    bound = plan.sync.staleness if isinstance(plan.sync, ParameterServer) else None
+    return {"staleness": bound} if bound else {}

@@ -24,7 +24,7 @@ from paceline.comm.generation import GenerationGroup, Members, assemble, name_of
 from paceline.comm.group import Alone, Disrupted, Group, WorkerGroup
 from paceline.comm.lockstep import Across, InStep, Lockstep
 from paceline.comm.ring import Ring
-from paceline.comm.shared import share
+from paceline.comm.shared import share, without_memory
 from paceline.comm.store import BoardStore
 from paceline.comm.vault import Slot, Vault
 from paceline.comm.ways import Wanted, on_its_way
@@ -151,7 +151,7 @@ def _fixed(arrival: Arrival, shared: dist.Store, orders: Orders | None) -> Itera
         if assignment.hosts == 1 and device.type == "cpu":
             group, reason = share(over_torch, timeout_s=timeout_s)
             if reason is not None and assignment.rank == 0:
-                arrival.tell(Note(text=f"workers sum gradients over the loopback network, which is slower: {reason}"))
+                arrival.tell(without_memory("workers sum gradients", reason))
         if sums_over_everybody(arrival.plan):
             group = on_its_way(
                 group,
@@ -170,7 +170,10 @@ def _fixed(arrival: Arrival, shared: dist.Store, orders: Orders | None) -> Itera
         device=device,
         ring=ring,
         timeout_s=timeout_s,
-        is_one_host=assignment.hosts == 1,
+        hosts=[_host(assignment)] * members.size
+        if assignment.hosts == 1
+        else members.gather_objects(_host(assignment)),
+        tell=arrival.tell,
         streams=arrival.plan.compute.offload == "all",
         on_way=lambda one, name, ranks: on_its_way(
             one,
@@ -247,14 +250,15 @@ def _replica(arrival: Arrival, shared: dist.Store) -> Iterator[tuple[Members, Ac
         timeout=timedelta(seconds=timeout_s),
     )
     try:
-        replica, is_one_host = replica_of(
+        replica, hosts = replica_of(
             layout,
             worker_rank=assignment.rank,
             device=arrival.device,
             ring=ring,
             timeout_s=timeout_s,
-            host=f"{assignment.host_index} {assignment.host}",
+            host=_host(assignment),
             num_workers=assignment.workers,
+            tell=arrival.tell,
         )
         ring.leave()
         lockstep = Lockstep(replica)
@@ -267,7 +271,8 @@ def _replica(arrival: Arrival, shared: dist.Store) -> Iterator[tuple[Members, Ac
             device=arrival.device,
             ring=ring,
             timeout_s=timeout_s,
-            is_one_host=is_one_host,
+            hosts=hosts,
+            tell=arrival.tell,
             across=members if across is None else across,
             num_workers=assignment.workers,
         )
@@ -375,10 +380,14 @@ class _Generations:
         if not (form.is_spread if form.generation > 0 else arrival.assignment.hosts > 1):
             neighbours = len(form.members)
             try:
-                group, _ = share(group, timeout_s=timeout_s, is_lost=check, num_neighbours=neighbours, ranks=members)
+                group, reason = share(
+                    group, timeout_s=timeout_s, is_lost=check, num_neighbours=neighbours, ranks=members
+                )
             except SyncError:
                 group.close()
                 raise
+            if reason is not None and arrival.assignment.rank == members[0]:
+                arrival.tell(without_memory("workers sum gradients", reason))
         if not name and not sums_over_everybody(arrival.plan):
             return group
         return on_its_way(
@@ -397,10 +406,15 @@ def _wanted(arrival: Arrival) -> Wanted:
     assignment = arrival.assignment
     return Wanted(
         algorithm=_algorithm(arrival.plan),
-        host=f"{assignment.host_index} {assignment.host}",
+        host=_host(assignment),
         timeout_s=arrival.job.timeout_s,
         tell=arrival.tell,
     )
+
+
+def _host(assignment: Assignment) -> str:
+    """A name of this host that no other one of the job has."""
+    return f"{assignment.host_index} {assignment.host}"
 
 
 def _algorithm(plan: Plan) -> str:
