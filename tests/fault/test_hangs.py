@@ -354,7 +354,7 @@ def test_a_slow_worker_is_named(program: Path, how: str) -> None:
     sentence(
         output,
         r"warning: worker 2 \(\S+, pid \d+\) is \d\.\dx slower than the others: its compute takes \S+ ms a step, "
-        r"theirs \S+ ms",
+        r"theirs \S+ ms \(data \d+% compute \d+% comm \d+% optim \d+%",
     )
 
 

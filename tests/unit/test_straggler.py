@@ -94,7 +94,8 @@ def test_a_slow_worker_is_named_once_with_how_much_slower_and_what_takes_it_so_l
     run = Run()
     said = run.steps(60, {3: 0.42})
     assert [text for _, text in said] == [
-        "worker 3 (a, pid 4703) is 2.0x slower than the others: its compute takes 420 ms a step, theirs 200 ms"
+        "worker 3 (a, pid 4703) is 2.0x slower than the others: its compute takes 420 ms a step, theirs 200 ms "
+        "(data 2% compute 93% comm 0% optim 4%)"
     ]
     assert said[0][0] <= WITHIN
 
@@ -103,7 +104,7 @@ def test_the_sentence_ends_with_the_remedy_where_there_is_one() -> None:
     run = Run()
     run.detector = StragglerDetector(remedy="; --balance would give it fewer micro-batches")
     ((_, text),) = run.steps(WITHIN, {3: 0.42})
-    assert text.endswith("theirs 200 ms; --balance would give it fewer micro-batches")
+    assert text.endswith("optim 4%); --balance would give it fewer micro-batches")
 
 
 def test_who_becomes_slow_later_is_named_within_twenty_steps_and_taken_back() -> None:
@@ -141,7 +142,7 @@ def test_who_is_looked_at_but_seldom_is_named_when_two_looks_have_seen_it(every:
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.02, 0.05, 0.08, 0.1, 0.115, 0.133, 0.18, 0.25, 0.35, 0.41, 0.7, 1.0, 3.0])
-@pytest.mark.parametrize("late", range(7))
+@pytest.mark.parametrize("late", [0, 1, 3, 5])
 def test_looks_come_so_often_that_it_is_named_in_time(step_s: float, late: int) -> None:
     """Who looks comes by every POLL_S; the worker becomes slow at any step between two looks."""
     run, all_slow = Run(every=1 << 30, scale=step_s / 0.43), dict.fromkeys(range(4), 0.4)
@@ -194,13 +195,13 @@ def test_with_two_workers_the_slow_one_is_named() -> None:
     ((_, text),) = Run(workers=2).steps(WITHIN, {1: 0.4})
     assert text == (
         "worker 1 (a, pid 4701) is 1.9x slower than the other: its compute takes 400 ms a step, that of the other "
-        "200 ms"
+        "200 ms (data 2% compute 93% comm 0% optim 5%)"
     )
 
 
 def test_what_the_system_takes_away_is_told() -> None:
     ((_, text),) = Run().steps(WITHIN, {3: 0.42}, delayed={3: 0.4})
-    assert text.endswith("(paused by the system 40% of the time)")
+    assert text.endswith("optim 4%; paused by the system 40% of the time)")
 
 
 def test_a_worker_that_is_stopped_again_and_again_is_paused_by_the_system() -> None:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from paceline.monitor.doing import Doing, Work
+from paceline.monitor.wording import shares_text
 from paceline.units import duration_text
 
 __all__ = ["StragglerDetector", "looks_apart_s"]
@@ -194,7 +195,7 @@ def _ratio(worker: int, paces: Mapping[int, Pace]) -> float:
 
 
 def _sentence(doing: Doing, paces: Mapping[int, Pace]) -> str:
-    """Name what takes so much longer than with the others."""
+    """Name what takes so much longer than with the others, and where all of its time goes."""
     own, others = paces[doing.worker], [pace for worker, pace in paces.items() if worker != doing.worker]
     theirs = {
         name: statistics.median(getattr(pace, f"{name}_s") for pace in others) * own.micros
@@ -208,6 +209,10 @@ def _sentence(doing: Doing, paces: Mapping[int, Pace]) -> str:
         f"other{'s' if len(others) > 1 else ''}: its {worst} takes {duration_text(mine[worst])} a step, "
         f"{they} {duration_text(theirs[worst])}"
     )
+    spent = {"data": own.data_s, "compute": own.compute_s, "communication": own.communication_s}
+    spent["optimizer"] = own.optimizer_s
+    total_s = sum(spent.values())
+    goes = shares_text({phase: seconds / total_s for phase, seconds in spent.items()})
     if own.paused - statistics.median(pace.paused for pace in others) >= PAUSED:
-        text += f" (paused by the system {own.paused:.0%} of the time)"
-    return text
+        goes += f"; paused by the system {own.paused:.0%} of the time"
+    return f"{text} ({goes})"
