@@ -4,7 +4,7 @@ python benchmarks/watching.py [--workers 2] [--repeats 5]
 
 The step is measured in a run of the demo model on `--workers` workers of one thread. Ring and looks are measured by
 themselves, in loops long enough to tell microseconds: in one step a worker makes as many entries as the run's own rings
-counted, and a supervisor looks at all workers of its host once a second.
+counted, and a supervisor looks at all workers of its host five times a second, as it does where steps are fast.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from gpt import GPT, next_byte_loss, standard_library, windows
 STEPS, SAMPLES = 60, 16
 PHASES = ("between two steps", "waiting for data", "forward and backward", "optimizer and the loop's code")
 SECONDS = {"data": 0.001, "compute": 0.02, "communication": 0.001, "optimizer": 0.001}
+APART_S = 0.2  # between two looks, at least
 TARGET = 0.005  # of a step
 
 
@@ -109,12 +110,14 @@ def main() -> None:
         collective_s, rest_s = ring_costs(Path(scratch), options.repeats)
         look_s = look_cost(Path(scratch) / "run" / "attempt_1", options.workers, options.repeats)
     ring_share = (calls * collective_s + rest_s) / step_s
-    look_share = look_s / LOOK_S  # of one core, which a worker may have needed
+    look_share = look_s / APART_S  # of one core, which a worker may have needed
     print("\n| what | cost | share of a step |\n|---|---|---|")
     print(f"| a step of the demo model, {options.workers} workers | {step_s * 1e3:.1f} ms, {calls:.0f} collectives | |")
     print(f"| the ring, one collective | {collective_s * 1e6:.1f} us | {100 * calls * collective_s / step_s:.3f} % |")
     print(f"| the ring, the rest of a step | {rest_s * 1e6:.1f} us | {100 * rest_s / step_s:.3f} % |")
-    print(f"| the supervisor's look, once a second | {look_s * 1e6:.0f} us | {100 * look_share:.3f} % of a core |")
+    print(
+        f"| the supervisor's look, five times a second | {look_s * 1e6:.0f} us | {100 * look_share:.3f} % of a core |"
+    )
     total = ring_share + look_share
     print(f"| **together** (target: {100 * TARGET:.1f} %) | | **{100 * total:.3f} %** |")
 

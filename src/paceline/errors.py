@@ -4,6 +4,7 @@
       PlanError         the plan or the job cannot work; found before anything starts      (also a ValueError)
       LaunchError       workers could not be started, or could not find each other
       WorkerError       a worker failed: which one, where, when, and its own traceback
+        WorkersLostError  workers were only taken away: the same command goes on         (also a SystemExit)
       SyncError         workers could not agree: who is missing, since which step
       CheckpointError   a checkpoint could not be written or read
       RunFileError      a file of the run (ledger, events, metrics, ...) could not be written
@@ -32,6 +33,7 @@ __all__ = [
     "RunFileError",
     "SyncError",
     "WorkerError",
+    "WorkersLostError",
     "writing",
 ]
 
@@ -101,6 +103,27 @@ class WorkerError(PacelineError):
         return _worker_error, (str(self), self.worker, self.host, self.step, self.exit_code, self.traceback)
 
 
+class WorkersLostError(WorkerError, SystemExit):
+    """Workers or hosts were taken away, and too few left; a script that does not catch it ends with status `code`.
+
+    Of a SystemExit nothing is shown: whoever raises it tells the message before.
+    """
+
+    def __init__(self, message: str, *, code: int, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.code = code
+
+    @classmethod
+    def like(cls, error: WorkerError, *, code: int) -> WorkersLostError:
+        """Return it with what another error says."""
+        fields = {name: getattr(error, name) for name in ("worker", "host", "step", "exit_code", "traceback")}
+        return cls(str(error), code=code, **fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, fields = super().__reduce__()
+        return _workers_lost, (self.code, *fields)
+
+
 class SyncError(PacelineError):
     """Workers could not agree; the message says who is missing and since which step."""
 
@@ -147,3 +170,7 @@ def _worker_error(
     message: str, worker: int, host: str, step: int, exit_code: int | None, traceback: str
 ) -> WorkerError:
     return WorkerError(message, worker=worker, host=host, step=step, exit_code=exit_code, traceback=traceback)
+
+
+def _workers_lost(code: int, *fields: Any) -> WorkersLostError:
+    return WorkersLostError.like(_worker_error(*fields), code=code)

@@ -19,7 +19,8 @@ import paceline
 from paceline import config, environment
 from paceline.attempt import Attempt, begin_record, error_of, name_of, wait_for_orphans
 from paceline.companion import note_end, note_failure, note_left, told_by_thread, watched_by_thread
-from paceline.errors import PlanError
+from paceline.elastic.notices import TOO_FEW
+from paceline.errors import PlanError, WorkerError, WorkersLostError
 from paceline.launch.local import prestart
 from paceline.plan import Job, Plan
 from paceline.plan.script import workers_of_script
@@ -44,7 +45,8 @@ def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **jo
     `plan` says what is computed; `job` are fields of `Job`: workers, run_dir, save_every, launcher, ... Inside a
     worker, and under torchrun, srun or mpirun, the call becomes that worker: it returns its own value, and exits where
     a peer has failed. On the other hosts of a job with several it returns None. Raises PlanError before anything
-    starts, and what worker 0 (or whichever failed first) raised, as WorkerError.
+    starts, and what worker 0 (or whichever failed first) raised, as WorkerError; where workers were only taken away,
+    a script gets a WorkersLostError, with which it ends with 76 unless it catches it.
     """
     fields = {name: value for name, value in job.items() if value is not None}
     if not callable(function):
@@ -124,7 +126,11 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
             raise KeyboardInterrupt(outcome.reason)
         raise SystemExit(outcome.exit_code)
     if outcome.state == "failed":
-        raise error_of(attempt.failures)
+        error = error_of(attempt.failures)
+        if outcome.exit_code == TOO_FEW and isinstance(error, WorkerError) and _own_script() is not None:
+            _tell(str(error))
+            raise WorkersLostError.like(error, code=TOO_FEW)
+        raise error
     return attempt.value(outcome)
 
 

@@ -3,8 +3,9 @@
 Where they may be lost: `doomed`.
 
 OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file "open";
-         whole: [step, workers], after this step wait until so many are there, or are to be; turns: replicas do not wait
-         for each other, so there is no schedule; loops: over batches, all but the last one over one epoch
+         whole: [step, workers], after this step (0: after each) wait until so many are there, or are to be; turns:
+         replicas do not wait for each other, so there is no schedule; loops: over batches, all but the last one over
+         one epoch
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def train(worker: paceline.Worker) -> str:
         time.sleep(pause_s)
         while worker.step == OPTIONS.get("gate") and not left("open").exists():
             time.sleep(LOOK_S)
-        while worker.step == whole_at and num_to_be(worker) < num_whole:
+        while whole_at in (0, worker.step) and num_to_be(worker) < num_whole:
             time.sleep(LOOK_S)
         if worker.step % 4 == 0 or OPTIONS.get("turns"):  # in turns nobody knows who has which step
             fault(worker, "evaluate")

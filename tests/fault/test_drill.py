@@ -135,7 +135,7 @@ class _refused:
 def test_a_plan_of_a_fixed_number_is_started_again(tmp_path: Path) -> None:
     report = drilled(tmp_path, "term:worker=1,step=9,where=sum; kill:worker=2,step=22,where=sum", overrides=())
     assert_unharmed(report, undisturbed())
-    assert [start.exit_code for start in report.starts] == [75, 1, 0]
+    assert [start.exit_code for start in report.starts] == [75, 76, 0]
     assert report.resumed_from[2] == 20
     assert report.steps_lost == report.committed[1] - 20
 

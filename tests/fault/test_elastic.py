@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import sys
 import time
@@ -16,6 +18,8 @@ import warm
 from fault.elastic_runs import LIMIT_S, PROGRAM, assert_unharmed, finish, reached, start, trained, undisturbed
 from paceline.monitor.audit import audit
 from programs import PACELINE, child_environment
+
+NEXT_S = 5.0  # from a kill to the next committed step; a bound that only something broken exceeds
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
@@ -77,6 +81,31 @@ def test_a_replacement_takes_over_a_members_state_and_works(tmp_path: Path) -> N
     assert run.workers() == [0, 1, 2, 3]
     assert run.weights() > 0, "all have the same"
     assert run.losses()[:12] == pytest.approx(undisturbed().losses(), rel=1e-9)
+    told = " ".join(run.output.split())
+    assert re.search(
+        r"worker 2 \(pid \d+\) killed by signal 9 after step 3: detected in \d+\.\d\d s, regrouped in \d+\.\d\d s; "
+        r"3 workers go on, steps lost 0, samples repeated 0",
+        told,
+    ), run.output
+    assert re.search(rf"worker 2 \(pid \d+\) joined at step {joined['step']}, \d+\.\d\d s after the loss", told), (
+        run.output
+    )
+
+
+def test_ten_random_kills_in_one_run_leave_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
+    """And within `NEXT_S` of each the next step is committed."""
+    chance, job = random.Random(7), {"max_steps": 34, "save_every": None}
+    places = ["data", "forward", "backward", "sum", "vote", "committed"]
+    faults = [
+        {"worker": chance.randrange(4), "step": 3 * number, "where": chance.choice(places)} for number in range(1, 11)
+    ]
+    run = trained(tmp_path / "a", *faults, whole=[0, 4], job=job)
+    assert_unharmed(run, undisturbed(json.dumps({"job": job})))
+    killed = [float((tmp_path / "a" / f"fault_{number}").read_text().split()[1]) for number in range(10)]
+    assert len(run.events("WorkerLost")) == 10
+    commits = [row["time"] for row in run.metrics()]
+    assert all(min(time for time in commits if time > when) - when < NEXT_S for when in killed)
+    assert sum(event["steps_lost"] for event in run.events("Regrouped")) == 0
 
 
 def test_a_large_state_is_handed_over_as_well(tmp_path: Path) -> None:

@@ -329,7 +329,8 @@ def test_an_exit_status_of_a_worker_is_a_failure_that_names_it(train: Callable[.
 
 def test_a_worker_that_is_killed_is_said_to_be_killed_with_step_and_peak_memory(train: Callable[..., Done]) -> None:
     done = train("kill")
-    assert done.status == 1
+    assert done.status == 76, "who was killed may come again"
+    assert "failed after step 3 (too few workers were left: run the same command again to go on)" in done.screen
     headline, echo = done.report.splitlines()
     assert re.fullmatch(
         r"worker 1 \(host \S+, pid \d+\) was killed by signal 9 \(SIGKILL\) after step 3; "
@@ -451,10 +452,10 @@ def test_status_logs_and_audit_tell_the_truth_about_a_run_that_was_killed_twice_
     train: Callable[..., Done], paceline: Callable[..., Done]
 ) -> None:
     every = ("--save-every", "2")
-    assert train("kill", "6", workers=3, options=every).status == 1
+    assert train("kill", "6", workers=3, options=every).status == 76
     assert not list(Path("run").rglob(".error.spare")), "of the one that was killed"
     state = json.loads(paceline("status", "run", "--json").screen)
-    assert (state["state"], state["step"], state["attempt"], state["exit_code"]) == ("failed", 5, 1, 1)
+    assert (state["state"], state["step"], state["attempt"], state["exit_code"]) == ("failed", 5, 1, 76)
     assert [(worker["rank"], worker["host"] != "", worker["pid"] > 1) for worker in state["workers"]] == [
         (0, True, True),
         (1, True, True),
@@ -462,7 +463,7 @@ def test_status_logs_and_audit_tell_the_truth_about_a_run_that_was_killed_twice_
     ]
     assert "unfinished; 60 of 96 samples were used, each once" in paceline("audit", "run").screen
 
-    assert train("kill", "11", workers=2, options=every).status == 1
+    assert train("kill", "11", workers=2, options=every).status == 76
     done = train("none", workers=1, options=every)
     assert done.status == 0
     assert done.screen.count("resumed from step 10") == 1

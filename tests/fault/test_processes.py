@@ -102,7 +102,7 @@ def test_a_killed_worker_is_told_by_its_signal(tmp_path: Path) -> None:
     by_worker = {failure.worker: failure for failure in outcome.failures}
     assert (by_worker[0].exit_code, by_worker[0].signal, by_worker[0].sent_by_us) == (None, signal.SIGKILL, False)
     assert by_worker[1].sent_by_us
-    assert outcome.exit_code == 1
+    assert outcome.exit_code == 76
 
 
 def test_usage_errors_of_workers_are_exit_code_2(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_killed_warm_parent_is_a_failure_that_says_so(tmp_path: Path, pipe: An
         warm[0].kill()
         code, outcome, _ = supervisor.result(limit_s=GONE_S)
         assert supervisor.left(limit_s=0) == []
-    assert code == 1
+    assert code == 76
     assert outcome is not None
     assert [failure.error["kind"] for failure in outcome.failures if failure.error] == ["WarmParentLost"] * 2
     assert "was killed by signal 9 (SIGKILL)" in str(outcome.failures[0].error)

@@ -87,8 +87,9 @@ def test_where_no_host_comes_the_job_ends_as_it_would_have(both: HeadAndMember) 
     assert both.state() == "going on"
     both.head.tick(time.monotonic() + 61)
     assert both.head.outcome is not None
-    assert (both.head.outcome.exit_code, both.head.outcome.may_begin_again) == (1, False)
-    assert both.said[-1] == "no host has come within 60 s in place of the lost one: the run ends"
+    assert (both.head.outcome.exit_code, both.head.outcome.may_begin_again) == (TOO_FEW, False)
+    assert both.said[-2] == "no host has come within 60 s in place of the lost one: the run ends"
+    assert both.said[-1].startswith("host b (10.0.0.2) was lost: ") and "run the same command again" in both.said[-1]
 
 
 def test_ctrl_c_while_a_host_is_waited_for_ends_the_job(both: HeadAndMember) -> None:

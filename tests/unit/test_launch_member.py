@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.notices import PREEMPTED
+from paceline.elastic.notices import PREEMPTED, TOO_FEW
 from paceline.launch.guests import SILENCE_S
 from paceline.launch.head import STOP_S, TERMINATE_S
 from paceline.launch.outcome import Outcome
@@ -45,6 +45,7 @@ def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) ->
     pair.member.tick(now + SILENCE_S + 2)
     assert pair.member.outcome is not None
     assert (pair.member.outcome.state, pair.member.outcome.reason) == ("failed", pair.said[0])
+    assert pair.member.outcome.exit_code == TOO_FEW, "the same command may come to its end"
 
 
 def test_a_signal_to_a_member_is_told_to_the_head(pair: MemberAndHead) -> None:
@@ -105,7 +106,7 @@ def test_a_host_that_came_later_and_has_no_workers_ends_when_the_head_is_lost(pa
     pair.loop.turn(1.0)
     pair.member.tick(time.monotonic())
     assert pair.member.outcome is not None
-    assert (pair.member.outcome.state, pair.member.outcome.exit_code) == ("failed", 1)
+    assert (pair.member.outcome.state, pair.member.outcome.exit_code) == ("failed", TOO_FEW)
 
 
 def test_workers_that_were_lost_and_replaced_before_the_head_was_lost_do_not_spoil_a_good_end(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.launch.outcome import Outcome, WorkerExit, interrupted, lost, read_error, verdict
+from paceline.errors import WorkerError, WorkersLostError
+from paceline.launch.outcome import STUCK, Outcome, WorkerExit, interrupted, lost, read_error, verdict
 
 WELL = WorkerExit(
     worker=0, host="a", pid=10, exit_code=0, signal=None, peak_memory_bytes=1, error=None, sent_by_us=False
@@ -42,6 +44,43 @@ def test_all_well_is_finished() -> None:
 def test_only_causes_decide_the_exit_code(exits: list[WorkerExit], exit_code: int) -> None:
     outcome = verdict([WELL, *exits])
     assert (outcome.state, outcome.exit_code, outcome.failures) == ("failed", exit_code, tuple(exits))
+
+
+KILLED = dataclasses.replace(ended(1, None), signal=int(signal.SIGKILL))
+HOST_LOST = lost(2, host="b", pid=7, kind="HostLost", message="gone")
+
+
+@pytest.mark.parametrize(
+    ("exits", "exit_code"),
+    [
+        ([KILLED], 76),
+        ([KILLED, ended(2, echo=True), ended(3, None, sent_by_us=True)], 76),
+        ([HOST_LOST, lost(3, host="b", pid=8, kind="HostLost", message="gone", echo=True)], 76),
+        ([lost(1, host="a", pid=7, kind="WarmParentLost", message="killed")], 76),
+        ([KILLED, ended(2, kind="ValueError")], 1),
+        ([KILLED, ended(2, 2, usage=True)], 1),
+        ([HOST_LOST, dataclasses.replace(KILLED, signal=int(signal.SIGSEGV))], 1),
+        ([dataclasses.replace(KILLED, signal=int(signal.SIGABRT))], 1),
+        ([lost(1, host="a", pid=7, kind="Hang", message="it hangs")], 1),
+        ([KILLED, lost(2, host="a", pid=7, kind=STUCK, message="it does not end", sent_by_us=True)], 1),
+    ],
+)
+def test_who_was_only_taken_away_may_come_again_and_what_a_program_does_to_itself_is_its_own(
+    exits: list[WorkerExit], exit_code: int
+) -> None:
+    outcome = verdict([WELL, *exits])
+    assert (outcome.state, outcome.exit_code, outcome.failures) == ("failed", exit_code, tuple(exits))
+
+
+def test_the_error_of_lost_workers_survives_pickling_and_ends_whoever_does_not_catch_it() -> None:
+    about = {"worker": 1, "host": "a", "step": 3, "exit_code": None, "traceback": ""}
+    error = pickle.loads(pickle.dumps(WorkersLostError("worker 1 was killed", code=76, **about)))
+    assert isinstance(error, WorkerError) and isinstance(error, SystemExit)
+    assert (str(error), error.code, {name: getattr(error, name) for name in about}) == (
+        "worker 1 was killed",
+        76,
+        about,
+    )
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import time
+
 import pytest
 
 from membership_scenes import form, join, made, only, quiet, the
 from paceline.elastic.membership import EndWorker, StartReplica
 from paceline.elastic.notices import PREEMPTED, Finish, Form
+
+DECIDED_S = 0.1
 
 
 def test_a_replica_lost_with_its_host_is_not_replaced_also_not_at_the_next_loss() -> None:
@@ -49,6 +54,22 @@ def test_resize_up_while_some_leave_starts_others() -> None:
 def test_resize_outside_of_the_plan_is_refused_with_what_it_allows(replicas: int) -> None:
     with pytest.raises(ValueError, match=f"allows 2 to 8 replicas, so the run cannot be resized to {replicas}"):
         made(4, least=2).resize(replicas, 1.0)
+
+
+def test_a_thousand_workers_are_decided_about_within_the_limit_for_ten_thousand() -> None:
+    """In time of this thread's own, so that a busy machine does not count."""
+    membership, took = made(1000, most=1000), list[float]()
+    gc.collect()  # what other tests have left behind is not its doing
+    for number in range(10):
+        began = time.thread_time()
+        membership.lost([number, 500 + number], 2.0 * number, reason="killed")
+        took.append(time.thread_time() - began)
+        form(membership, now=2.0 * number)
+        began = time.thread_time()
+        membership.tick(2.0 * number + 1.0)
+        took.append(time.thread_time() - began)
+    assert membership.num_members == 980
+    assert max(took) < DECIDED_S
 
 
 def test_a_run_that_ends_cannot_be_resized() -> None:

@@ -190,7 +190,7 @@ def test_a_lost_host_is_named_and_ends_the_job(start: Any, pipe: Announcements) 
     assert right.left(limit_s=GONE_S) == []
     assert left.left(limit_s=0) == []
     assert outcome is not None
-    assert (code, outcome.state) == (1, "failed")
+    assert (code, outcome.state) == (76, "failed")
     lost = next(failure for failure in outcome.failures if not failure.sent_by_us)
     assert (lost.worker, lost.host) == (2, "right")
     assert lost.error is not None
@@ -207,7 +207,7 @@ def test_a_member_whose_head_is_lost_ends_its_workers_and_says_so(start: Any, pi
     assert right.left(limit_s=0) == []
     assert left.left(limit_s=GONE_S) == []
     assert outcome is not None
-    assert (code, outcome.state) == (1, "failed")
+    assert (code, outcome.state) == (76, "failed")
     assert any(text.startswith("the head left (10.77.0.1) was lost: ") for text in said)
     assert outcome.failures[0].error is not None and "the head left" in outcome.failures[0].error["message"]
 

@@ -143,7 +143,7 @@ def test_a_host_that_dies_ends_the_job_by_its_name(
                 os.kill(int(line.partition(":")[0]), signal.SIGKILL)
         code, output = head.end(limit_s=LOST_S)
         assert head.left() == []
-    assert code == 1
+    assert code == 76
     assert f"host right ({hosts[1].address}) was lost" in output
     assert record(the_run(tmp_path / "left"))["state"] == "failed"
 

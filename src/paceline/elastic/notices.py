@@ -43,7 +43,7 @@ FROM_WORKERS = frozenset(
     }
 )
 PREEMPTED = 75  # exit code (EX_TEMPFAIL): everything is saved, run the same command again
-TOO_FEW = 76  # exit code: fewer replicas than the plan's minimum were left; the same command goes on from the last save
+TOO_FEW = 76  # exit code: workers or hosts were lost, and too few left; the same command goes on from the last save
 AT_ONCE = -1
 
 

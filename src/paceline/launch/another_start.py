@@ -100,7 +100,9 @@ class AnotherStart:
         if self._judge is None:
             return outcome
         again = self._judge(outcome)
-        return plain if again is None else dataclasses.replace(outcome, again=again)
+        if again is None:  # it came to the same place each time: run by itself again, it would come there for ever
+            return plain if self._given_up else dataclasses.replace(plain, exit_code=1, reason="")
+        return dataclasses.replace(outcome, again=again)
 
     def _waited(self, hosts: Sequence[HostLeft], plain: Outcome, now: float) -> Outcome | None:
         """Too little room: wait for a host, but not for ever."""

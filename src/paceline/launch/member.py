@@ -20,7 +20,7 @@ from paceline.launch.crew import Crew
 from paceline.launch.guests import FAREWELL_S, SILENCE_S
 from paceline.launch.head import REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.link import Link
-from paceline.launch.outcome import Outcome, WorkerExit, interrupted, left, lost
+from paceline.launch.outcome import Outcome, WorkerExit, interrupted, left, lost, verdict
 from paceline.launch.stock import HostLeft
 
 __all__ = ["Member"]
@@ -248,10 +248,7 @@ class Member:
             return
         # Worker 0 is the head's, on whatever host the head is.
         head = lost(0, host=self._head, pid=0, kind="HostLost", message=self._head_lost)
-        failures = (head, *(ended for ended in exits if ended.failed))
-        self.outcome = Outcome(
-            state="failed", exit_code=1, failures=failures, reason=self._head_lost, exits=tuple(exits)
-        )
+        self.outcome = dataclasses.replace(verdict((head, *exits)), reason=self._head_lost, exits=tuple(exits))
 
 
 def _unheard(worker: int) -> None:

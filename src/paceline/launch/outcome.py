@@ -14,7 +14,7 @@ from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish
 from paceline.launch.again import Again
 from paceline.launch.stock import HostLeft
 
-# What the exit code of a run means to whoever starts runs: these, do it again; 1 and 2, do not.
+# What the exit code of a run means to whoever starts runs: 75 and 76, do it again; 1 and 2, do not.
 __all__ = [
     "STUCK",
     "Broken",
@@ -29,6 +29,7 @@ __all__ = [
     "verdict",
 ]
 
+LOST_KINDS = ("HostLost", "WarmParentLost")  # of errors: what took the worker away was no code of the program's
 ERROR_BYTES = 1 << 20  # of an error.json, at most: a longer one is not what Paceline writes
 STUCK = "WorkerStuck"  # the kind of error of a process that is still there after SIGKILL
 TEXT_CHARS = 8192  # of a text in it: hundreds of workers' errors travel in one message; the file holds the whole
@@ -98,8 +99,8 @@ class Broken:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the job ended on all hosts. Exit codes: 0, 1 failed, 2 a usage error, 75 and 76 saved and to
-    be run again (`paceline.elastic.notices`), 128 + n stopped by signal n."""
+    """How the job ended on all hosts. Exit codes: 0, 1 failed, 2 a usage error, 75 and 76 to be run again, as it goes
+    on from what is saved (`paceline.elastic.notices`), 128 + n stopped by signal n."""
 
     state: str  # "finished" | "failed" | "stopped"
     exit_code: int
@@ -135,8 +136,8 @@ class Outcome:
 
 
 def verdict(exits: Sequence[WorkerExit], *, keeps_state: bool = False) -> Outcome:
-    """The outcome when all workers have ended and nobody stopped the job. `keeps_state`: it can begin again where
-    workers were only lost."""
+    """The outcome when all workers have ended and nobody stopped the job. Where some were only taken away, the same
+    command may well come to its end. `keeps_state`: it can begin again at once where workers were only lost."""
     failures = tuple(exit for exit in exits if exit.failed)
     if not failures:
         return Outcome(state="finished", exit_code=0, exits=tuple(exits))
@@ -144,18 +145,27 @@ def verdict(exits: Sequence[WorkerExit], *, keeps_state: bool = False) -> Outcom
     usage = bool(causes) and all(error.get("usage") for error in causes)
     roots = [ended for ended in exits if is_root_loss(ended)]
     broken = Broken(causes=tuple(ended.cause for ended in roots), lost=tuple(ended.worker for ended in roots))
+    is_lost = _only_lost(failures)
+    were_taken = is_lost and all(map(_was_taken, roots))
     return Outcome(
         state="failed",
-        exit_code=2 if usage else 1,
+        exit_code=2 if usage else TOO_FEW if were_taken else 1,
         failures=failures,
+        reason=", ".join(broken.causes) if were_taken else "",
         exits=tuple(exits),
-        broken=broken if keeps_state and _only_lost(failures) else None,
+        broken=broken if keeps_state and is_lost else None,
     )
 
 
 def is_root_loss(ended: WorkerExit) -> bool:
     """Whether this worker was lost by itself, and not because of another one."""
     return ended.is_loss and not ended.sent_by_us and not (ended.error or {}).get("echo")
+
+
+def _was_taken(ended: WorkerExit) -> bool:
+    """Whether a lost worker was killed from outside (by hand, a cluster, the kernel short of memory) or went with its
+    host. Other signals, such as SIGSEGV and SIGABRT, are what a program does to itself."""
+    return ended.signal == signal.SIGKILL or (ended.error or {}).get("kind") in LOST_KINDS
 
 
 def _only_lost(failures: Sequence[Failure]) -> bool:

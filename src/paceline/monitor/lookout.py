@@ -1,7 +1,7 @@
 """Looks out for hangs and stragglers: reads what workers do, asks for stacks, says what is wrong, ends it in time.
 
 One of them is beside each supervisor's observer. On the head it also gets what the other hosts' workers do, and finds;
-elsewhere it only answers. A calm look costs some 40 us for each worker, once a second.
+elsewhere it only answers, once a second. A calm look costs some 40 us for each worker, at most five times a second.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.monitor.failure import Failure, root
 from paceline.monitor.files import worker_number
 from paceline.monitor.hang import Finding, HangDetector, cause, mismatches, outlook, sentence
 from paceline.monitor.stacks import StackFile, place_of, stack_text
-from paceline.monitor.straggler import StragglerDetector
+from paceline.monitor.straggler import StragglerDetector, looks_apart_s
 
 __all__ = ["Lookout", "Reach"]
 
 BALANCE = "; --balance would give it fewer micro-batches"
-LOOK_S = 1.0
+LOOK_S = 1.0  # for hangs; stragglers in fast steps need more
 SOON_S = 0.2  # while an answer is awaited
 CALM_S = 1.0  # nobody waits for as long as this
 ANSWER_S = 3.0  # a stack that has not come by then does not come
@@ -81,7 +81,7 @@ class Lookout:
         self._texts: dict[int, str] = {}  # whole stacks
         self._open: Finding | None = None  # its stacks are awaited
         self._said: set[tuple[object, ...]] = set()
-        self._next_at = 0.0
+        self._next_at = self._next_search_at = 0.0
 
     def poll(self, now: float) -> None:
         """Look, if it is time; `now` is monotonic, in seconds."""
@@ -99,7 +99,10 @@ class Lookout:
         if self._open is not None:
             self._go_on(now)
         elif len(self._doings) > 1:
-            self._judge(self._detector.look(self._doings), now)
+            self._next_at = now + looks_apart_s(self._doings, LOOK_S)
+            if now >= self._next_search_at:
+                self._next_search_at = now + LOOK_S
+                self._judge(self._detector.look(self._doings), now)
             for text in self._stragglers.look(self._doings, now):
                 self._say(text)
 

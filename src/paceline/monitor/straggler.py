@@ -2,23 +2,33 @@
 
 Workers in lock-step all take as long as the slowest; what tells them apart is the work of each, without its waiting:
 the slow one waits least. Work is compared by micro-batch, because shares may be uneven. Somebody is named when it was
-slower in both halves of the last WINDOW steps: one hiccup is no straggler.
+slower in both halves of a window: one hiccup is no straggler. The window is the last WINDOW steps, and WINDOW_S seconds
+where steps are faster; it begins and ends at looks, and each half has at least one of them.
+
+Communicating and waiting for others are one number, as no worker knows when the others came. But who came last has not
+waited: what the worker with the least of it spends there is communication, and all have as much. Where that is most of
+a step for LONG_S, it is told of all of them. Whose link it is cannot be told from such sums: a sum over workers is over
+for everybody when it has passed the slowest link.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paceline.monitor.doing import Doing, Work
+from paceline.monitor.wording import shares_text
 from paceline.units import duration_text
 
-__all__ = ["StragglerDetector"]
+__all__ = ["StragglerDetector", "looks_apart_s"]
 
-WINDOW = 14  # steps: named within 20, whenever looks come
+WINDOW, WINDOW_S = 14, 1.0  # steps, seconds: both. Somebody is named within 20 steps, or 2 s
+LOOK_S, LOOK_STEPS = 0.15, 1.5  # between two looks, whichever is longer; supervisors come by every 0.2 s
 SLOW, FINE = 1.3, 1.15  # times the others' median: named, and no longer
+LONG, LONG_S = 0.5, 10.0  # of a step, the communication of all; told when it has been so for so long, once
 SHARE = 0.1  # of a step, at least, that it costs the others
 PAUSED = 0.05  # of the time: worth to be told
 KEPT = 64  # looks that saw a new step
@@ -42,6 +52,7 @@ class Pace:
     data_s: float
     compute_s: float
     optimizer_s: float
+    communication_s: float  # and its waiting for others
     micros: float  # a step
     paused: float  # share of the time
 
@@ -51,22 +62,30 @@ class Pace:
 
 
 class StragglerDetector:
-    """Looks at all workers, about once a second. `remedy` ends the sentence that names one."""
+    """Looks at all workers. `remedy` ends the sentence that names one."""
 
     def __init__(self, *, remedy: str = "") -> None:
         self._remedy = remedy
         self._samples: dict[int, deque[Sample]] = {}
         self._looks: dict[int, tuple[int, int]] = {}
         self._named: set[int] = set()
+        self._long_since = math.inf  # the communication of all takes most of a step
+        self._has_told = False
 
     def look(self, doings: Mapping[int, Doing], now: float) -> list[str]:
-        """Return what is new, as sentences."""
+        """Return what is new, as sentences; `now` is monotonic, in seconds."""
         doings = {worker: doing for worker, doing in doings.items() if doing.state != "gone"}
         for worker in self._samples.keys() - doings.keys():
             del self._samples[worker]
         for worker, doing in doings.items():
             self._note(worker, doing, now)
-        whole, first, second = ({w: pace for w in doings if (pace := self._pace(w, half))} for half in (None, 0, 1))
+        whole, first, second = dict[int, Pace](), dict[int, Pace](), dict[int, Pace]()
+        for worker in doings:
+            if (window := _window(self._samples[worker])) is not None:
+                start, middle, end = window
+                for paces, a, b in ((whole, start, end), (first, start, middle), (second, middle, end)):
+                    if (pace := _pace_between(a, b)) is not None:
+                        paces[worker] = pace
         said: list[str] = []
         for worker in sorted(whole.keys() & first.keys() & second.keys()) if len(second) > 1 else ():
             ratios = [_ratio(worker, paces) for paces in (first, second)]
@@ -76,7 +95,24 @@ class StragglerDetector:
             elif worker not in self._named and min(ratios) > SLOW and self._is_costly(doings[worker], worker, whole):
                 self._named.add(worker)
                 said.append(_sentence(doings[worker], whole) + self._remedy)
+        if whole.keys() == doings.keys():
+            said += self._communication(whole, _step_s(doings), now)
         return said
+
+    def _communication(self, paces: Mapping[int, Pace], step_s: float, now: float) -> list[str]:
+        """What is to be said of what all spend on communication."""
+        least_s, worker = min(((_away_s(pace), worker) for worker, pace in paces.items()), default=(0.0, 0))
+        if self._has_told or not step_s or least_s < LONG * step_s:
+            self._long_since = math.inf
+            return []
+        self._long_since = min(self._long_since, now)
+        if now - self._long_since < LONG_S:
+            return []
+        self._has_told = True
+        return [
+            f"communication takes {min(1.0, least_s / step_s):.0%} of a step, or more, on every worker: "
+            f"{duration_text(least_s)} of {duration_text(step_s)} on worker {worker}, which waits least for the others"
+        ]
 
     def _note(self, worker: int, doing: Doing, now: float) -> None:
         samples = self._samples.setdefault(worker, deque(maxlen=KEPT))
@@ -87,29 +123,43 @@ class StragglerDetector:
         if not samples or doing.work.steps > samples[-1].work.steps:
             samples.append(Sample(now, doing.work, doing.run_delay_s or 0.0, looks, stopped))
 
-    def _pace(self, worker: int, half: int | None) -> Pace | None:
-        """The pace in the last WINDOW steps, or in one half of them; None where there are not so many yet.
-
-        The first step is left out: the program's own preparations come with it.
-        """
-        samples = [sample for sample in self._samples[worker] if sample.work.steps > 0]
-        end = _back(samples, WINDOW // 2) if half == 0 else len(samples) - 1
-        start = _back(samples, WINDOW // 2 if half == 1 else WINDOW)
-        if start is None or end is None or samples[end].work.steps == samples[start].work.steps:
-            return None
-        return _pace_between(samples[start], samples[end])
-
     def _is_costly(self, doing: Doing, worker: int, paces: Mapping[int, Pace]) -> bool:
         others_s = _median_of_others(worker, paces)
-        step_s = statistics.median(doing.steps_s) if doing.steps_s else 0.0
-        return (paces[worker].own_s - others_s) * paces[worker].micros >= SHARE * step_s
+        return (paces[worker].own_s - others_s) * paces[worker].micros >= SHARE * _step_s({worker: doing})
 
 
-def _back(samples: list[Sample], steps: int) -> int | None:
-    """The last sample from at least so many steps before the newest one."""
-    newest = samples[-1].work.steps if samples else 0
-    found = [number for number, sample in enumerate(samples) if sample.work.steps <= newest - steps]
-    return found[-1] if found else None
+def looks_apart_s(doings: Mapping[int, Doing], most_s: float) -> float:
+    """How long the next look may wait, at most `most_s`, for stragglers to be named in time."""
+    return min(most_s, max(LOOK_S, LOOK_STEPS * _step_s(doings)))
+
+
+def _step_s(doings: Mapping[int, Doing]) -> float:
+    """What a step takes; 0 where nobody knows yet."""
+    return statistics.median([seconds for doing in doings.values() for seconds in doing.steps_s] or [0.0])
+
+
+def _window(samples: Sequence[Sample]) -> tuple[Sample, Sample, Sample] | None:
+    """The window's begin, middle and end; None where there has not been so much yet.
+
+    The first step is left out: the program's own preparations come with it.
+    """
+    counted = [sample for sample in samples if sample.work.steps > 0]
+    middle, start = _back(counted, 0.5), _back(counted, 1.0)
+    if start is None or middle is None:
+        return None
+    if start == middle:  # so many steps lie between two looks
+        start -= 1
+    return (counted[start], counted[middle], counted[-1]) if start >= 0 else None
+
+
+def _back(samples: Sequence[Sample], share: float) -> int | None:
+    """The last sample that is at least this share of a window before the newest one."""
+    for number in reversed(range(len(samples))):
+        sample, newest = samples[number], samples[-1]
+        steps, seconds = newest.work.steps - sample.work.steps, newest.time - sample.time
+        if steps >= share * WINDOW and seconds >= share * WINDOW_S:
+            return number
+    return None
 
 
 def _pace_between(a: Sample, b: Sample) -> Pace | None:
@@ -123,9 +173,15 @@ def _pace_between(a: Sample, b: Sample) -> Pace | None:
         data_s=(b.work.data_s - a.work.data_s) / micros,
         compute_s=(b.work.compute_s - a.work.compute_s) / micros,
         optimizer_s=(b.work.optimizer_s - a.work.optimizer_s) / micros,
+        communication_s=(b.work.communication_s - a.work.communication_s) / micros,
         micros=micros / steps,
         paused=min(1.0, delayed + stopped),
     )
+
+
+def _away_s(pace: Pace) -> float:
+    """Seconds of a step that it communicates, or waits for others."""
+    return pace.communication_s * pace.micros
 
 
 def _median_of_others(worker: int, paces: Mapping[int, Pace]) -> float:
@@ -139,7 +195,7 @@ def _ratio(worker: int, paces: Mapping[int, Pace]) -> float:
 
 
 def _sentence(doing: Doing, paces: Mapping[int, Pace]) -> str:
-    """Name what takes so much longer than with the others."""
+    """Name what takes so much longer than with the others, and where all of its time goes."""
     own, others = paces[doing.worker], [pace for worker, pace in paces.items() if worker != doing.worker]
     theirs = {
         name: statistics.median(getattr(pace, f"{name}_s") for pace in others) * own.micros
@@ -153,6 +209,10 @@ def _sentence(doing: Doing, paces: Mapping[int, Pace]) -> str:
         f"other{'s' if len(others) > 1 else ''}: its {worst} takes {duration_text(mine[worst])} a step, "
         f"{they} {duration_text(theirs[worst])}"
     )
+    spent = {"data": own.data_s, "compute": own.compute_s, "communication": own.communication_s}
+    spent["optimizer"] = own.optimizer_s
+    total_s = sum(spent.values())
+    goes = shares_text({phase: seconds / total_s for phase, seconds in spent.items()})
     if own.paused - statistics.median(pace.paused for pace in others) >= PAUSED:
-        text += f" (paused by the system {own.paused:.0%} of the time)"
-    return text
+        goes += f"; paused by the system {own.paused:.0%} of the time"
+    return f"{text} ({goes})"
