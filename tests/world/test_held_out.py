@@ -5,7 +5,7 @@ The bands notice what is left out. Broken by hand, the runs end above all-reduce
 their bands: without error feedback PowerSGD(4) by 0.293 (in order: 0.122) and local SGD with TopK by 0.299 (0.187);
 without the outer momentum Nesterov by 0.239 (0.082); where half of each round's moves is lost LocalSGD(8) by 0.110
 (0.064) and its stream by 0.166 (0.073); where nobody mixes between two averages gossip by 0.090 (0.044). OneBit and
-TopK on single steps do not need their feedback in so few steps of an AdamW: that nothing is lost there, unit tests hold.
+TopK on single steps do not need their feedback in so few steps of an AdamW: unit tests hold that nothing is lost there.
 """
 
 from __future__ import annotations
