@@ -151,7 +151,7 @@ class _Finder:
         if not kinds:
             return (
                 "no attention over its tokens was found, so there is no sequence to share. Use "
-                f"Layout(replicas={self.size}), or name its input: sample=(x,)."
+                f"Layout(replicas={self.size}), or give an input that has one: worker.prepare(model, sample=(x,))."
             )
         fewest = min(one.length for one in trial.attentions)
         if fewest <= self.size and self.size > 1:
