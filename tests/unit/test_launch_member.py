@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.lease import clock, head_silence_s
+from paceline.elastic.lease import clock
 from paceline.elastic.notices import PREEMPTED
+from paceline.launch.guests import SILENCE_S
 from paceline.launch.head import STOP_S, TERMINATE_S
 from paceline.launch.outcome import Outcome
 from pretended_hosts import MemberAndHead, ended, heard, told
-
-SILENCE_S = head_silence_s(10.0)
 
 
 @pytest.fixture
@@ -47,6 +46,19 @@ def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) ->
     pair.member.tick(now + SILENCE_S + 2)
     assert pair.member.outcome is not None
     assert (pair.member.outcome.state, pair.member.outcome.reason) == ("failed", pair.said[0])
+
+
+def test_after_its_first_answer_a_silent_head_is_lost_half_as_late_again_as_it_would_lose_this_host() -> None:
+    with closing(MemberAndHead(silence_s=4.0)) as pair:
+        pair.lead()
+        pair.member.tick(time.monotonic() + SILENCE_S - 1)  # it prepares its directory first
+        pair.head.send({"op": "ping", "asked": clock(), "for_s": 48.0})
+        pair.loop.turn(1.0)
+        now = time.monotonic()
+        pair.member.tick(now + 5)
+        assert pair.said == []
+        pair.member.tick(now + 7)
+        assert pair.said == ["the head a (10.0.0.1) was lost: it said nothing for 6 s"]
 
 
 def test_workers_are_told_how_long_they_may_go_on_counted_from_the_word_that_the_head_has_answered(

@@ -19,7 +19,7 @@ from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event
 from paceline.launch.carrying import At, Carrying
 from paceline.launch.crew import Crew
-from paceline.launch.guests import FAREWELL_S
+from paceline.launch.guests import FAREWELL_S, SILENCE_S
 from paceline.launch.head import REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.link import Link
 from paceline.launch.outcome import Outcome, WorkerExit, interrupted, left, lost
@@ -81,6 +81,7 @@ class Member:
     def lead(self, crew: Crew, emit: Callable[[Event], None]) -> None:
         """Take over the workers of this host; the record of the run is the head's."""
         self._crew = crew
+        self._link.heard = time.monotonic()  # the head's words are answers, and nothing was asked before
         while self._early:
             self.head_said(self._early.pop(0))
 
@@ -147,8 +148,9 @@ class Member:
         if now >= self._next_ping:
             self._next_ping = now + self._ping_s
             self._link.send({"op": "ping", "asked": clock()})
-        if not self._head_lost and now - self._link.heard > self._silence_s:
-            self.head_lost(f"it said nothing for {self._silence_s:.0f} s")
+        limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)  # it opens its books
+        if not self._head_lost and now - self._link.heard > limit_s:
+            self.head_lost(f"it said nothing for {limit_s:.0f} s")
         if self._is_for_another_start and self._crew.is_gone:
             self._is_for_another_start = False
             slots = 0 if self._is_barren else self.slots
