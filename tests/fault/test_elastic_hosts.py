@@ -42,7 +42,7 @@ def test_a_host_that_is_lost_costs_no_step(hosts: list[Host], tmp_path: Path) ->
 def test_a_cut_link_leaves_one_side_that_goes_on_and_one_that_commits_nothing_and_ends(
     hosts: list[Host], tmp_path: Path
 ) -> None:
-    with spread(tmp_path, hosts[0], job={"silence_s": 3.0}) as job:
+    with spread(tmp_path, hosts[0], job={"silence_s": 3.0, "grace_s": 5.0}) as job:
         east, west = [job.start(host) for host in hosts]
         job.reached(5)
         cut(hosts[1])
