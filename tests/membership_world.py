@@ -3,25 +3,29 @@
 Nothing is real but `Membership`. A worker is a generator that yields where it would wait; a scheduler with a seed picks
 who goes on and which message arrives, so that channels are first in, first out, each by itself, and in any order among
 each other. Faults come between. `World` refuses at once what may never happen (`Broken`): a step committed with two
-different results, by somebody who has not all steps before it, or handed over out of place.
+different results, by somebody who has not all steps before it, or handed over out of place; or by workers that the head
+does not reach, when others have begun again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
+from paceline.elastic.lease import OutOfReach, head_silence_s, lease_s
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
-from paceline.elastic.notices import Finish, Form
+from paceline.elastic.notices import PREEMPTED, Finish, Form
 
 __all__ = ["Broken", "World"]
 
 Wait = Generator[Callable[[], bool], None, Any]  # yields what it waits for
 Result = Hashable
+GRACE_S = 5.0
 
 
 class Broken(AssertionError):
@@ -39,6 +43,10 @@ class Left(Exception):
     """This worker has come to its end, in good order."""
 
 
+class Overdue(Exception):
+    """This worker may not go on without a word of the head, and has killed itself."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Standing:
     position: int | None
@@ -50,6 +58,8 @@ class Group:
 
     def __init__(self, form: Form) -> None:
         self.form = form
+        self.joined: dict[int, Worker] = {}
+        self.complete: dict[int, int] = {}  # round -> attempt in which the last of its values came
         self.rounds: dict[int, dict[int, Any]] = {}
         self.states: dict[int, Any] = {}  # newcomer -> what was handed over to it
 
@@ -59,7 +69,9 @@ class Worker:
 
     def __init__(self, world: World, rank: int, *, joins: bool) -> None:
         self.world, self.rank = world, rank
-        self.committed: list[Result] = []
+        self.attempt, self.host, self.answered = world.attempt, world.host_of[rank], world.now
+        self.decided = world.attempt  # in which all had put what this worker has gathered last
+        self.committed: list[Result] = [] if joins else list(world.steps)
         self.position: int | None = None if joins else 0
         self.generation = -1 if joins else 0
         self.group: Group | None = None
@@ -89,6 +101,8 @@ class Worker:
     def go_on(self) -> None:
         try:
             self.waits_for = next(self.life)
+        except Overdue:
+            self.is_alive = False
         except (Left, StopIteration):
             if self.is_over:
                 self.end()
@@ -114,6 +128,18 @@ class Worker:
 
     def tell(self, op: str, **fields: Any) -> None:
         self.outbox.append((op, fields))
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it may not go on without a word of the head."""
+        return self.world.now >= self.answered + lease_s(self.world.limits.silence_s, GRACE_S)
+
+    def miss_the_head(self) -> None:
+        """Its supervisor has noticed that the head says nothing: it is to save and leave. Then its time is over."""
+        if self.world.now >= self.answered + head_silence_s(self.world.limits.silence_s):
+            self.finish = self.finish or Finish(exit_code=PREEMPTED, reason="the head was lost")
+        if self.is_overdue:
+            self.is_alive = False
 
     # What it does.
 
@@ -149,7 +175,7 @@ class Worker:
                     self._say_stuck(disruption)
                     yield from self._regroup(agreed=False, holds_result=False)
                 else:
-                    result = (number, self.generation, self.round)
+                    result = (number, self.attempt, self.generation, self.round)
                     wish = any(share[4] for share in shares.values())
                     if (yield from self._vote()):
                         break
@@ -218,6 +244,8 @@ class Worker:
             self._say_stuck(disruption)
             if not (yield from self._regroup(agreed=False, holds_result=True)):
                 return False
+        if self.is_overdue:
+            raise Overdue
         if self.position is not None:
             self.position += 1
         return True
@@ -302,7 +330,8 @@ class Worker:
 
     def _join(self, form: Form) -> Wait:
         """Meet the others of a generation; a newer one of any kind ends that."""
-        group = self.world.group(form)
+        group = self.world.group(form, self.attempt)
+        group.joined[self.rank] = self
         self.group, self.generation, self.round = group, form.generation, 0
         yield from self._gather("meet", meeting=True)
 
@@ -313,9 +342,12 @@ class Worker:
         values = group.rounds.setdefault(self.round, {})
         values[self.rank] = value
         members = group.form.members
+        if len(values) == len(members):
+            group.complete[self.round] = self.world.attempt
         yield from self._transfer(
             lambda: len(values) == len(members), lambda: set(members) - values.keys(), meeting=meeting
         )
+        self.decided = group.complete[self.round]
         if same and len({one[:same] for one in values.values()}) > 1:
             raise Broken(f"members do different things: {values}")
         if len({type(one) for one in values.values()}) > 1:
@@ -340,7 +372,7 @@ class Worker:
                 return cut
             if not world.notices_gone:
                 return None
-            return next((rank for rank in sorted(missing()) if world.has_gone(rank, group)), None)
+            return next((rank for rank in sorted(missing()) if world.has_gone(rank, group, self.attempt)), None)
 
         yield lambda: is_there() or is_over() or broken_to() is not None
         # Whatever came first: a transfer may end well although it is over already, and the other way round.
@@ -368,16 +400,22 @@ class World:
         walks: int = 1,
         notices_gone: bool = True,
         last_step: int = 10**9,
+        begins_again: bool = False,
     ) -> None:
+        """`begins_again`: where nobody is left who could go on, all begin again with a snapshot. Each worker is on a
+        host of its own then."""
         self.random = random.Random(seed)
         self.limits, self.walks, self.notices_gone, self.last_step = limits, walks, notices_gone, last_step
+        self.replicas, self.begins_again, self.attempt = replicas, begins_again, 0
         self.now = 0.0
-        self.membership = Membership(limits, replicas=replicas, now=0.0)
-        self.first = self.membership.form.members
-        self.workers: dict[int, Worker] = {rank: Worker(self, rank, joins=False) for rank in self.first}
-        self.past: list[Worker] = []  # given up, but maybe alive
-        self.groups: dict[int, Group] = {}
         self.steps: list[Result] = []  # what the whole run has committed
+        self._hosts = itertools.count()
+        self.host_of: dict[int, int] = {}
+        self.newest: dict[tuple[int, int], Worker] = {}  # of each attempt and rank
+        self.workers: dict[int, Worker] = {}
+        self._begin()
+        self.past: list[Worker] = []  # given up, but maybe alive
+        self.groups: dict[tuple[int, int], Group] = {}  # by attempt and generation
         self.cut_links: dict[frozenset[int], int] = {}  # the newest generation whose connections are cut
         self.saved = -1
         self.given_up = ""
@@ -388,7 +426,18 @@ class World:
     # What may never happen.
 
     def commit(self, worker: Worker, number: int, result: Result) -> None:
-        """A worker commits a step: it is the next one, with everybody's result, and after the same steps."""
+        """A worker commits a step: it is the next one, with everybody's result, and after the same steps.
+
+        Where others have begun again, they had not when the last vote was cast; whoever stood still since may write it
+        down when it wakes.
+        """
+        if worker.decided != worker.attempt:
+            raise Broken(
+                f"worker {worker.rank} of attempt {worker.attempt} commits step {number}, for which votes were cast "
+                f"when attempt {worker.decided} had begun"
+            )
+        if worker.attempt != self.attempt:
+            return
         if len(self.steps) == number:
             self.steps.append(result)
         if number > len(self.steps) or self.steps[number] != result or worker.committed != self.steps[:number]:
@@ -396,8 +445,8 @@ class World:
 
     # What is between workers.
 
-    def group(self, form: Form) -> Group:
-        group = self.groups.setdefault(form.generation, Group(form))
+    def group(self, form: Form, attempt: int) -> Group:
+        group = self.groups.setdefault((attempt, form.generation), Group(form))
         if group.form.members != form.members:
             raise Broken(f"two groups of generation {form.generation}: {group.form} and {form}")
         return group
@@ -408,9 +457,9 @@ class World:
     def is_cut_any(self, rank: int, group: Group) -> bool:
         return any(self.is_cut(rank, other, group.form.generation) for other in group.form.members)
 
-    def has_gone(self, rank: int, group: Group) -> bool:
+    def has_gone(self, rank: int, group: Group, attempt: int) -> bool:
         """Whether a member has left this group behind, or died."""
-        worker = self.workers.get(rank)
+        worker = group.joined.get(rank) or self.newest.get((attempt, rank))
         if worker is None or not worker.is_alive or worker.is_over:
             return True
         return worker.group is not None and worker.group.form.generation > group.form.generation
@@ -427,6 +476,7 @@ class World:
                 case Form():
                     told += 1
                     self._check(decision)
+                    self.out_of_reach.told({self.host_of[rank] for rank in decision.members})
                     for rank in {*decision.members, *self.membership.left_out}:
                         self._tell(rank, decision)
                 case StartReplica():
@@ -464,6 +514,7 @@ class World:
         if rank in self._starting or (rank in self.workers and self.workers[rank].is_alive):
             raise Broken(f"worker {rank} is started twice")
         self._starting[rank] = self.now + self.random.choice([0.1, 1.0, 3.0])
+        self.host_of[rank] = next(self._hosts)
 
     def _end(self, rank: int) -> None:
         self._starting.pop(rank, None)
@@ -473,6 +524,8 @@ class World:
         self.num_killed += 1
         if not worker.is_cut_off:
             worker.is_alive = False
+        else:
+            self._lose_sight(worker)
         worker.is_cut_off = True
         self.past.append(worker)
 
@@ -487,6 +540,8 @@ class World:
                 self.do(membership.ready(rank, self.now, **fields))
             case "formed":
                 self.do(membership.formed(rank, now=self.now, **fields))
+                if membership.is_formed:
+                    self.out_of_reach.formed()
             case "committed":
                 membership.committed(rank, self.now)
             case "stuck":
@@ -509,6 +564,8 @@ class World:
 
     def turn(self) -> bool:
         """One thing happens, of all that may; False where nothing can but the passing of time."""
+        if self.given_up and self.begins_again:
+            self._end_all()
         chances: list[Callable[[], None]] = []
         for rank, worker in self.workers.items():
             if worker.can_go_on:
@@ -520,7 +577,7 @@ class World:
             if worker.outbox:
                 chances.append(lambda rank=rank, worker=worker: self._deliver(rank, worker))
         chances += [worker.go_on for worker in self.past if worker.can_go_on]
-        if not chances or self.given_up:
+        if not chances or (self.given_up and not self.begins_again):
             return False
         self.random.choice(chances)()
         return True
@@ -532,29 +589,71 @@ class World:
     def pass_time(self, seconds: float = 0.5) -> None:
         """The clock goes on: workers say that they are alive, and the head looks."""
         self.now += seconds
+        if self.given_up and self.begins_again:
+            self._end_all()
         for rank in [rank for rank, due in self._starting.items() if due <= self.now]:
             del self._starting[rank]
-            self.workers[rank] = Worker(self, rank, joins=True)
+            self._add(Worker(self, rank, joins=True))
         for rank in [rank for rank, one in self.workers.items() if one.is_cut_off and one.is_known_over]:
             self.lose_host(rank, room=1)  # whose silence is all there is to be heard of such a worker
         for rank, worker in self.workers.items():
             if worker.is_alive and not (worker.is_stopped or worker.is_cut_off or worker.is_over):
                 self.membership.heard(rank, self.now)
+        for worker in [*self.workers.values(), *self.past]:
+            if not worker.is_cut_off:
+                worker.answered = self.now
+            elif worker.is_alive and not worker.is_stopped:
+                worker.miss_the_head()
         if not self.given_up:
             self.do(self.membership.tick(self.now))
+        elif self.begins_again and self.now >= self.out_of_reach.busy_until():
+            self._begin_again()
+
+    def _begin(self) -> None:
+        """All workers of an attempt begin after the same steps."""
+        self.membership = Membership(self.limits, replicas=self.replicas, now=self.now)
+        self.first = self.membership.form.members
+        self.host_of = {rank: next(self._hosts) for rank in self.first}
+        self.out_of_reach = OutOfReach(self.host_of.values())
+        for rank in self.first:
+            self._add(Worker(self, rank, joins=False))
+
+    def _add(self, worker: Worker) -> None:
+        self.workers[worker.rank] = self.newest[worker.attempt, worker.rank] = worker
+
+    def _end_all(self) -> None:
+        """Nobody is left who could go on: all are ended that the head reaches."""
+        self._starting.clear()
+        for rank in tuple(self.workers):
+            self._end(rank)
+
+    def _lose_sight(self, worker: Worker) -> None:
+        gone_by = worker.answered + lease_s(self.limits.silence_s, GRACE_S)  # in a world with one clock
+        self.out_of_reach.lost(worker.host, gone_by=gone_by)
+
+    def _begin_again(self) -> None:
+        """From a snapshot: of any step."""
+        self._end_all()
+        self.given_up, self.cut_links = "", {}
+        self.attempt += 1
+        del self.steps[self.random.randint(0, len(self.steps)) :]
+        self._begin()
 
     def run(self, turns: int) -> None:
         """So many things happen; time passes where nothing else does, and now and then."""
         for _ in range(turns):
             if self.is_ended:
                 return
-            if not self.turn() or self.random.random() < 0.005:
-                self.pass_time()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not self.turn() or self.random.random() < (0.05 if self.given_up else 0.005):
+            self.pass_time()
 
     @property
     def is_ended(self) -> bool:
         """Whether nobody is left who will do anything."""
-        return bool(self.given_up) or not (self.workers or self._starting)
+        return not self.begins_again if self.given_up else not (self.workers or self._starting)
 
     def go_on_until(self, is_reached: Callable[[], bool], *, turns: int = 20_000, seconds: float = 900.0) -> None:
         """Let things happen; Broken where it is not reached."""
@@ -564,8 +663,7 @@ class World:
                 return
             if self.now > until:
                 break
-            if not self.turn() or self.random.random() < 0.005:
-                self.pass_time()
+            self._go_on()
         raise Broken(f"nothing goes on any more at {self.now:.0f} s: {self.describe()}")
 
     def describe(self) -> str:
@@ -636,6 +734,7 @@ class World:
         for rank in gone:
             if rank in self.workers:
                 self.workers[rank].is_cut_off |= self.random.random() < 0.5  # otherwise it dies with its host
+                self._lose_sight(self.workers[rank])
             self._end(rank)
         target = self.membership.target
         self.do(self.membership.lost(lost, self.now, reason="host gone", room=room))

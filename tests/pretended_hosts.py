@@ -138,7 +138,7 @@ def told(member: Channel) -> Mapping[str, Any]:
 class MemberAndHead:
     """A member with worker 2, and the other end of its link to the head."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, silence_s: float = 10.0) -> None:
         self.loop, self.crew, self.said = Loop(), PretendedCrew(2), list[str]()
         ours, theirs = socket.socketpair()
         link = Link(
@@ -148,7 +148,7 @@ class MemberAndHead:
             on_close=lambda error: self.member.head_lost(str(error)),
         )
         fields: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "host_index": 1, "attempt": 1, "run_dir": "r"}
-        fields["silence_s"] = 10.0
+        fields["silence_s"] = silence_s
         self.member = Member(link, head="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **fields)
         self.head = Channel(theirs)
 

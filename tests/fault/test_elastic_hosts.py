@@ -8,10 +8,11 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fault.elastic_hosts import GATE, LIMIT_S, like, spread
+from fault.elastic_hosts import GATE, LIMIT_S, like, spread, until
 from fault.elastic_runs import assert_unharmed
 from network import Host, cut, mend, needs_network, two_hosts
 
@@ -41,7 +42,7 @@ def test_a_host_that_is_lost_costs_no_step(hosts: list[Host], tmp_path: Path) ->
 def test_a_cut_link_leaves_one_side_that_goes_on_and_one_that_commits_nothing_and_ends(
     hosts: list[Host], tmp_path: Path
 ) -> None:
-    with spread(tmp_path, hosts[0], job={"silence_s": 3.0}) as job:
+    with spread(tmp_path, hosts[0], job={"silence_s": 3.0, "grace_s": 5.0}) as job:
         east, west = [job.start(host) for host in hosts]
         job.reached(5)
         cut(hosts[1])
@@ -61,6 +62,40 @@ def test_a_cut_link_leaves_one_side_that_goes_on_and_one_that_commits_nothing_an
         ran = [place for line in lines for span in line["ranges"] for place in range(*span)]
         assert sorted(ran) == list(range(*lines[0]["whole"]))
     assert "the head" in west.output and "was lost" in west.output
+
+
+@needs_network
+def test_where_all_who_have_the_state_are_cut_off_the_others_begin_again_when_these_have_ended(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    """Their supervisor stands still: nobody tells them that the head is lost, and they would go on for ever."""
+    plan = "replicas=1-2+batch(size=20,micro=2)+compute(precision=fp64)+guard(snapshot_every=2)"
+    fields = {"workers": 2, "silence_s": 2.0, "grace_s": 1.0, "save_every": None, "max_steps": 10_000}
+    with spread(tmp_path, hosts[0], plan=plan, job=fields, pause_s=0.1) as job:
+        east, west = [job.start(host) for host in hosts]
+        job.reached(3)
+        os.kill(east.pid_of(0), signal.SIGTERM)
+        job.happened("WorkerLeft")
+        told = west.events_of(1)
+        left_at = told.read_text().count("StateKept")
+        # When it takes the third one, the second is in the memory of the head's host.
+        until(lambda: told.read_text().count("StateKept") >= left_at + 3, west.process, "it has kept nothing")
+        before = len(west.ledger_steps())
+        west.process.send_signal(signal.SIGSTOP)
+        cut(hosts[1])
+        metrics = job.run_dir / "metrics.jsonl"
+        rows: list[dict[str, Any]] = []
+
+        def has_begun_again() -> bool:
+            rows[:] = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["attempt"] == 2]
+            return bool(rows)
+
+        until(has_begun_again, east.process, "nobody has begun again")
+    assert "all that the run had may still be at work where nothing is heard" in " ".join(east.output.split())
+    assert "the worker starts again at step" in " ".join(east.output.split())
+    (ledger,) = (west.folder / "run" / "attempt_1").glob("worker_1/ledger.jsonl")
+    assert len(west.ledger_steps()) > before, "it has gone on by itself"
+    assert ledger.stat().st_mtime < rows[0]["time"]
 
 
 @needs_network

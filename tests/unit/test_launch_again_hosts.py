@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.elastic.lease import lease_s, lost_s
 from paceline.elastic.notices import TOO_FEW
 from paceline.events import Restarted
 from paceline.launch.again import Again
@@ -18,6 +19,7 @@ from paceline.launch.outcome import Broken, Outcome
 from paceline.launch.stock import HostLeft, Kept
 from pretended_hosts import HeadAndMember, MemberAndHead, ended, heard, told
 
+SILENCE_S, GRACE_S = 60.0, 20.0
 STOCK = (Kept(worker=2, step=10), Kept(worker=0, step=10, is_copy=True))
 
 
@@ -121,31 +123,94 @@ def test_a_host_that_does_not_end_its_workers_is_lost_too(both: HeadAndMember) -
     assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers")
 
 
+def lose_own_workers(both: HeadAndMember) -> None:
+    for worker in (0, 1):
+        both.head.exited(ended(worker, None, signal=9))
+
+
+def lose_connection(both: HeadAndMember) -> None:
+    both.member.close()
+    both.loop.turn(1.0)
+
+
+def end_successors(both: HeadAndMember) -> None:
+    """Those that were on their way."""
+    both.crew.is_gone = True
+    for worker in (0, 1):
+        both.head.exited(ended(worker, None, signal=9, sent_by_us=True))
+
+
 def test_an_elastic_run_begins_again_with_as_many_replicas_as_there_is_room_for() -> None:
-    with closing(HeadAndMember(silence_s=60.0)) as both:
+    """At once: what the lost host's worker could go on with, needs the votes of those that have ended here."""
+    with closing(HeadAndMember(silence_s=SILENCE_S)) as both:
         both.begin(least=1, most=3)
         both.notice(0, "keeps")
-        for worker in (0, 1):
-            both.head.exited(ended(worker, None, signal=9))
-        both.member.close()
-        both.loop.turn(1.0)
-        both.crew.is_gone = True
-        for worker in (0, 1):  # successors that were on their way
-            both.head.exited(ended(worker, None, signal=9, sent_by_us=True))
+        lose_connection(both)
+        lose_own_workers(both)
+        end_successors(both)
         broken = outcome_of(both).broken
         assert broken is not None and (broken.workers, broken.workers_each, broken.least) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_while_a_lost_host_may_go_on_by_itself_nobody_begins_again(keeps: bool) -> None:
+    """Worker 2 was told that it is alone before its host was lost. Without snapshots it is waited for as well: the
+    command may be started again as soon as it has ended."""
+    with closing(HeadAndMember(silence_s=SILENCE_S, grace_s=GRACE_S)) as both:
+        both.begin(least=1, most=3)
+        if keeps:
+            both.notice(0, "keeps")
+        lose_own_workers(both)
+        lose_connection(both)
+        began = time.monotonic()
+        end_successors(both)
+        limit_s = lost_s(SILENCE_S, GRACE_S)
+        both.head.tick(began + limit_s - 1)
+        assert both.head.outcome is None
+        assert both.said[-1].startswith("all that the run had may still be at work where nothing is heard: waiting ")
+        assert both.head.refusal() == ("the run is about to end", True)
+        both.head.tick(began + limit_s + 1)
+        assert both.head.outcome is not None and both.head.outcome.exit_code == TOO_FEW
+        assert (both.head.outcome.broken is not None) == keeps
+
+
+def test_a_host_that_says_nothing_is_waited_for_from_its_last_word_on() -> None:
+    with closing(HeadAndMember(silence_s=SILENCE_S, grace_s=GRACE_S)) as both:
+        both.begin(least=1, most=3)
+        both.notice(0, "keeps")
+        both.say(op="ping", asked=1234.5)
+        assert heard(both.member) == [{"op": "ping", "asked": 1234.5, "for_s": lease_s(SILENCE_S, GRACE_S)}]
+        lose_own_workers(both)
+        word = both.guest.link.heard
+        both.guest.link.heard -= SILENCE_S + 1
+        both.head.tick(time.monotonic())
+        assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 60 s"]
+        end_successors(both)
+        both.head.tick(word - SILENCE_S - 1 + lost_s(SILENCE_S, GRACE_S) + 0.5)
+        assert both.head.outcome is not None and both.head.outcome.broken is not None
+
+
+def test_ctrl_c_while_a_lost_host_is_waited_for_ends_the_job() -> None:
+    with closing(HeadAndMember(silence_s=SILENCE_S)) as both:
+        both.begin(least=1, most=3)
+        lose_own_workers(both)
+        lose_connection(both)
+        end_successors(both)
+        assert both.state() == "going on"
+        both.head.interrupted(signal.SIGINT)
+        assert outcome_of(both).exit_code == 130
 
 
 @pytest.mark.parametrize("comes", [False, True])
 def test_an_elastic_run_with_too_little_room_ends_unless_the_lost_host_comes_back_within_the_patience(
     comes: bool,
 ) -> None:
-    with closing(HeadAndMember(silence_s=60.0, patience_s=30.0)) as both:
+    with closing(HeadAndMember(silence_s=SILENCE_S, patience_s=30.0)) as both:
         both.begin(least=3, most=3)
         both.notice(0, "keeps")
-        for worker in (0, 1):
-            both.head.exited(ended(worker, None, signal=9))
-        lose_host(both)
+        lose_connection(both)
+        lose_own_workers(both)
+        end_successors(both)
         assert both.state() == "going on"
         assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers: waiting up to 30 s")
         if comes:

@@ -44,8 +44,10 @@ class Scene:
     def host_of(self, worker: int) -> str:
         return "a"
 
-    def is_spread(self, workers: Any) -> bool:
+    def forms(self, members: Any) -> bool:
         return False
+
+    def formed(self) -> None: ...
 
     @property
     def lost(self) -> list[int]:

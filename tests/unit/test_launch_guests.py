@@ -147,7 +147,7 @@ def test_who_is_silent_with_its_host_is_lost_with_it_and_started_elsewhere_once(
     both: HeadAndMember, clock: Clock
 ) -> None:
     both.begin(least=1, most=3)
-    both.say(op="ping")
+    both.say(op="ping", asked=0.0)
     c, to_c = both.come("c", index=2)
     both.head.join(c)
     both.guest.link.heard = clock.now + 0.9  # later than any word of its worker
@@ -169,7 +169,7 @@ def test_a_worker_that_alone_is_silent_is_lost_alone(both: HeadAndMember, clock:
 
 def test_of_two_hosts_that_are_lost_neither_gets_the_others_workers(both: HeadAndMember, clock: Clock) -> None:
     both.begin(least=1, most=3)
-    both.say(op="ping")
+    both.say(op="ping", asked=0.0)
     (c, to_c), (d, to_d) = both.come("c", index=2), both.come("d", index=3)
     for guest in (c, d):
         both.head.join(guest)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from paceline.elastic.lease import clock
 from paceline.elastic.notices import PREEMPTED, TOO_FEW
 from paceline.launch.guests import SILENCE_S
 from paceline.launch.head import STOP_S, TERMINATE_S
 from paceline.launch.outcome import Outcome
-from pretended_hosts import MemberAndHead, ended, told
+from pretended_hosts import MemberAndHead, ended, heard, told
 
 
 @pytest.fixture
@@ -24,12 +25,12 @@ def pair() -> Iterator[MemberAndHead]:
 
 
 def test_what_the_head_says_before_there_are_workers_is_done_later(pair: MemberAndHead) -> None:
-    pair.head.send({"op": "ping"})
+    pair.head.send({"op": "kill_worker", "worker": 2})
     pair.head.send({"op": "stop", "grace_s": 3.0})
     pair.loop.turn(1.0)
     assert pair.crew.told == []
     pair.lead()
-    assert pair.crew.told == [("terminate", 3.0)]
+    assert pair.crew.told == [("kill_worker", 2), ("terminate", 3.0)]
 
 
 def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) -> None:
@@ -46,6 +47,36 @@ def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) ->
     assert pair.member.outcome is not None
     assert (pair.member.outcome.state, pair.member.outcome.reason) == ("failed", pair.said[0])
     assert pair.member.outcome.exit_code == TOO_FEW, "the same command may come to its end"
+
+
+def test_after_its_first_answer_a_silent_head_is_lost_half_as_late_again_as_it_would_lose_this_host() -> None:
+    with closing(MemberAndHead(silence_s=4.0)) as pair:
+        pair.lead()
+        pair.member.tick(time.monotonic() + SILENCE_S - 1)  # it prepares its directory first
+        pair.head.send({"op": "ping", "asked": clock(), "for_s": 48.0})
+        pair.loop.turn(1.0)
+        now = time.monotonic()
+        pair.member.tick(now + 5)
+        assert pair.said == []
+        pair.member.tick(now + 7)
+        assert pair.said == ["the head a (10.0.0.1) was lost: it said nothing for 6 s"]
+
+
+def test_workers_are_told_how_long_they_may_go_on_counted_from_the_word_that_the_head_has_answered(
+    pair: MemberAndHead,
+) -> None:
+    pair.lead()
+    pair.member.started(2, 11)
+    assert pair.crew.told == [], "the first answer is still to come, and nobody takes steps before it"
+    before = clock()
+    pair.member.tick(time.monotonic())
+    asked = next(message["asked"] for message in heard(pair.head) if message["op"] == "ping")
+    assert before <= asked <= clock()
+    pair.head.send({"op": "ping", "asked": asked, "for_s": 48.0})
+    pair.loop.turn(1.0)
+    pair.member.started(2, 12)  # it has begun since
+    until = (2, {"op": "until", "until": asked + 48.0})
+    assert pair.crew.told == [until, until]
 
 
 def test_a_signal_to_a_member_is_told_to_the_head(pair: MemberAndHead) -> None:

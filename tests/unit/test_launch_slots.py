@@ -72,12 +72,6 @@ def test_nobody_has_a_place_on_a_host_that_is_gone() -> None:
     assert placed(slots, 2) == [0]
 
 
-def test_workers_are_spread_when_they_are_on_several_hosts() -> None:
-    slots = made((2, [0, 1]), (2, [2]))
-    assert not slots.is_spread([0, 1])
-    assert slots.is_spread([1, 2])
-
-
 def test_a_host_that_can_start_no_more_keeps_whom_it_has_and_gets_nobody() -> None:
     slots = made((2, [0, 1]), (3, [2]))
     slots.shut(0)

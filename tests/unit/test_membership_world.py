@@ -40,7 +40,7 @@ class Fault:
     def happen(self, world: World) -> None:
         world.run(self.after)
         ranks = sorted(world.workers)
-        if ranks and not world.is_ended:
+        if ranks and not (world.is_ended or world.given_up):
             FAULTS[self.name](world, ranks[self.one % len(ranks)], ranks[self.other % len(ranks)])
 
 
@@ -62,6 +62,7 @@ faults = st.builds(
     walks=st.integers(1, 2),
     notices_gone=st.booleans(),
     last_step=st.sampled_from([1_000_000, 1_000_000, 15, 30]),
+    begins_again=st.booleans(),
     programme=st.lists(faults, max_size=8),
 )
 def test_whatever_happens_every_step_is_committed_once_by_one_generation_and_steps_go_on(
@@ -72,11 +73,18 @@ def test_whatever_happens_every_step_is_committed_once_by_one_generation_and_ste
     walks: int,
     notices_gone: bool,
     last_step: int,
+    begins_again: bool,
     programme: list[Fault],
 ) -> None:
     limits = Limits(least=min(least, replicas), most=5, workers_each=each)
     world = World(
-        limits, replicas=replicas, seed=seed, walks=walks, notices_gone=notices_gone, last_step=last_step
+        limits,
+        replicas=replicas,
+        seed=seed,
+        walks=walks,
+        notices_gone=notices_gone,
+        last_step=last_step,
+        begins_again=begins_again,
     )  # `World` itself refuses a step that is committed twice, or left out, and a run that is given up without need
     for fault in programme:
         fault.happen(world)
@@ -85,6 +93,7 @@ def test_whatever_happens_every_step_is_committed_once_by_one_generation_and_ste
     goal = len(world.steps) + 3
     world.go_on_until(lambda: len(world.steps) >= goal or world.is_ended)
     event("given up" if world.given_up else "ended" if world.is_ended else "goes on")
+    event("began again" if world.attempt else "never began again")
     if world.is_ended and not world.given_up and world.membership.ending is not None and world.num_killed == 0:
         assert world.saved == len(world.steps) or len(world.steps) == last_step
 
@@ -117,6 +126,30 @@ def test_a_host_that_was_cut_off_and_comes_back_to_life_commits_nothing_of_its_o
     world.go_on_until(lambda: len(world.steps) >= steps + 5)
     assert all(len(worker.committed) <= steps for worker in cut)
     assert all(worker.is_alive for worker in cut)  # nothing reached them: it is the vote that keeps them from it
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_where_all_who_have_the_state_are_cut_off_only_they_or_those_who_begin_again_commit(
+    seed: int, is_frozen: bool
+) -> None:
+    """The last replica on the head's side has left when the link is cut; `is_frozen`: the other side stands still, and
+    wakes when others have begun again. `World` refuses a step of two authors."""
+    world = World(Limits(least=1, most=2), replicas=2, seed=seed, begins_again=True)
+    world.run(100)
+    world.ask_to_leave(0)
+    world.go_on_until(lambda: world.membership.form.members == (1,) and world.membership.is_formed)
+    cut = world.workers[1]
+    world.cut_off(1)
+    steps = len(world.steps)
+    if is_frozen:
+        world.stop(1)
+    else:
+        world.go_on_until(lambda: len(world.steps) >= steps + 3)  # it goes on by itself
+    world.go_on_until(lambda: world.attempt == 1)
+    world.wake_all()
+    goal = len(world.steps) + 5
+    world.go_on_until(lambda: len(world.steps) >= goal and not cut.is_alive)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.comm.channel import Channel
+from paceline.elastic.lease import clock
 from paceline.worker import orders
 from paceline.worker.orders import Orders
 
@@ -96,6 +97,28 @@ def test_sigterm_ends_a_worker_whose_supervisor_has_gone_at_once(worker: Worker)
     worker.says_that_it_is_orphaned()
     os.kill(worker.pid, signal.SIGTERM)
     assert worker.ended_by() == signal.SIGTERM
+
+
+def test_a_worker_goes_on_as_long_as_it_may_and_then_ends_itself(worker: Worker) -> None:
+    worker.told("begun")
+    worker.head.send({"op": "until", "until": clock() + 3600.0})
+    worker.told("alive")
+    worker.head.send({"op": "until", "until": clock()})
+    assert worker.ended_by() == signal.SIGKILL
+
+
+def test_who_has_done_with_the_run_goes_on_as_long_as_its_program_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(orders.os, "kill", lambda pid, signum: killed.append(signum))
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours):
+        one = Orders(Channel(theirs), 0, silence_s=4.0)
+        one._take({"op": "until", "until": clock() - 1.0})
+        one.end_if_overdue()
+        assert killed == [signal.SIGKILL]
+        one.close()
+        one.end_if_overdue()
+        assert killed == [signal.SIGKILL]
 
 
 class Clock:

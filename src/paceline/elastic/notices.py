@@ -16,6 +16,8 @@ worker -> head    elastic    the plan lets replicas come and go: the least and t
 head -> worker    form       a generation: who is in it, and whether it begins at once or between two steps
                   finish     save between two steps, and leave with this exit code
                   end        end at once
+                  until      then, by `paceline.elastic.lease.clock`, end at once, unless a later one comes; said by its
+                             own host's supervisor, where that is not the head
 """
 
 from __future__ import annotations

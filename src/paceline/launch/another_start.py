@@ -1,8 +1,9 @@
 """All are ended to begin again: what the head waits for until they can, and what it finds.
 
-First every process has to be gone, on all hosts: those that follow use the same memory. Each host then says what it
-has. Where a host was lost, the others may have too little room; then a host that comes within the job's patience takes
-its place, and what the lost one's workers had is in a neighbour's memory.
+First every process has to be gone, on all hosts: those that follow use the same memory. Of a host that was lost nobody
+can say that: where its workers could go on by themselves, it is waited for that they have ended. Each host then says
+what it has. Where a host was lost, the others may have too little room; then a host that comes within the job's
+patience takes its place, and what the lost one's workers had is in a neighbour's memory.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class AnotherStart:
         self.gone_by = time.monotonic() + GONE_S
         self._lost_at = time.time()
         self._wait_until: float | None = None
+        self._has_said_early = False
         self._left: dict[int, HostLeft] = {}
 
     @property
@@ -74,6 +76,16 @@ class AnotherStart:
     def keep_only(self, host_indices: Collection[int]) -> None:
         """Only these hosts are there: what others had is lost."""
         self._left = {index: left for index, left in self._left.items() if index in host_indices}
+
+    def is_too_early(self, busy_until: float, now: float) -> bool:
+        """Whether hosts that were lost have all that it takes to go on, as they may until then."""
+        if now < busy_until and not self._has_said_early:
+            self._has_said_early = True
+            self._say(
+                f"all that the run had may still be at work where nothing is heard: waiting {busy_until - now:.0f} s, "
+                "until it has ended by itself"
+            )
+        return now < busy_until
 
     def outcome(self, exits: Mapping[int, WorkerExit], *, is_clean: bool, now: float) -> Outcome | None:
         """How the attempt ends, with `again` where all begin again; None: not to be said yet. `is_clean`: every

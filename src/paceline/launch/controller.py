@@ -35,8 +35,12 @@ class Crews(Protocol):
         """The name of a worker's host."""
         ...
 
-    def is_spread(self, workers: Collection[int]) -> bool:
-        """Whether these workers are on more than one host."""
+    def forms(self, members: Collection[int]) -> bool:
+        """A new generation is about to be told, of these members; returns whether they are on more than one host."""
+        ...
+
+    def formed(self) -> None:
+        """All members have joined the newest generation."""
         ...
 
     def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
@@ -101,6 +105,8 @@ class Controller:
             case "formed":
                 self._note_formed(worker, notice)
                 self._do(membership.formed(worker, int(notice["generation"]), now))
+                if membership.is_formed:
+                    self._crews.formed()
             case "committed":
                 membership.committed(worker, now)
                 self._note_joined(worker, int(notice["step"]), pid=int(notice["pid"]))
@@ -195,7 +201,7 @@ class Controller:
         if self._incident is not None and not form.planned:
             self._incident.generation = form.generation
         if form.generation > self._spread[0]:  # said again, it is the same generation still
-            self._spread = form.generation, self._crews.is_spread(form.members)
+            self._spread = form.generation, self._crews.forms(form.members)
         message = dataclasses.replace(form, is_spread=self._spread[1]).to_json()
         for worker in {*form.members, *self._membership.left_out}:
             self._crews.tell(worker, message)

@@ -1,10 +1,12 @@
 """The other hosts of a job, as the head sees them, and which worker is where: whoever wants a worker asks here.
 
-    member -> head    said (a worker's request or notice), started, exited (with what is in error.json), leaving, ping,
-                      barren (it can start no more workers), gone (all its workers, and what it has in memory)
-    head -> member    tell (a worker), stop (in how many seconds SIGKILL follows), kill, ping, start and kill_worker
-                      (elastic runs), again (kill all: they begin again), neighbour (where copies of what is in memory
-                      go), drop (what a worker has kept that left), end (the outcome: of the run, or of this host alone)
+    member -> head    said (a worker's request or notice), started, exited (with what is in error.json), leaving, ping
+                      (`asked` at this time of its own clock), barren (it can start no more workers), gone (all its
+                      workers, and what it has in memory)
+    head -> member    tell (a worker), stop (in how many seconds SIGKILL follows), kill, ping (the answer: for
+                      `for_s` seconds after it was `asked` workers may go on), start and kill_worker (elastic runs),
+                      again (kill all: they begin again), neighbour (where copies of what is in memory go), drop (what
+                      a worker has kept that left), end (the outcome: of the run, or of this host alone)
     for whoever looks out for hangs: member -> head  doing (its workers)      head -> member  stack (ask a worker)
 
 A guest that closes its connection, is silent for long, or says what makes no sense is lost, and its workers with it.
@@ -69,7 +71,7 @@ class Host(Protocol):
         """Somebody stopped its supervisor; `at_once`: for the second time, and it kills its workers."""
         ...
 
-    def guest_lost(self, exits: Sequence[WorkerExit], message: str, *, silent_s: float) -> None:
+    def guest_lost(self, guest: Guest, exits: Sequence[WorkerExit], message: str, *, silent_s: float) -> None:
         """It is there no longer; `exits` are its workers. Nothing had been heard of it for so long."""
         ...
 
@@ -77,17 +79,26 @@ class Host(Protocol):
 class Guests:
     """Finds each worker's host, its own crew's or a guest's, and says there what is to be said."""
 
-    def __init__(self, guests: Sequence[Guest], *, own: Collection[int], slots: int, host: Host, name: str) -> None:
-        """`own` are the ranks of the head itself, which has so many `slots`, and whose `name` is that of its host."""
+    def __init__(
+        self,
+        guests: Sequence[Guest],
+        *,
+        own: Collection[int],
+        slots: int,
+        host: Host,
+        name: str,
+        lease_s: float,
+    ) -> None:
+        """`own` are the ranks of the head itself, which has so many `slots`, and whose `name` is that of its host.
+        `lease_s`: so long others' workers go on after their host has said a word that was answered."""
         self.here = set(own)  # ranks that have their files on the head
         self.heard_doing: Callable[[Sequence[Mapping[str, Any]], float], None] = _unheard  # of other hosts' workers
-        self._host, self._name = host, name
+        self._host, self._name, self._lease_s = host, name, lease_s
         self._crew: Crew | None = None
         self._guests: dict[int, Guest] = {}
         self._slots = Slots()
         self._slots.open(HEAD, slots, own)
         self._num_hosts = 1  # that were ever there
-        self._next_ping = 0.0
         self._quiet: set[int] = set()  # guests that have been silent for half as long as a lost one, or longer
         self._released: list[Link] = []  # of guests that have left; they close them
         for guest in guests:
@@ -122,9 +133,9 @@ class Guests:
         """The workers that are on a guest now."""
         return self._slots.workers_on(guest.index)
 
-    def is_spread(self, workers: Collection[int]) -> bool:
-        """Whether these workers are on more than one host."""
-        return self._slots.is_spread(workers)
+    def hosts_of(self, workers: Collection[int]) -> frozenset[int]:
+        """The indices of the hosts on which these workers are."""
+        return frozenset(self._slots.host_of(worker) or HEAD for worker in workers)
 
     def has_place(self, worker: int) -> bool:
         """Whether a worker is somewhere, or its successor knows where to go."""
@@ -232,10 +243,7 @@ class Guests:
             link.close()
 
     def tick(self, now: float, *, silence_s: float) -> None:
-        """Say that the head is there, and lose who has been silent for longer than `silence_s`."""
-        if now >= self._next_ping:
-            self._next_ping = now + PING_S
-            self.tell_all({"op": "ping"})
+        """Lose who has been silent for longer than `silence_s`."""
         self._quiet = {guest.index for guest in self if now - guest.link.heard > silence_s / 2}
         for guest in self:
             limit_s = silence_s if guest.has_spoken else max(silence_s, SILENCE_S)  # it prepares its directory first
@@ -265,7 +273,7 @@ class Guests:
             lost(worker, host=guest.host, pid=guest.pids.get(worker, 0), kind=kind, message=message, echo=number > 0)
             for number, worker in enumerate(workers)
         ]
-        self._host.guest_lost(exits, message, silent_s=silent_s)
+        self._host.guest_lost(guest, exits, message, silent_s=silent_s)
 
     def _guest_of(self, worker: int) -> Guest | None:
         return self._guests.get(self._slots.host_of(worker) or HEAD)
@@ -282,7 +290,7 @@ class Guests:
     def _serve(self, guest: Guest, message: Mapping[str, Any]) -> None:
         match message["op"]:
             case "ping":
-                pass
+                guest.link.send({"op": "ping", "asked": float(message["asked"]), "for_s": self._lease_s})
             case "said":
                 request = message["request"]
                 if not isinstance(request, dict):

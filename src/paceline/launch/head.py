@@ -5,7 +5,8 @@ what they know, and are ended. Where one was lost and their states outlive them,
 In an elastic run (the workers say so: the plan may be in the script) lost workers are no failure, nor is a lost host:
 the controller has the others go on, and hosts that come later are taken in; all begin again where nobody is left who
 could. SIGTERM has everybody save and leave, if they are at work on steps; on another host only its own workers leave,
-where enough others are left. `paceline.launch.guests` reaches workers and other hosts.
+where enough others are left. Nobody begins again while a lost host may still take steps of the run's own.
+`paceline.launch.guests` reaches workers and other hosts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.comm.board import Board
+from paceline.elastic.lease import OutOfReach, lease_s, lost_s
 from paceline.elastic.membership import Limits
 from paceline.elastic.notices import FROM_WORKERS, PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event, Warned
@@ -78,7 +80,10 @@ class Head:
         self.judge: Callable[[Outcome], Again | None] | None = None  # says whether, and how, all begin again
         self.doors = dict(doors or {})
         self.carrying: Carrying | None = None  # to and from other hosts, what this one has in memory
-        self.guests = Guests(guests, own=self.ranks, slots=self.slots, host=self, name=host)
+        lease = lease_s(job.silence_s, job.grace_s)
+        self.guests = Guests(guests, own=self.ranks, slots=self.slots, host=self, name=host, lease_s=lease)
+        begin = [*self.ranks, *(worker for guest in guests for worker in guest.workers)]
+        self._out_of_reach = OutOfReach(self.guests.hosts_of(begin))
         self.outcome: Outcome | None = None
         self._crew: Crew | None = None
         self._job, self._door, self._say = job, door, say
@@ -88,6 +93,7 @@ class Head:
         self._has_begun = False  # some worker is at work on steps
         self._keeps_state = again is not None and again.keeps  # in memory that outlives the workers
         self._is_barren = False  # there is nobody to fork workers from
+        self._is_unserved = False  # a parameter server was lost
         self._needs = Needs(
             most=job.workers or 0 if again is None else again.most,
             workers_each=None if again is None else again.workers_each,
@@ -306,9 +312,11 @@ class Head:
         if self._controller is None or not self._goes_on_without(guest, self._controller, reason):
             self._ask_to_leave(reason)
 
-    def guest_lost(self, exits: Sequence[WorkerExit], message: str, *, silent_s: float) -> None:
+    def guest_lost(self, guest: Guest, exits: Sequence[WorkerExit], message: str, *, silent_s: float) -> None:
         if self.outcome is not None:
             return
+        heard = time.monotonic() - (silent_s if guest.has_spoken else 0.0)
+        self._out_of_reach.lost(guest.index, gone_by=heard + lost_s(self._job.silence_s, self._job.grace_s))
         self._say(message)
         self._tell_neighbours()
         controller = self._controller
@@ -337,20 +345,26 @@ class Head:
     def host_of(self, worker: int) -> str:
         return self.guests.host_of(worker)
 
-    def is_spread(self, workers: Collection[int]) -> bool:
-        return self.guests.is_spread(workers)
+    def forms(self, members: Collection[int]) -> bool:
+        hosts = self.guests.hosts_of(members)
+        self._out_of_reach.told(hosts)
+        return len(hosts) > 1
+
+    def formed(self) -> None:
+        self._out_of_reach.formed()
 
     def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
         given_up = Outcome(state="stopped", exit_code=TOO_FEW, reason=reason)
         if self._ends.has_failures:  # by its own program: the others only followed
             self._end_all(TERMINATE_S)
             return
-        if not self._keeps_state or self._leave_by is not None:
+        if self._keeps_state and self._leave_by is None:
+            given_up = dataclasses.replace(given_up, broken=Broken(causes=tuple(causes), lost=tuple(lost)))
+        elif time.monotonic() >= self._out_of_reach.busy_until():
             self._say(f"{reason}: {next_time(Path(self.run_dir))}")
             self._finish(given_up)
             return
-        broken = Broken(causes=tuple(causes), lost=tuple(lost))
-        self._end_for_another_start(dataclasses.replace(given_up, broken=broken))
+        self._end_for_another_start(given_up)  # or, with no state to begin with, somebody may start the command again
 
     def _judge_another_start(self, start: AnotherStart, now: float) -> None:
         """The attempt is over when all processes are gone, on all hosts."""
@@ -366,6 +380,11 @@ class Head:
         start.hear(HostLeft(index=HEAD, slots=self.slots, workers=tuple(self.ranks), stock=stock))
         if self._ends.stopped is not None:
             self._finish(self._ends.stopped)
+            return
+        if start.is_too_early(self._out_of_reach.busy_until(anywhere=self._is_unserved), now):
+            self.guests.tick(now, silence_s=self._job.silence_s)
+            if self._door is not None:
+                self._door.tick(now)
             return
         outcome = start.outcome(self._ends.by_worker, is_clean=is_gone and self._keeps_state, now=now)
         if outcome is None:
@@ -415,6 +434,7 @@ class Head:
         message = f"{cause}: {next_time(Path(self.run_dir))}"
         failure = lost(worker, host=self.host_of(worker), pid=0, kind="ServerLost", message=message, names_workers=True)
         broken = Broken(causes=(cause,), lost=(), keeps=self._keeps_state)
+        self._is_unserved = True
         self._keeps_state = True  # on the disk
         self._end_for_another_start(Outcome(state="failed", exit_code=1, failures=(failure,), broken=broken))
 

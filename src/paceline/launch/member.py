@@ -1,7 +1,8 @@
 """The side of every other host: passes on what its workers ask and how they end, and does what the head says.
 
 It ends its workers by itself in two cases only: it was told to (Ctrl-C, SIGTERM), or the head was lost. Then they may
-save and leave first, which they can where all workers of the job are still there.
+save and leave first, which they can where all workers of the job are still there. How long they may go on without the
+head it passes on to them, and they keep to it by themselves (`paceline.elastic.lease`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.elastic.hearing import between_words_s
+from paceline.elastic.lease import clock, head_silence_s
 from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event
 from paceline.launch.carrying import At, Carrying
@@ -68,6 +70,8 @@ class Member:
         self._leave_by: float | None = None  # after the head was lost, workers have saved and left by then
         self._patience: float | None = None  # a stopping head has sent the outcome by then
         self._next_ping, self._ping_s = 0.0, between_words_s(silence_s)
+        self._silence_s = head_silence_s(silence_s)
+        self._until: float | None = None  # by `clock`, workers may go on
 
     @property
     def is_late(self) -> bool:
@@ -77,6 +81,7 @@ class Member:
     def lead(self, crew: Crew, emit: Callable[[Event], None]) -> None:
         """Take over the workers of this host; the record of the run is the head's."""
         self._crew = crew
+        self._link.heard = time.monotonic()  # the head's words are answers, and nothing was asked before
         while self._early:
             self.head_said(self._early.pop(0))
 
@@ -97,6 +102,8 @@ class Member:
 
     def started(self, worker: int, pid: int) -> None:
         self._link.send({"op": "started", "worker": worker, "pid": pid})
+        if self._crew is not None and self._until is not None:
+            self._crew.tell(worker, {"op": "until", "until": self._until})
 
     def exited(self, ended: WorkerExit) -> None:
         self._exits.append(ended)
@@ -140,9 +147,10 @@ class Member:
             return
         if now >= self._next_ping:
             self._next_ping = now + self._ping_s
-            self._link.send({"op": "ping"})
-        if not self._head_lost and now - self._link.heard > SILENCE_S:
-            self.head_lost(f"it said nothing for {SILENCE_S:.0f} s")
+            self._link.send({"op": "ping", "asked": clock()})
+        limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)  # it opens its books
+        if not self._head_lost and now - self._link.heard > limit_s:
+            self.head_lost(f"it said nothing for {limit_s:.0f} s")
         if self._is_for_another_start and self._crew.is_gone:
             self._is_for_another_start = False
             slots = 0 if self._is_barren else self.slots
@@ -198,7 +206,9 @@ class Member:
     def _serve(self, crew: Crew, message: Mapping[str, Any]) -> None:
         match message["op"]:
             case "ping":
-                pass
+                self._until = float(message["asked"]) + float(message["for_s"])
+                for worker in crew.alive:
+                    crew.tell(worker, {"op": "until", "until": self._until})
             case "tell":
                 crew.tell(int(message["worker"]), message["message"])
             case "start":

@@ -81,10 +81,6 @@ class Slots:
         free = (self._free(index) + len(self.workers_on(index).intersection(without)) for index in self._slots)
         return sum(max(0, slots) // workers_each for slots in free)
 
-    def is_spread(self, workers: Collection[int]) -> bool:
-        """Whether these workers are on more than one host."""
-        return len({self._place.get(worker) for worker in workers}) > 1
-
     def _return(self, worker: int) -> bool:
         """Put a worker where its predecessor was, unless its slot was given to another one and there are free ones."""
         before = self._place.get(worker)

@@ -11,7 +11,7 @@ from paceline.plan.job import Job
 
 __all__ = ["Terms", "mismatch"]
 
-PROTOCOL = 3  # of the messages between hosts; counted up when they change
+PROTOCOL = 4  # of the messages between hosts; counted up when they change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -269,6 +269,8 @@ class Agreement:
                 # Where others of the replica have got past it, all members hold the result, and find that out.
                 if not self.drop(disruption, holds_result=True):
                     return False
+            if self._orders is not None:
+                self._orders.end_if_overdue()  # this process may have stood still, and others have begun again
         self._position = None if self._position is None else self._position + 1
         return True
 

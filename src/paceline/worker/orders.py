@@ -5,6 +5,9 @@ leave, or, after the head has said "end", the end itself. Python's own signal ha
 thread comes out of whatever it is in. Where the supervisor has gone, this worker is an *orphan*: what it can still do
 with the others is to save and leave, and SIGTERM ends it at once.
 
+Where the head is on another host, a worker may go on for a while after each word that the head has answered, and then
+ends itself, whatever its own supervisor does (`paceline.elastic.lease`).
+
 Where members take batches by themselves, the thread also *acknowledges* each generation for the training thread, at
 once: nothing of what that is doing depends on who else is there, and it may be in the middle of a long batch.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import math
 import os
 import selectors
 import signal
@@ -27,6 +31,7 @@ from paceline import environment
 from paceline.comm.channel import Channel, ChannelClosed
 from paceline.comm.group import Disrupted
 from paceline.elastic.hearing import between_words_s
+from paceline.elastic.lease import clock
 from paceline.elastic.notices import AT_ONCE, PREEMPTED, Finish, Form
 from paceline.errors import SyncError
 
@@ -52,6 +57,8 @@ class Orders:
         self._requests = {int(signal.SIGTERM)}  # signals that ask to leave
         self._closed: ChannelClosed | None = None
         self._told_at = 0.0
+        self._until = math.inf  # by `clock`, this worker may go on
+        self._is_closed = False  # it has done with the run
         self.acknowledges = False  # generations, for the training thread; each interrupts all before it
         self.has_acknowledged = False  # one since this was set to False
         self._is_apart = False  # the training thread needs no other member
@@ -156,6 +163,16 @@ class Orders:
         is_next = form is not None and form.generation > generation and not form.interrupts(generation)
         return form if is_next else None
 
+    def close(self) -> None:
+        """Hear no more: this worker has done with the run, though its process may go on."""
+        self._is_closed = True
+        self._channel.close()
+
+    def end_if_overdue(self) -> None:
+        """Kill this process where it may not go on without a newer word of the head: others may have begun again."""
+        if clock() >= self._until and not self._is_closed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     @property
     def newest(self) -> int:
         """The newest generation that this worker has heard of; -1: none."""
@@ -194,12 +211,13 @@ class Orders:
             if self._signals is not None:
                 selector.register(self._signals, selectors.EVENT_READ)
             while True:
-                due_s = self._told_at + self._alive_s - time.monotonic()
+                due_s = min(self._told_at + self._alive_s - time.monotonic(), self._until - clock())
                 ready = {key.fd for key, _ in selector.select(max(0.0, due_s))}
                 try:
                     if fd in ready:
                         for message in self._channel.take():
                             self._take(message)
+                    self.end_if_overdue()
                     if time.monotonic() - self._told_at >= self._alive_s:
                         self.tell("alive")
                 except (ChannelClosed, OSError) as end:
@@ -229,6 +247,8 @@ class Orders:
                 with self._changed:
                     self._finish = Finish.from_json(message)
                     self._changed.notify_all()
+            case "until":
+                self._until = float(message["until"])
             case "end":
                 self._ends = True
             case _:

@@ -108,7 +108,7 @@ def placed(arrival: Arrival) -> Iterator[Place]:
     orders = Orders(channel, assignment.rank, silence_s=job.silence_s)
     own_process = job.launcher != "inline" and threading.current_thread() is threading.main_thread()
     orders.begin(hears_sigterm=own_process)
-    with contextlib.closing(channel):
+    with contextlib.closing(orders):
         if is_elastic:
             with _told_when_over(orders), _elastic(arrival, channel, orders) as place:
                 yield place
