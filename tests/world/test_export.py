@@ -60,7 +60,7 @@ def mixtral() -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    drop: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(
         vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=4, architectures=["GPT2LMHeadModel"], **drop
     )
@@ -114,7 +114,8 @@ def test_transformers_loads_what_was_trained_in_parts(world: World, tmp_path: Pa
     target = tmp_path / "hf"
     assert main_export(world.run_dir, target, max_shard_bytes=4096, config=tmp_path / "config") == 0
     assert len(list(target.glob("*.safetensors"))) > 1
-    again, told = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    again, told = loaded
     assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(LONG).logits, expected, rtol=1e-4, atol=1e-5)
