@@ -130,7 +130,7 @@ def hugging_face(kind: str, **config: Any) -> nn.Module:
         return hf.MixtralForCausalLM(hf.MixtralConfig(**{**small, **llama, **experts, **config}))
     if kind == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
-        experts["experts_implementation"] = "eager"
+        experts |= {"experts_implementation": "eager"}
         return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**{**small, **llama, **experts, **config}))
     if kind == "deepseek_v3":
         experts = {
