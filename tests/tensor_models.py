@@ -128,6 +128,25 @@ def hugging_face(kind: str, **config: Any) -> nn.Module:
     if kind == "mixtral":
         experts = {"num_local_experts": 4, "experts_implementation": "eager"}  # the default has no double precision
         return hf.MixtralForCausalLM(hf.MixtralConfig(**{**small, **llama, **experts, **config}))
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+        experts |= {"experts_implementation": "eager"}
+        return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**{**small, **llama, **experts, **config}))
+    if kind == "deepseek_v3":
+        experts = {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        }
+        experts |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "experts_implementation": "eager"}
+        heads = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+        sizes = {**small, **llama, **experts, **heads, "num_key_value_heads": 8}
+        return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**{**sizes, **config}))
+    if kind == "gpt_oss":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4, "experts_implementation": "eager"}
+        return hf.GptOssForCausalLM(hf.GptOssConfig(**{**small, **llama, **experts, **config}))
     if kind == "bert":
         return hf.BertForMaskedLM(hf.BertConfig(**{**small, **bert, **config}))
     if kind == "vit":

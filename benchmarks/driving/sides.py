@@ -22,6 +22,7 @@ SIZES = {  # width, layers, heads, samples of a micro-batch, micro-batches of a 
     "demo": (128, 4, 4, 4, 2),
     "large": (384, 6, 6, 4, 2),
     "100m": (832, 12, 13, 1, 2),  # 100.1 M parameters
+    "1b": (2048, 20, 16, 32, 1),  # 1,008 M parameters
 }
 
 

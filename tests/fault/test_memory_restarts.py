@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import lasting
 from paceline.monitor.audit import audit
 from programs import PACELINE, losses, record, run
 
@@ -21,8 +23,11 @@ import sys
 
 sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
 
+import torch
+
 import paceline
-from layout_runs import Text, next_word, prepared
+from expert_models import AttendingMoeNet
+from layout_runs import Net, Text, next_word
 from paceline.comm.vault import Slot
 
 KILLS = json.loads(sys.argv[1])  # [attempt (0: each), worker, where, step in hand or committed]
@@ -47,7 +52,9 @@ def train(worker):
 
     Slot.write = torn
     strike("start", worker.step)
-    model, optim = prepared(worker, drop=0.0)
+    torch.manual_seed(3)
+    model = worker.prepare(AttendingMoeNet() if "routed" in sys.argv else Net(drop=0.0))
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
     model.register_forward_pre_hook(lambda *_: strike("forward", worker.step + 1))
     step = worker.stepper(model, optim, loss)
     for batch in worker.batches(Text(), epochs=5):
@@ -71,17 +78,18 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+@functools.cache
+def undisturbed(*, routed: bool) -> list[float]:
     """The losses of one process that nothing happens to."""
-    path = tmp_path_factory.mktemp("oracle") / "program.py"
+    path = lasting.folder("undisturbed") / "program.py"
     path.write_text(PROGRAM)
-    code, output = run(*command(path, "replicas=1", [], "--workers", "1", "--no-save-at-end"), limit_s=150)
+    told = command(path, "replicas=1", [], "--workers", "1", "--no-save-at-end", routed=routed)
+    code, output = run(*told, limit_s=150)
     assert code == 0, output
     return losses(path.with_name("r"))
 
 
-def command(program: Path, layout: str, kills: list[Any], *more: str) -> tuple[str | Path, ...]:
+def command(program: Path, layout: str, kills: list[Any], *more: str, routed: bool = False) -> tuple[str | Path, ...]:
     plan = f"{layout}+batch(size=16,micro=4)+compute(precision=fp64)+guard(snapshot_every=4)"
     return (
         *PACELINE,
@@ -94,6 +102,7 @@ def command(program: Path, layout: str, kills: list[Any], *more: str) -> tuple[s
         *more,
         "--",
         json.dumps(kills),
+        *(["routed"] if routed else []),
     )
 
 
@@ -106,29 +115,40 @@ def beginnings(run_dir: Path) -> list[tuple[int, int | None]]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["shard=2", "tensor=2", "stages=2", "context=2", "replicas=2"])
+@pytest.mark.parametrize(
+    ("layout", "workers"),
+    [
+        ("shard=2", 2),
+        ("tensor=2", 2),
+        ("stages=2", 2),
+        ("context=2", 2),
+        ("experts=2", 2),
+        ("replicas=2", 2),
+        ("stages=2+tensor=2", 4),
+    ],
+)
 def test_kills_at_any_moment_cost_the_steps_since_the_last_whole_snapshot(
-    program: Path, tmp_path: Path, oracle: list[float], layout: str
+    program: Path, tmp_path: Path, layout: str, workers: int
 ) -> None:
-    draw = random.Random(layout)
+    draw, routed = random.Random(layout), "experts" in layout
     kills = [
         [1, 1, "forward", 11],
         # Where both have the same state, worker 0 has the only copy.
         [2, 0, "snapshot", 12],
-        [3, draw.randrange(2), draw.choice(MOMENTS), draw.choice([14, 15])],
+        [3, draw.randrange(workers), draw.choice(MOMENTS), draw.choice([14, 15])],
     ]
-    code, output = run(*command(program, layout, kills, "--no-save-at-end"), limit_s=150)
+    told = command(program, layout, kills, "--no-save-at-end", "--workers", str(workers), routed=routed)
+    code, output = run(*told, limit_s=150)
     assert code == 0, output
-    said = re.findall(
-        r"\(pid \d+\) killed by signal 9 after step (\d+): both workers start again at step (\d+) from", output
-    )
+    who = "both workers" if workers == 2 else f"all {workers} workers"
+    said = re.findall(rf"\(pid \d+\) killed by signal 9 after step (\d+): {who} start again at step (\d+) from", output)
     assert [int(step) for _, step in said] == [8, 8, 12], output
     assert [int(step) for step, _ in said[:2]] == [10, 12], output
     assert output.count("this host's memory") == output.count("no disk read") == 3
     assert len(re.findall(r"step (?:9|13) is committed, \d+\.\d\d s after the loss", output)) == 3, output
     run_dir = tmp_path / "r"
     assert not (run_dir / "checkpoints").exists()
-    assert losses(run_dir) == pytest.approx(oracle, rel=1e-9)
+    assert losses(run_dir) == pytest.approx(undisturbed(routed=routed), rel=1e-9)
     assert beginnings(run_dir) == [(0, None), (8, 1), (8, 1), (12, 3)]
     found = audit(run_dir)
     assert found.is_clean and found.verdict == "clean", found
@@ -146,14 +166,12 @@ def test_a_loss_that_comes_back_ends_the_run_when_three_restarts_brought_no_step
     assert len(record(tmp_path / "r")["attempts"]) == 5
 
 
-def test_a_checkpoint_that_is_newer_than_what_is_in_memory_counts(
-    program: Path, tmp_path: Path, oracle: list[float]
-) -> None:
+def test_a_checkpoint_that_is_newer_than_what_is_in_memory_counts(program: Path, tmp_path: Path) -> None:
     kills = [[1, 0, "saved", 7], [2, 1, "start", 6]]  # and once more before anybody is at work again
     code, output = run(*command(program, "shard=2", kills, "--save-every", "3"), limit_s=120)
     assert code == 0, output
     said = r"after step [67]: both workers start again from the checkpoint of step 6 on disk: [01] steps? (is|are) done"
     assert re.search(said, output), output
     assert "after step 6: both workers start again from the checkpoint of step 6 on disk: 0 steps are done" in output
-    assert losses(tmp_path / "r") == pytest.approx(oracle, rel=1e-9)
+    assert losses(tmp_path / "r") == pytest.approx(undisturbed(routed=False), rel=1e-9)
     assert audit(tmp_path / "r").is_clean

@@ -20,10 +20,28 @@ from paceline.parallel.stages.drawing import may_draw
 from paceline.parallel.stages.halves import Halves
 from paceline.parallel.stages.record import record
 from paceline.parallel.stages.replay import Part, Replayer
+from paceline.parallel.stages.run import bubble_share
 from paceline.parallel.stages.tape import Tape
 from paceline.parallel.units import find_units, names_matching, seeded_units
+from paceline.schedule.pipeline import SCHEDULES, build
+from paceline.schedule.timeline import StageCost, ideal_bubble_share, simulate
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_share_of_waiting_is_that_of_a_step_whose_times_are_known(name: str) -> None:
+    each = 2 if name == "interleaved" else 1
+    pipeline = build(name, num_workers=4, num_micro=8, stages_per_worker=each)
+    even = [StageCost() for _ in range(pipeline.num_stages)]
+    for slow in (None, 0, 2, 3):
+        costs = [StageCost(forward=5, backward_input=2) if stage == slow else cost for stage, cost in enumerate(even)]
+        timeline = simulate(pipeline, costs)
+        walks = [(busy, spans[-1][2]) for busy, spans in zip(timeline.busy, timeline.spans, strict=True)]
+        assert len({whole for _, whole in walks}) > 1 or name == "zero-bubble", "not all are done at the same moment"
+        assert bubble_share(walks) == pytest.approx(timeline.bubble_share)
+        if slow is None:
+            assert bubble_share(walks) == pytest.approx(ideal_bubble_share(pipeline))
 
 
 def names(model: nn.Module, **more: Any) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from expert_models import WIDTH, AttendingMoeNet, MoeNet
+from expert_models import WIDTH, AttendingMoeNet, ListedExperts, MoeNet
 from forked import World
 from layout_runs import EXACT, RESUME, Text, assert_same, beside, next_word, plan_of, workers_of
 from paceline.checkpoint.reader import open_checkpoint
@@ -32,6 +32,19 @@ MIXTURES = [
     Layout(shard=2, stages=2, experts=2, schedule="zero-bubble"),
     Layout(tensor=2, sequence=True, experts=2),
     Layout(context=2, experts=2),
+]
+ROUTED: dict[str, dict[str, Any]] = {  # models of transformers
+    "mixtral": {"output_router_logits": True},
+    "qwen3_moe": {"output_router_logits": True},
+    "deepseek_v3": {},
+    "gpt_oss": {"output_router_logits": True},
+}
+THREE_AXES = [  # of a replica, which is eight workers
+    Layout(shard=2, tensor=2, experts=2),
+    Layout(shard=2, context=2, experts=2),
+    Layout(context=2, tensor=2, experts=2),
+    Layout(stages=2, tensor=2, experts=2),
+    Layout(stages=2, context=2, experts=2),
 ]
 PARTED = [Layout(shard=2, experts=2), Layout(stages=2, experts=2)]
 
@@ -109,6 +122,15 @@ def test_mixtures_train_like_one_process(world: World, oracles: Any, layout: Lay
     assert_same(results, oracles[is_staged])
 
 
+@pytest.mark.parametrize("layout", THREE_AXES, ids=str)
+def test_three_axes_at_once_train_like_one_process(world: World, oracles: Any, layout: Layout) -> None:
+    is_staged = layout.stages > 1
+    run = undropped if is_staged else with_auxiliary
+    for found in world(run, workers_of(layout), plan_of(layout), max_steps=2, save_at_end=False):
+        for what in ("losses", "norms"):
+            assert found[what] == pytest.approx(oracles[is_staged][what][:2], rel=1e-9), what
+
+
 def by_plain_loop(worker: Any) -> dict[str, Any]:
     """Experts that nobody asks for are of one worker alone: the others have their gradients to sum all the same."""
     model, optim = prepared(worker, favours=1, drop=0.0)
@@ -158,6 +180,29 @@ def test_a_checkpoint_goes_on_under_any_other_layout(world: World, tmp_path: Pat
         first = last + 1
 
 
+def many_steps(worker: Any) -> dict[int, float]:
+    model, optim = prepared(worker, drop=0.0, kinds=(ListedExperts,))
+    step = worker.stepper(model, optim, forward=step_loss)
+    losses: dict[int, float] = {}
+    for batch in worker.batches(Text(), epochs=4):  # of 13 steps
+        loss = float(step(batch))
+        losses[worker.step] = loss
+    return losses
+
+
+def test_twenty_losses_after_experts_were_put_together_and_spread_are_those_of_one_process(
+    world: World, tmp_path: Path
+) -> None:
+    batch = Batch(size=4, micro=2)
+    whole = beside(tmp_path).one_process(many_steps, Plan(batch=batch, compute=EXACT), max_steps=42)
+    first = 1
+    for layout, last in [(Layout(experts=2), 2), (Layout(), 22), (Layout(experts=2), 42)]:
+        plan = Plan(layout=layout, batch=batch, compute=EXACT)
+        for found in world(many_steps, workers_of(layout), plan, max_steps=last):
+            assert found == pytest.approx({step: whole[step] for step in range(first, last + 1)}, rel=1e-9), layout
+        first = last + 1
+
+
 @pytest.mark.parametrize("layout", PARTED, ids=str)
 def test_a_checkpoint_of_a_mixture_holds_each_number_once(world: World, tmp_path: Path, layout: Layout) -> None:
     one = beside(tmp_path)
@@ -174,21 +219,28 @@ def test_a_checkpoint_of_a_mixture_holds_each_number_once(world: World, tmp_path
     assert len(list(path.glob("*.distcp"))) == workers_of(layout), "all write"
 
 
-def test_a_model_of_transformers_works_as_it_is(world: World, tmp_path: Path) -> None:
-    def run(worker: Any) -> list[float]:
-        torch.manual_seed(3)
-        model = worker.prepare(hugging_face("mixtral", output_router_logits=True))
-        optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        step = worker.stepper(
-            model, optim, forward=lambda one, micro: one(input_ids=micro[0], labels=micro[0], use_cache=False).loss
-        )
-        return [float(step(batch)) for batch in worker.batches(Text())]
+def loss_of(model: Any, micro: tuple[Tensor, Tensor]) -> Tensor:
+    return model(input_ids=micro[0], labels=micro[0], use_cache=False).loss
 
-    pytest.importorskip("transformers.models.mixtral.modeling_mixtral")  # once, for all workers
+
+def test_models_of_transformers_work_as_they_are(world: World, tmp_path: Path) -> None:
+    def run(worker: Any) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for kind, settings in ROUTED.items():
+            torch.manual_seed(3)
+            model = worker.prepare(hugging_face(kind, **settings))
+            optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            step = worker.stepper(model, optim, forward=loss_of)
+            found[kind] = [float(step(batch)) for batch in worker.batches(Text())]
+        return found
+
+    for kind in ROUTED:
+        pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")  # once, for all workers
     batch = Batch(size=16, micro=4)
     expected = beside(tmp_path).one_process(run, Plan(batch=batch, compute=EXACT))
     for found in world(run, 2, Plan(layout=Layout(experts=2), batch=batch, compute=EXACT)):
-        assert found == pytest.approx(expected, rel=1e-6)  # the model computes its loss in single precision
+        for kind, losses in expected.items():  # the models compute their loss in single precision
+            assert found[kind] == pytest.approx(losses, rel=1e-6), kind
 
 
 def test_what_travels_is_counted_and_named_where_a_hang_would_be_told(world: World) -> None:

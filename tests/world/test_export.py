@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from forked import World
@@ -20,25 +30,59 @@ logging.disable_progress_bar()  # which would leave a thread behind
 LONG = torch.arange(24).view(2, 12) % WORDS
 
 
-def llama(*, tied: bool) -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=WORDS,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied,
-            architectures=["LlamaForCausalLM"],
-        )
+def llama(*, tied: bool) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        architectures=["LlamaForCausalLM"],
     )
+    return LlamaForCausalLM(config)
 
 
-def trained(worker: Any, *, tied: bool) -> Tensor | None:
+def mixtral() -> PreTrainedModel:
+    """Its experts are stacked here, and one by one in the files that its makers publish."""
+    config = MixtralConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        architectures=["MixtralForCausalLM"],
+    )
+    return MixtralForCausalLM(config)
+
+
+def gpt2() -> PreTrainedModel:
+    drop: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=4, architectures=["GPT2LMHeadModel"], **drop
+    )
+    return GPT2LMHeadModel(config)
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: llama(tied=False),
+    "llama-tied": lambda: llama(tied=True),
+    "mixtral": mixtral,
+    "gpt2": gpt2,
+}
+
+
+def made(kind: str) -> PreTrainedModel:
+    torch.manual_seed(3)
+    return MODELS[kind]()
+
+
+def trained(worker: Any, *, kind: str) -> Tensor | None:
     """The logits after two steps, where the whole model is here."""
-    model = worker.prepare(llama(tied=tied))
+    model = worker.prepare(made(kind))
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
     step = worker.stepper(model, optim, forward=lambda one, micro: one(input_ids=micro[0], labels=micro[0]).loss)
     for batch in worker.batches(Text(32)):
@@ -47,26 +91,35 @@ def trained(worker: Any, *, tied: bool) -> Tensor | None:
         return model.eval()(LONG).logits if worker.workers == 1 else None
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layout", [Layout(shard=2, tensor=2), Layout(stages=2)])
-def test_transformers_loads_what_was_trained_in_parts(
-    world: World, tmp_path: Path, layout: Layout, tied: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("llama", Layout(shard=2, tensor=2)),
+        ("llama-tied", Layout(shard=2, tensor=2)),
+        ("llama", Layout(stages=2)),
+        ("llama-tied", Layout(stages=2)),
+        ("mixtral", Layout(experts=2)),
+        ("gpt2", Layout(tensor=2)),
+    ],
+    ids=str,
+)
+def test_transformers_loads_what_was_trained_in_parts(world: World, tmp_path: Path, kind: str, layout: Layout) -> None:
     def run(worker: Any) -> Tensor | None:
-        return trained(worker, tied=tied)
+        return trained(worker, kind=kind)
 
     batch = Batch(size=16, micro=4)
     expected = beside(tmp_path).one_process(run, Plan(batch=batch))
     world(run, layout.workers_each, Plan(layout=layout, batch=batch))
-    llama(tied=tied).config.save_pretrained(tmp_path / "config")
+    made(kind).config.save_pretrained(tmp_path / "config")
     target = tmp_path / "hf"
     assert main_export(world.run_dir, target, max_shard_bytes=4096, config=tmp_path / "config") == 0
     assert len(list(target.glob("*.safetensors"))) > 1
-    again = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    again, told = loaded
+    assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     with torch.no_grad():
-        torch.testing.assert_close(again(LONG).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(again.eval()(LONG).logits, expected, rtol=1e-4, atol=1e-5)
     whole = export_folder(world.run_dir / "checkpoints" / "step_00000002", tmp_path / "whole")
     assert [one.name for one in whole] == ["model.safetensors"]
-    assert ("lm_head.weight" in again.state_dict()) and (
-        tied == (again.lm_head.weight is again.model.embed_tokens.weight)
-    )
+    is_tied = again.get_output_embeddings().weight is again.get_input_embeddings().weight
+    assert is_tied == (kind in ("llama-tied", "gpt2"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,13 @@ def test_every_mixture_trains_like_one_process(world: World, oracle: dict[str, A
     assert_same(world(in_one_epoch, workers_of(layout), plan_of(layout)), oracle)
 
 
+def test_rows_stages_and_slices_at_once_train_like_one_process(world: World, oracle: dict[str, Any]) -> None:
+    layout = Layout(shard=2, stages=2, context=2)
+    for found in world(in_one_epoch, 8, plan_of(layout), max_steps=2, save_at_end=False):
+        for what in ("losses", "norms"):
+            assert found[what] == pytest.approx(oracle[what][:2], rel=1e-9), what
+
+
 def test_blocks_of_a_mixture_are_recomputed_in_16_bits(world: World, oracle: dict[str, Any]) -> None:
     for layout in (Layout(stages=2, tensor=2, sequence=True), Layout(shard=2, stages=2), Layout(context=2, tensor=2)):
         for result in world(in_one_epoch, 4, plan_of(layout, precision="bf16", recompute="blocks")):
@@ -114,6 +122,51 @@ def test_a_checkpoint_of_any_mixture_goes_on_under_any_other_layout(world: World
         expected = {step: whole[step] for step in (2 * number + 1, 2 * number + 2)}
         for found in world(undropped, workers_of(layout), plan, max_steps=2 * number + 2):
             assert found == pytest.approx(expected, rel=1e-9), layout
+
+
+class Pair(nn.Module):
+    """What every axis but `context` can cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def pairs(worker: Any) -> dict[int, float]:
+    """Steps, and their losses, of this attempt."""
+    torch.manual_seed(3)
+    model = worker.prepare(nn.Sequential(*[Pair() for _ in range(2)]))
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
+    step = worker.stepper(model, optim, F.mse_loss)
+    rows = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double()
+    losses: dict[int, float] = {}
+    for batch in worker.batches(TensorDataset(rows, rows.sin()), epochs=11):  # of four steps
+        loss = float(step(batch))
+        losses[worker.step] = loss
+    return losses
+
+
+def test_twenty_losses_after_each_change_of_layout_are_those_of_one_process(world: World, tmp_path: Path) -> None:
+    whole = beside(tmp_path).one_process(pairs, Plan(batch=RESUME, compute=EXACT))
+    world(pairs, 4, Plan(layout=Layout(replicas=4), batch=RESUME, compute=EXACT), max_steps=4)
+    for number, ways in enumerate(
+        [
+            [Layout(replicas=3)],
+            [Layout(shard=2, tensor=2)],
+            [Layout(stages=2), Layout()],
+        ]  # the last one after the third
+    ):
+        branch = World(tmp_path / str(number))
+        shutil.copytree(world.run_dir, branch.run_dir)
+        branch.attempt, last = world.attempt, 4
+        for layout in ways:
+            first, last = last + 1, last + 20
+            plan = Plan(layout=layout, batch=RESUME, compute=EXACT)
+            for found in branch(pairs, workers_of(layout), plan, max_steps=last):
+                assert found == pytest.approx({step: whole[step] for step in range(first, last + 1)}, rel=1e-9), layout
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2, stages=2), Layout(stages=2, context=2)], ids=str)

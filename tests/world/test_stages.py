@@ -22,7 +22,7 @@ from paceline.errors import PlanError, SyncError
 from paceline.parallel.stages.cut import cut_units, keep
 from paceline.parallel.stages.link import TorchLink
 from paceline.parallel.stages.record import record
-from paceline.parallel.stages.run import StageWorker
+from paceline.parallel.stages.run import StageWorker, bubble_share
 from paceline.parallel.stages.tape import Tape
 from paceline.parallel.units import find_units, seeded_units
 from paceline.schedule.pipeline import build, in_flight_bound
@@ -156,7 +156,7 @@ class Setting:
             "gradients": {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None},
             "peak": outcome.peak_in_flight,
             "bound": in_flight_bound(worker.pipeline, index),
-            "idle": outcome.idle_share,
+            "walk": (outcome.busy_s, outcome.whole_s),
         }
 
 
@@ -177,7 +177,7 @@ def compare(setting: Setting, scratch: Path) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9 * scale, msg=name)
     for value in values:
         assert value["peak"] == value["bound"]
-        assert 0 <= value["idle"] < 1
+    assert 0 <= bubble_share([value["walk"] for value in values]) < 1
 
 
 @pytest.mark.parametrize("schedule, stages_per_worker", SCHEDULES)

@@ -99,6 +99,17 @@ def test_the_plan_that_llama_carries_is_the_one_that_is_found() -> None:
     assert find_plan(model, size=2).layers == find_plan(model, size=2, plan="found").layers
 
 
+def test_a_plan_that_a_model_carries_counts_where_another_would_be_found() -> None:
+    pytest.importorskip("transformers")
+    model: Any = build("llama", torch.float32)
+    whole = {f"model.layers.0.mlp.{part}": "replicate" for part in ("gate_proj", "up_proj", "down_proj")}
+    model.tp_plan = {**whole, **model.tp_plan}
+    found, followed = find_plan(model, size=2, plan="found"), find_plan(model, size=2)
+    assert whole.keys() <= roles(found).keys()
+    assert roles(followed) == {name: role for name, role in roles(found).items() if name not in whole}
+    assert {row.why for row in followed.rows if row.name in whole} == {"the plan says so"}
+
+
 def test_a_fused_projection_is_cut_in_its_three_parts() -> None:
     plan = find_plan(Nano(), size=4)
     sections = {layer.name: layer.sections for layer in plan.layers}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.errors import PlanError
 from paceline.parallel.precision import computing
-from paceline.parallel.stages.run import MOST_KINDS, Outcome, StageWorker
+from paceline.parallel.stages.run import MOST_KINDS, Outcome, StageWorker, bubble_share
 from paceline.schedule.pipeline import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Pipeline
 from paceline.schedule.timeline import ideal_bubble_share
 from paceline.worker import randomness
@@ -61,7 +61,7 @@ class Pipelined:
         self._counts: dict[int, Any] = {}  # of each micro-batch's
         self._checked: set[int] = set()  # ids of tapes, which the worker keeps
         self._is_told = False  # that shapes keep changing
-        self._usual_micros, self._idle = 0, list[float]()  # of a step; the share of each step that this worker waited
+        self._usual_micros, self._walks = 0, list[tuple[float, float]]()  # of a step; how long it was busy, and in all
 
     def step(
         self,
@@ -196,15 +196,15 @@ class Pipelined:
 
     def _note(self, outcome: Outcome, pipeline: Pipeline) -> None:
         """Book the wait, and say once how it compares with the schedule's ideal."""
-        self.waited_s += (outcome.end - outcome.begin) - outcome.busy_s
+        self.waited_s += outcome.whole_s - outcome.busy_s
         self._usual_micros = self._usual_micros or pipeline.num_micro
-        if len(self._idle) >= TOLD_AT or pipeline.num_micro != self._usual_micros:
+        if len(self._walks) >= TOLD_AT or pipeline.num_micro != self._usual_micros:
             return  # the last step of an epoch may be short
-        self._idle.append(outcome.idle_share)
-        if len(self._idle) < TOLD_AT:
+        self._walks.append((outcome.busy_s, outcome.whole_s))
+        if len(self._walks) < TOLD_AT:
             return
-        told = self.staged.group.gather_objects(sum(self._idle[1:]) / (TOLD_AT - 1))
-        share, ideal = sum(told) / len(told), ideal_bubble_share(pipeline)
+        steps = list(zip(*self.staged.group.gather_objects(self._walks[1:]), strict=True))
+        share, ideal = sum(map(bubble_share, steps)) / len(steps), ideal_bubble_share(pipeline)
         text = (
             f"pipeline {pipeline.name} of {pipeline.num_stages} stages, {pipeline.num_micro} micro-batches: workers "
             f"wait {share:.0%} of a step, the schedule's ideal is {ideal:.0%}"

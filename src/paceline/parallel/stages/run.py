@@ -36,7 +36,7 @@ from paceline.schedule.pipeline import (
     needed,
 )
 
-__all__ = ["MOST_KINDS", "Outcome", "StageWorker"]
+__all__ = ["MOST_KINDS", "Outcome", "StageWorker", "bubble_share"]
 
 MOST_KINDS = 64  # of inputs whose forwards are known from one step to the next
 
@@ -60,9 +60,19 @@ class Outcome:
         return sum(end - begin for _, begin, end in self.spans)
 
     @property
-    def idle_share(self) -> float:
-        """The part of the walk in which this worker waited: its share of the bubble, between 0 and 1."""
-        return 1 - self.busy_s / (self.end - self.begin)
+    def whole_s(self) -> float:
+        return self.end - self.begin
+
+
+def bubble_share(walks: Sequence[tuple[float, float]]) -> float:
+    """The part of all workers' time in which they had nothing to do, between 0 and 1, of one step's `busy_s` and
+    `whole_s` of each of them.
+
+    They begin together. Who is done before the others (the last stage is, with its last backward) waits for them when
+    its own walk is over, so the longest walk counts for all.
+    """
+    longest = max(whole_s for _, whole_s in walks)
+    return 1 - sum(busy_s for busy_s, _ in walks) / (longest * len(walks))
 
 
 @dataclasses.dataclass(slots=True)
