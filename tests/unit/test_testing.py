@@ -363,16 +363,21 @@ def test_where_the_plan_cannot_lose_a_replica_its_number_stays_and_that_is_said(
     assert not terms(plan, "--keep-plan", workers=4).kept, "that is what was asked for"
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
 def test_where_the_run_refuses_what_the_rules_allow_the_number_of_replicas_stays_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_begun: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[tuple[str, ...]] = []
 
     def fake(faults: Programme, _: Path, *, folder: Path, overrides: tuple[str, ...], **__: Any) -> Report:
         asked.append(overrides)
-        if overrides:
-            raise LaunchError("the program took no step. It said:\nbuilt for the CPU so far, not for cuda.")
+        said = "it said:\nPlanError: built for the CPU so far, not for cuda.\nsee the logs"
+        if overrides and not has_begun:
+            raise LaunchError(said)
         folder.mkdir(parents=True)
+        if overrides:
+            failed = Start(exit_code=1, output=said, resumable_step=0)
+            return told(str(faults), losses={}, starts=(failed,), folder=folder)
         return told(str(faults), plan=Plan(layout=Layout(replicas=3)), folder=folder)
 
     monkeypatch.setattr(drill_run, "run_with", fake)
@@ -381,7 +386,7 @@ def test_where_the_run_refuses_what_the_rules_allow_the_number_of_replicas_stays
     assert asked == [(), ("plan.layout.replicas=1-3",), (), ()], "it is asked once"
     printed = capsys.readouterr()
     for text in (printed.out, printed.err):
-        assert "replicas stay as they are: built for the CPU so far, not for cuda." in text
+        assert "replicas stay as they are: PlanError: built for the CPU so far, not for cuda." in text
     assert printed.out.endswith("all promises held\n")
 
 

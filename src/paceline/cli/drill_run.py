@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import shutil
 import sys
 import tempfile
@@ -68,10 +69,12 @@ def main_drill(request: Request) -> int:
             path = folder.path / f"run_{number}"
             try:
                 report = run(path, overrides=(*terms.overrides, *guarded), is_elastic=terms.is_elastic)
+                if terms.overrides and not judged and not report.losses:
+                    raise PlanError(report.output)
             except PlanError as error:
-                if not terms.overrides:
+                if not terms.overrides or judged:
                     raise
-                terms = dataclasses.replace(terms, overrides=(), is_elastic=False, kept=_last_line(error))
+                terms = dataclasses.replace(terms, overrides=(), is_elastic=False, kept=_reason(str(error)))
                 _say(terms.said[0])
                 report = run(path.with_name(f"{path.name}_fixed"), overrides=guarded, is_elastic=False)
             row = Judged(report=report, like=like, broken=tuple(report.broken(like, tolerance=request.tolerance)))
@@ -222,8 +225,10 @@ def _save_every(request: Request) -> int:
     return request.save_every or max(1, request.steps // 8)
 
 
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1].strip()
+def _reason(output: str) -> str:
+    """The last line that names an error, or the last one."""
+    lines = [line.strip() for line in output.strip().splitlines()]
+    return next((line for line in reversed(lines) if re.match(r"\w+Error: ", line)), lines[-1])
 
 
 class _Folder:
