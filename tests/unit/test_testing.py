@@ -18,7 +18,7 @@ from paceline.cli import drill_run
 from paceline.cli.arguments import Parser
 from paceline.cli.drill import Request, add, request_of
 from paceline.cli.drill_report import ALWAYS, ELASTIC, FIXED, LOCAL, Judged, promise, report
-from paceline.cli.drill_run import Terms, guards, programmes, terms_of
+from paceline.cli.drill_run import Terms, guards, programmes, terms_of, waits_for_servers
 from paceline.errors import LaunchError, PlanError
 from paceline.events import Note, Record, StepDone, WeightsDiffer
 from paceline.monitor.audit import AuditResult
@@ -330,6 +330,19 @@ def test_a_checkpoint_has_one_replicas_optimizer_state_where_replicas_take_steps
         with pytest.raises(AssertionError, match=r"the loss differs by 5.9e-02"):
             assert_unharmed(told(KILL, plan=plan, losses=losses, **again), told())
         assert "another one" not in promise(Fault.parse(KILL), plan)
+
+
+def test_a_cut_may_take_a_server_that_has_no_mirror() -> None:
+    again: dict[str, Any] = {"starts": AGAIN, "committed": (3, 4), "resumed_from": (0, 2)}
+    cut = "cut:worker=1,step=2,where=sum"
+    bare, mirrored = (Plan.parse(f"replicas=1-3+parameterserver{end}") for end in ("", "(mirrored=true)"))
+    assert_unharmed(told(cut, plan=bare, **again), told())
+    for programme, plan in ((cut, mirrored), (cut, Plan(layout=Layout(replicas=(1, 3)))), (KILL, bare)):
+        with pytest.raises(AssertionError, match="1 committed steps were lost"):
+            assert_unharmed(told(programme, plan=plan, **again), told())
+    assert "begin again from the newest checkpoint" in promise(Fault.parse(cut), bare)
+    assert "goes on after the job's timeout_s" in promise(Fault.parse(cut), mirrored)
+    assert waits_for_servers(Programme.parse(cut), bare) and not waits_for_servers(Programme.parse(KILL), bare)
 
 
 def test_a_poisoned_share_that_came_too_late_did_not_count() -> None:

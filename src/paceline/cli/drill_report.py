@@ -64,6 +64,10 @@ POISONED = {  # in place of what ALWAYS says, by whose step it is
 }
 MIRRORED = "its mirror takes its place within the step; no step is lost"
 UNMIRRORED = "all workers begin again from the newest checkpoint; no command"
+CUT_SERVERS = {  # by whether they are mirrored
+    True: "who waits for a server or mirror on the other side goes on after the job's timeout_s",
+    False: "where a server is on the other side, all begin again from the newest checkpoint, after the job's timeout_s",
+}
 COLUMNS = ("fault", "came", "steps lost", "samples repeated", "largest loss difference", "recovery s", "verdict")
 
 
@@ -92,6 +96,8 @@ def promise(fault: Fault, plan: Plan) -> str:
     fixed = FIXED | KEPT if plan.keeps_snapshots else FIXED
     elastic = ELASTIC | TURNS if plan.takes_turns else LOCAL if plan.is_local else ELASTIC
     told = (ALWAYS | (elastic if plan.layout.is_elastic else fixed))[fault.kind]
+    if fault.kind == "cut" and plan.layout.is_elastic and isinstance(plan.sync, ParameterServer):
+        told += f"; {CUT_SERVERS[plan.sync.mirrored]}"
     return told + _how_near(fault, plan)
 
 

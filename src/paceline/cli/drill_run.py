@@ -21,9 +21,9 @@ from paceline.plan.guard import LEAST_WINDOW
 from paceline.testing import KINDS, Programme, Report, run_with
 from paceline.testing.faults import why_not
 
-__all__ = ["Terms", "guards", "main_drill", "programmes", "terms_of"]
+__all__ = ["Terms", "guards", "main_drill", "programmes", "terms_of", "waits_for_servers"]
 
-TIMEOUT_S = 20.0  # where workers are not replaced: how long the others wait for one that says nothing
+TIMEOUT_S = 20.0  # where workers are not replaced, or servers cut off: how long others wait for who says nothing
 FACTOR = 100.0  # of the spread: what a few steps let expect is not worth more
 LEAST_S, TIMES = 60.0, 10.0  # a run may take so long, and so many times as long as the undisturbed one
 
@@ -66,9 +66,10 @@ def main_drill(request: Request) -> int:
             limit_s = request.limit_s or len(programme) * (LEAST_S + TIMES * undisturbed_s)
             guarded = guards(programme, like.plan, snapshot_every=max(1, request.steps // 16))
             run = functools.partial(_run, request, programme, limit_s=limit_s)
+            waits = terms.is_elastic and not waits_for_servers(programme, like.plan)
             path = folder.path / f"run_{number}"
             try:
-                report = run(path, overrides=(*terms.overrides, *guarded), is_elastic=terms.is_elastic)
+                report = run(path, overrides=(*terms.overrides, *guarded), is_patient=waits)
                 if terms.overrides and not judged and not report.losses:
                     raise PlanError(report.output)
             except PlanError as error:
@@ -76,7 +77,7 @@ def main_drill(request: Request) -> int:
                     raise
                 terms = dataclasses.replace(terms, overrides=(), is_elastic=False, kept=_reason(str(error)))
                 _say(terms.said[0])
-                report = run(path.with_name(f"{path.name}_fixed"), overrides=guarded, is_elastic=False)
+                report = run(path.with_name(f"{path.name}_fixed"), overrides=guarded, is_patient=False)
             row = Judged(report=report, like=like, broken=tuple(report.broken(like, tolerance=request.tolerance)))
             judged.append(row)
             if row.holds and request.keep is None:
@@ -167,6 +168,11 @@ def programmes(request: Request, terms: Terms, *, plan: Plan, steps: int, worker
     return [programme] if request.together else [Programme.of(fault) for fault in programme]
 
 
+def waits_for_servers(programme: Programme, plan: Plan) -> bool:
+    """Whether someone may wait for a server, or a mirror, that is cut off: only the job's timeout_s ends that."""
+    return isinstance(plan.sync, ParameterServer) and any(fault.kind == "cut" for fault in programme)
+
+
 def guards(programme: Programme, plan: Plan, *, snapshot_every: int = 1) -> tuple[str, ...]:
     """What a drill sets in the plan, so that numbers that go wrong are seen, and at once, and that there are snapshots
     in so few steps, where the plan has any."""
@@ -199,7 +205,7 @@ def _run(
     *,
     overrides: Sequence[str],
     limit_s: float,
-    is_elastic: bool = True,
+    is_patient: bool = True,
 ) -> Report:
     try:
         return run_with(
@@ -215,7 +221,7 @@ def _run(
             save_every=_save_every(request),
             silence_s=request.silence_s,
             tensorboard=False,
-            **({"timeout_s": TIMEOUT_S} if not is_elastic else {}),
+            **({"timeout_s": TIMEOUT_S} if not is_patient else {}),
         )
     except LaunchError as error:
         raise PlanError(str(error)) from error

@@ -166,7 +166,12 @@ class Report:
         kinds = {fault.kind for fault in self.programme if not self.is_elastic and fault.loses_a_worker}
         if not (isinstance(self.plan.sync, ParameterServer) and self.plan.sync.mirrored):
             kinds |= {fault.kind for fault in self.programme if fault.kind in OF_SERVERS}
+            kinds |= {"cut"} if self._may_cut_servers else set()
         return bool(kinds) or any(fault.ends_the_run for fault in self.programme)
+
+    @property
+    def _may_cut_servers(self) -> bool:
+        return isinstance(self.plan.sync, ParameterServer) and any(fault.kind == "cut" for fault in self.programme)
 
     def _is_left_by_all(self, start: Start) -> bool:
         """Whether everybody saved and left because a notice came while others were being replaced: too few were left
