@@ -20,7 +20,7 @@ from paceline.cli.drill import Request, add, request_of
 from paceline.cli.drill_report import ALWAYS, ELASTIC, FIXED, LOCAL, Judged, promise, report
 from paceline.cli.drill_run import Terms, guards, programmes, terms_of, waits_for_servers
 from paceline.errors import LaunchError, PlanError
-from paceline.events import Note, Record, StepDone, WeightsDiffer
+from paceline.events import Note, Record, Restarted, StepDone, WeightsDiffer
 from paceline.monitor.audit import AuditResult
 from paceline.plan import Guard, Layout, OneBit, ParameterServer, Plan, Sparse
 from paceline.testing import KINDS, Came, Fault, Programme, Report, Start, assert_unharmed, injection, network, runs
@@ -28,7 +28,7 @@ from paceline.testing.disk import complete
 from paceline.testing.faults import OF_SERVERS
 from paceline.testing.notes import Notes
 from paceline.testing.numbers import Calls, flip_a_bit, poisoned
-from paceline.testing.report import recovery_s
+from paceline.testing.report import recovery_s, resumed_from
 from paceline.testing.runs import run_with
 
 FROM_SEED_7 = "kill:worker=3,step=19,where=sum; cut:worker=3,step=29,where=sum"
@@ -623,6 +623,12 @@ def test_recovery_is_until_the_step_in_hand_is_committed() -> None:
     all_done = Record(20.0, None, Note(text="nothing is left"))
     assert recovery_s(kill, came, [[committed(3, 9.0), committed(5, 10.2)], [all_done]]) == pytest.approx(0.2)
     assert recovery_s(Fault.parse("slow:worker=0,step=1"), came, restarted) is None
+
+
+def test_an_attempt_that_nobody_has_begun_was_to_begin_where_it_was_told() -> None:
+    about: dict[str, Any] = {"causes": ["host far was lost"], "lost": [2], "workers": 4, "source": "memory"}
+    again = Record(1.0, None, Restarted(at_step=26, step=26, lost_at=0.5, **about))
+    assert resumed_from([again]) == 26 and resumed_from([]) == 0
 
 
 # The command's options.

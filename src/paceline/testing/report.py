@@ -27,7 +27,16 @@ from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
 from paceline.testing.faults import OF_SERVERS, Fault, Programme
 from paceline.testing.notes import Came, Notes
 
-__all__ = ["CURVE_TOLERANCE", "LOSSY_TOLERANCE", "TOLERANCE", "Report", "Start", "read_report", "recovery_s"]
+__all__ = [
+    "CURVE_TOLERANCE",
+    "LOSSY_TOLERANCE",
+    "TOLERANCE",
+    "Report",
+    "Start",
+    "read_report",
+    "recovery_s",
+    "resumed_from",
+]
 
 TOLERANCE = 1e-5  # of losses, relative
 LOSSY_TOLERANCE = 0.05  # where a wire keeps what is still to be sent, and it was lost with a replica
@@ -260,7 +269,7 @@ def read_report(
         programme=notes.programme,
         came=came,
         starts=tuple(starts),
-        resumed_from=tuple(_resumed_from(attempt) for attempt in attempts),
+        resumed_from=tuple(resumed_from(attempt) for attempt in attempts),
         committed=tuple(_committed(run_dir / f"attempt_{number}") for number in range(1, num_attempts + 1)),
         restarted=tuple(map(_restarted, attempts)),
         plan=Plan.parse(began[0].plan if began else like),
@@ -295,10 +304,12 @@ def _records(run_dir: Path, attempt: int) -> list[Record]:
         stream.close()
 
 
-def _resumed_from(records: Sequence[Record]) -> int:
-    """Where the first ones began; who joins later says nothing of that."""
+def resumed_from(records: Sequence[Record]) -> int:
+    """Where the first ones began; who joins later says nothing of that. Where somebody was lost again before any had
+    begun: where they were to."""
     started = [record.event for record in records if isinstance(record.event, WorkerStarted)]
-    return started[0].resumed_from_step if started else 0
+    restarted = _restarted(records)
+    return started[0].resumed_from_step if started else restarted.step if restarted is not None else 0
 
 
 def _restarted(records: Sequence[Record]) -> Restarted | None:
