@@ -15,6 +15,7 @@ import paceline
 import warm
 from paceline.testing import KINDS, Report, assert_unharmed, network, run_with, runs
 from paceline.testing import disk as disks
+from paceline.testing.report import CURVE_TOLERANCE
 from programs import PACELINE, run
 
 pytestmark = pytest.mark.timeout(420)
@@ -82,6 +83,55 @@ def test_a_replica_that_had_still_to_send_is_lost_and_nothing_else(tmp_path: Pat
     report = run_with("kill:worker=1,step=6,where=sum", script(), folder=tmp_path / "kill", limit_s=150, **words)
     assert_unharmed(report, like)
     assert report.loss_difference(like) > 1e-5, "the wire has rounded nothing, or what it keeps was not lost"
+
+
+def test_a_killed_server_without_a_mirror_has_all_begin_again_from_disk(tmp_path: Path) -> None:
+    sync = "plan.sync=parameterserver(servers=2)"
+    report = drilled(tmp_path, "kill_server:worker=1,step=10", overrides=[*ELASTIC, sync])
+    assert_unharmed(report, undisturbed())
+    assert len(report.starts) == 1 and report.resumed_from == (0, 8), "by itself, from the newest checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("sync", "faults", "other_from"),
+    [
+        ("localsgd(every=4)", "kill:worker=1,step=7; nan:worker=2,step=12", 5),
+        ("gossip(average_every=4)", "kill:worker=1,step=7", 7),
+        ("localsgd(every=4,fragments=2,overlap=1)", "kill:worker=1,step=7", 5),
+    ],
+    ids=["local", "gossip", "streaming"],
+)
+def test_where_replicas_take_steps_by_themselves_a_killed_one_leaves_another_curve_and_all_samples(
+    tmp_path: Path, sync: str, faults: str, other_from: int
+) -> None:
+    streams = "fragments" in sync  # between replicas that stay
+    plan = f"{'replicas=3' if streams else 'replicas=1-3'}+{sync}+batch(size=20,micro=2)+guard(on_spike=skip)"
+    words = {**OPTIONS, "plan": plan, "max_steps": 16}
+    like = run_with("", script(), folder=tmp_path / "like", **words)
+    report = run_with(faults, script(), folder=tmp_path / "faults", limit_s=150, **words)
+    assert_unharmed(report, like)
+    assert report.is_other_from == other_from and report.samples_repeated == 0
+    assert 1e-5 < report.loss_difference(like) < CURVE_TOLERANCE
+    assert [start.exit_code for start in report.starts] == ([1, 0] if streams else [0])
+
+
+@pytest.mark.parametrize("staleness", ["none", "3"])
+def test_where_replicas_do_not_wait_a_killed_one_costs_nothing(tmp_path: Path, staleness: str) -> None:
+    sync = f"plan.sync=parameterserver(staleness={staleness})"
+    report = drilled(tmp_path, "kill:worker=1,step=10", overrides=[*ELASTIC, sync])
+    assert_unharmed(report, undisturbed())
+    assert [start.exit_code for start in report.starts] == [0] and report.samples_repeated == 0
+
+
+def test_where_replicas_cannot_come_and_go_their_number_stays_and_the_drill_says_so() -> None:
+    words = ["--set", "plan.sync=parameterserver(drop=1)", "--steps", "16", "--faults", "kill:worker=1,step=7"]
+    code, output = run(*PACELINE, "drill", script(), *words, "--json", stderr=subprocess.DEVNULL, limit_s=200)
+    assert code == 0, output
+    told = json.loads(output)
+    (row,) = told["runs"]
+    assert row["exit_codes"] == [1, 0] and row["samples_repeated"] == 0
+    kept, left_out = told["said"]
+    assert "counted from those who began" in kept and left_out.startswith("flip does not apply")
 
 
 def test_one_fault_of_each_kind_keeps_all_promises(tmp_path: Path) -> None:

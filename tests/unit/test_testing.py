@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +14,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paceline import config
+from paceline.cli import drill_run
 from paceline.cli.arguments import Parser
 from paceline.cli.drill import Request, add, request_of
-from paceline.cli.drill_report import ALWAYS, ELASTIC, FIXED, Judged, promise, report
-from paceline.cli.drill_run import guards, kinds_for, programmes
+from paceline.cli.drill_report import ALWAYS, ELASTIC, FIXED, LOCAL, Judged, promise, report
+from paceline.cli.drill_run import Terms, guards, programmes, terms_of, waits_for_servers
 from paceline.errors import LaunchError, PlanError
-from paceline.events import Record, StepDone, WeightsDiffer
+from paceline.events import Note, Record, Restarted, StepDone, WeightsDiffer
 from paceline.monitor.audit import AuditResult
 from paceline.plan import Guard, Layout, OneBit, ParameterServer, Plan, Sparse
-from paceline.testing import KINDS, Came, Fault, Programme, Report, Start, assert_unharmed, network, runs
+from paceline.testing import KINDS, Came, Fault, Programme, Report, Start, assert_unharmed, injection, network, runs
 from paceline.testing.disk import complete
 from paceline.testing.faults import OF_SERVERS
 from paceline.testing.notes import Notes
 from paceline.testing.numbers import Calls, flip_a_bit, poisoned
-from paceline.testing.report import recovery_s
+from paceline.testing.report import recovery_s, resumed_from
 from paceline.testing.runs import run_with
 
 FROM_SEED_7 = "kill:worker=3,step=19,where=sum; cut:worker=3,step=29,where=sum"
@@ -144,7 +146,7 @@ def test_notes_tell_of_a_fault_once_and_of_what_is_asked(tmp_path: Path) -> None
 
 
 def test_every_kind_has_its_promise() -> None:
-    assert set(KINDS) == {*ELASTIC, *ALWAYS} == {*FIXED, *ALWAYS}
+    assert set(KINDS) == {*ELASTIC, *ALWAYS} == {*FIXED, *ALWAYS} == {*LOCAL, *ALWAYS}
     killed = Fault.parse("kill_server:worker=0,step=4")
     assert "no step is lost" in promise(killed, Plan.parse("parameterserver(mirrored=true)"))
     assert "from the newest checkpoint" in promise(killed, Plan.parse("parameterserver(servers=2)"))
@@ -178,6 +180,7 @@ def told(programme: str = "", **changes: object) -> Report:
         "workers": 3,
         "losses": {1: 1.0, 2: 0.9, 3: 0.8, 4: 0.7},
         "left_out": frozenset(),
+        "late": frozenset(),
         "differing": (),
         "regrouped": (),
         "failed_saves": (),
@@ -260,7 +263,6 @@ def test_where_replicas_do_not_wait_no_losses_are_compared_and_nothing_else_is_f
         with pytest.raises(AssertionError, match=says):
             assert_unharmed(broken, told())
     assert "its batch is dealt again" in promise(Fault.parse(KILL), plan)
-    assert {"flip"} == set(KINDS) - set(kinds_for(plan)) and set(kinds_for(Plan())) == set(KINDS)
 
 
 def test_losses_may_differ_more_where_a_replica_is_lost_that_had_still_to_send() -> None:
@@ -278,6 +280,191 @@ def test_losses_may_differ_more_where_a_replica_is_lost_that_had_still_to_send()
     assert "no step is lost" in said and said.endswith(
         "; the loss is within 5%, as the wire rounds, and what it had to send is lost"
     )
+
+
+LOCAL_PLAN, FIXED_LOCAL = Plan.parse("replicas=1-3+localsgd(every=2)"), Plan.parse("replicas=3+localsgd(every=2)")
+GOSSIP, ADASUM = Plan.parse("replicas=1-3+gossip"), Plan.parse("replicas=1-3+allreduce(op=adasum)")
+DROP = Plan.parse("replicas=3+parameterserver(drop=1)")
+LATER = "kill:worker=1,step=3,where=sum"
+
+
+@pytest.mark.parametrize("plan", [LOCAL_PLAN, GOSSIP, ADASUM], ids=["local", "gossip", "adasum"])
+def test_where_a_loss_makes_another_curve_its_mean_is_held_and_the_steps_before_to_rounding(plan: Plan) -> None:
+    other = {1: 1.0, 2: 0.9, 3: 0.9, 4: 0.85}  # the mean of the last two is 0.125 more; that of all is 0.85
+    kept = told(LATER, plan=plan, losses=other)
+    assert_unharmed(kept, told())
+    assert kept.is_other_from == 3 and kept.loss_difference(told()) == pytest.approx(0.125 / 0.85)
+    assert "the curve is another one from there on, and its mean is near, to 25% of the mean loss" in promise(
+        Fault.parse(LATER), plan
+    )
+    for broken, says in (
+        (
+            told(LATER, plan=plan, losses=other | {3: 1.5, 4: 1.5}),
+            "mean of the losses from step 3 on differs by 8.8e-01",
+        ),
+        (told(LATER, plan=plan, losses=other | {4: NAN}), "mean of the losses from step 3 on differs by inf"),
+        (told(LATER, plan=plan, losses=other | {1: 1.001}), r"the loss differs by 1.0e-03 \(tolerance 1e-05\)"),
+        (told("slow:worker=1,step=3", plan=plan, losses=other), "the loss differs by"),
+        (told(LATER, plan=plan, losses={1: 1.0, 2: 0.9, 3: 0.9}), "steps are missing: 4"),
+    ):
+        with pytest.raises(AssertionError, match=says):
+            assert_unharmed(broken, told())
+    with pytest.raises(AssertionError, match=r"mean of the losses .* \(tolerance 1e-02\)"):
+        assert_unharmed(kept, told(), tolerance=0.01)
+
+
+def test_who_takes_steps_by_itself_may_be_ahead_of_the_others_when_it_is_lost() -> None:
+    ahead = told("kill:worker=1,step=4,where=sum", plan=LOCAL_PLAN, losses={1: 1.0, 2: 0.9, 3: 0.85, 4: 0.7})
+    assert ahead.is_other_from == 3, "the round ends where the newest of those is who are left"
+    assert_unharmed(ahead, told())
+
+
+def test_a_checkpoint_has_one_replicas_optimizer_state_where_replicas_take_steps_by_themselves() -> None:
+    again: dict[str, Any] = {"starts": AGAIN, "committed": (3, 4), "resumed_from": (0, 2)}
+    losses = {1: 1.0, 2: 0.9, 3: 0.85, 4: 0.7}
+    assert_unharmed(told(KILL, plan=FIXED_LOCAL, losses=losses, **again), told())
+    torn = told("torn_checkpoint:step=2", plan=LOCAL_PLAN, losses=losses, passed_over=("x",), **again)
+    assert_unharmed(torn, told())
+    assert all("another one" in promise(fault, FIXED_LOCAL) for fault in (Fault.parse(KILL), *torn.programme))
+    for plan in (Plan(layout=Layout(replicas=3)), Plan.parse("replicas=3+allreduce(op=adasum)")):
+        with pytest.raises(AssertionError, match=r"the loss differs by 5.9e-02"):
+            assert_unharmed(told(KILL, plan=plan, losses=losses, **again), told())
+        assert "another one" not in promise(Fault.parse(KILL), plan)
+
+
+def test_a_cut_may_take_a_server_that_has_no_mirror() -> None:
+    again: dict[str, Any] = {"starts": AGAIN, "committed": (3, 4), "resumed_from": (0, 2)}
+    cut = "cut:worker=1,step=2,where=sum"
+    bare, mirrored = (Plan.parse(f"replicas=1-3+parameterserver{end}") for end in ("", "(mirrored=true)"))
+    assert_unharmed(told(cut, plan=bare, **again), told())
+    for programme, plan in ((cut, mirrored), (cut, Plan(layout=Layout(replicas=(1, 3)))), (KILL, bare)):
+        with pytest.raises(AssertionError, match="1 committed steps were lost"):
+            assert_unharmed(told(programme, plan=plan, **again), told())
+    assert "begin again from the newest checkpoint" in promise(Fault.parse(cut), bare)
+    assert "goes on after the job's timeout_s" in promise(Fault.parse(cut), mirrored)
+    assert waits_for_servers(Programme.parse(cut), bare) and not waits_for_servers(Programme.parse(KILL), bare)
+
+
+def test_a_poisoned_share_that_came_too_late_did_not_count() -> None:
+    late = told("nan:worker=1,step=2", plan=DROP, late=frozenset({(1, 2)}))
+    assert_unharmed(late, told())
+    for other in (DROP, Plan()):
+        with pytest.raises(AssertionError, match="step 2 was taken all the same"):
+            assert_unharmed(told("nan:worker=1,step=2", plan=other, late=frozenset({(0, 2), (1, 3)})), told())
+    assert "unless its share came too late" in promise(Fault.parse("nan:worker=1,step=2"), DROP)
+    assert "the replica alone leaves out its step" in promise(Fault.parse("nan:worker=1,step=2"), GOSSIP)
+
+
+def terms(plan: Plan | str, *words: str, workers: int = 3, steps: int = 40) -> Terms:
+    asked = request(__file__, *words)
+    whole = Plan.parse(plan) if isinstance(plan, str) else plan
+    return terms_of(asked, whole.resolve(workers), workers=workers, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept"),
+    [
+        ("parameterserver(drop=1)", "how many replicas a step may do without is counted from those who began"),
+        ("localsgd(every=8,fragments=2)", "no step at which all agree on all"),
+        ("shard=2+compute(offload=all)", "brings parameters to the device unit by unit"),
+    ],
+)
+def test_where_the_plan_cannot_lose_a_replica_its_number_stays_and_that_is_said(plan: str, kept: str) -> None:
+    found = terms(plan, workers=4)
+    assert not found.overrides and not found.is_elastic
+    assert found.said[0].startswith("replicas stay as they are: ") and kept in found.said[0]
+    assert not terms(plan, "--keep-plan", workers=4).kept, "that is what was asked for"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_where_the_run_refuses_what_the_rules_allow_the_number_of_replicas_stays_too(
+    has_begun: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def fake(faults: Programme, _: Path, *, folder: Path, overrides: tuple[str, ...], **__: Any) -> Report:
+        asked.append(overrides)
+        said = "it said:\nPlanError: built for the CPU so far, not for cuda.\nsee the logs"
+        if overrides and not has_begun:
+            raise LaunchError(said)
+        folder.mkdir(parents=True)
+        if overrides:
+            failed = Start(exit_code=1, output=said, resumable_step=0)
+            return told(str(faults), losses={}, starts=(failed,), folder=folder)
+        return told(str(faults), plan=Plan(layout=Layout(replicas=3)), folder=folder)
+
+    monkeypatch.setattr(drill_run, "run_with", fake)
+    faults = "slow:worker=1,step=2; slow:worker=2,step=3"
+    assert drill_run.main_drill(request(__file__, "--faults", faults)) == 0
+    assert asked == [(), ("plan.layout.replicas=1-3",), (), ()], "it is asked once"
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err):
+        assert "replicas stay as they are: PlanError: built for the CPU so far, not for cuda." in text
+    assert printed.out.endswith("all promises held\n")
+
+
+def test_all_other_plans_may_lose_a_replica() -> None:
+    for plan in ("default", "localsgd(every=4)", "gossip", "allreduce(op=adasum)", "parameterserver(staleness=none)"):
+        found = terms(plan)
+        assert found.overrides == ("plan.layout.replicas=1-3",) and found.is_elastic and not found.kept
+    assert terms("replicas=1-3").overrides == () and terms("replicas=1-3").is_elastic
+    assert terms("shard=3").overrides == () and not terms("shard=3").is_elastic, "the only replica"
+
+
+def test_a_fault_that_does_not_apply_is_left_out_by_name_and_refused_where_it_is_named(tmp_path: Path) -> None:
+    assert not terms("default").said
+    for plan in ("localsgd(every=4)", "gossip", "parameterserver(staleness=none)", "parameterserver(drop=1)"):
+        found = terms(plan)
+        assert list(found.left_out) == ["flip"] and found.said[-1].startswith("flip does not apply: ")
+        drawn = programmes(request(__file__), found, plan=Plan.parse(plan), steps=40, workers=3)
+        kinds = [fault.kind for (fault,) in drawn]
+        assert kinds == [*(kind for kind in KINDS if kind != "flip"), *(OF_SERVERS if "server" in plan else ())]
+        named = request(__file__, "--faults", "flip:worker=1,step=9")
+        with pytest.raises(PlanError, match=r"flip:worker=1,step=9 does not apply to this plan: .* different weights"):
+            programmes(named, found, plan=Plan.parse(plan), steps=40, workers=3)
+    two = terms("default", workers=2)
+    assert two.said == ("flip does not apply: it needs 3 workers, so that a majority says whose weights are right",)
+
+
+def test_a_fault_of_a_save_comes_at_one_before_the_end() -> None:
+    assert terms("default").last_save == 35
+    rounds = terms("localsgd(every=16)")
+    assert rounds.last_save == 32, "saves wait for the replicas to agree"
+    assert terms("localsgd(every=64,fragments=2)").last_save == terms("gossip").last_save == 35, "here they do not"
+    (full,) = Programme.of_each_kind(0, steps=40, workers=3, kinds=["full_disk"], last_save=4)
+    assert full.step == 4
+    assert terms("default", "--save-every", "20").last_save == 20
+    found = terms("localsgd(every=64)")
+    assert found.last_save is None and "no checkpoint before that of the run's end" in found.left_out["full_disk"]
+
+
+def test_a_worker_that_calls_nobody_in_its_step_is_slow_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(injection.time, "sleep", slept.append)
+    notes = Notes.begin(tmp_path, Programme.parse("slow:worker=1,step=2,steps=1,times=3"), outside=())
+    ring: Any = SimpleNamespace(**{name: lambda *_, **__: 1 for name in ("begin", "enter", "wait", "join")})
+    injection.arm(notes.path, worker_rank=1, ring=ring)
+    for step, calls in ((1, 0), (2, 0), (3, 0), (2, 1)):
+        slept.clear()
+        ring.begin(injection.WALK, step)
+        for _ in range(calls):
+            ring.enter("all_reduce", "gradients")
+        ring.begin(injection.BETWEEN, step)
+        assert len(slept) == (step == 2), (step, calls)
+
+
+def test_a_loss_leaps_only_where_its_worker_has_known_some(tmp_path: Path) -> None:
+    notes = Notes.begin(tmp_path, Programme.parse("spike:worker=1,step=6"), outside=())
+    ring: Any = SimpleNamespace(**{name: lambda *_, **__: 1 for name in ("begin", "enter", "wait", "join")})
+    injection.arm(notes.path, worker_rank=1, ring=ring)
+    model, spoilt = torch.nn.Identity(), []
+    for step in range(3, 24, 3):  # every third batch is its own
+        ring.begin(injection.WALK, step)
+        spoilt.append(float(model(torch.ones(1, 2)).abs().max()) > 1000)
+        ring.begin(injection.BETWEEN, step)
+    assert spoilt == [False] * 5 + [True, False]
 
 
 def test_all_may_leave_by_a_notice_that_comes_while_others_are_replaced() -> None:
@@ -433,7 +620,15 @@ def test_recovery_is_until_the_step_in_hand_is_committed() -> None:
     assert recovery_s(kill, came, [[committed(3, 9.0), late]]) is None
     restarted = [[committed(3, 9.0), committed(5, 10.01)], [committed(4, 12.0)]]
     assert recovery_s(kill, came, restarted) == pytest.approx(2.0)
+    all_done = Record(20.0, None, Note(text="nothing is left"))
+    assert recovery_s(kill, came, [[committed(3, 9.0), committed(5, 10.2)], [all_done]]) == pytest.approx(0.2)
     assert recovery_s(Fault.parse("slow:worker=0,step=1"), came, restarted) is None
+
+
+def test_an_attempt_that_nobody_has_begun_was_to_begin_where_it_was_told() -> None:
+    about: dict[str, Any] = {"causes": ["host far was lost"], "lost": [2], "workers": 4, "source": "memory"}
+    again = Record(1.0, None, Restarted(at_step=26, step=26, lost_at=0.5, **about))
+    assert resumed_from([again]) == 26 and resumed_from([]) == 0
 
 
 # The command's options.
@@ -453,15 +648,17 @@ def test_the_options_make_a_request(tmp_path: Path) -> None:
     script.touch()
     made = request(str(script), "--workers", "4", "--random", "3", "--seed", "5", "--steps", "20", "--together")
     assert (made.workers, made.num_random, made.seed, made.steps, made.together) == (4, 3, 5, 20, True)
-    (programme,) = programmes(made, steps=20, workers=4)
+    sizes: dict[str, Any] = {"plan": Plan(), "steps": 20, "workers": 4}
+    (programme,) = programmes(made, Terms(is_elastic=True), **sizes)
     assert programme == Programme.random(5, steps=20, workers=4, num=3)
-    assert len(programmes(request(str(script)), steps=20, workers=4)) == len(KINDS)
+    assert len(programmes(request(str(script)), Terms(is_elastic=True), **sizes)) == len(KINDS)
     with pytest.raises(PlanError, match="--steps is 0; it must be more than 0"):
         request(str(script), "--steps", "0")
     with pytest.raises(PlanError, match="There is no file"):
         request(str(tmp_path / "absent.py"))
     with pytest.raises(PlanError, match="use --together"):
-        programmes(request(str(script), "--faults", "kill:worker=1,step=2,where=regroup"), steps=9, workers=2)
+        asked = request(str(script), "--faults", "kill:worker=1,step=2,where=regroup")
+        programmes(asked, Terms(is_elastic=True), plan=Plan(), steps=9, workers=2)
 
 
 def test_a_run_that_takes_no_step_is_an_error_with_its_words(tmp_path: Path) -> None:

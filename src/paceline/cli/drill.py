@@ -91,12 +91,13 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--keep-plan",
         action="store_true",
-        help="run the script's plan as it is (default: a fixed number of replicas N becomes 1-N)",
+        help="run the script's plan as it is (default: a fixed number of replicas N becomes 1-N, where they can come "
+        "and go)",
     )
     parser.add_argument(
         "--tolerance",
         metavar="X",
-        help="largest relative difference of a loss (default: 1e-5; 0.05 where replicas are lost and the wire rounds)",
+        help="largest relative difference of a loss (default: as the plan promises, 1e-5 where nothing rounds)",
     )
     parser.add_argument("--save-every", metavar="STEPS", help="steps between checkpoints (default: an eighth)")
     parser.add_argument(

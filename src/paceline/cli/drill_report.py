@@ -11,7 +11,7 @@ from typing import Any
 from paceline.plan import ParameterServer, Plan
 from paceline.testing import Fault, Report
 from paceline.testing.faults import OF_SERVERS
-from paceline.testing.report import LOSSY_TOLERANCE
+from paceline.testing.report import CURVE_TOLERANCE, LOSSY_TOLERANCE
 
 __all__ = ["Judged", "print_report", "promise", "report"]
 
@@ -20,6 +20,13 @@ ELASTIC = {
     "term": "it finishes its step and leaves; the others go on; no step is lost",
     "stop": "it is given up after --silence-s; the others go on; no step is lost, and it never commits again",
     "cut": "one side goes on after --silence-s, the other one commits nothing more; no step is lost",
+}
+LOCAL = {  # in place of ELASTIC, where replicas take steps by themselves
+    "kill": "before all agree again, the others run what it should have run since all last did; no sample is lost or "
+    "used twice; what it had learnt since its weights last met the others' is lost with it",
+    "term": "the round ends early, with its part in it, and it leaves; the others go on; no step is lost",
+    "stop": "it is given up after --silence-s, and never agrees again; all else is as for kill",
+    "cut": "one side goes on after --silence-s, as for kill; the other one agrees on nothing more",
 }
 TURNS = {  # beside ELASTIC, where replicas do not wait for each other
     "kill": "nobody waits; its batch is dealt again; no sample is used twice",
@@ -50,8 +57,17 @@ ALWAYS = {
         "no worker takes the step, weights stay as they were, training goes on (with plan.guard.on_spike=skip)",
     ),
 }
+POISONED = {  # in place of what ALWAYS says, by whose step it is
+    "local": "the replica alone leaves out its step, and its weights stay as they were; training goes on",
+    "turns": "its batch's update is left out, weights stay as they were, training goes on",
+    "drops": "no worker takes the step, unless its share came too late and did not count; training goes on",
+}
 MIRRORED = "its mirror takes its place within the step; no step is lost"
 UNMIRRORED = "all workers begin again from the newest checkpoint; no command"
+CUT_SERVERS = {  # by whether they are mirrored
+    True: "who waits for a server or mirror on the other side goes on after the job's timeout_s",
+    False: "where a server is on the other side, all begin again from the newest checkpoint, after the job's timeout_s",
+}
 COLUMNS = ("fault", "came", "steps lost", "samples repeated", "largest loss difference", "recovery s", "verdict")
 
 
@@ -74,26 +90,45 @@ def promise(fault: Fault, plan: Plan) -> str:
         return "the others wait for it, or give it up after --silence-s; no step is lost"
     if fault.kind in OF_SERVERS:
         return MIRRORED if isinstance(plan.sync, ParameterServer) and plan.sync.mirrored else UNMIRRORED
+    if fault.poisons and (plan.is_local or plan.takes_turns):
+        whose = "local" if plan.is_local else "drops" if plan.drops_late else "turns"
+        return f"{POISONED[whose]} (with plan.guard.on_spike=skip)"
     fixed = FIXED | KEPT if plan.keeps_snapshots else FIXED
-    elastic = ELASTIC | TURNS if plan.takes_turns else ELASTIC
+    elastic = ELASTIC | TURNS if plan.takes_turns else LOCAL if plan.is_local else ELASTIC
     told = (ALWAYS | (elastic if plan.layout.is_elastic else fixed))[fault.kind]
-    if plan.layout.is_elastic and fault.loses_a_worker and not plan.wire.exact:
-        told += f"; the loss is within {LOSSY_TOLERANCE:.0%}, as the wire rounds, and what it had to send is lost"
-    return told
+    if fault.kind == "cut" and plan.layout.is_elastic and isinstance(plan.sync, ParameterServer):
+        told += f"; {CUT_SERVERS[plan.sync.mirrored]}"
+    return told + _how_near(fault, plan)
 
 
-def print_report(judged: Sequence[Judged], *, like: Report, as_json: bool) -> None:
-    """Print the table and what it means, or all of it as JSON."""
-    print(json.dumps(_facts(judged, like), indent=2) if as_json else report(judged, like=like))
+def _how_near(fault: Fault, plan: Plan) -> str:
+    """How near losses are to those of an undisturbed run, where that is not to rounding."""
+    is_smaller = plan.layout.is_elastic and fault.loses_a_worker  # the run
+    is_begun_again = fault.ends_the_run or (fault.loses_a_worker and not plan.layout.is_elastic)
+    if plan.takes_turns:
+        return ""
+    if (is_smaller and not plan.sync.exact_with_fewer) or (is_begun_again and not plan.sync.exact_again):
+        return (
+            f"; the curve is another one from there on, and its mean is near, to {CURVE_TOLERANCE:.0%} of the mean loss"
+        )
+    if is_smaller and not plan.wire.exact:
+        return f"; the loss is within {LOSSY_TOLERANCE:.0%}, as the wire rounds, and what it had to send is lost"
+    return ""
 
 
-def report(judged: Sequence[Judged], *, like: Report) -> str:
+def print_report(judged: Sequence[Judged], *, like: Report, said: Sequence[str], as_json: bool) -> None:
+    """Print the table and what it means, or all of it as JSON. `said`: what was said beforehand of what is drilled."""
+    told = json.dumps(_facts(judged, like, said), indent=2) if as_json else report(judged, like=like, said=said)
+    print(told)
+
+
+def report(judged: Sequence[Judged], *, like: Report, said: Sequence[str] = ()) -> str:
     """Return the table, what was promised, a sentence per failure, and the verdict."""
     plan = judged[0].report.plan
     lines: list[Sequence[str]] = [COLUMNS, *(row for one in judged for row in _rows(one))]
     shown = dataclasses.replace(plan, guard=like.plan.guard)  # what the drill has set there stands with the promises
     head = f"plan {shown}, {like.workers} workers, {len(like.losses)} steps, against the undisturbed run ({like.plan})"
-    blocks = ["\n".join([head, "", *_table(lines)])]
+    blocks = ["\n".join([head, *said, "", *_table(lines)])]
     promises = {fault.kind: promise(fault, plan) for one in judged for fault in one.report.programme}
     blocks.append("\n".join(["promised:", *(f"  {kind}: {text}" for kind, text in promises.items())]))
     notes = list(dict.fromkeys(note for one in judged for note in one.report.notes))
@@ -116,7 +151,7 @@ def _rows(one: Judged) -> list[tuple[str, ...]]:
         whole = (
             str(told.steps_lost),
             str(told.samples_repeated),
-            _figure(told.loss_difference(one.like)),
+            _figure(told.loss_difference(one.like), is_mean=told.is_other_from is not None),
         )
         rows.append(
             (
@@ -136,7 +171,7 @@ def _source(told: Report) -> str:
     return f" ({', '.join(sources)})" if sources else ""
 
 
-def _facts(judged: Sequence[Judged], like: Report) -> dict[str, Any]:
+def _facts(judged: Sequence[Judged], like: Report, said: Sequence[str]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for one in judged:
         told = one.report
@@ -158,12 +193,13 @@ def _facts(judged: Sequence[Judged], like: Report) -> dict[str, Any]:
                 "steps_lost": told.steps_lost,
                 "samples_repeated": told.samples_repeated,
                 "loss_difference": difference if math.isfinite(difference) else None,
+                "other_from_step": told.is_other_from,
                 "notes": list(told.notes),
                 "broken": list(one.broken),
                 "holds": one.holds,
             }
         )
-    return {"holds": all(one.holds for one in judged), "steps": len(like.losses), "runs": rows}
+    return {"holds": all(one.holds for one in judged), "steps": len(like.losses), "said": list(said), "runs": rows}
 
 
 def _table(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -171,7 +207,7 @@ def _table(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
-def _figure(value: float) -> str:
+def _figure(value: float, *, is_mean: bool) -> str:
     if value == 0.0 or math.isnan(value):
         return "0" if value == 0.0 else "not compared"
-    return f"{value:.1e}" if math.isfinite(value) else "steps differ"
+    return f"{value:.1e}{' (mean)' if is_mean else ''}" if math.isfinite(value) else "steps differ"

@@ -1,10 +1,15 @@
-"""Sync says how replicas agree on an update: one class for each way."""
+"""Sync says how replicas agree on an update: one class for each way.
+
+Each class also says two things about a run in which something goes wrong, with numbers as they are (`Raw`): whether its
+losses stay those of an undisturbed run, to rounding, `exact_with_fewer` replicas, and where all go on `exact_again`
+from a checkpoint.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from paceline.config import check_fields
 from paceline.errors import PlanError
@@ -27,6 +32,8 @@ class AllReduce(Part):
     what they have not adds up.
     """
 
+    exact_again: ClassVar[bool] = True
+
     op: Literal["mean", "adasum"] = "mean"
     algorithm: Algorithm = "auto"
     bucket_bytes: int = 8 * MiB
@@ -39,6 +46,11 @@ class AllReduce(Part):
                 f"AllReduce.algorithm is {self.algorithm!r} with op='adasum', which has an algorithm of its own. Leave "
                 "algorithm out, or use op='mean'."
             )
+
+    @property
+    def exact_with_fewer(self) -> bool:
+        """Adasum takes other steps with another number of replicas."""
+        return self.op == "mean"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -92,6 +104,16 @@ class ParameterServer(Part):
                 "the newest checkpoint where a server is lost."
             )
 
+    @property
+    def exact_with_fewer(self) -> bool:
+        """Where replicas do not wait for all, losses depend on who was fast, undisturbed as well."""
+        return self.staleness == 0 and not self.drop
+
+    @property
+    def exact_again(self) -> bool:
+        """As `exact_with_fewer`."""
+        return self.exact_with_fewer
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Nesterov(Part):
@@ -127,6 +149,9 @@ class LocalSGD(Part):
 
     `algorithm` and `bucket_bytes` say how the sums travel, as in `AllReduce`.
     """
+
+    exact_with_fewer: ClassVar[bool] = False
+    exact_again: ClassVar[bool] = False  # a checkpoint has one replica's optimizer state, for all
 
     every: int
     outer: Nesterov | None = None
@@ -188,6 +213,9 @@ class Gossip(Part):
     `average_every` steps all take the average of all; where that is needed, earlier. `bucket_bytes` says how that sum
     travels, as in `AllReduce`.
     """
+
+    exact_with_fewer: ClassVar[bool] = False
+    exact_again: ClassVar[bool] = False  # as under LocalSGD
 
     peers: Literal["ring", "random"] = "ring"
     every: int = 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.errors import PlanError
 
-__all__ = ["KINDS", "OF_SERVERS", "PLACES", "Fault", "Programme"]
+__all__ = ["KINDS", "OF_SERVERS", "PLACES", "Fault", "Programme", "why_not"]
 
 KINDS = {  # and what each is, for people
     "kill": "the worker gets SIGKILL",
@@ -164,9 +164,18 @@ class Programme:
 
     @classmethod
     def random(
-        cls, seed: int, *, steps: int, workers: int, kinds: Sequence[str] = tuple(KINDS), num: int = 1, each: int = 1
+        cls,
+        seed: int,
+        *,
+        steps: int,
+        workers: int,
+        kinds: Sequence[str] = tuple(KINDS),
+        num: int = 1,
+        each: int = 1,
+        last_save: int | None = None,
     ) -> Programme:
-        """Draw `num` faults for a run of so many steps; the same for the same arguments. `each`: workers of a replica.
+        """Draw `num` faults for a run of so many steps; the same for the same arguments. `each`: workers of a replica;
+        `last_save`: faults of a save come by then, where not at the run's end.
 
         One worker, drawn as well, is never lost, nor any of its replica where there are others, so that the run's state
         is never gone with the last of them; with one worker only faults are drawn that it survives.
@@ -175,7 +184,7 @@ class Programme:
         survivor = draw.randrange(workers)
         others = [worker for worker in range(workers) if worker // each != survivor // each]
         others = others or [worker for worker in range(workers) if worker != survivor]
-        possible = [kind for kind in kinds if _can_come(kind, steps=steps, workers=workers, each=each)]
+        possible = [kind for kind in kinds if not why_not(kind, steps=steps, workers=workers, each=each)]
         if num > 1 and workers // each == MAJORITY:  # another fault may just have taken one
             possible = [kind for kind in possible if kind != "flip"]
         if not possible or steps < 4 or num < 1:
@@ -184,7 +193,7 @@ class Programme:
                 "steps: use at least 1 fault, 4 steps, and 2 workers for faults that lose one."
             )
         found = [
-            _drawn(draw, draw.choice(possible), others or [survivor], between)
+            _drawn(draw, draw.choice(possible), others or [survivor], between, last_save or steps)
             for between in _spans(steps, num)  # each in its own part of the run
         ]
         return cls(tuple(found))
@@ -199,16 +208,22 @@ class Programme:
         kinds: Sequence[str] = tuple(KINDS),
         each: int = 1,
         servers: int = 0,
+        last_save: int | None = None,
     ) -> Programme:
         """Draw one fault of each of these kinds that can be survived by so many workers, `each` of them a replica; for
-        runs of their own. `servers`: parameter servers, of which one is killed, too."""
-        kinds = [kind for kind in kinds if _can_come(kind, steps=steps, workers=workers, each=each)]
+        runs of their own. `servers`: parameter servers, of which one is killed, too; `last_save` as for `random`."""
+        kinds = [kind for kind in kinds if not why_not(kind, steps=steps, workers=workers, each=each)]
         return cls(
             tuple(
                 fault
                 for number, kind in enumerate(kinds)
                 for fault in cls.random(
-                    seed * len(KINDS) + number, steps=steps, workers=workers, kinds=[kind], each=each
+                    seed * len(KINDS) + number,
+                    steps=steps,
+                    workers=workers,
+                    kinds=[kind],
+                    each=each,
+                    last_save=last_save,
                 )
             )
             + tuple(Fault(kind=kind, worker=0, step=max(2, steps // 2)) for kind in OF_SERVERS if servers)
@@ -226,9 +241,8 @@ class Programme:
                     f"{fault} cannot come: the run has steps 1 to {steps} and workers 0 to {workers - 1}. "
                     "Name others, or use more of them (--steps, --workers)."
                 )
-            if not _can_come(fault.kind, steps=steps, workers=workers, each=each):
-                who = "workers" if each == 1 else "replicas"
-                raise PlanError(f"{fault} needs {MAJORITY} {who}, so that a majority says whose weights are right.")
+            if reason := why_not(fault.kind, steps=steps, workers=workers, each=each):
+                raise PlanError(f"{fault} {reason}.")
 
     def __iter__(self) -> Iterator[Fault]:
         return iter(self.faults)
@@ -240,19 +254,23 @@ class Programme:
         return "; ".join(map(str, self.faults))
 
 
-def _can_come(kind: str, *, steps: int, workers: int, each: int) -> bool:
-    """Whether a run of so many steps and workers could keep what is promised for a kind of fault."""
-    if kind == "spike":
-        return steps >= SPIKE_FROM
-    if kind == "flip":
-        return workers // each >= MAJORITY
-    return workers >= (2 if kind in LOSES_A_WORKER else 1)
+def why_not(kind: str, *, steps: int, workers: int, each: int) -> str:
+    """Why a run of so many steps and workers, `each` of them a replica, could not keep what is promised for a kind of
+    fault; "" where it can."""
+    if kind == "spike" and steps < SPIKE_FROM:
+        return f"needs {SPIKE_FROM} steps, so that losses are known to leap from"
+    if kind == "flip" and workers // each < MAJORITY:
+        who = "workers" if each == 1 else "replicas"
+        return f"needs {MAJORITY} {who}, so that a majority says whose weights are right"
+    if kind in LOSES_A_WORKER and workers < 2:
+        return "needs 2 workers, so that one is left"
+    return ""
 
 
-def _drawn(draw: random.Random, kind: str, workers: Sequence[int], between: tuple[int, int]) -> Fault:
+def _drawn(draw: random.Random, kind: str, workers: Sequence[int], between: tuple[int, int], last_save: int) -> Fault:
     worker, step, where = draw.choice(workers), draw.randint(*between), draw.choice(BY_CHANCE)
     if kind in OF_THE_WRITER:
-        return Fault(kind=kind, worker=0, step=step)
+        return Fault(kind=kind, worker=0, step=min(step, last_save))
     if kind in OF_THE_NUMBERS:
         return Fault(kind=kind, worker=worker, step=max(step, SPIKE_FROM) if kind == "spike" else step)
     return Fault(kind=kind, worker=worker, step=step, where=where)

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from paceline.comm.ring import Ring
-from paceline.testing.faults import OF_THE_NUMBERS, PLACES, Fault
+from paceline.testing.faults import OF_THE_NUMBERS, PLACES, SPIKE_FROM, Fault
 from paceline.testing.notes import Notes
 from paceline.testing.numbers import Calls, flip_a_bit, poisoned
 
@@ -75,6 +75,8 @@ class _Doom:
         self._phase, self._step, self._since = "", 0, 0.0
         self._calls: dict[int, str] = {}  # what is under way in this step, by the ring's serial
         self._slow: Fault | None = None
+        self._has_slowed = False  # in this step
+        self._num_steps, self._step_walked = 0, 0  # of its own: where replicas take turns, each has but some of all
         self._hook: Any = None
         self._refuses = False  # the disk is said to be full
         self._numbers = {number: fault for number, fault in faults.items() if fault.kind in OF_THE_NUMBERS}
@@ -84,16 +86,20 @@ class _Doom:
     # What the worker says of itself.
 
     def begins(self, _: None, phase: str, step: int) -> None:
+        if phase == WALK and step != self._step_walked:
+            self._num_steps, self._step_walked = self._num_steps + 1, step
         came_from, self._phase, self._step = self._phase, phase, step
         self._calls.clear()
         if self._numbers:
             self._begins_with_numbers(came_from)
         if phase == WALK:
             self._since = time.perf_counter()
-            self._slow = self._slow_now()
+            self._slow, self._has_slowed = self._slow_now(), False
             if self._is_due("forward"):
                 self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._in_forward)
         elif came_from == WALK:  # whatever was to come in this step, and found no place
+            if not self._has_slowed:
+                self._slow_down()
             self._come_to("commit")
         elif phase == SAVING:
             self._come_to("save", but=self._is_the_writers)
@@ -114,7 +120,8 @@ class _Doom:
     def _model_called(self, model: nn.Module, output: Any) -> Any:
         self._model = model
         for number, fault in self._numbers.items():
-            is_due = fault.poisons and self._step >= fault.step
+            is_known = fault.kind != "spike" or self._num_steps >= SPIKE_FROM  # what this worker's losses leap from
+            is_due = fault.poisons and self._step >= fault.step and is_known
             if is_due and self._notes.came(number, step=self._step, place="forward"):
                 return poisoned(output, fault.kind)
         return None
@@ -122,9 +129,14 @@ class _Doom:
     def enters(self, serial: int, kind: str, what: str, **_: Any) -> None:
         if self._phase == WALK:
             self._calls[serial] = what
-            if self._slow is not None and what != "the vote":
-                time.sleep((self._slow.times - 1) * (time.perf_counter() - self._since))
-                self._since = time.perf_counter()
+            if what != "the vote":
+                self._slow_down()
+
+    def _slow_down(self) -> None:
+        """Take as long as a slow worker would have since it was here last."""
+        if self._slow is not None:
+            time.sleep((self._slow.times - 1) * (time.perf_counter() - self._since))
+            self._since, self._has_slowed = time.perf_counter(), True
 
     def waits(self, _: None, serial: int) -> None:
         if serial in self._calls:

@@ -23,14 +23,24 @@ from paceline.monitor.audit import AuditResult, audit
 from paceline.monitor.run_record import RunRecord
 from paceline.monitor.steps import loss_of
 from paceline.monitor.stream import Tail
-from paceline.plan import ParameterServer, Plan
+from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
 from paceline.testing.faults import OF_SERVERS, Fault, Programme
 from paceline.testing.notes import Came, Notes
 
-__all__ = ["LOSSY_TOLERANCE", "TOLERANCE", "Report", "Start", "read_report", "recovery_s"]
+__all__ = [
+    "CURVE_TOLERANCE",
+    "LOSSY_TOLERANCE",
+    "TOLERANCE",
+    "Report",
+    "Start",
+    "read_report",
+    "recovery_s",
+    "resumed_from",
+]
 
 TOLERANCE = 1e-5  # of losses, relative
 LOSSY_TOLERANCE = 0.05  # where a wire keeps what is still to be sent, and it was lost with a replica
+CURVE_TOLERANCE = 0.25  # of the mean loss, where other replicas take other steps, and the curve is another one
 NO_CHECK = "The plan has to say so: Guard(check_every=1)."
 NO_GUARD = "The plan has to say so: Guard(on_spike='skip'), with a window that is half full by then."
 
@@ -60,7 +70,8 @@ class Report:
     plan: Plan  # as it ran
     workers: int  # at the beginning
     losses: dict[int, float]  # by step
-    left_out: frozenset[int]  # steps that nobody took
+    left_out: frozenset[int]  # steps that nobody took, or, where replicas take steps by themselves, one of them did not
+    late: frozenset[tuple[int, int]]  # worker, and step whose update was made without its share
     differing: tuple[WeightsDiffer, ...]  # weights that were not equal
     regrouped: tuple[Regrouped, ...]
     failed_saves: tuple[int, ...]  # steps
@@ -91,19 +102,50 @@ class Report:
     def loss_difference(self, like: Report) -> float:
         """The largest relative difference of a step's loss; infinite where the steps are not the same ones.
 
-        Where a batch was poisoned, of the steps before that: its step is left out, and so the later ones differ. NaN
-        where replicas ask for their batches by themselves: losses are those of who was fast.
+        Where a batch was poisoned, of the steps before that: its step is left out, and so the later ones differ. Where
+        the curve `is_other_from` a step, that of the means from there on counts as one. NaN where replicas ask for
+        their batches by themselves: losses are those of who was fast.
         """
         if self.plan.takes_turns:
             return math.nan
         if self.losses.keys() != like.losses.keys():
             return math.inf
-        return max(self._differences(like).values(), default=0.0 if self.losses else math.inf)
+        differences = [*self._differences(like).values(), self._difference_of_means(like)]
+        return max(differences) if self.losses else math.inf
 
     def _differences(self, like: Report) -> dict[int, float]:
-        """By step."""
-        until = min(self._poisoned, default=math.inf)
+        """By step, as far as steps are to have the losses of an undisturbed run."""
+        until = min([*self._poisoned, self.is_other_from or math.inf])
         return {step: _difference(loss, like.losses[step]) for step, loss in self.losses.items() if step < until}
+
+    def _difference_of_means(self, like: Report) -> float:
+        """That of the mean losses of the steps from which on the curve is another one, in parts of the undisturbed
+        run's mean over all steps, since late losses may be next to nothing; 0: of no steps."""
+        first, until = self.is_other_from or math.inf, min(self._poisoned, default=math.inf)
+        steps = [step for step in self.losses if first <= step < until]
+        if not steps:
+            return 0.0
+        ours, theirs = (sum(losses[step] for step in steps) / len(steps) for losses in (self.losses, like.losses))
+        difference = abs(ours - theirs) / (sum(map(abs, like.losses.values())) / len(like.losses))
+        return math.inf if math.isnan(difference) else difference
+
+    @property
+    def is_other_from(self) -> int | None:
+        """The first step whose loss depends on what was lost, by the plan's way to agree; None: all are those of an
+        undisturbed run.
+
+        Where replicas take steps by themselves that may be before the loss, by what the lost one was ahead.
+        """
+        sync, steps = self.plan.sync, list[int]()
+        if self.is_elastic and not sync.exact_with_fewer:
+            came = zip(self.programme, self.came, strict=True)
+            steps += [when.step for fault, when in came if fault.loses_a_worker and when is not None]
+        if not sync.exact_again:
+            steps += [step + 1 for step in self.resumed_from[1:]]
+        if not steps:
+            return None
+        together = sync.every if isinstance(sync, LocalSGD | Gossip) else 1
+        return (max(1, min(steps)) - 1) // together * together + 1
 
     @property
     def _poisoned(self) -> list[int]:
@@ -113,7 +155,7 @@ class Report:
 
     def broken(self, like: Report, *, tolerance: float | None = None) -> list[str]:
         """The promises that were not kept, a sentence each; `like`: an undisturbed run."""
-        numbers = self._numbers(like, self.tolerance if tolerance is None else tolerance)
+        numbers = self._numbers(like, tolerance)
         return [*self._unhappened(), *self._ends(), *numbers, *self._restarts()]
 
     @property
@@ -133,7 +175,12 @@ class Report:
         kinds = {fault.kind for fault in self.programme if not self.is_elastic and fault.loses_a_worker}
         if not (isinstance(self.plan.sync, ParameterServer) and self.plan.sync.mirrored):
             kinds |= {fault.kind for fault in self.programme if fault.kind in OF_SERVERS}
+            kinds |= {"cut"} if self._may_cut_servers else set()
         return bool(kinds) or any(fault.ends_the_run for fault in self.programme)
+
+    @property
+    def _may_cut_servers(self) -> bool:
+        return isinstance(self.plan.sync, ParameterServer) and any(fault.kind == "cut" for fault in self.programme)
 
     def _is_left_by_all(self, start: Start) -> bool:
         """Whether everybody saved and left because a notice came while others were being replaced: too few were left
@@ -149,7 +196,7 @@ class Report:
                 yield f"{fault}: the save at step {came.step} did not fail, though the disk was full"
             elif fault.kind == "flip" and not any(self._is_healed(fault, differ) for differ in self.differing):
                 yield f"{fault}: nobody named worker {fault.worker} and healed it. {NO_CHECK}"
-            elif fault.poisons and came.step not in self.left_out:
+            elif fault.poisons and came.step not in self.left_out and (fault.worker, came.step) not in self.late:
                 yield f"{fault}: step {came.step} was taken all the same. {NO_GUARD}"
 
     @staticmethod
@@ -165,7 +212,7 @@ class Report:
         if any(not self._is_left_by_all(start) for start in self.starts[:-1]) and not self.may_restart:
             yield f"the run had to be started {len(self.starts)} times"
 
-    def _numbers(self, like: Report, tolerance: float) -> Iterator[str]:
+    def _numbers(self, like: Report, tolerance: float | None) -> Iterator[str]:
         missing, extra = sorted(like.losses.keys() - self.losses), sorted(self.losses.keys() - like.losses)
         if self.plan.takes_turns:
             came = zip(self.programme, self.came, strict=True)
@@ -175,11 +222,15 @@ class Report:
         elif missing or extra:
             yield f"steps are missing: {_shown(missing)}" if missing else f"steps are too many: {_shown(extra)}"
         else:
-            differences = self._differences(like)
+            differences, most = self._differences(like), self.tolerance if tolerance is None else tolerance
             difference = max(differences.values(), default=0.0)
-            if not difference <= tolerance:
+            if not difference <= most:
                 step = max(differences, key=lambda step: differences[step])
-                yield f"the loss differs by {difference:.1e} (tolerance {tolerance:.0e}), first of all at step {step}"
+                yield f"the loss differs by {difference:.1e} (tolerance {most:.0e}), first of all at step {step}"
+            difference, most = self._difference_of_means(like), CURVE_TOLERANCE if tolerance is None else tolerance
+            if not difference <= most:
+                since = f"from step {self.is_other_from} on"
+                yield f"the mean of the losses {since} differs by {difference:.1e} (tolerance {most:.0e})"
         broken = [step for step, loss in self.losses.items() if not math.isfinite(loss) and step not in self.left_out]
         if self._poisoned and broken and not (missing or extra):
             yield f"the loss is not finite any more: {_shown(broken)}"
@@ -218,7 +269,7 @@ def read_report(
         programme=notes.programme,
         came=came,
         starts=tuple(starts),
-        resumed_from=tuple(_resumed_from(attempt) for attempt in attempts),
+        resumed_from=tuple(resumed_from(attempt) for attempt in attempts),
         committed=tuple(_committed(run_dir / f"attempt_{number}") for number in range(1, num_attempts + 1)),
         restarted=tuple(map(_restarted, attempts)),
         plan=Plan.parse(began[0].plan if began else like),
@@ -226,6 +277,11 @@ def read_report(
         losses=_losses(attempts),
         left_out=frozenset(
             record.event.step for record in records if isinstance(record.event, StepDone) and record.event.skipped
+        ),
+        late=frozenset(
+            (record.worker, record.event.step)
+            for record in records
+            if record.worker is not None and isinstance(record.event, StepDone) and record.event.late
         ),
         differing=tuple(record.event for record in records if isinstance(record.event, WeightsDiffer)),
         regrouped=tuple(record.event for record in records if isinstance(record.event, Regrouped)),
@@ -248,10 +304,12 @@ def _records(run_dir: Path, attempt: int) -> list[Record]:
         stream.close()
 
 
-def _resumed_from(records: Sequence[Record]) -> int:
-    """Where the first ones began; who joins later says nothing of that."""
+def resumed_from(records: Sequence[Record]) -> int:
+    """Where the first ones began; who joins later says nothing of that. Where somebody was lost again before any had
+    begun: where they were to."""
     started = [record.event for record in records if isinstance(record.event, WorkerStarted)]
-    return started[0].resumed_from_step if started else 0
+    restarted = _restarted(records)
+    return started[0].resumed_from_step if started else restarted.step if restarted is not None else 0
 
 
 def _restarted(records: Sequence[Record]) -> Restarted | None:
@@ -294,13 +352,15 @@ def recovery_s(fault: Fault, came: Came, attempts: Sequence[Sequence[Record]]) -
         return None
     first = came.step + (came.place == "save")
     later = [records for records in attempts if records and records[0].time > came.time]
-    done = [
-        record.time - came.time
-        for records in later or attempts
-        for record in records
-        if isinstance(record.event, StepDone) and record.time > came.time and (later or record.event.step >= first)
-    ]
-    return min(done, default=None)
+
+    def done(attempts: Sequence[Sequence[Record]], least: int) -> list[float]:
+        """When steps from `least` on were."""
+        events = [(record.time, record.event) for records in attempts for record in records]
+        steps = [(when, event.step) for when, event in events if isinstance(event, StepDone)]
+        return [when - came.time for when, step in steps if when > came.time and step >= least]
+
+    # Where nothing was left to be done when the run was started again, the others had gone on.
+    return min(done(later, 1) or done(attempts, first), default=None)
 
 
 def _difference(loss: float, like: float) -> float:

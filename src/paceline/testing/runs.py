@@ -84,7 +84,7 @@ def run_with(
 def assert_unharmed(report: Report, like: Report, *, tolerance: float | None = None) -> None:
     """Raise AssertionError, with a sentence for each, where promises were not kept: in a run under faults all of them
     came, it ended well, no committed step was lost (but for a restart from a checkpoint), each step has the loss of the
-    undisturbed run `like`, and every sample was used once."""
+    undisturbed run `like`, as far as the plan promises that, and every sample was used once."""
     broken = report.broken(like, tolerance=tolerance)
     if broken:
         what = str(report.programme) or "an undisturbed run"
