@@ -53,7 +53,7 @@ class Worker(Servers):
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    listener = Listener("127.0.0.1", SECRET, largest_bytes=1 << 16)
+    listener = Listener("127.0.0.1", SECRET)
     weight = Parameter(torch.zeros(1))
     server = DealingServer(
         Part({0: weight}, [SGD([weight], lr=0.1)]), listener, is_deserted=lambda: False, staleness=1, buffers=[]

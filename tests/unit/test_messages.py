@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -33,9 +33,11 @@ def enough() -> None:
 
 
 @contextmanager
-def echo(secret: bytes = SECRET) -> Iterator[tuple[str, list[Mapping[str, Any]], threading.Event]]:
+def echo(
+    secret: bytes = SECRET, *, silence_s: float | None = None
+) -> Iterator[tuple[str, list[Mapping[str, Any]], threading.Event]]:
     """A listener in a thread that sends back what it is sent: its endpoint, what it was told, and its end."""
-    listener, told, ends = Listener("127.0.0.1", secret, largest_bytes=1 << 20), [], threading.Event()
+    listener, told, ends = Listener("127.0.0.1", secret, silence_s=silence_s), [], threading.Event()
 
     def listen() -> None:
         while not ends.is_set():
@@ -159,7 +161,7 @@ def test_a_connection_that_nobody_closes_is_not_waited_for_without_end(monkeypat
 
 
 def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:
-    listener = Listener("127.0.0.1", SECRET, largest_bytes=1 << 20)
+    listener = Listener("127.0.0.1", SECRET)
     address = ("127.0.0.1", int(listener.endpoint.rpartition(":")[2]))
 
     def greeted() -> socket.socket:
@@ -193,7 +195,7 @@ def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:
 
 
 def test_who_takes_the_name_of_somebody_who_has_gone_is_a_stranger() -> None:
-    listener = Listener("127.0.0.1", SECRET, largest_bytes=1 << 20)
+    listener = Listener("127.0.0.1", SECRET)
     with closing(listener), ThreadPoolExecutor(1) as pool:
         making = pool.submit(Caller, listener.endpoint, SECRET, name="it", timeout_s=10)
         while not making.done():
@@ -213,7 +215,7 @@ def test_who_takes_the_name_of_somebody_who_has_gone_is_a_stranger() -> None:
 
 
 def test_who_is_stopped_is_cut_off_where_the_listener_does_not_wait_for_it() -> None:
-    with closing(Listener("127.0.0.1", SECRET, largest_bytes=1 << 20, silence_s=2.0)) as listener:
+    with closing(Listener("127.0.0.1", SECRET, silence_s=2.0)) as listener:
         child = os.fork()
         if child == 0:
             try:
@@ -239,7 +241,44 @@ def test_who_is_stopped_is_cut_off_where_the_listener_does_not_wait_for_it() -> 
 def test_a_message_that_is_too_large_ends_its_connection() -> None:
     lost = pytest.raises(Lost, match="it was lost")
     with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller, lost:
-        caller.answer(caller.begin({"op": "x"}, [torch.zeros(66 << 20, dtype=torch.uint8)]))
+        caller.answer(caller.begin({"op": "x", "text": "x" * messages.HEADER_BYTES}))
+
+
+def test_whose_message_takes_longer_than_the_silence_is_heard_all_the_while() -> None:
+    with echo(silence_s=0.5) as (endpoint, _, _), slow_way(endpoint, bytes_per_s=12e6) as way:
+        began, sent = time.monotonic(), torch.randn(6_000_000)
+        with closing(Caller(way, SECRET, name="it", timeout_s=20, silence_s=0.5)) as caller:
+            answer = caller.answer(caller.begin({"op": "x"}, [sent]))
+        assert time.monotonic() - began > 3 * 0.5, "it did take longer"
+        assert torch.equal(answer.tensors[0], sent)
+
+
+@contextmanager
+def slow_way(endpoint: str, *, bytes_per_s: float) -> Iterator[str]:
+    """Another endpoint of a listener, from which what is said to it goes on at this rate."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+
+    def carry(source: socket.socket, to: socket.socket, pause_s: float) -> None:
+        with suppress(OSError):  # either side is closed
+            while said := source.recv(1 << 16):
+                to.sendall(said)
+                time.sleep(pause_s * len(said))
+
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection((host, int(port))) as to:
+        way = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+        with ThreadPoolExecutor(2) as pool:
+
+            def join() -> None:
+                with door.accept()[0] as source:
+                    source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                    back = pool.submit(carry, to, source, 0.0)
+                    carry(source, to, 1 / bytes_per_s)
+                    to.shutdown(socket.SHUT_RDWR)
+                    back.result()
+
+            joined = pool.submit(join)
+            yield way
+            joined.result(LIMIT_S)
 
 
 def heard(listener: Listener) -> object:

@@ -56,10 +56,8 @@ class Threads:
         self._pids, self._all = itertools.count(1), list[threading.Thread]()
         self.failed: list[BaseException] = []
 
-    def fork(
-        self, make: Callable[[], Part], *, address: str, secret: bytes, largest_bytes: int, server: MakeServer
-    ) -> tuple[int, str]:
-        listener = Listener(address, secret, largest_bytes=largest_bytes)
+    def fork(self, make: Callable[[], Part], *, address: str, secret: bytes, server: MakeServer) -> tuple[int, str]:
+        listener = Listener(address, secret)
         one = threading.Thread(target=self._serve, args=(server(make(), listener, is_deserted=lambda: False), listener))
         self._all.append(one)
         one.start()
@@ -198,7 +196,7 @@ class Worker(threading.Thread):
             self.servers.close()
 
     def _work(self) -> None:
-        self.servers.meet(part_of, index=self.index, size=WORKERS, largest_bytes=1 << 20)
+        self.servers.meet(part_of, index=self.index, size=WORKERS)
         here = [[place for place in range(len(SIZES)) if place % SERVERS == number] for number in range(SERVERS)]
         for step in range(1, STEPS + 1):
             walk = (0, step, 0)
@@ -261,7 +259,9 @@ def train(threads: Threads, *, timeout_s: float = LIMIT_S) -> list[Worker]:
 
 def server(part: Part | None = None, said: Sequence[tuple[bytes, Message]] = ()) -> MirroredServer:
     listener = PretendedListener(said)
-    return MirroredServer(part or part_of(0), listener, is_deserted=lambda: True, secret=b"s", timeout_s=1.0)
+    return MirroredServer(
+        part or part_of(0), listener, is_deserted=lambda: True, secret=b"s", timeout_s=1.0, silence_s=None
+    )
 
 
 def told(one: MirroredServer, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Mapping[str, Any]:

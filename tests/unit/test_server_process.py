@@ -21,6 +21,6 @@ def test_a_server_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pyt
         raise AssertionError("nobody wakes it")
 
     with pytest.raises(RuntimeError, match=r"did not begin within 0 s, and was killed"):
-        server_process.fork_server(make, address="127.0.0.1", secret=b"s", largest_bytes=0, server=Server)
+        server_process.fork_server(make, address="127.0.0.1", secret=b"s", server=Server)
     pid = (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""
     assert not pid or not Path("/proc", pid).exists()  # it may have been killed before it had written anything

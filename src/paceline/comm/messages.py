@@ -2,7 +2,9 @@
 
 A caller has one connection to each listener (DEALER to ROUTER), so what it says arrives in order. Before anything of it
 is read it proves a secret, and the listener proves it, too (`paceline.comm.token`). Nothing is unpickled: a header is
-JSON, a tensor a dtype, a shape and its bytes, which are sent from where they lie, and used where they arrive.
+JSON, a tensor a dtype, a shape and its bytes, which are sent from where they lie, and used where they arrive. A large
+one travels in pieces, and is put together there: each piece that has arrived is a sign of life, also over a link that
+needs minutes for the whole.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ DTYPES = {str(one).removeprefix("torch."): one for one in KINDS}
 HELLO = b"paceline"
 SMALL_BYTES = 1 << 14  # of a tensor that ZeroMQ may have received together with others, at an odd address
 HEADER_BYTES = 1 << 26  # as large as any header may become
+PIECE_BYTES = 1 << 20  # of a large tensor
 # What is said to a host that has gone without a word is noticed in time; who is only stopped still answers.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 
@@ -63,17 +66,14 @@ class Message:
 class Listener:
     """Takes messages of callers that know the secret, and answers them; for one thread."""
 
-    def __init__(self, address: str, secret: Secret, *, largest_bytes: int, silence_s: float | None = None) -> None:
-        """Bind to a free port of `address`. Who sends a tensor of more than `largest_bytes` is cut off. So is who does
-        not answer for `silence_s`, because its process is stopped, or its host out of reach; None: who is stopped stays
-        connected."""
+    def __init__(self, address: str, secret: Secret, *, silence_s: float | None = None) -> None:
+        """Bind to a free port of `address`. Who is not heard for `silence_s`, because its process is stopped, or its
+        host out of reach, is cut off; None: who is stopped stays connected."""
         self._secret = secret
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.ROUTER, is_v6=":" in address)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, largest_bytes + HEADER_BYTES)
-        if silence_s is not None:  # a thread of ZeroMQ's own answers, whatever the others of a process do
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(silence_s * 250))
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_s * 1000))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, HEADER_BYTES)
+        _cut_off_after(silence_s, self._socket)
         host = f"[{address}]" if ":" in address else address
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
@@ -170,15 +170,18 @@ class Caller:
         *,
         name: str,
         timeout_s: float,
+        silence_s: float | None = None,
         check: Callable[[], None] = lambda: None,
         waits: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`name`: of the listener, for people. `check()` is called while it waits, and ends a wait by raising; so is
-        `waits(seconds)`, with how long that has been."""
+        """`name`: of the listener, for people. It is lost when it is not heard for `silence_s`, as a `Listener`'s
+        callers are. `check()` is called while it waits, and ends a wait by raising; so is `waits(seconds)`, with how
+        long that has been."""
         self.name = name
         self._timeout_s, self._check, self._waits = timeout_s, check, waits
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.DEALER, is_v6="[" in endpoint)
+        _cut_off_after(silence_s, self._socket)
         self._monitor = self._socket.get_monitor_socket(GONE)
         self._lost = False
         self._num_calls = 0
@@ -296,6 +299,13 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, *, is
     return made
 
 
+def _cut_off_after(silence_s: float | None, socket: zmq.Socket[bytes]) -> None:
+    """End connections over which nothing comes for so long; None: never, while the other side's system answers."""
+    if silence_s is not None:  # a thread of ZeroMQ's own answers, whatever the others of a process do
+        socket.setsockopt(zmq.HEARTBEAT_IVL, round(silence_s * 250))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_s * 1000))
+
+
 def _written(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Any]:
     """The frames of a message."""
     for one in tensors:
@@ -303,7 +313,12 @@ def _written(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Any]:
             raise TypeError(f"a tensor of {one.dtype} cannot be sent to a parameter server: only {', '.join(DTYPES)}")
     forms = [[str(one.dtype).removeprefix("torch."), [*one.shape]] for one in tensors]
     told = json.dumps({**header, "tensors": forms} if forms else header).encode()
-    return [told, *(_bytes_of(one) for one in tensors)]
+    return [told, *(piece for one in tensors for piece in _pieces(_bytes_of(one)))]
+
+
+def _pieces(whole: memoryview) -> list[memoryview]:
+    """The frames of a tensor; at least one."""
+    return [whole[at : at + PIECE_BYTES] for at in range(0, max(1, len(whole)), PIECE_BYTES)]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -314,21 +329,29 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _read(frames: Sequence[zmq.Frame]) -> Message:
     """Read a message of somebody who has proved the secret; ValueError where it makes no sense."""
     header = json.loads(frames[0].bytes)
-    forms = header.pop("tensors", [])
-    if len(forms) != len(frames) - 1:
-        raise ValueError(f"a message of {len(frames) - 1} tensors that says it has {len(forms)}")
-    return Message(
-        header, tuple(_tensor(form[0], form[1], frame) for form, frame in zip(forms, frames[1:], strict=True))
-    )
+    pieces, tensors = [*frames[1:]], list[Tensor]()
+    for dtype, shape in header.pop("tensors", []):
+        kind = DTYPES.get(dtype)
+        if kind is None:
+            raise ValueError(f"a tensor of {dtype!r}, which is none of {', '.join(DTYPES)}")
+        count = max(1, math.ceil(math.prod(shape) * kind.itemsize / PIECE_BYTES))
+        tensors.append(_tensor(kind, shape, pieces[:count]))
+        del pieces[:count]
+    if pieces:
+        raise ValueError(f"a message of {len(tensors)} tensors, and {len(pieces)} frames more")
+    return Message(header, tuple(tensors))
 
 
-def _tensor(dtype: str, shape: Sequence[int], frame: zmq.Frame) -> Tensor:
-    kind, count = DTYPES.get(dtype), math.prod(shape)
-    if kind is None:
-        raise ValueError(f"a tensor of {dtype!r}, which is none of {', '.join(DTYPES)}")
-    if count * kind.itemsize != len(frame.buffer):
-        raise ValueError(f"a tensor of {count} numbers of {dtype} that came in {len(frame.buffer)} bytes")
+def _tensor(kind: torch.dtype, shape: Sequence[int], pieces: Sequence[zmq.Frame]) -> Tensor:
+    count, num_bytes = math.prod(shape), sum(len(piece.buffer) for piece in pieces)
+    if count * kind.itemsize != num_bytes:
+        raise ValueError(f"a tensor of {count} numbers of {kind} that came in {num_bytes} bytes")
     if not count:
         return torch.empty(shape, dtype=kind)
-    buffer = frame.buffer if count * kind.itemsize > SMALL_BYTES else bytearray(frame.buffer)
+    if len(pieces) > 1:
+        whole = torch.empty(num_bytes, dtype=torch.uint8)
+        for place, piece in zip(whole.split(PIECE_BYTES), pieces, strict=True):
+            place.numpy().data[:] = piece.buffer
+        return whole.view(kind).view(shape)
+    buffer = pieces[0].buffer if num_bytes > SMALL_BYTES else bytearray(pieces[0].buffer)
     return torch.frombuffer(buffer, dtype=kind).view(shape)

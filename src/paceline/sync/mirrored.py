@@ -50,7 +50,8 @@ class _Mirror:
 
 
 class MirroredServer(Server):
-    """One of the two. `secret` is that of both, `timeout_s` what workers wait for an answer."""
+    """One of the two. `secret` is that of both, `timeout_s` what workers wait for an answer; a mirror that is not heard
+    for `silence_s` is lost."""
 
     def __init__(
         self,
@@ -60,9 +61,10 @@ class MirroredServer(Server):
         is_deserted: Callable[[], bool],
         secret: Secret,
         timeout_s: float,
+        silence_s: float | None,
     ) -> None:
         super().__init__(part, listener, is_deserted=is_deserted)
-        self._secret, self._timeout_s = secret, timeout_s * PATIENCE
+        self._secret, self._timeout_s, self._silence_s = secret, timeout_s * PATIENCE, silence_s
         self._mirror: _Mirror | None = None
         self._following: int | None = None  # the call by which the mirror was told of the step under way
         self._has_told = False  # that there can be no mirror, since there was one
@@ -107,7 +109,13 @@ class MirroredServer(Server):
         sums = [piece for one in walks.values() for gradient in one.sums.values() for piece in pieces_of(gradient)]
         caller = None
         try:
-            caller = Caller(header["endpoint"], self._secret, name=header["name"], timeout_s=self._timeout_s)
+            caller = Caller(
+                header["endpoint"],
+                self._secret,
+                name=header["name"],
+                timeout_s=self._timeout_s,
+                silence_s=self._silence_s,
+            )
             caller.answer(caller.begin(told, [*weights, *tensors, *sums]))
         except (SyncError, RuntimeError) as error:  # gone, or failed by itself: what it cannot do, this one may
             if not self._has_told:

@@ -62,16 +62,15 @@ class MirroredServers(Servers):
         self._heeds_others = True  # whether a wait ends where a member is lost
         self._fork: Callable[[int, bytes], tuple[int, str]] = _nothing
 
-    def meet(
-        self, part: Callable[[int], Part], *, index: int, size: int, largest_bytes: int, server: MakeServer = Server
-    ) -> None:
+    def meet(self, part: Callable[[int], Part], *, index: int, size: int, server: MakeServer = Server) -> None:
         def fork(number: int, secret: bytes) -> tuple[int, str]:
             return fork_server(
                 lambda: part(number),
                 address=self._address,
                 secret=secret,
-                largest_bytes=largest_bytes,
-                server=functools.partial(MirroredServer, secret=secret, timeout_s=self._timeout_s),
+                server=functools.partial(
+                    MirroredServer, secret=secret, timeout_s=self._timeout_s, silence_s=self.silence_s
+                ),
             )
 
         self._fork = fork

@@ -73,10 +73,7 @@ class ServedGradients(GradientSum):
         super().begin(walk, step=step, measures=measures)
         self._key = (self._generation(), step, walk)
         if not self._is_served:
-            largest = sum(parameter.nbytes for _, parameter in self._all)
-            self._servers.meet(
-                self._served_part, index=self._everybody.index, size=self._everybody.size, largest_bytes=largest
-            )
+            self._servers.meet(self._served_part, index=self._everybody.index, size=self._everybody.size)
             self._held = held_by(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now

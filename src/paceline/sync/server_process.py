@@ -36,13 +36,12 @@ def fork_server(
     *,
     address: str,
     secret: Secret,
-    largest_bytes: int,
     server: MakeServer,
     silence_s: float | None = None,
 ) -> tuple[int, str]:
     """Return the process number and the endpoint of a `server` that holds what `make()` gives in it.
 
-    `largest_bytes` and `silence_s` are those of its `Listener`. Raises RuntimeError where it does not begin.
+    `silence_s` is that of its `Listener`. Raises RuntimeError where it does not begin.
     """
     ours, theirs = os.pipe()
     parent = os.getpid()
@@ -59,7 +58,6 @@ def fork_server(
             make,
             address=address,
             secret=secret,
-            largest_bytes=largest_bytes,
             server=server,
             silence_s=silence_s,
             tell=theirs,
@@ -117,7 +115,6 @@ def _be(
     *,
     address: str,
     secret: Secret,
-    largest_bytes: int,
     server: MakeServer,
     silence_s: float | None,
     tell: int,
@@ -135,7 +132,7 @@ def _be(
         if sys.platform == "linux":
             Path("/proc/self/comm").write_text(NAME)
         with contextlib.closing(
-            Listener(address, secret, largest_bytes=largest_bytes, silence_s=silence_s)
+            Listener(address, secret, silence_s=silence_s)
         ) as listener:  # what was said last arrives, after a failure too
             part = make()
             os.write(tell, f"{listener.endpoint}\n".encode())

@@ -61,7 +61,7 @@ class Servers:
         ends them by raising. `say` warns the user; `holds_back`: a server may have good reason not to answer yet.
         `ring`: this worker's; None: one that nobody reads."""
         self.count = count
-        self.silence_s: float | None = None  # a server gives up a worker that does not answer for so long
+        self.silence_s: float | None = None  # a server gives up a worker, or its mirror, that is not heard for so long
         self._store, self._attempt, self._address, self._host = store, attempt, address, host
         self._timeout_s, self._check = timeout_s, check
         self._say, self._holds_back = say, holds_back
@@ -77,13 +77,8 @@ class Servers:
         """Whether this worker has met all of them."""
         return len(self._callers) == self.count
 
-    def meet(
-        self, part: Callable[[int], Part], *, index: int, size: int, largest_bytes: int, server: MakeServer = Server
-    ) -> None:
-        """Start those that are this worker's to start, with what `part(number)` gives in them, and connect to all.
-
-        No tensor of more than `largest_bytes` is sent to a server.
-        """
+    def meet(self, part: Callable[[int], Part], *, index: int, size: int, server: MakeServer = Server) -> None:
+        """Start those that are this worker's to start, with what `part(number)` gives in them, and connect to all."""
         for number in range(index, self.count, size):
             key = KEY.format(attempt=self._attempt, number=number)
             if not self._store.check([key]):
@@ -92,7 +87,6 @@ class Servers:
                     lambda number=number: part(number),
                     address=self._address,
                     secret=secret,
-                    largest_bytes=largest_bytes,
                     server=server,
                     silence_s=self.silence_s,
                 )

@@ -134,10 +134,7 @@ class TurnGradients(GradientSum):
         if not self._is_known:
             self.begin(0)  # now it is known which parameters are trained
             self._tables.give_up()
-            largest = sum(one.nbytes for one in [*(parameter for _, parameter in self._all), *self._kept])
-            self._servers.meet(
-                self._served_part, index=index, size=size, largest_bytes=largest, server=self._make_server()
-            )
+            self._servers.meet(self._served_part, index=index, size=size, server=self._make_server())
             self._held = held_by(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now

@@ -629,7 +629,7 @@ def _servers(
         holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
         ring=place.ring,
     )
-    if plan.takes_turns and plan.layout.is_elastic:
+    if plan.sync.mirrored or (plan.takes_turns and plan.layout.is_elastic):
         servers.silence_s = files.silence_s
     return servers
 
