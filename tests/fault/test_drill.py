@@ -112,7 +112,7 @@ def test_where_replicas_take_steps_by_themselves_a_killed_one_leaves_another_cur
     assert_unharmed(report, like)
     assert report.is_other_from == other_from and report.samples_repeated == 0
     assert 1e-5 < report.loss_difference(like) < CURVE_TOLERANCE
-    assert [start.exit_code for start in report.starts] == ([1, 0] if streams else [0])
+    assert [start.exit_code for start in report.starts] == ([76, 0] if streams else [0])
 
 
 @pytest.mark.parametrize("staleness", ["none", "3"])
@@ -129,7 +129,7 @@ def test_where_replicas_cannot_come_and_go_their_number_stays_and_the_drill_says
     assert code == 0, output
     told = json.loads(output)
     (row,) = told["runs"]
-    assert row["exit_codes"] == [1, 0] and row["samples_repeated"] == 0
+    assert row["exit_codes"] == [76, 0] and row["samples_repeated"] == 0
     kept, left_out = told["said"]
     assert "counted from those who began" in kept and left_out.startswith("flip does not apply")
 
