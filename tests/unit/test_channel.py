@@ -102,6 +102,19 @@ def test_the_reply_to_a_call_that_was_cut_short_is_not_taken_for_the_next_ones(p
     assert worker.call("get", key="k") == "new"
 
 
+def test_what_the_other_end_says_of_itself_is_no_reply_and_is_kept(pair: tuple[Channel, Channel]) -> None:
+    worker, supervisor = pair
+    for message in ({"op": "until"}, {"op": "leave"}, {"id": 1, "value": "it"}):
+        supervisor.send(message)
+    assert worker.call("get", key="k") == "it"
+    worker.begin_listening()
+    supervisor.send({"op": "end"})
+    heard = worker.take()
+    while len(heard) < 3:
+        heard += worker.take()
+    assert [message["op"] for message in heard] == ["until", "leave", "end"]
+
+
 def test_threads_get_their_own_replies(pair: tuple[Channel, Channel]) -> None:
     worker, supervisor = pair
 

@@ -152,12 +152,17 @@ class Channel:
         self._sock.close()
 
     def _reply(self, number: int) -> dict[str, Any]:
-        """Wait for the reply to call `number`; older ones answer calls that an exception cut short."""
+        """Wait for the reply to call `number`; older ones answer calls that an exception cut short. What the other end
+        says of itself meanwhile is kept, for whoever listens."""
         if self._replies is None:
-            reply = self.receive()
-            while reply.get("id", number) < number:
-                reply = self.receive()
-            return reply
+            kept = list[dict[str, Any]]()
+            try:
+                while (reply := self.receive()).get("id") != number:
+                    if "id" not in reply:
+                        kept.append(reply)
+                return reply
+            finally:
+                self._arrived[:0] = kept
         with self._news:
             while number not in self._replies:
                 if self._end is not None:
