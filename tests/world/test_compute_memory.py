@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,17 @@ from paceline.plan import Batch, Compute, Plan
 LAYERS, WIDTH = 20, 1024
 WEIGHTS = LAYERS * WIDTH * WIDTH * 4  # bytes
 STATE = 2 * WEIGHTS  # of Adam
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def train(worker: Any) -> dict[str, int]:
     """Return by how many bytes the process's own memory has grown, from before there was a model: at most while it
     trained, and after that; and what of it a save takes. Pages of files are not its own: the system takes them back
     where others need room."""
+    # This process is a fork: what its parent had freed would be used again, unseen, and free blocks would be kept.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    libc.malloc_trim(0)
     before = without_files()
     with highest() as seen:
         model = worker.prepare(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))))
