@@ -238,6 +238,32 @@ def test_who_is_stopped_is_cut_off_where_the_listener_does_not_wait_for_it() -> 
             os.waitpid(child, 0)
 
 
+def test_a_listener_that_stands_still_is_lost_where_its_caller_does_not_wait_for_it() -> None:
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            listener = Listener("127.0.0.1", SECRET)
+            os.write(theirs, listener.endpoint.encode())
+            while True:
+                if (got := listener.receive(0.05)) is not None:
+                    listener.send(got[0], got[1].header)
+        finally:
+            os._exit(0)
+    try:
+        endpoint = os.read(ours, 100).decode()
+        with closing(Caller(endpoint, SECRET, name="it", timeout_s=60, silence_s=1.0)) as caller:
+            caller.answer(caller.begin({"op": "here"}))
+            os.kill(child, signal.SIGSTOP)
+            with pytest.raises(Lost, match="it was lost: the connection was closed"):
+                caller.answer(caller.begin({"op": "x"}))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ours)
+        os.close(theirs)
+
+
 def test_a_message_that_is_too_large_ends_its_connection() -> None:
     lost = pytest.raises(Lost, match="it was lost")
     with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller, lost:

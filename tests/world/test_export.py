@@ -27,35 +27,25 @@ from paceline.checkpoint.export import export_folder, main_export
 from paceline.plan import Batch, Layout, Plan
 
 logging.disable_progress_bar()  # which would leave a thread behind
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LONG = torch.arange(24).view(2, 12) % WORDS
 
 
 def llama(*, tied: bool) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        architectures=["LlamaForCausalLM"],
-    )
+    config = LlamaConfig(**SIZES, tie_word_embeddings=tied, architectures=["LlamaForCausalLM"])
     return LlamaForCausalLM(config)
 
 
 def mixtral() -> PreTrainedModel:
     """Its experts are stacked here, and one by one in the files that its makers publish."""
-    config = MixtralConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        architectures=["MixtralForCausalLM"],
-    )
+    config = MixtralConfig(**SIZES, num_local_experts=4, architectures=["MixtralForCausalLM"])
     return MixtralForCausalLM(config)
 
 
