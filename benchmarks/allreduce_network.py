@@ -13,7 +13,6 @@ at 4 KB, beside what the model says. Needs root and iproute2.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import signal
 import socket
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 from driving.forks import enter, measured_by
 from paceline.comm.group import Group
-from paceline.comm.scheduled import BACKEND, ScheduledGroup
+from paceline.comm.scheduled import BACKEND, ScheduledGroup, Way
 from paceline.schedule.allreduce.build import FLAT
 from paceline.schedule.allreduce.cost import Link, Network, predict
 from paceline.testing.network import Host
@@ -60,7 +59,7 @@ def measure(rank: int, hosts: Sequence[Host], store: dist.Store, link: str, roun
         raise SystemExit("torch made no group")
     group = ScheduledGroup(
         Group(world, device=CPU),
-        choose=lambda _: BACKEND,
+        choose=lambda _: Way(BACKEND),
         hosts=range(workers),
         ranks=range(workers),
         timeout_s=300,
@@ -76,8 +75,7 @@ def measure(rank: int, hosts: Sequence[Host], store: dist.Store, link: str, roun
                 group.barrier()
                 began = time.perf_counter()
                 for _ in range(IN_A_ROW):  # workers leave a barrier at different times
-                    flight = group.base.all_reduce if name == BACKEND else functools.partial(group.walk, name)
-                    flight(tensor, what=name).wait()
+                    group.begin(name, tensor, what=name).wait()
                 took[name].append((time.perf_counter() - began) / IN_A_ROW)
         for name, times in took.items():
             told = 0.0 if name == BACKEND else predict(name, num_bytes=size, network=network)

@@ -201,14 +201,15 @@ class Warned(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduceChosen(Event):
-    """`AllReduce(algorithm="auto")` has timed the algorithms among these members; said by the first of them.
+    """`AllReduce(algorithm="auto")` has timed the algorithms among these members, before the first sum or on sums of
+    the run; said by the first of them.
 
     Bytes are text, as keys of JSON are; "backend" is the back end's own all-reduce.
     """
 
     members: int
     hosts: int
-    took_s: float
+    took_s: float  # 0.0 where the run's own sums were timed
     table: Mapping[str, Mapping[str, float]]  # by bytes and algorithm: seconds
     chosen: Mapping[str, str]  # by bytes: what is taken for a tensor of about this size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 import threading
@@ -17,8 +18,9 @@ from torch import Tensor
 from paceline.cli.main import main
 from paceline.comm.errands import Errands
 from paceline.comm.group import Disrupted, Parcel
+from paceline.comm.scheduled import Way
 from paceline.comm.walker import Aside, Walk
-from paceline.comm.ways import BACKEND, Choice, Table, fastest
+from paceline.comm.ways import BACKEND, Choice, Table, fastest, next_s
 from paceline.errors import SyncError
 from paceline.events import AllReduceChosen
 from paceline.monitor.wording import event_line
@@ -34,33 +36,56 @@ def test_the_back_ends_own_is_taken_unless_another_is_clearly_faster() -> None:
     assert fastest({BACKEND: 1.0, "ring": 0.9, "tree": 0.8}) == "tree"
 
 
+def auto(table: Table) -> Choice:
+    """What has found this, and agrees with itself."""
+    choice = Choice((BACKEND, "ring", "tree"))
+    choice.table, choice.agree = table, lambda table: table
+    return choice
+
+
 def test_a_size_takes_the_way_of_the_nearest_that_was_timed() -> None:
-    choice = Choice("auto")
-    assert choice.pick(1 << 30) == BACKEND  # while it is being timed
-    choice.table = {4096: {BACKEND: 2.0, "tree": 1.0}, 1 << 20: {BACKEND: 2.0, "ring": 1.0}}
-    assert [choice.pick(size) for size in (1, 4096, 32_000, 1 << 17, 1 << 30)] == [
-        "tree",
-        "tree",
-        "tree",
-        "ring",
-        "ring",
-    ]
-    assert Choice("halving").pick(1) == "halving"
+    assert Choice((BACKEND, "ring")).pick(1 << 30).name == BACKEND  # while they are being timed
+    row_of = {4096: "tree", 1 << 14: "ring", 1 << 17: "tree", 1 << 20: "ring", 8 << 20: "tree"}
+    choice = auto({size: {BACKEND: 2.0, name: 1.0} for size, name in row_of.items()})
+    sizes = (1, 4096, 10_000, 40_000, 1 << 17, 1 << 19, 4 << 20, 1 << 30)
+    found = [choice.pick(size) for size in sizes]
+    assert [way.name for way in found] == ["tree", "tree", "ring", "ring", "tree", "ring", "tree", "tree"]
+    assert not any(way.tell for way in found)
 
 
-def test_what_is_larger_than_all_that_was_timed_is_timed_itself_once_and_no_more_than_8_mb() -> None:
-    looked: list[int] = []
+def test_of_a_named_way_the_first_sum_of_an_unknown_size_is_timed() -> None:
+    choice = Choice(["halving"])
+    choice.table, choice.agree = {4096: {BACKEND: 2.0}}, lambda table: table  # a barrier's time
+    assert choice.pick(1) == Way("halving")
+    way = choice.pick(1 << 20)
+    assert way.name == "halving" and way.tell is not None
+    way.tell(3.0)
+    assert choice.table == {4096: {BACKEND: 2.0}, 1 << 20: {"halving": 3.0}}
+    assert [choice.pick(size) for size in (1 << 19, 1 << 20)] == [Way("halving")] * 2
 
-    def look(num_bytes: int) -> Table:
-        looked.append(num_bytes)
-        return {**choice.table, num_bytes: {BACKEND: 2.0, "halving": 4.0, "ring": 1.0}}
 
-    choice = Choice("auto")
-    choice.table, choice.look = {4096: {BACKEND: 2.0}, 1 << 20: {BACKEND: 2.0, "ring": 1.5, "halving": 1.0}}, look
-    assert [choice.pick(size) for size in (4096, 1 << 20, 3 << 19)] == [BACKEND, "halving", "halving"]
-    assert not looked
-    assert [choice.pick(size) for size in (3 << 20, 3 << 20, 1 << 30, 1 << 20)] == ["ring", "ring", "ring", "halving"]
-    assert looked == [3 << 20, 8 << 20]
+def test_sums_of_an_unknown_size_try_one_way_each_and_later_ones_take_the_fastest() -> None:
+    seconds = {BACKEND: 2.0, "ring": 1.0, "tree": 4.0}
+    choice = auto({4096: {BACKEND: 2.0}})
+    assert choice.pick(6000).tell is None and choice.pick(6200).tell is not None  # half as large again
+    tried = list[str]()
+    for num_bytes in (3 << 20, 3 << 20, 100 << 10, (3 << 20) + 4096):  # another size's trial is one of its own
+        way = choice.pick(num_bytes)
+        assert way.tell is not None
+        way.tell(seconds[way.name])
+        tried.append(way.name)
+    assert tried == [BACKEND, "ring", BACKEND, "tree"]
+    assert choice.table == {4096: {BACKEND: 2.0}, 3 << 20: seconds}
+    assert [choice.pick(size).name for size in (1 << 20, 3 << 20, 4 << 20)] == ["ring"] * 3
+    assert choice.pick(100 << 10).name == "ring"  # its second trial
+    assert [choice.pick(size).name for size in (5 << 20, 700 << 10)] == [BACKEND] * 2  # farther than what is near
+
+
+def test_what_the_next_size_would_take_goes_on_as_the_last_two() -> None:
+    assert next_s([1.0]) == 0.0  # a single size says nothing of the next one
+    assert next_s([0.1, 0.05]) == pytest.approx(0.05)
+    assert next_s([0.01, 0.07]) == pytest.approx(0.07 + 0.06 * (1024 - 64) / 60)
+    assert next_s([0.01, 0.07, 0.5, 3.0]) == 0.0  # there is no further one
 
 
 @pytest.mark.parametrize(
@@ -77,6 +102,8 @@ def test_what_is_larger_than_all_that_was_timed_is_timed_itself_once_and_no_more
 def test_the_console_tells_the_choice_in_one_line(chosen: dict[str, str], says: str) -> None:
     event = AllReduceChosen(members=4, hosts=2, took_s=0.31, table={}, chosen=chosen)
     assert event_line(event) == f"all-reduce among 4 workers on 2 hosts: {says} (timed in 310 ms)"
+    tried = dataclasses.replace(event, took_s=0.0)
+    assert event_line(tried) == f"all-reduce among 4 workers on 2 hosts: {says} (tried on sums of the run)"
 
 
 def errands(check: Any = lambda: None, *, timeout_s: float = LIMIT_S, lost: type[SyncError] = SyncError) -> Errands:

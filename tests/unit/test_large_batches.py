@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import LARS, DAdaptAdam, Lamb, Prodigy
 
 import paceline
-from layerwise import Lars
-from paceline.parallel.check.whole import needs_whole_parameters
+from paceline.parallel.check.whole import needs_all_parameters, needs_whole_parameters
 
 
 def made(kind: Any, **fields: Any) -> torch.optim.Optimizer:
@@ -26,7 +26,8 @@ BY_NUMBER = [
     made(torch.optim.NAdam),
     made(torch.optim.Adagrad),
 ]
-AS_A_WHOLE = [made(Lars), made(torch.optim.Adafactor), made(torch.optim.LBFGS)]
+AS_A_WHOLE = [made(LARS), made(Lamb), made(torch.optim.Adafactor), made(torch.optim.LBFGS)]
+ALL_TOGETHER = [made(Lamb, pre_norm=True), made(Prodigy), made(DAdaptAdam), made(torch.optim.LBFGS)]
 
 
 @pytest.mark.parametrize("optimizer", BY_NUMBER, ids=lambda one: type(one).__name__)
@@ -39,10 +40,22 @@ def test_those_that_look_at_norms_rows_or_all_at_once_do(optimizer: torch.optim.
     assert needs_whole_parameters(optimizer)
 
 
+@pytest.mark.parametrize("optimizer", [*BY_NUMBER, *AS_A_WHOLE[:3]], ids=lambda one: type(one).__name__)
+def test_optimizers_that_look_at_one_parameter_at_a_time_do_not_need_all_of_them(
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    assert not needs_all_parameters(optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ALL_TOGETHER, ids=lambda one: type(one).__name__)
+def test_those_that_look_at_the_norm_of_all_or_at_how_far_all_have_come_do(optimizer: torch.optim.Optimizer) -> None:
+    assert needs_all_parameters(optimizer)
+
+
 def test_one_that_has_another_in_it_is_not_tried() -> None:
     outer, inner = made(torch.optim.SGD), made(torch.optim.AdamW)
     outer.__dict__["inner"] = inner
-    assert needs_whole_parameters(outer) and not inner.state
+    assert needs_whole_parameters(outer) and not needs_all_parameters(outer) and not inner.state
 
 
 def test_trying_one_changes_nothing_of_it_and_of_random_numbers() -> None:
@@ -52,13 +65,14 @@ def test_trying_one_changes_nothing_of_it_and_of_random_numbers() -> None:
     before, random = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
     values = [parameter.clone() for parameter in optimizer.param_groups[0]["params"]]
     needs_whole_parameters(optimizer)
+    needs_all_parameters(optimizer)
     assert optimizer.state_dict() == before and not optimizer.state and not calls
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(*pair) for pair in zip(values, optimizer.param_groups[0]["params"], strict=True))
 
 
 def test_a_rate_of_nought_before_a_warm_up_hides_nothing() -> None:
-    optimizer = made(Lars)
+    optimizer = made(LARS)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0 and needs_whole_parameters(optimizer)
 

@@ -2,43 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import LARS, Lamb, Prodigy
 
 from forked import WorkersFailed, World
-from layerwise import Lars
 from layout_runs import EXACT, RESUME, Net, Text, assert_same, next_word
-from paceline.plan import Layout, Plan
+from paceline.plan import Compute, Layout, ParameterServer, Plan
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "lars": lambda parameters: LARS(parameters, lr=0.5, trust_coefficient=0.1, foreach=False),
+    "lamb": lambda parameters: Lamb(parameters, lr=0.05),
+    "prodigy": lambda parameters: Prodigy(parameters),
+}
 
 
-def trained(worker: Any) -> dict[str, Any]:
+def trained(worker: Any, kind: str) -> dict[str, Any]:
     torch.manual_seed(3)
     model = worker.prepare(Net(0.0))
-    optim = worker.prepare(Lars(model.parameters(), lr=0.5))
+    optim = worker.prepare(KINDS[kind](model.parameters()))
     step = worker.stepper(model, optim, next_word)
     losses = [float(step(batch)) for batch in worker.batches(Text(), epochs=2)]
     assert losses[-1] < losses[0]
     return {"losses": losses}
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    plan = Plan(batch=RESUME, compute=EXACT)
-    return World(tmp_path_factory.mktemp("alone"))(trained, 1, plan, save_at_end=False)[0]
+@pytest.mark.parametrize(
+    "kind, plans",
+    [
+        ("lars", [Plan(layout=Layout(replicas=2)), Plan(layout=Layout(shard=3)), Plan(layout=Layout(shard=2, zero=1))]),
+        (
+            "lamb",
+            [Plan(layout=Layout(replicas=2)), Plan(layout=Layout(stages=2)), Plan(sync=ParameterServer(servers=2))],
+        ),
+        ("prodigy", [Plan(layout=Layout(replicas=2)), Plan(sync=ParameterServer())]),
+    ],
+)
+def test_whole_parameters_and_rows_take_the_steps_of_one_process(tmp_path: Path, kind: str, plans: list[Plan]) -> None:
+    alone: dict[str, Any] | None = None
+    for number, plan in enumerate([Plan(), *plans]):
+        (tmp_path / str(number)).mkdir()
+        world, train = World(tmp_path / str(number)), functools.partial(trained, kind=kind)
+        workers = max(plan.layout.workers_each, 2) if number else 1
+        found = world(train, workers, dataclasses.replace(plan, batch=RESUME, compute=EXACT), save_at_end=False)
+        alone = alone or found[0]
+        assert_same(found, alone)
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(replicas=2), Layout(shard=3), Layout(shard=2, zero=1), Layout(stages=2)], ids=str
+    "kind, plan, says",
+    [
+        ("lars", Plan(layout=Layout(tensor=2)), "LARS looks at parameters as a whole.*Use shard or stages"),
+        ("prodigy", Plan(layout=Layout(tensor=2)), "Prodigy, as it was made here, looks at all.*only a part of"),
+        ("prodigy", Plan(layout=Layout(stages=2)), r"Prodigy.*under Layout\(stages=2\) each stage has only its own"),
+        ("prodigy", Plan(sync=ParameterServer(servers=2)), r"with ParameterServer\(servers=2\) each server"),
+        ("prodigy", Plan(compute=Compute(offload="optimizer")), "with Compute.offload='optimizer'. one parameter's"),
+    ],
 )
-def test_whole_parameters_and_rows_take_the_steps_of_one_process(
-    world: World, alone: dict[str, Any], layout: Layout
+def test_who_would_see_less_than_it_looks_at_is_refused_before_training(
+    world: World, kind: str, plan: Plan, says: str
 ) -> None:
-    workers = max(layout.workers_each, 2)
-    assert_same(world(trained, workers, Plan(layout=layout, batch=RESUME, compute=EXACT), save_at_end=False), alone)
-
-
-def test_parts_of_cut_layers_are_refused_before_training(world: World) -> None:
-    with pytest.raises(WorkersFailed, match=r"Lars looks at parameters as a whole.*Use shard or stages"):
-        world(trained, 2, Plan(layout=Layout(tensor=2), batch=RESUME, compute=EXACT), save_at_end=False)
+    with pytest.raises(WorkersFailed, match=says):
+        world(functools.partial(trained, kind=kind), 2, dataclasses.replace(plan, batch=RESUME), save_at_end=False)

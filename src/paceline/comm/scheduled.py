@@ -1,5 +1,7 @@
 """A group whose sums walk a schedule: a ring, two trees, by halves, or inside each host first; the rest is another's.
 
+The way of a sum may be on trial: then it is waited for where it was begun, and whoever chose it is told what it took.
+
 Inside a host the workers of a CPU meet in memory, if they can (`comm/shared.py`): then the hierarchical algorithm sums
 there, walks the schedule of the hosts with a slice of the tensor for each of the first workers of a host, and tells the
 others in memory again. Where they cannot, all of it is sent.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +31,7 @@ from paceline.schedule.allreduce.build import between_hosts, build, num_chunks_o
 from paceline.schedule.allreduce.hierarchical import hosts_of, slices_of
 from paceline.schedule.allreduce.program import Program, program_of
 
-__all__ = ["BACKEND", "LEAST_NUMBERS", "ScheduledGroup", "straight_of"]
+__all__ = ["BACKEND", "LEAST_NUMBERS", "ScheduledGroup", "Way", "straight_of"]
 
 BACKEND = "backend"  # in place of an algorithm: the back end's own all-reduce
 LEAST_NUMBERS = 64  # that are worth a schedule
@@ -36,8 +39,16 @@ NUM_THREADS = 2
 FIRST_TAG, NUM_TAGS = 1 << 16, 1 << 20  # beside those of anybody else's messages
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """How a tensor is summed. `tell`, of a way that is on trial, wants to know how many seconds it took."""
+
+    name: str  # an algorithm's, or BACKEND
+    tell: Callable[[float], None] | None = None
+
+
 class ScheduledGroup:
-    """Two or more workers; `choose(bytes)` says by which algorithm a tensor is summed, the same on all of them.
+    """Two or more workers; `choose(bytes)` says how a tensor is summed, the same on all of them.
 
     `base` does all else; `hosts[k]` is the host of member k; `near` are those of this worker's host, where they meet in
     memory on every host that has several; nobody else uses it.
@@ -47,7 +58,7 @@ class ScheduledGroup:
         self,
         base: WorkerGroup,
         *,
-        choose: Callable[[int], str],
+        choose: Callable[[int], Way],
         hosts: Sequence[int],
         ranks: Sequence[int],
         timeout_s: float,
@@ -77,29 +88,19 @@ class ScheduledGroup:
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         if tensor.numel() == 0:
             return Landed()
-        name = self.choose(tensor.nbytes)
-        if name == BACKEND or tensor.numel() < LEAST_NUMBERS or tensor.dtype == torch.bool:
+        if tensor.numel() < LEAST_NUMBERS or tensor.dtype == torch.bool:
             return self.base.all_reduce(tensor, what=what)
-        return self.walk(name, tensor, what=what)
+        way = self.choose(tensor.nbytes)
+        if way.tell is None:
+            return self.begin(way.name, tensor, what=what)
+        began = time.perf_counter()
+        self.begin(way.name, tensor, what=what).wait()
+        way.tell(time.perf_counter() - began)
+        return Landed()
 
-    def walk(self, name: str, tensor: Tensor, *, what: str) -> Transfer:
-        """Begin to sum a tensor by this algorithm, whatever its size."""
-        tensor = tensor.detach()
-        flat = tensor.reshape(-1)
-        tag = FIRST_TAG + self._num_walks % NUM_TAGS
-        self._num_walks += 1
-        if tensor.device.type != "cpu":
-            return self._enqueue(name, flat, tensor, tag)
-
-        def do(errand: Errand, aside: Aside) -> None:
-            if name == "hierarchical" and self.near is not None:
-                self._by_hosts(flat, self.near, errand, aside, tag)
-            else:
-                self._program_walk(name, flat, errand).run(self._over, aside, tag=tag)
-            if flat.data_ptr() != tensor.data_ptr():  # the tensor has holes, and was copied to be flat
-                write(tensor, flat.view(tensor.size()))
-
-        return self._errands.begin(do, what=f"{what} ({name})")
+    def begin(self, name: str, tensor: Tensor, *, what: str) -> Transfer:
+        """Begin to sum a tensor by this algorithm, or as the back end does, whatever its size."""
+        return self.base.all_reduce(tensor, what=what) if name == BACKEND else self._walked(name, tensor, what=what)
 
     def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
         self.base.all_gather(tensor, out, what=what)
@@ -135,6 +136,24 @@ class ScheduledGroup:
             near.close()
         elif near is not None:  # a thread that was left behind may still look into that memory
             threading.Thread(target=self._close_later, args=(near,), name="paceline-undertaker", daemon=True).start()
+
+    def _walked(self, name: str, tensor: Tensor, *, what: str) -> Transfer:
+        tensor = tensor.detach()
+        flat = tensor.reshape(-1)
+        tag = FIRST_TAG + self._num_walks % NUM_TAGS
+        self._num_walks += 1
+        if tensor.device.type != "cpu":
+            return self._enqueue(name, flat, tensor, tag)
+
+        def do(errand: Errand, aside: Aside) -> None:
+            if name == "hierarchical" and self.near is not None:
+                self._by_hosts(flat, self.near, errand, aside, tag)
+            else:
+                self._program_walk(name, flat, errand).run(self._over, aside, tag=tag)
+            if flat.data_ptr() != tensor.data_ptr():  # the tensor has holes, and was copied to be flat
+                write(tensor, flat.view(tensor.size()))
+
+        return self._errands.begin(do, what=f"{what} ({name})")
 
     def _close_later(self, near: WorkerGroup) -> None:
         self._errands.join()

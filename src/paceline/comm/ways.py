@@ -1,8 +1,10 @@
 """Which way a group's sums take: the one that the plan names, or, for "auto", the fastest for each size, measured once.
+A named one is timed, too, so that the network is known.
 
-On slow links the time is up before large tensors were timed, and small ones do not tell how large ones go there: a
-connection that rests, as between two rounds of some algorithms, begins slowly again. So what is larger than all that
-was timed is timed at its own size, when the first sum of it is due.
+Before the first sum the ways are timed with tensors of a few sizes, as far as a fraction of a second goes. That is not
+far on slow links, nor do small tensors tell how large ones go there: a connection that rests, as between two rounds of
+some algorithms, begins slowly again. So where nothing of about its size was timed a sum is put on trial: the first ones
+of that size take one way each, one after the other, and all later ones the fastest of them. Nothing is sent for it.
 
 All members decide alike. What is measured counts at the group's first member, which tells the others; it keeps the
 table for each constellation of hosts, so that members who come back need not be measured again. Where all meet in one
@@ -12,6 +14,7 @@ host's memory there is nothing to choose, and on GPUs the back end chooses by it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -22,20 +25,21 @@ import torch.distributed as dist
 
 from paceline.comm.generation import GenerationGroup, assemble
 from paceline.comm.group import Alone, Group, WorkerGroup
-from paceline.comm.scheduled import BACKEND, ScheduledGroup, straight_of
+from paceline.comm.scheduled import BACKEND, ScheduledGroup, Way, straight_of
 from paceline.comm.shared import share, without_memory
 from paceline.errors import SyncError
 from paceline.events import AllReduceChosen, Event, Note
 from paceline.schedule.allreduce.build import FLAT
 from paceline.schedule.allreduce.hierarchical import hosts_of
 
-__all__ = ["BACKEND", "Choice", "Table", "Wanted", "fastest", "on_its_way"]
+__all__ = ["BACKEND", "Choice", "Table", "Wanted", "fastest", "next_s", "on_its_way"]
 
-SIZES = (4 << 10, 1 << 20, 64 << 10, 8 << 20)  # in this order, until the time is up; the first two always
-BUDGET_S = 0.25
-NUM_RUNS = 3  # of each; one on links where a message takes longer than this:
-SLOW_S = 0.01
-REACH = 1.5  # times the largest size that was timed may take its way
+SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # timed in this order; the first one always,
+BUDGET_S = 0.25  # another one where it would not take longer, together with those before
+NUM_RUNS = 3  # of each
+SLOW_S = 0.01  # links where a barrier takes longer are not timed in advance
+REACH, NEAR = 1.5, 4.0  # a sum takes the way of a size that is not so many times smaller, or larger
+ALIKE = 1.1  # sums that may differ so much are of one trial
 MARGIN = 0.95  # of the back end's time: what is hardly faster is not worth a thread
 
 Table = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: seconds
@@ -92,14 +96,12 @@ def on_its_way(
         )
     check, made = check or _nothing, group
     try:
-        hosts: tuple[int, ...] = tuple(range(group.size))
-        names: list[str] = []
-        near: WorkerGroup | None = None
+        names: list[str] = over.gather_objects(wanted.host)
+        hosts, near = tuple(map(list(dict.fromkeys(names)).index, names)), None
         if algorithm in ("auto", "hierarchical"):
-            names = over.gather_objects(wanted.host)
-            hosts = tuple(map(list(dict.fromkeys(names)).index, names))
             near = _near(over, hosts, wanted, ranks=ranks, store=store, check=check)
-        choice = Choice(algorithm)
+        is_timed = over.device.type == "cpu"
+        choice = Choice(_ways(algorithm, hosts) if is_timed else (algorithm,))
         made = scheduled = ScheduledGroup(
             group,
             choose=choice.pick,
@@ -110,35 +112,58 @@ def on_its_way(
             lost=lost,
             near=near,
         )
-        if algorithm == "auto":
-            timing = _Timing(scheduled, tuple(names), wanted, tells=tells)
-            choice.table, choice.look = timing.known_or_measured(), timing.look
+        if is_timed:
+            timing = _Timing(scheduled, tuple(names), choice.names, wanted, tells=tells)
+            choice.table, choice.agree = timing.known_or_measured(), timing.agreed
     except SyncError:
         made.close()
         raise
     return scheduled
 
 
+def _ways(algorithm: str, hosts: Sequence[int]) -> tuple[str, ...]:
+    """The ways that a sum may take."""
+    if algorithm != "auto":
+        return (algorithm,)
+    return (BACKEND, *FLAT, *(["hierarchical"] if len(set(hosts)) < len(hosts) else []))
+
+
 class Choice:
-    """The algorithm for a size; BACKEND until there is a table. `look(bytes)` times a larger size than all that are in
-    it, the same one on all members, and returns the table with it."""
+    """Which of several ways a sum of so many bytes takes: the fastest by the `table`, in which each trial's outcome
+    comes; `agree(table)` returns the same one on all members. The first way until there is that."""
 
-    def __init__(self, algorithm: str) -> None:
-        self._algorithm = algorithm
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.agree: Callable[[Table], Table] | None = None
         self.table: Table = {}
-        self.look: Callable[[int], Table] | None = None
+        self._trials: dict[int, dict[str, float]] = {}  # under way, by bytes: seconds of the ways that have been tried
 
-    def pick(self, num_bytes: int) -> str:
-        """Which one to take. All members must ask, for the same sizes in the same order; may block."""
-        if self._algorithm != "auto":
-            return self._algorithm
-        if not self.table:
-            return BACKEND
-        size = min(num_bytes, max(SIZES))
-        if self.look is not None and size > REACH * max(self.table):
-            self.table = self.look(size)
-        nearest = min(self.table, key=lambda size: abs(math.log(max(num_bytes, 1) / size)))
-        return fastest(self.table[nearest])
+    def pick(self, num_bytes: int) -> Way:
+        """Which one to take. All members must ask, for the same sizes in the same order."""
+        if self.agree is None:
+            return Way(self.names[0])
+        size = min(max(num_bytes, min(SIZES)), max(SIZES))
+        if (nearest := _nearest(self.table, size)) is not None:
+            return Way(fastest(self.table[nearest]) if len(self.names) > 1 else self.names[0])
+        tried = next((one for one in self._trials if max(one, size) <= ALIKE * min(one, size)), size)
+        name = self.names[len(self._trials.setdefault(tried, {}))]
+        return Way(name, functools.partial(self._take, tried, name))
+
+    def _take(self, tried: int, name: str, seconds: float) -> None:
+        """A sum on trial has taken so long; all members must call after the last one."""
+        trial = self._trials[tried]
+        trial[name] = seconds
+        if len(trial) == len(self.names) and self.agree is not None:
+            self.table = self.agree({**self.table, tried: self._trials.pop(tried)})
+
+
+def _nearest(table: Table, size: int) -> int | None:
+    """The size in the table whose way a sum of `size` bytes takes; None: none is near."""
+    nearest = min(table, key=lambda one: abs(math.log(size / one)), default=None)
+    is_near = (
+        nearest is not None and nearest <= NEAR * size and size <= (REACH if size > max(table) else NEAR) * nearest
+    )
+    return nearest if is_near else None
 
 
 def fastest(row: Mapping[str, float]) -> str:
@@ -153,62 +178,75 @@ class _Timing:
 
     group: ScheduledGroup
     hosts: tuple[str, ...]
+    names: Sequence[str]  # of the ways that there are
     wanted: Wanted
     tells: bool
 
     def known_or_measured(self) -> Table:
         """The table to begin with; all members must call."""
         known = self.group.broadcast_object(self.wanted.known.get(self.hosts))
-        if known is None:
-            return self._with({}, SIZES)
-        self.wanted.learn(self.hosts, known)
-        return known
-
-    def look(self, num_bytes: int) -> Table:
-        """Time one size more, that of a sum which is due; all members must call."""
-        return self._with(self.wanted.known[self.hosts], (num_bytes // 4 * 4,))
-
-    def _with(self, known: Table, sizes: Sequence[int]) -> Table:
-        began, num_hosts = time.perf_counter(), len(set(self.hosts))
-        names = [BACKEND, *FLAT, *(["hierarchical"] if num_hosts < self.group.size else [])]
-        table = {**known, **measured(self.group, names, sizes)}
-        self.wanted.learn(self.hosts, table)
-        if self.tells:
-            self.wanted.tell(
-                AllReduceChosen(
-                    members=self.group.size,
-                    hosts=num_hosts,
-                    took_s=time.perf_counter() - began,
-                    table={str(size): dict(table[size]) for size in sorted(table)},
-                    chosen={str(size): fastest(table[size]) for size in sorted(table)},
-                )
-            )
+        if known is not None:
+            self.wanted.learn(self.hosts, known)
+            return known
+        began = time.perf_counter()
+        table = measured(self.group, self.names)
+        self._learn(table, took_s=time.perf_counter() - began)
         return table
 
+    def agreed(self, table: Table) -> Table:
+        """The first member's table after a trial; all members must call."""
+        table = self.group.broadcast_object(table)
+        self._learn(table, took_s=0.0)
+        return table
 
-def measured(group: ScheduledGroup, names: Sequence[str], sizes: Sequence[int] = SIZES) -> Table:
-    """Time each algorithm at each size, as far as the time goes; all members must call, and all get the first one's
-    numbers."""
+    def _learn(self, table: Table, *, took_s: float) -> None:
+        self.wanted.learn(self.hosts, table)
+        if self.tells and any(len(row) > 1 for row in table.values()):
+            chosen = AllReduceChosen(
+                members=self.group.size,
+                hosts=len(set(self.hosts)),
+                took_s=took_s,
+                table={str(size): dict(table[size]) for size in sorted(table)},
+                chosen={str(size): fastest(table[size]) for size in sorted(table)},
+            )
+            self.wanted.tell(chosen)
+
+
+def measured(group: ScheduledGroup, names: Sequence[str]) -> Table:
+    """Time each way at some sizes, as far as the time goes; all members must call, and all get the first one's
+    numbers. On slow links only a barrier is timed, which says what the back end takes for what is small."""
     began = time.perf_counter()
     group.barrier()
     before = time.perf_counter()
     group.barrier()
-    num_runs = group.broadcast_object(1 if time.perf_counter() - before > SLOW_S else NUM_RUNS)
+    barrier_s = group.broadcast_object(time.perf_counter() - before)
+    if barrier_s > SLOW_S:
+        return {min(SIZES): {BACKEND: barrier_s}}
     table: dict[int, dict[str, float]] = {}
-    for number, size in enumerate(sizes):
+    rows_s: list[float] = []  # all of a size together
+    for size in SIZES:
         tensor = torch.zeros(size // 4)
-        row = {name: statistics.median(_timed(group, name, tensor) for _ in range(num_runs)) for name in names}
+        row = {name: statistics.median(_timed(group, name, tensor) for _ in range(NUM_RUNS)) for name in names}
         table[size], spent_s = group.broadcast_object((row, time.perf_counter() - began))
-        if number > 0 and spent_s > BUDGET_S:
+        rows_s.append(NUM_RUNS * sum(table[size].values()))
+        if spent_s + next_s(rows_s) > BUDGET_S:
             break
     return table
 
 
+def next_s(rows_s: Sequence[float]) -> float:
+    """What the next size would take, when all before have taken so long: it goes on as from the last but one to the
+    last."""
+    number = len(rows_s)
+    if number in (1, len(SIZES)):
+        return 0.0
+    slope = max(0.0, rows_s[-1] - rows_s[-2]) / (SIZES[number - 1] - SIZES[number - 2])
+    return rows_s[-1] + slope * (SIZES[number] - SIZES[number - 1])
+
+
 def _timed(group: ScheduledGroup, name: str, tensor: torch.Tensor) -> float:
     began = time.perf_counter()
-    what = "the timing of all-reduce"
-    flight = group.base.all_reduce(tensor, what=what) if name == BACKEND else group.walk(name, tensor, what=what)
-    flight.wait()
+    group.begin(name, tensor, what="the timing of all-reduce").wait()
     return time.perf_counter() - began
 
 

@@ -207,7 +207,8 @@ def chosen_text(chosen: AllReduceChosen) -> str:
     ways = [f"{name} up to {bytes_text(size)}" for name, size in runs[:-1]] + [name for name, _ in runs[-1:]]
     told = ", above ".join(ways) if len(ways) < 3 else ", ".join(ways[:-1]) + f", above {ways[-1]}"
     hosts = f" on {chosen.hosts} hosts" if chosen.hosts > 1 else ""
-    return f"all-reduce among {chosen.members} workers{hosts}: {told} (timed in {duration_text(chosen.took_s)})"
+    timed = f"timed in {duration_text(chosen.took_s)}" if chosen.took_s else "tried on sums of the run"
+    return f"all-reduce among {chosen.members} workers{hosts}: {told} ({timed})"
 
 
 def judged_text(judged: WireJudged) -> str:

@@ -4,7 +4,7 @@ A codec costs processor time, in every step, and saves time of the network, as f
 is judged to cost more than it saves only where that is so even if nothing of the network's time were hidden; another
 wire is said to pay only where what it saves is waited for in fact.
 
-    link_s(bytes)   what the network takes for so many bytes, by the table that `AllReduce(algorithm="auto")` measured
+    link_s(bytes)   what the network takes for so many bytes, by the table of what was timed (`comm/ways.py`)
     wire in use     costs more than it saves:  encoding_s > link_s(raw) - link_s(sent)
     another one     saves  min(waited_s, link_s(raw) - link_s(what it would send)) - what encoding would take
 """
@@ -24,11 +24,12 @@ from paceline.codec.base import Gather, Replica, Sum
 from paceline.codec.build import build_codec
 from paceline.plan import Wire
 
-__all__ = ["Measured", "Price", "Verdict", "judge", "link_seconds", "median_of", "priced"]
+__all__ = ["LEAST_SIZES", "Measured", "Price", "Verdict", "judge", "link_seconds", "median_of", "priced"]
 
 LEAST_SAVED = 0.1  # of a step: below, no other wire is worth a word
 ALIKE = 0.1  # of what is saved: of two that save about as much the gentler one is named
 RUNS = 3  # of each codec that is timed
+LEAST_SIZES = 2  # in a table: one says nothing of another
 
 Table = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: seconds
 
@@ -78,7 +79,7 @@ def judge(
 ) -> Verdict | None:
     """Return what there is to be said of the wire in use, named `wire`; None: nothing.
 
-    `is_exact`: it is raw, or as good as that. `table`: what is known of the network, empty: nothing. `others`: wires
+    `is_exact`: it is raw, or as good as that. `table`: what is known of the network. `others`: wires
     that the plan could have instead, the gentler ones first.
     """
     step_s, encoding_s = measured.step_s, measured.encoding_s
@@ -88,7 +89,7 @@ def judge(
         if is_exact or encoding_s <= 0:
             return None
         return Verdict(kind="memory", wire=wire, link_s=0.0, step_s=step_s, encoding_s=encoding_s, saved_s=-encoding_s)
-    if not table:
+    if len(table) < LEAST_SIZES:
         return None
 
     def link_s(num_bytes: float) -> float:
@@ -111,14 +112,14 @@ def judge(
 
 def link_seconds(table: Table, num_bytes: float, *, replicas: int, num_raw: float, bucket_bytes: int) -> float:
     """Return what the network takes for the bytes that a worker sends in a step, in as many buckets as the raw ones
-    are in; between what was measured it goes straight, and beyond it in proportion to the last step."""
+    are in; between the sizes of the table, two at least, it goes straight, and beyond them as between the last ones."""
     tensor_bytes = num_bytes * replicas / (2 * (replicas - 1))  # of which a sum sends so much
     num_buckets = max(1, -(-int(num_raw * replicas / (2 * (replicas - 1))) // bucket_bytes))
     each = tensor_bytes / num_buckets
     points = sorted((size, min(row.values())) for size, row in table.items())
     (first, first_s), (last, last_s) = points[0], points[-1]
-    if each <= first or len(points) == 1:
-        return num_buckets * first_s * max(1.0, each / first)
+    if each <= first:
+        return num_buckets * first_s
     below, below_s = points[-2]
     for (left, left_s), (right, right_s) in itertools.pairwise(points):
         if left <= each <= right:

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.events import Event, StepDone, WireJudged
 from paceline.plan import AllReduce, Cast, Int8, OneBit, Plan, PowerSGD, Wire
-from paceline.sync.advice import Measured, Price, judge, link_seconds, median_of, priced
+from paceline.sync.advice import LEAST_SIZES, Measured, Price, judge, link_seconds, median_of, priced
 from paceline.worker.models import Models
 from paceline.worker.place import Place
 
@@ -69,7 +69,7 @@ class Advising:
         measured, wire, across = median_of(self._recent), self._plan.wire, self._place.axes.across
         is_exact = wire.exact
         table = self._place.link()
-        if is_exact and not across.shares_memory and table and not self._prices:
+        if is_exact and not across.shares_memory and len(table) >= LEAST_SIZES and not self._prices:
             raw_s = link_seconds(
                 table,
                 measured.num_raw,

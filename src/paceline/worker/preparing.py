@@ -19,10 +19,10 @@ from paceline.comm.split import Slice
 from paceline.errors import CheckpointError, PlanError
 from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Note, Warned
 from paceline.parallel.apply import send_from_first
-from paceline.parallel.check.whole import needs_whole_parameters
+from paceline.parallel.check.whole import needs_all_parameters, needs_whole_parameters
 from paceline.parallel.offload.choose import directory_of, memory_for, why_no_disk
 from paceline.parallel.offload.state import OffloadedState
-from paceline.plan import Plan
+from paceline.plan import ParameterServer, Plan
 from paceline.sync.agreeing import Agreeing
 from paceline.worker import randomness
 from paceline.worker.agreement import Agreement
@@ -170,18 +170,39 @@ class Preparation:
 
     def _refuse_parts(self, optimizer: Optimizer) -> None:
         """Raise PlanError where an optimizer needs whole parameters, and some of its own are here in part, as plain
-        tensors; of rows, which torch knows to be rows, it gets norms and products of the whole."""
+        tensors; of rows, which torch knows to be rows, it gets norms and products of the whole. And where it needs all
+        of them together, and has them nowhere."""
         names = self.registry.parameter_names()
         held = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
         cut = next((name for name in held if name in self.registry.cuts), None)
+        layout, name = self._plan.layout, type(optimizer).__name__
         if cut is not None and needs_whole_parameters(optimizer):
-            layout = self._plan.layout
             axes = " and ".join(axis for axis in ("tensor", "experts") if getattr(layout, axis) > 1)
             raise PlanError(
-                f"{type(optimizer).__name__} looks at parameters as a whole (norms, rows and columns, products), but "
+                f"{name} looks at parameters as a whole (norms, rows and columns, products), but "
                 f"under {layout!r} each worker has only a part of {cut}, and would take other steps. Use shard or "
                 f"stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
             )
+        where = self._parted_by(cut)
+        if where is not None and needs_all_parameters(optimizer):
+            raise PlanError(
+                f"{name}, as it was made here, looks at all its parameters together (their norm, or how far all have "
+                f"come), but {where}: each part would take other steps. Use replicas or shard without that, or an "
+                "optimizer that looks at one parameter at a time, such as AdamW."
+            )
+
+    def _parted_by(self, cut: str | None) -> str | None:
+        """Why no optimizer's step sees all its parameters; None: each does. `cut`: a parameter of a cut layer."""
+        sync, layout = self._plan.sync, self._plan.layout
+        if cut is not None:
+            return f"under {layout!r} each worker has only a part of {cut}"
+        if layout.stages > 1:
+            return f"under Layout(stages={layout.stages}) each stage has only its own"
+        if isinstance(sync, ParameterServer) and sync.servers > 1:
+            return f"with ParameterServer(servers={sync.servers}) each server has only its own"
+        if self._plan.compute.offload != "none":
+            return f"with Compute(offload={self._plan.compute.offload!r}) one parameter's state is here at a time"
+        return None
 
     def _offload(self, name: str, optimizer: Optimizer) -> None:
         """Keep an optimizer's state where the plan says. Raises PlanError where there is no room."""

@@ -1,8 +1,10 @@
-"""Whether an optimizer needs whole parameters: tried on a small one, once whole and once in parts.
+"""Whether an optimizer needs whole parameters, or all of them: tried on small ones, once together and once apart.
 
 Most optimizers treat each number by itself, so whoever holds a part of a parameter updates that part. Some look at a
 parameter as a whole: at its norm (LARS, LAMB), at its rows and columns (Adafactor), at its singular values (Muon). On
-plain tensors that are parts of a cut layer they would take other steps, and say nothing.
+plain tensors that are parts of a cut layer they would take other steps, and say nothing. A few look at all parameters
+together: at the norm of all gradients (some forms of LAMB), at how far all have come (Prodigy). Where nobody has all of
+them, each would find something else.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["needs_whole_parameters"]
+__all__ = ["needs_all_parameters", "needs_whole_parameters"]
 
 SIZE = 6
 NUM_STEPS = 3  # the first one may be a special one
+NUM_ALIKE = 20  # of gradients that stay much the same: estimates of how far all have come need that
+APART = 30.0  # times as large are the gradients of the second of two parameters
 
 
 def needs_whole_parameters(optimizer: Optimizer) -> bool:
@@ -27,10 +31,7 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
     One that cannot be stepped without a closure, which evaluates the model, counts as one that does; and one that has
     others in it, since a trial would step these.
     """
-    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-        return True
-    step = inspect.signature(type(optimizer).step)
-    if any(one.default is one.empty and one.name == "closure" for one in step.parameters.values()):
+    if _has_others(optimizer) or _wants_closure(optimizer):
         return True
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(NUM_STEPS + 1, SIZE, SIZE, generator=generator)
@@ -43,9 +44,42 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
     return False
 
 
-def _stepped(optimizer: Optimizer, each: Sequence[Tensor]) -> list[Tensor]:
+def needs_all_parameters(optimizer: Optimizer) -> bool:
+    """Whether its update of a parameter depends on what else it holds; the optimizer stays as it is.
+
+    One that cannot be stepped without a closure counts as one that does. Nothing is known of one that has others in it,
+    or draws random numbers: they count as ones that do not.
+    """
+    if _has_others(optimizer):
+        return False
+    if _wants_closure(optimizer):
+        return True
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(2, 1 + NUM_ALIKE, SIZE, SIZE, generator=generator, dtype=torch.float64)
+    numbers[:, 2:] = numbers[:, 1:2] + 0.1 * numbers[:, 2:]
+    first, second = numbers
+    second[1:] *= APART
+    with torch.random.fork_rng(devices=[]):
+        (alone,), (again,) = _stepped(optimizer, [first]), _stepped(optimizer, [first], seed=1)
+        together = _stepped(optimizer, [first, second])[0]
+    if not torch.equal(alone, again):
+        return False
+    moved = alone - first[0]  # which may be tiny beside the parameter
+    return not torch.allclose(together - first[0], moved, rtol=0.0, atol=1e-3 * float(moved.abs().max()))
+
+
+def _has_others(optimizer: Optimizer) -> bool:
+    return any(isinstance(value, Optimizer) for value in vars(optimizer).values())
+
+
+def _wants_closure(optimizer: Optimizer) -> bool:
+    step = inspect.signature(type(optimizer).step)
+    return any(one.default is one.empty and one.name == "closure" for one in step.parameters.values())
+
+
+def _stepped(optimizer: Optimizer, each: Sequence[Tensor], *, seed: int = 0) -> list[Tensor]:
     """What parameters become by steps of such an optimizer: of each its value comes first, then its gradients."""
-    torch.manual_seed(0)  # of the surroundings' fork
+    torch.manual_seed(seed)  # of the surroundings' fork
     parameters = [torch.nn.Parameter(numbers[0].clone()) for numbers in each]
     twin = type(optimizer).__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
