@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -112,6 +113,19 @@ class World:
             command_started=time.time(),
             job=job,
         )
+
+
+class Apart(World):
+    """Workers that take themselves for those of several hosts: worker k is on the k-th."""
+
+    def __init__(self, directory: Path, hosts: tuple[int, ...]) -> None:
+        super().__init__(directory)
+        self._hosts = hosts
+
+    def _assignment(self, rank: int, workers: int, job: Job) -> Assignment:
+        alone = super()._assignment(rank, workers, job)
+        host = self._hosts[rank] if workers > 1 else 0
+        return dataclasses.replace(alone, host=f"host{host}", host_index=host, hosts=len(set(self._hosts[:workers])))
 
 
 def _told(exchange: Path, rank: int, status: int) -> str:

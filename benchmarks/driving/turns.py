@@ -37,9 +37,11 @@ class Job:
     workers: int
 
 
-def in_turns(jobs: Sequence[Job], *, turns: int, block: int) -> list[list[float]]:
-    """Run jobs with so many turns each, A B B A ..., of `block` steps; returns, of each job, the median milliseconds of
-    a step in each of its turns.
+def in_turns(
+    jobs: Sequence[Job], *, turns: int, block: int, of: Callable[[Sequence[float]], float] = statistics.median
+) -> list[list[float]]:
+    """Run jobs with so many turns each, A B B A ..., of `block` steps; returns, of each job, the median (or whatever
+    else `of` makes of them) of the steps' milliseconds in each of its turns.
 
     A step ends when its last worker has taken it. A turn before all others, and the first step of each, do not count.
     Exits with what a job said where it fails.
@@ -56,7 +58,7 @@ def in_turns(jobs: Sequence[Job], *, turns: int, block: int) -> list[list[float]
             for player in players if number % 2 == 0 else reversed(players):
                 player.go()
                 player.await_workers()
-        return [player.end(block) for player in players]
+        return [player.end(block, of) for player in players]
 
 
 class _Player:
@@ -82,14 +84,14 @@ class _Player:
         for sock in self._workers:
             sock.sendall(b"!")
 
-    def end(self, block: int) -> list[float]:
-        """Let it come to its end; returns the medians of its turns."""
+    def end(self, block: int, of: Callable[[Sequence[float]], float]) -> list[float]:
+        """Let it come to its end; returns what `of` makes of each turn."""
         self.go()
         if self._process.wait(LIMIT_S) != 0:
             self._fail("it failed")
         took = [json.loads(path.read_text())["took_ms"] for path in self._folder.glob("took.*")]
         each = [max(workers) for workers in zip(*took, strict=True)]
-        return [statistics.median(each[start + 1 : start + block]) for start in range(block, len(each), block)]
+        return [of(each[start + 1 : start + block]) for start in range(block, len(each), block)]
 
     def close(self) -> None:
         for sock in [self._door, *self._workers]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import zlib
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forked import World
+from forked import Apart, World
 from layout_runs import EXACT, assert_same, in_one_epoch
 from paceline.comm import ways
 from paceline.comm.group import ROOM, STRAIGHT_SUM_BYTES, Group
@@ -23,7 +22,6 @@ from paceline.comm.walker import Walk
 from paceline.comm.ways import Table, Wanted, on_its_way
 from paceline.events import AllReduceChosen, Event, decode
 from paceline.plan import AllReduce, Batch, Plan
-from paceline.plan.job import Assignment, Job
 from paceline.schedule.allreduce.build import build
 from paceline.schedule.allreduce.program import program_of
 
@@ -193,19 +191,6 @@ def test_on_slow_links_the_ways_are_tried_on_sums_of_the_run(world: World, monke
     everything = sorted(["backend", "ring", "tree", "halving"])
     found = [["4096", str(5 << 20)]], [3.0] * 14, [["backend"], everything]
     assert world(sum_much, 2) == [found] * 2
-
-
-class Apart(World):
-    """Workers that take themselves for those of several hosts."""
-
-    def __init__(self, directory: Path, hosts: tuple[int, ...]) -> None:
-        super().__init__(directory)
-        self._hosts = hosts
-
-    def _assignment(self, rank: int, workers: int, job: Job) -> Assignment:
-        alone = super()._assignment(rank, workers, job)
-        host = self._hosts[rank] if workers > 1 else 0
-        return dataclasses.replace(alone, host=f"host{host}", host_index=host, hosts=len(set(self._hosts[:workers])))
 
 
 def plan_by(algorithm: str) -> Plan:

@@ -1,0 +1,37 @@
+"""Every way to agree does the same over several hosts, where no memory is common, as on one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from forked import Apart, World
+from layout_runs import EXACT, assert_same, in_one_epoch
+from paceline.plan import AllReduce, Batch, Gossip, LocalSGD, Nesterov, ParameterServer, Plan
+
+HOSTS = (0, 0, 1)
+PLANS = [
+    Plan(sync=AllReduce(op="adasum")),
+    Plan(sync=LocalSGD(every=2)),
+    Plan(sync=LocalSGD(every=2, outer=Nesterov(lr=0.7, momentum=0.9))),
+    Plan(sync=LocalSGD(every=2, overlap=1)),
+    Plan(sync=LocalSGD(every=2, fragments=2, overlap=1)),
+    Plan(sync=Gossip(peers="ring")),
+    Plan(sync=Gossip(peers="random", average_every=2)),
+    Plan(sync=ParameterServer(servers=2)),
+    Plan(sync=ParameterServer(servers=2, mirrored=True)),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_over_two_hosts_it_is_the_same_as_on_one(tmp_path: Path, plan: Plan) -> None:
+    """Two workers on one host and one on another, uneven shares and a last partial batch."""
+    plan = dataclasses.replace(plan, batch=Batch(size=16, micro=3), compute=EXACT)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = World(tmp_path / "one")(in_one_epoch, len(HOSTS), plan)
+    two = Apart(tmp_path / "two", HOSTS)(in_one_epoch, len(HOSTS), plan)
+    for here, there in zip(two, one, strict=True):
+        assert_same([here], there, 1e-9)
