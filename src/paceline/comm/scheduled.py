@@ -1,6 +1,7 @@
 """A group whose sums walk a schedule: a ring, two trees, by halves, or inside each host first; the rest is another's.
 
-The way of a sum may be on trial: then it is waited for where it was begun, and whoever chose it is told what it took.
+The way of a sum may be on trial: then all begin together, it is waited for where it was begun, and whoever chose it is
+told what it took.
 
 Inside a host the workers of a CPU meet in memory, if they can (`comm/shared.py`): then the hierarchical algorithm sums
 there, walks the schedule of the hosts with a slice of the tensor for each of the first workers of a host, and tells the
@@ -93,6 +94,7 @@ class ScheduledGroup:
         way = self.choose(tensor.nbytes)
         if way.tell is None:
             return self.begin(way.name, tensor, what=what)
+        self.base.barrier()  # what it takes, and not what the slowest member does before
         began = time.perf_counter()
         self.begin(way.name, tensor, what=what).wait()
         way.tell(time.perf_counter() - began)
