@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule.placing import placed_on
+from paceline.schedule.placing import in_turn, placed_on
 
 sizes = st.dictionaries(st.text(max_size=4), st.integers(0, 10**6), max_size=40)
 
@@ -33,3 +33,11 @@ def test_the_largest_go_apart() -> None:
     assert placed_on({"a": 4, "b": 9, "c": 3, "d": 8}, servers=2) == {"b": 0, "d": 1, "a": 1, "c": 0}
     with pytest.raises(ValueError, match="servers is 0"):
         placed_on({}, servers=0)
+
+
+@pytest.mark.parametrize(
+    "hosts, order",
+    [((0, 0, 0, 0), [0, 1, 2, 3]), ((0, 0, 1, 1), [0, 2, 1, 3]), ((0, 1, 1, 2, 0), [0, 1, 3, 2, 4])],
+)
+def test_servers_are_spread_over_hosts_first(hosts: tuple[int, ...], order: list[int]) -> None:
+    assert in_turn(hosts) == order

@@ -167,6 +167,10 @@ class Members:
         return self._now().shares_memory
 
     @property
+    def hosts(self) -> tuple[int, ...]:
+        return (0,) if self._group is None else self._group.hosts
+
+    @property
     def is_newcomer(self) -> bool:
         return self._group is None
 

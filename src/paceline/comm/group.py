@@ -63,6 +63,11 @@ class WorkerGroup(Protocol):
         """Whether tensors of the CPU go through memory that all have."""
         ...
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Of each member which host it is on, as a number; as far as the group knows hosts, else 0."""
+        ...
+
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros, 1-D, at a place from which `all_reduce` is fastest; all workers must allocate the same."""
         ...
@@ -125,6 +130,7 @@ class Alone:
     index = 0
     size = 1
     shares_memory = False
+    hosts = (0,)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -181,6 +187,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.index = process_group.rank()
         self.size = process_group.size()
+        self.hosts = (0,) * self.size
         self._group: dist.ProcessGroup | None = process_group
         self.device = device
 

@@ -119,7 +119,7 @@ class SharedGroup:
         num_neighbours: int | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
-        self.index, self.size = group.index, group.size
+        self.index, self.size, self.hosts = group.index, group.size, (0,) * group.size
         self.over, self._arena, self._control = group, arena, arena.control
         self._waiting = Waiting(
             arena,

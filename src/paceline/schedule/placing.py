@@ -8,9 +8,9 @@ all servers have rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-__all__ = ["placed_on", "rows_on"]
+__all__ = ["in_turn", "placed_on", "rows_on"]
 
 
 def placed_on(num_bytes: Mapping[str, int], *, servers: int) -> dict[str, int]:
@@ -22,6 +22,17 @@ def placed_on(num_bytes: Mapping[str, int], *, servers: int) -> dict[str, int]:
         chosen[name] = server = min(range(servers), key=lambda one: (loads[one], one))
         loads[server] += num_bytes[name]
     return {name: chosen[name] for name in num_bytes}
+
+
+def in_turn(hosts: Sequence[int]) -> list[int]:
+    """Return workers in the order in which they start servers, worker k being on host `hosts[k]`: the first one of each
+    host, then the second ones, so that few servers are on many hosts, and no host's cable carries what all get."""
+    seen: dict[int, int] = {}
+    places: list[tuple[int, int]] = []
+    for worker, host in enumerate(hosts):
+        places.append((seen.get(host, 0), worker))
+        seen[host] = seen.get(host, 0) + 1
+    return [worker for _, worker in sorted(places)]
 
 
 def rows_on(server: int, *, servers: int) -> slice:

@@ -25,7 +25,7 @@ from paceline.plan import AllReduce, Cast, ParameterServer, Wire
 from paceline.schedule.placing import placed_on
 from paceline.sync.allreduce import GradientSum
 from paceline.sync.buckets import Named, StayingBucket
-from paceline.sync.servers import Servers
+from paceline.sync.servers import Servers, starting_turn
 from paceline.sync.serving import Held, Part, check_held, held_by, options_of
 from paceline.sync.tables import RowsBucket, Tables
 
@@ -73,7 +73,7 @@ class ServedGradients(GradientSum):
         super().begin(walk, step=step, measures=measures)
         self._key = (self._generation(), step, walk)
         if not self._is_served:
-            self._servers.meet(self._served_part, index=self._everybody.index, size=self._everybody.size)
+            self._servers.meet(self._served_part, index=starting_turn(self._everybody), size=self._everybody.size)
             self._held = held_by(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now

@@ -1,7 +1,7 @@
 """The parameter servers of a run, as a worker reaches them: who starts which, where they are, and how all are asked.
 
-The first workers start them, one each as far as they go, and tell their endpoints and secrets over the run's board. A
-server that is there stays the same for the whole attempt, whoever comes and goes.
+Workers start them in turn, host after host, and tell their endpoints and secrets over the run's board. A server that is
+there stays the same for the whole attempt, whoever comes and goes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.comm.group import WorkerGroup
 from paceline.comm.messages import Caller, Late, Lost, Message
 from paceline.comm.ring import Ring
 from paceline.errors import SyncError
+from paceline.schedule.placing import in_turn
 from paceline.sync.held import HeldQuestion
 from paceline.sync.server_process import end_server, fork_server, is_stopped, reaped
 from paceline.sync.serving import MakeServer, Part, Server, Walk, write_option
 
-__all__ = ["Question", "Servers"]
+__all__ = ["Question", "Servers", "starting_turn"]
 
 KEY = "paceline/servers/{attempt}/{number}"
 POLL_S = 0.005
@@ -78,7 +80,10 @@ class Servers:
         return len(self._callers) == self.count
 
     def meet(self, part: Callable[[int], Part], *, index: int, size: int, server: MakeServer = Server) -> None:
-        """Start those that are this worker's to start, with what `part(number)` gives in them, and connect to all."""
+        """Start those that are this worker's to start, with what `part(number)` gives in them, and connect to all.
+
+        `index` is this worker's turn among `size` of them (`starting_turn`).
+        """
         for number in range(index, self.count, size):
             key = KEY.format(attempt=self._attempt, number=number)
             if not self._store.check([key]):
@@ -305,6 +310,11 @@ class Servers:
                 raise SyncError(f"{name} was not told within {self._timeout_s:.0f} s (timeout_s)")
             time.sleep(POLL_S)  # a board's wait would not look for lost members
         return self._store.get(key).decode()
+
+
+def starting_turn(group: WorkerGroup) -> int:
+    """Whether this member of a group is the first one that starts a server (0), the second one, and so on."""
+    return in_turn(group.hosts).index(group.index)
 
 
 def _reap(pids: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from paceline.comm.group import WorkerGroup
 from paceline.plan import Plan
 from paceline.schedule.backups import DealtShares, Share
 from paceline.schedule.clock import Dealt, Over, Pause, Save, Turn
+from paceline.sync.servers import starting_turn
 from paceline.worker.batch import StepBatch
 from paceline.worker.books import Books
 from paceline.worker.cursor import Cursor
@@ -200,7 +201,7 @@ class DealtBatches:
             limit = max(0, min(limit, files.max_steps - first))
         every = files.save_every
         saves = (limit + 1, limit + 1, 1) if every is None else (every - first % every, limit + 1, every)
-        self._agreement.run(lambda: gradients.meet(index=self._everybody.index, size=self._everybody.size))
+        self._agreement.run(lambda: gradients.meet(index=starting_turn(self._everybody), size=self._everybody.size))
         self._agreement.part()
         begun = Cursor(stream.cursor.epoch, stream.cursor.position)
         dealt = Dealt(
