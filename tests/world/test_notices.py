@@ -97,16 +97,17 @@ def assert_goes_on(run_dir: Path, code: int, output: str, *, after: int) -> None
     assert audit(run_dir).verdict == "clean"
 
 
-@pytest.mark.parametrize("words", [TORCHRUN, MPIRUN], ids=["torchrun", "mpirun"])
+@pytest.mark.parametrize("words, asked", [(TORCHRUN, {5: 1}), (MPIRUN, {5: 0, 7: 1})], ids=["torchrun", "mpirun"])
 def test_sigterm_to_any_one_worker_has_all_finish_the_step_save_and_leave(
-    words: list[str], train: Path, tmp_path: Path
+    words: list[str], asked: dict[int, int], train: Path, tmp_path: Path
 ) -> None:
-    again = [*words, train, "--ask", "0:5:SIGTERM", "1:7:SIGTERM"]
-    for at_steps in ([5], [5, 7]):
+    """Each start is asked at one of these steps, by one of the workers."""
+    again = [*words, train, "--ask", *(f"{worker}:{step}:SIGTERM" for step, worker in asked.items())]
+    for number in range(len(asked)):
         code, output = run(*again, environment=AS_ROOT)
         assert code == (1 if words is TORCHRUN else PREEMPTED), output  # torchrun's own exit code is 1 for everything
-        assert_preempted(tmp_path / "run", at_steps=at_steps)
-    assert_goes_on(tmp_path / "run", *run_alone(train, 7), after=7)
+        assert_preempted(tmp_path / "run", at_steps=[*asked][: number + 1])
+    assert_goes_on(tmp_path / "run", *run_alone(train, max(asked)), after=max(asked))
 
 
 def test_sigterm_to_torchrun_which_passes_it_on_to_all(train: Path, tmp_path: Path) -> None:
