@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=17, help="steps of a turn")
     parser.add_argument("--plans", nargs="+", default=PLANS)
     options = parser.parse_args()
+    if options.turns < 2:
+        parser.error(f"--turns is {options.turns}; quantiles need at least 2")
     plans = list(dict.fromkeys([FIRST, *options.plans]))
     found = in_turns([job_of(plan) for plan in plans], turns=options.turns, block=options.block, of=statistics.fmean)
     took = dict(zip(plans, found, strict=True))

@@ -58,6 +58,9 @@ def test_a_wire_that_takes_longer_than_it_saves_is_named_with_what_it_costs() ->
     assert judged(dataclasses.replace(slow, encoding_s=raw_s - sent_s - 0.005)) is None
     assert judged(slow, is_exact=True) is None
     assert judged(slow, table={}) is None  # nothing is known of the network
+    small = {4096: {"backend": 0.001}, 8192: {"backend": 0.001}}
+    assert judged(slow, table=small) is None  # nor of sums that are much larger than what was timed
+    assert judged(dataclasses.replace(slow, num_raw=16384.0, num_sent=4096.0), table=small).kind == "costs"
     assert judged(slow, replicas=1) is None
 
 
@@ -103,7 +106,7 @@ class Run:
         self.told: list[Event] = []
         self.step = 0
         place: Any = SimpleNamespace(
-            group=SimpleNamespace(index=index), axes=SimpleNamespace(across=self.across), link=lambda: table
+            group=SimpleNamespace(index=index), axes=SimpleNamespace(across=self.across), link=lambda _: table
         )
         models: Any = SimpleNamespace(
             wire_seconds=lambda: (self.waited_s, self.encoding_s), largest_bucket=lambda: [(256, 256)]

@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.cli.main import main
 from paceline.comm.errands import Errands
 from paceline.comm.group import Disrupted, Parcel
-from paceline.comm.scheduled import Way
+from paceline.comm.scheduled import ScheduledGroup, Way
 from paceline.comm.walker import Aside, Walk
-from paceline.comm.ways import BACKEND, Choice, Table, fastest, next_s
+from paceline.comm.ways import BACKEND, SIZES, Choice, Table, fastest, next_s
 from paceline.errors import SyncError
 from paceline.events import AllReduceChosen
 from paceline.monitor.wording import event_line
@@ -82,10 +82,15 @@ def test_sums_of_an_unknown_size_try_one_way_each_and_later_ones_take_the_fastes
 
 
 def test_what_the_next_size_would_take_goes_on_as_the_last_two() -> None:
-    assert next_s([1.0]) == 0.0  # a single size says nothing of the next one
-    assert next_s([0.1, 0.05]) == pytest.approx(0.05)
-    assert next_s([0.01, 0.07]) == pytest.approx(0.07 + 0.06 * (1024 - 64) / 60)
-    assert next_s([0.01, 0.07, 0.5, 3.0]) == 0.0  # there is no further one
+    def next_after(*seconds: float) -> float:
+        return next_s(
+            {size: {"ring": 0.25 * one, "tree": 0.75 * one} for size, one in zip(SIZES, seconds, strict=False)}
+        )
+
+    assert next_after() == 0.0
+    assert next_after(1.0) == pytest.approx(1.0)  # at least
+    assert next_after(0.1, 0.05) == pytest.approx(0.05)
+    assert next_after(0.01, 0.07) == pytest.approx(0.07 + 0.06 * (1024 - 64) / 60)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +109,33 @@ def test_the_console_tells_the_choice_in_one_line(chosen: dict[str, str], says: 
     assert event_line(event) == f"all-reduce among 4 workers on 2 hosts: {says} (timed in 310 ms)"
     tried = dataclasses.replace(event, took_s=0.0)
     assert event_line(tried) == f"all-reduce among 4 workers on 2 hosts: {says} (tried on sums of the run)"
+
+
+class Counting:
+    """A base that sums nothing, and notes what it was asked for."""
+
+    index, size, hosts, shares_memory = 0, 2, (0, 1), False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def barrier(self) -> None:
+        self.asked.append("barrier")
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Any:
+        self.asked.append("sum")
+        return SimpleNamespace(wait=lambda: self.asked.append("wait"))
+
+
+def test_a_trial_begins_on_all_together_and_is_waited_for_before_it_is_told() -> None:
+    base: Any = Counting()
+    way = Way(BACKEND, lambda seconds: base.asked.append("told" if 0 <= seconds < LIMIT_S else "wrong"))
+    group = ScheduledGroup.__new__(ScheduledGroup)
+    group.__dict__.update(base=base, choose=lambda _: way, near=None, _under_way=[])
+    group.all_reduce(torch.zeros(100), what="test").wait()
+    assert base.asked == ["barrier", "sum", "wait", "told"]
+    group.all_reduce(torch.zeros(10), what="a vote").wait()  # too small to be worth a trial
+    assert base.asked[4:] == ["sum", "wait"]
 
 
 def errands(check: Any = lambda: None, *, timeout_s: float = LIMIT_S, lost: type[SyncError] = SyncError) -> Errands:
@@ -295,6 +327,6 @@ def test_the_command_draws_a_plans_algorithm(capsys: pytest.CaptureFixture[str])
     assert main(["plan", "replicas=4+allreduce(algorithm=hierarchical)", "--draw", "--hosts", "2"]) == 0
     assert "0      +2-3>1    +0-1>0    +2-3>3    +0-1>2" in capsys.readouterr().out
     assert main(["plan", "replicas=4", "--draw"]) == 0
-    assert "auto: timed when the run begins. Name an algorithm to see it: ring, tree" in capsys.readouterr().out
+    assert "auto: timed in the run. Name an algorithm to see it: ring, tree" in capsys.readouterr().out
     assert main(["plan", "replicas=2+allreduce(algorithm=ring)", "--draw", "--hosts", "3"]) == 2
     assert "--hosts is 3; it must be from 1 to the number of replicas, 2." in capsys.readouterr().err

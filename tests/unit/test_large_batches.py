@@ -52,6 +52,11 @@ def test_those_that_look_at_the_norm_of_all_or_at_how_far_all_have_come_do(optim
     assert needs_all_parameters(optimizer)
 
 
+@pytest.mark.parametrize("kind, fields", [(torch.optim.SparseAdam, {}), (torch.optim.AdamW, {"capturable": True})])
+def test_of_one_that_cannot_step_in_a_trial_nothing_is_said(kind: Any, fields: dict[str, Any]) -> None:
+    assert not needs_all_parameters(made(kind, **fields))
+
+
 def test_one_that_has_another_in_it_is_not_tried() -> None:
     outer, inner = made(torch.optim.SGD), made(torch.optim.AdamW)
     outer.__dict__["inner"] = inner
@@ -69,6 +74,15 @@ def test_trying_one_changes_nothing_of_it_and_of_random_numbers() -> None:
     assert optimizer.state_dict() == before and not optimizer.state and not calls
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(*pair) for pair in zip(values, optimizer.param_groups[0]["params"], strict=True))
+
+
+def test_trying_one_that_has_trained_leaves_its_estimates_alone() -> None:
+    optimizer = made(Prodigy)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    assert needs_all_parameters(optimizer) and optimizer.state_dict()["param_groups"] == before
 
 
 def test_a_rate_of_nought_before_a_warm_up_hides_nothing() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forked import Apart, World
-from layout_runs import EXACT, assert_same, in_one_epoch
+from layout_runs import EXACT, assert_same, by_stepper, in_one_epoch
 from paceline.comm import ways
 from paceline.comm.group import ROOM, STRAIGHT_SUM_BYTES, Group
 from paceline.comm.scheduled import ScheduledGroup, Way
@@ -163,7 +163,7 @@ def test_a_table_is_of_the_hosts_that_it_was_measured_on(world: World, monkeypat
             wanted = Wanted(algorithm="auto", host=host, timeout_s=30, tell=told.append, known=known)
             on_its_way(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
             nums.append(len(told))
-        assert wanted.latest() == known["a", "b"]
+        assert wanted.latest(2) == known["a", "b"] and wanted.latest(3) == {}
         return nums
 
     assert world(meet_again, 2) == [[1, 1, 2, 2]] * 2
@@ -181,7 +181,7 @@ def test_on_slow_links_the_ways_are_tried_on_sums_of_the_run(world: World, monke
             tensor = torch.full((num_bytes // 4,), worker.rank + 1.0)
             group.all_reduce(tensor, what="test").wait()
             sums += [float(tensor.min()), float(tensor.max())]
-        tables = group.gather_objects(wanted.latest())
+        tables = group.gather_objects(wanted.latest(2))
         assert tables[0] == tables[1]
         group.close()
         chosen = [event for event in told if isinstance(event, AllReduceChosen)]
@@ -191,6 +191,22 @@ def test_on_slow_links_the_ways_are_tried_on_sums_of_the_run(world: World, monke
     everything = sorted(["backend", "ring", "tree", "halving"])
     found = [["4096", str(5 << 20)]], [3.0] * 14, [["backend"], everything]
     assert world(sum_much, 2) == [found] * 2
+
+
+def test_a_named_way_is_timed_too_and_8_mb_only_where_the_time_suffices(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "SLOW_S", math.inf)
+    monkeypatch.setattr(ways, "BUDGET_S", 0.0)
+
+    def found(worker: Any) -> list[tuple[int, list[str]]]:
+        wanted = Wanted(algorithm="halving", host=f"host{worker.rank}", timeout_s=30, tell=lambda _: None)
+        group = on_its_way(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+        group.barrier()
+        group.close()
+        return [(size, list(row)) for size, row in wanted.latest(2).items()]
+
+    assert world(found, 2) == [[(size, ["halving"]) for size in (4 << 10, 64 << 10, 1 << 20)]] * 2
 
 
 def plan_by(algorithm: str) -> Plan:
@@ -213,6 +229,24 @@ def test_training_is_the_same_by_every_algorithm(tmp_path: Path, monkeypatch: py
         for event in chosen:
             assert set(event.table["4096"]) == {"backend", *ALGORITHMS}
             assert event.chosen.keys() == event.table.keys() and event.hosts == 2
+
+
+def in_four_epochs(worker: Any) -> dict[str, Any]:
+    return by_stepper(worker, drop=0.0, epochs=4)
+
+
+def test_training_is_the_same_while_ways_are_tried_and_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "SLOW_S", 0.0)
+    oracle = World(tmp_path).one_process(in_four_epochs, plan_by("auto"))
+    world = Apart(tmp_path, (0, 0, 1))
+    assert_same(world(in_four_epochs, 3, plan_by("auto")), oracle, 1e-9)
+    lines = [decode(line).event for line in (world.worker_dir(0) / "events.jsonl").read_text().splitlines()]
+    told = [event for event in lines if isinstance(event, AllReduceChosen)]
+    tried = [set(row) for size, row in told[-1].table.items() if size != "4096"]
+    assert tried and all(row == {"backend", *ALGORITHMS} for row in tried)
+    assert all(event.took_s == 0.0 for event in told)
 
 
 def exchange_what_is_small(worker: Any) -> Tensor:

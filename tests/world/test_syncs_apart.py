@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,16 @@ PLANS = [
     Plan(sync=ParameterServer(servers=2)),
     Plan(sync=ParameterServer(servers=2, mirrored=True)),
 ]
+
+
+def where_servers_are(worker: Any) -> list[str]:
+    in_one_epoch(worker)
+    return [str(about["host"]) for _, about in sorted(worker._servers._abouts.items())]
+
+
+def test_servers_are_on_both_hosts(tmp_path: Path) -> None:
+    plan = Plan(sync=ParameterServer(servers=2), batch=Batch(size=16, micro=3))
+    assert Apart(tmp_path, HOSTS)(where_servers_are, len(HOSTS), plan) == [["host0", "host1"]] * len(HOSTS)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

@@ -123,7 +123,7 @@ def _drawing(plan: Plan, workers: int, hosts: str | None) -> str:
         return f"{plan.sync}: replicas {how}; there is no schedule to draw."
     name, num_replicas = plan.sync.algorithm, workers // plan.layout.workers_each
     if name == "auto":
-        return f"auto: timed when the run begins. Name an algorithm to see it: {', '.join(ALGORITHMS)}."
+        return f"auto: timed in the run. Name an algorithm to see it: {', '.join(ALGORITHMS)}."
     num_hosts = num_replicas if hosts is None else config.parse_value(hosts, int, path="--hosts")
     if not 1 <= num_hosts <= num_replicas:
         raise config.PlanError(f"--hosts is {num_hosts}; it must be from 1 to the number of replicas, {num_replicas}.")

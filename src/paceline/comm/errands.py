@@ -44,6 +44,10 @@ class Errand:
         except BaseException as error:  # of whatever kind: it is raised where somebody waits
             self._error = error
 
+    @property
+    def is_over(self) -> bool:
+        return self._done.is_set()
+
     def land(self) -> None:
         """Let go of whoever waits."""
         self._done.set()

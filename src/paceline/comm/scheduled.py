@@ -77,6 +77,7 @@ class ScheduledGroup:
         self._programs: dict[tuple[str, int], Program] = {}
         self._teams = hosts_of(self.hosts)
         self._num_walks = 0
+        self._under_way: list[Errand] = []
         self._stream: Any = None
 
     @property
@@ -94,7 +95,7 @@ class ScheduledGroup:
         way = self.choose(tensor.nbytes)
         if way.tell is None:
             return self.begin(way.name, tensor, what=what)
-        self.base.barrier()  # what it takes, and not what the slowest member does before
+        self._make_ready(way.name, tensor.nbytes)
         began = time.perf_counter()
         self.begin(way.name, tensor, what=what).wait()
         way.tell(time.perf_counter() - began)
@@ -139,6 +140,14 @@ class ScheduledGroup:
         elif near is not None:  # a thread that was left behind may still look into that memory
             threading.Thread(target=self._close_later, args=(near,), name="paceline-undertaker", daemon=True).start()
 
+    def _make_ready(self, name: str, num_bytes: int) -> None:
+        """Return when nothing but the sum itself will take time: neither what is under way nor the slowest member."""
+        for errand in self._under_way:
+            errand.wait()
+        if name != BACKEND and (name != "hierarchical" or self.near is None):
+            self._program(name, num_bytes)
+        self.base.barrier()
+
     def _walked(self, name: str, tensor: Tensor, *, what: str) -> Transfer:
         tensor = tensor.detach()
         flat = tensor.reshape(-1)
@@ -155,7 +164,9 @@ class ScheduledGroup:
             if flat.data_ptr() != tensor.data_ptr():  # the tensor has holes, and was copied to be flat
                 write(tensor, flat.view(tensor.size()))
 
-        return self._errands.begin(do, what=f"{what} ({name})")
+        errand = self._errands.begin(do, what=f"{what} ({name})")
+        self._under_way = [one for one in self._under_way if not one.is_over] + [errand]
+        return errand
 
     def _close_later(self, near: WorkerGroup) -> None:
         self._errands.join()

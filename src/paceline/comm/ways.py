@@ -32,11 +32,12 @@ from paceline.events import AllReduceChosen, Event, Note
 from paceline.schedule.allreduce.build import FLAT
 from paceline.schedule.allreduce.hierarchical import hosts_of
 
-__all__ = ["BACKEND", "Choice", "Table", "Wanted", "fastest", "next_s", "on_its_way"]
+__all__ = ["BACKEND", "SIZES", "Choice", "Table", "Wanted", "fastest", "next_s", "on_its_way"]
 
-SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # timed in this order; the first one always,
-BUDGET_S = 0.25  # another one where it would not take longer, together with those before
-NUM_RUNS = 3  # of each
+SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # timed in this order, 8 MB where the time suffices
+BUDGET_S = 0.25
+NUM_RUNS = 3  # of each; one where that would take too long
+NUM_BARRIERS = 3
 SLOW_S = 0.01  # links where a barrier takes longer are not timed in advance
 REACH, NEAR = 1.5, 4.0  # a sum takes the way of a size that is not so many times smaller, or larger
 ALIKE = 1.1  # sums that may differ so much are of one trial
@@ -55,9 +56,9 @@ class Wanted:
     tell: Callable[[Event], None]
     known: dict[tuple[str, ...], Table] = dataclasses.field(default_factory=dict)  # by the members' hosts
 
-    def latest(self) -> Table:
-        """What was measured, or found, for the group that was made last; empty where nothing was."""
-        return next(reversed(self.known.values()), {})
+    def latest(self, size: int) -> Table:
+        """What was found last for a group of so many; empty where nothing was."""
+        return next((table for hosts, table in reversed(self.known.items()) if len(hosts) == size), {})
 
     def learn(self, hosts: tuple[str, ...], table: Table) -> None:
         """A group of workers of these hosts has been made, and its members know this."""
@@ -216,30 +217,33 @@ def measured(group: ScheduledGroup, names: Sequence[str]) -> Table:
     """Time each way at some sizes, as far as the time goes; all members must call, and all get the first one's
     numbers. On slow links only a barrier is timed, which says what the back end takes for what is small."""
     began = time.perf_counter()
-    group.barrier()
-    before = time.perf_counter()
-    group.barrier()
-    barrier_s = group.broadcast_object(time.perf_counter() - before)
+    barriers_s: list[float] = []
+    for _ in range(NUM_BARRIERS):
+        before = time.perf_counter()
+        group.barrier()
+        barriers_s.append(time.perf_counter() - before)
+    barrier_s = group.broadcast_object(min(barriers_s[1:]))  # the first one waits for whoever comes late
     if barrier_s > SLOW_S:
         return {min(SIZES): {BACKEND: barrier_s}}
     table: dict[int, dict[str, float]] = {}
-    rows_s: list[float] = []  # all of a size together
+    spent_s, num_runs = 0.0, NUM_RUNS
     for size in SIZES:
-        tensor = torch.zeros(size // 4)
-        row = {name: statistics.median(_timed(group, name, tensor) for _ in range(NUM_RUNS)) for name in names}
-        table[size], spent_s = group.broadcast_object((row, time.perf_counter() - began))
-        rows_s.append(NUM_RUNS * sum(table[size].values()))
-        if spent_s + next_s(rows_s) > BUDGET_S:
+        left_s, run_s = BUDGET_S - spent_s, next_s(table)
+        num_runs = NUM_RUNS if NUM_RUNS * run_s <= left_s else 1
+        if size == max(SIZES) and run_s > left_s:
             break
+        tensor = torch.zeros(size // 4)
+        row = {name: statistics.median(_timed(group, name, tensor) for _ in range(num_runs)) for name in names}
+        table[size], spent_s = group.broadcast_object((row, time.perf_counter() - began))
     return table
 
 
-def next_s(rows_s: Sequence[float]) -> float:
-    """What the next size would take, when all before have taken so long: it goes on as from the last but one to the
-    last."""
+def next_s(table: Table) -> float:
+    """What one run of all ways at the next size would take: as much more as from the last but one to the last."""
+    rows_s = [sum(row.values()) for row in table.values()]
     number = len(rows_s)
-    if number in (1, len(SIZES)):
-        return 0.0
+    if number < 2:
+        return sum(rows_s)
     slope = max(0.0, rows_s[-1] - rows_s[-2]) / (SIZES[number - 1] - SIZES[number - 2])
     return rows_s[-1] + slope * (SIZES[number] - SIZES[number - 1])
 

@@ -24,12 +24,13 @@ from paceline.codec.base import Gather, Replica, Sum
 from paceline.codec.build import build_codec
 from paceline.plan import Wire
 
-__all__ = ["LEAST_SIZES", "Measured", "Price", "Verdict", "judge", "link_seconds", "median_of", "priced"]
+__all__ = ["Measured", "Price", "Verdict", "is_known", "judge", "link_seconds", "median_of", "priced"]
 
 LEAST_SAVED = 0.1  # of a step: below, no other wire is worth a word
 ALIKE = 0.1  # of what is saved: of two that save about as much the gentler one is named
 RUNS = 3  # of each codec that is timed
-LEAST_SIZES = 2  # in a table: one says nothing of another
+TELLING_BYTES = 1 << 20  # of sums so large, and larger ones, the link's rate is known;
+NEAR = 4.0  # smaller ones tell of no more than so many times their size
 
 Table = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: seconds
 
@@ -89,7 +90,7 @@ def judge(
         if is_exact or encoding_s <= 0:
             return None
         return Verdict(kind="memory", wire=wire, link_s=0.0, step_s=step_s, encoding_s=encoding_s, saved_s=-encoding_s)
-    if len(table) < LEAST_SIZES:
+    if not is_known(table, num_raw=measured.num_raw, replicas=replicas, bucket_bytes=bucket_bytes):
         return None
 
     def link_s(num_bytes: float) -> float:
@@ -108,6 +109,12 @@ def judge(
         if saved_s > LEAST_SAVED * step_s and (best is None or saved_s > (1 + ALIKE) * best.saved_s):
             best = Verdict(kind="pays", wire=name, link_s=raw_s, step_s=step_s, encoding_s=cost_s, saved_s=saved_s)
     return best
+
+
+def is_known(table: Table, *, num_raw: float, replicas: int, bucket_bytes: int) -> bool:
+    """Whether the table says what the network takes for the raw bytes of a step."""
+    largest = min(bucket_bytes, num_raw * replicas / (2 * (replicas - 1)))
+    return len(table) > 1 and (max(table) >= TELLING_BYTES or largest <= NEAR * max(table))
 
 
 def link_seconds(table: Table, num_bytes: float, *, replicas: int, num_raw: float, bucket_bytes: int) -> float:

@@ -77,6 +77,7 @@ class Bucket:
         self.parameters = [parameter for _, parameter in parameters]
         self.bytes = WireBytes()
         self.encoding_s = 0.0  # and decoding, in all
+        self.waited_s = 0.0  # where its last round was sent
         self._group = group
         self._span = _span(self.names)
         self._locals = [local_part(parameter) for parameter in self.parameters]
@@ -225,10 +226,14 @@ class Bucket:
     def _send(self, payload: Payload) -> None:
         tensor, size = payload.tensor, self._group.size
         self._num_rounds += 1
+        self.waited_s = 0.0
         if isinstance(payload, Sum):
             self.bytes.num_sent += bytes_of_sum(tensor.nbytes, size)
             self._answer = tensor
+            began = time.perf_counter()
             self._transfer = self._group.all_reduce(tensor, what=f"all_reduce of {self._span}")
+            if not self._group.shares_memory:  # it takes no time, unless it is waited for at once (`comm/ways.py`)
+                self.waited_s = time.perf_counter() - began
         elif isinstance(payload, Gather):
             self.bytes.num_sent += (size - 1) * tensor.nbytes
             self._answer = tensor.new_zeros(size, tensor.numel())
@@ -248,7 +253,7 @@ class StayingBucket:
     """
 
     may_send_more = can_carry = False
-    encoding_s = 0.0
+    encoding_s = waited_s = 0.0
 
     def __init__(self, parameters: Sequence[Named]) -> None:
         self.names = [name for name, _ in parameters]

@@ -43,6 +43,7 @@ class Relay:
     def departed(self, bucket: AnyBucket) -> None:
         """A bucket has left: have others take their next round."""
         self._num_departed += 1
+        self.waited_s += bucket.waited_s
         self._moved_at[id(bucket)] = self._num_departed
         self._under_way.append(bucket)
         for one in [*self._under_way]:

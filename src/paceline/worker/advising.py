@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.events import Event, StepDone, WireJudged
 from paceline.plan import AllReduce, Cast, Int8, OneBit, Plan, PowerSGD, Wire
-from paceline.sync.advice import LEAST_SIZES, Measured, Price, judge, link_seconds, median_of, priced
+from paceline.sync.advice import Measured, Price, is_known, judge, link_seconds, median_of, priced
 from paceline.worker.models import Models
 from paceline.worker.place import Place
 
@@ -68,15 +68,14 @@ class Advising:
     def _judge(self, sync: AllReduce, step: int) -> None:
         measured, wire, across = median_of(self._recent), self._plan.wire, self._place.axes.across
         is_exact = wire.exact
-        table = self._place.link()
-        if is_exact and not across.shares_memory and len(table) >= LEAST_SIZES and not self._prices:
-            raw_s = link_seconds(
-                table,
-                measured.num_raw,
-                replicas=self._replicas,
-                num_raw=measured.num_raw,
-                bucket_bytes=sync.bucket_bytes,
-            )
+        table = self._place.link(self._replicas)
+        raw: dict[str, Any] = {
+            "num_raw": measured.num_raw,
+            "replicas": self._replicas,
+            "bucket_bytes": sync.bucket_bytes,
+        }
+        if is_exact and not across.shares_memory and is_known(table, **raw) and not self._prices:
+            raw_s = link_seconds(table, measured.num_raw, **raw)
             if min(raw_s, measured.waited_s) > WORTH_PRICING * measured.step_s:
                 self._prices = self._priced()
         verdict = judge(

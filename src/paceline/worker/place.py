@@ -66,7 +66,7 @@ class Place:
     attach: Callable[[Holder], None]  # to be called with who has the run's state, once there is one
     ring: Ring  # where this worker says what it does
     axes: Axes  # its groups inside its replica, and across the replicas
-    link: Callable[[], Mapping[int, Mapping[str, float]]]  # what sums over replicas take, as far as it was measured
+    link: Callable[[int], Mapping[int, Mapping[str, float]]]  # what sums among so many take, as far as it was measured
     vault: Vault | None = None  # memory that outlives this worker; None: nobody would begin again with it
     address: str = "127.0.0.1"  # of this host, as the others see it
     begins_with: Slot | None = None  # what a lost worker had at this place
@@ -289,7 +289,7 @@ class _Told:
 
     shared: dist.Store
     prelude: Prelude
-    link: Callable[[], Mapping[int, Mapping[str, float]]]
+    link: Callable[[int], Mapping[int, Mapping[str, float]]]
 
 
 def _place(arrival: Arrival, group: WorkerGroup, agreement: Agreement, *, axes: Axes, told: _Told) -> Place:

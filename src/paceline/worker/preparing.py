@@ -173,7 +173,7 @@ class Preparation:
         tensors; of rows, which torch knows to be rows, it gets norms and products of the whole. And where it needs all
         of them together, and has them nowhere."""
         names = self.registry.parameter_names()
-        held = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
+        held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         cut = next((name for name in held if name in self.registry.cuts), None)
         layout, name = self._plan.layout, type(optimizer).__name__
         if cut is not None and needs_whole_parameters(optimizer):
@@ -183,7 +183,7 @@ class Preparation:
                 f"under {layout!r} each worker has only a part of {cut}, and would take other steps. Use shard or "
                 f"stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
             )
-        where = self._parted_by(cut)
+        where = self._parted_by(held, cut)
         if where is not None and needs_all_parameters(optimizer):
             raise PlanError(
                 f"{name}, as it was made here, looks at all its parameters together (their norm, or how far all have "
@@ -191,11 +191,14 @@ class Preparation:
                 "optimizer that looks at one parameter at a time, such as AdamW."
             )
 
-    def _parted_by(self, cut: str | None) -> str | None:
-        """Why no optimizer's step sees all its parameters; None: each does. `cut`: a parameter of a cut layer."""
+    def _parted_by(self, held: Sequence[str], cut: str | None) -> str | None:
+        """Why no optimizer's step sees all its parameters, which are `held`; None: each does. `cut`: one that is here
+        in part."""
         sync, layout = self._plan.sync, self._plan.layout
         if cut is not None:
             return f"under {layout!r} each worker has only a part of {cut}"
+        if layout.experts > 1 and any(name in self.registry.homes for name in held):
+            return f"under Layout(experts={layout.experts}) each worker has only its own experts"
         if layout.stages > 1:
             return f"under Layout(stages={layout.stages}) each stage has only its own"
         if isinstance(sync, ParameterServer) and sync.servers > 1:

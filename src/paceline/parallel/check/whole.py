@@ -10,6 +10,7 @@ them, each would find something else.
 from __future__ import annotations
 
 import collections
+import copy
 import inspect
 from collections.abc import Sequence
 
@@ -48,7 +49,7 @@ def needs_all_parameters(optimizer: Optimizer) -> bool:
     """Whether its update of a parameter depends on what else it holds; the optimizer stays as it is.
 
     One that cannot be stepped without a closure counts as one that does. Nothing is known of one that has others in it,
-    or draws random numbers: they count as ones that do not.
+    draws random numbers, or cannot step on such parameters (sparse gradients, a GPU's): they count as ones that do not.
     """
     if _has_others(optimizer):
         return False
@@ -60,8 +61,11 @@ def needs_all_parameters(optimizer: Optimizer) -> bool:
     first, second = numbers
     second[1:] *= APART
     with torch.random.fork_rng(devices=[]):
-        (alone,), (again,) = _stepped(optimizer, [first]), _stepped(optimizer, [first], seed=1)
-        together = _stepped(optimizer, [first, second])[0]
+        try:
+            (alone,), (again,) = _stepped(optimizer, [first]), _stepped(optimizer, [first], seed=1)
+            together = _stepped(optimizer, [first, second])[0]
+        except Exception:  # of the optimizer's own, which is raised again where it is stepped in earnest, if at all
+            return False
     if not torch.equal(alone, again):
         return False
     moved = alone - first[0]  # which may be tiny beside the parameter
@@ -88,7 +92,8 @@ def _stepped(optimizer: Optimizer, each: Sequence[Tensor], *, seed: int = 0) -> 
     )  # hooks of its step, which are about the real one
     twin.state = collections.defaultdict(dict)
     rates = {"lr": 0.1} if "lr" in optimizer.param_groups[0] else {}  # which may be 0 now, before a warm-up
-    twin.param_groups = [{**optimizer.param_groups[0], **rates, "params": parameters}]
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    twin.param_groups = [{**copy.deepcopy(options), **rates, "params": parameters}]
     for gradients in zip(*(numbers[1:] for numbers in each), strict=True):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
