@@ -13,11 +13,21 @@ from torch import Tensor
 from paceline.comm.arena import Arena
 from paceline.comm.sums import write
 
-__all__ = ["MOVED_BYTES", "NUM_MOVED", "PIECE_BYTES", "SMALL_BYTES", "Buffers", "Pieces", "Sum"]
+__all__ = [
+    "MOVED_BYTES",
+    "NUM_MOVED",
+    "NUM_PIECES",
+    "NUM_SMALL",
+    "PIECE_BYTES",
+    "SMALL_BYTES",
+    "Buffers",
+    "Pieces",
+    "Sum",
+]
 
 SMALL_BYTES = 16 * 1024  # up to here, everyone sums for itself
-PIECE_BYTES = 1024 * 1024  # of tensors that lie elsewhere
-NUM_BUFFERS = 8  # of each size: so many pieces are under way
+NUM_SMALL = 8  # that are under way
+PIECE_BYTES, NUM_PIECES = 4 * 1024 * 1024, 4  # of tensors that lie elsewhere; for each all cores have to take turns
 MOVED_BYTES, NUM_MOVED = 512 * 1024, 4  # of what is read and not summed: it counts as each reader's memory, too
 
 
@@ -63,7 +73,7 @@ class Pieces:
 class Buffers:
     """Places in every member's slot for tensors that lie elsewhere; each is used by one sum at a time, in turn."""
 
-    def __init__(self, num_bytes: int, *, num_places: int = NUM_BUFFERS) -> None:
+    def __init__(self, num_bytes: int, *, num_places: int) -> None:
         self.num_bytes, self._num_places = num_bytes, num_places  # of each place, and of them
         self._own: Tensor | None = None
         self._users: list[Sum | None] = [None] * num_places

@@ -5,7 +5,8 @@ then sums the i-th part of all slots, always in the order of the members, so tha
 into every slot, and says that it is *done*. When all are done, each finds the whole sum in its own slot, and nobody
 else touches that slot until its owner arrives again: there are no locks, and a slot can be used again at once. Where
 tensors are so small that a second round costs more than it saves, everyone sums all of them for itself; so it is, too,
-where tensors are not summed, or each wants another part of the sum (`comm/moves.py`).
+where tensors are not summed, or each wants another part of the sum (`comm/moves.py`), and where two members sum what
+lies elsewhere: each adds the other one's numbers to its own.
 
 Tensors from `allocate` lie in their slots already; others are copied in and out, in pieces.
 
@@ -29,7 +30,17 @@ from paceline.comm.arena import ARRIVED, DONE, MARKS, Arena
 from paceline.comm.group import Landed, Transfer, WorkerGroup
 from paceline.comm.mailboxes import Mailboxes
 from paceline.comm.moves import Move, exchanges, fill, filling, flat, gathers, scatters, spreads
-from paceline.comm.pieces import MOVED_BYTES, NUM_MOVED, PIECE_BYTES, SMALL_BYTES, Buffers, Pieces, Sum
+from paceline.comm.pieces import (
+    MOVED_BYTES,
+    NUM_MOVED,
+    NUM_PIECES,
+    NUM_SMALL,
+    PIECE_BYTES,
+    SMALL_BYTES,
+    Buffers,
+    Pieces,
+    Sum,
+)
 from paceline.comm.sums import (
     BARRIER,
     EXCHANGED,
@@ -252,7 +263,8 @@ class SharedGroup:
         self._forget_buffers()  # they refer to sums, and those to this
 
     def _forget_buffers(self) -> None:
-        self._small, self._large = Buffers(SMALL_BYTES), Buffers(PIECE_BYTES)
+        self._small = Buffers(SMALL_BYTES, num_places=NUM_SMALL)
+        self._large = Buffers(PIECE_BYTES, num_places=NUM_PIECES)
         self._moved = Buffers(MOVED_BYTES, num_places=NUM_MOVED)
 
     def _begin_moves(self, moves: Iterable[Move], dtype: torch.dtype, what: str, *, kind: int) -> Sum | None:
@@ -284,7 +296,11 @@ class SharedGroup:
     def _send_piece(self, piece: Tensor, buffers: Buffers, what: str, *, place: int = 0) -> Sum:
         parts = self._next_place(buffers, piece.numel(), piece.dtype)
         parts[self.index].copy_(piece)
-        read = functools.partial(_sum_into, piece) if buffers is self._small else None
+        read: Callable[[Sequence[Tensor]], None] | None = None
+        if buffers is self._small:
+            read = functools.partial(_sum_into, piece)
+        elif self.size == 2:
+            read = functools.partial(_add_to, piece, 1 - self.index)
         sum_ = Sum(self._finish, what, parts, piece, is_copied=True, read=read)
         return buffers.use(self._announce(sum_, place=place))
 
@@ -405,6 +421,12 @@ def _is_read(parts: Sequence[Tensor]) -> None:
 
 def _sum_into(target: Tensor, parts: Sequence[Tensor]) -> None:
     write(target, total(parts))
+
+
+@torch.inference_mode()
+def _add_to(target: Tensor, other: int, parts: Sequence[Tensor]) -> None:
+    """Add the other one's numbers to one's own, which lie there still: of two it is the same sum on both."""
+    target.add_(parts[other])
 
 
 def _tried(make: Callable[[], Arena], at_end: contextlib.ExitStack) -> tuple[Arena | None, str | None]:
