@@ -284,12 +284,14 @@ class SharedGroup:
         """Join with a tensor that lies elsewhere, in as many sums as it takes."""
         flat = tensor.reshape(-1)
         buffers = self._small if flat.nbytes <= SMALL_BYTES else self._large
-        sums = []
+        if flat.nbytes <= buffers.num_bytes and tensor.is_contiguous():
+            only = self._send_piece(flat, buffers, what)
+            self.progress()
+            return only
+        sums: list[Sum] = []
         for piece in flat.split(buffers.num_bytes // flat.itemsize):
             sums.append(self._send_piece(piece, buffers, what))
             self.progress()
-        if len(sums) == 1 and tensor.is_contiguous():
-            return sums[0]
         return Pieces(sums, flat, tensor)
 
     @torch.inference_mode()
@@ -297,10 +299,10 @@ class SharedGroup:
         parts = self._next_place(buffers, piece.numel(), piece.dtype)
         parts[self.index].copy_(piece)
         read: Callable[[Sequence[Tensor]], None] | None = None
-        if buffers is self._small:
-            read = functools.partial(_sum_into, piece)
-        elif self.size == 2:
+        if self.size == 2:
             read = functools.partial(_add_to, piece, 1 - self.index)
+        elif buffers is self._small:
+            read = functools.partial(_sum_into, piece)
         sum_ = Sum(self._finish, what, parts, piece, is_copied=True, read=read)
         return buffers.use(self._announce(sum_, place=place))
 
@@ -420,10 +422,9 @@ def _is_read(parts: Sequence[Tensor]) -> None:
 
 
 def _sum_into(target: Tensor, parts: Sequence[Tensor]) -> None:
-    write(target, total(parts))
+    target.copy_(total(parts))
 
 
-@torch.inference_mode()
 def _add_to(target: Tensor, other: int, parts: Sequence[Tensor]) -> None:
     """Add the other one's numbers to one's own, which lie there still: of two it is the same sum on both."""
     target.add_(parts[other])

@@ -74,7 +74,9 @@ def share_of(numel: int, index: int, size: int) -> tuple[int, int]:
 def sum_in_place(parts: Sequence[Tensor], start: int, stop: int) -> None:
     """Write the sum of the parts, from `start` to `stop`, into all of them."""
     step = CACHED_BYTES // (len(parts) * parts[0].itemsize)
-    for pieces in zip(*(part[start:stop].split(step) for part in parts), strict=True):
+    shares = [part[start:stop] for part in parts]
+    cut = [shares] if stop - start <= step else zip(*(share.split(step) for share in shares), strict=True)
+    for pieces in cut:
         summed = total(pieces, out=pieces[0])
         for piece in pieces if summed is not pieces[0] else pieces[1:]:
             piece.copy_(summed)
