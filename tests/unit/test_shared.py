@@ -36,6 +36,7 @@ class Underneath:
     """Stands for torch's group: notes what comes through."""
 
     shares_memory = False
+    hosts = (0,)
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import Prodigy
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from expert_models import WIDTH, AttendingMoeNet, ListedExperts, MoeNet
-from forked import World
+from forked import WorkersFailed, World
 from layout_runs import EXACT, RESUME, Text, assert_same, beside, next_word, plan_of, workers_of
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.comm.ring import read_ring
@@ -217,6 +218,14 @@ def test_a_checkpoint_of_a_mixture_holds_each_number_once(world: World, tmp_path
     held = {name: sum(math.prod(chunk.sizes) for chunk in one.chunks) for name, one in entries.items()}
     assert {name: held[name] for name in expected} == {name: value.numel() for name, value in expected.items()}
     assert len(list(path.glob("*.distcp"))) == workers_of(layout), "all write"
+
+
+def test_an_optimizer_that_looks_at_all_parameters_together_is_refused(world: World) -> None:
+    def prepared_with_prodigy(worker: Any) -> None:
+        worker.prepare(Prodigy(worker.prepare(MoeNet(kinds=(ListedExperts,))).parameters()))
+
+    with pytest.raises(WorkersFailed, match=r"Prodigy.*under Layout\(experts=2\) each worker has only its own experts"):
+        world(prepared_with_prodigy, 2, Plan(layout=Layout(experts=2), batch=RESUME))
 
 
 def loss_of(model: Any, micro: tuple[Tensor, Tensor]) -> Tensor:

@@ -45,7 +45,7 @@ def trained(worker: Any, kind: str) -> dict[str, Any]:
     ],
 )
 def test_whole_parameters_and_rows_take_the_steps_of_one_process(tmp_path: Path, kind: str, plans: list[Plan]) -> None:
-    alone: dict[str, Any] | None = None
+    alone: dict[str, Any] = {}
     for number, plan in enumerate([Plan(), *plans]):
         (tmp_path / str(number)).mkdir()
         world, train = World(tmp_path / str(number)), functools.partial(trained, kind=kind)
@@ -62,7 +62,6 @@ def test_whole_parameters_and_rows_take_the_steps_of_one_process(tmp_path: Path,
         ("prodigy", Plan(layout=Layout(tensor=2)), "Prodigy, as it was made here, looks at all.*only a part of"),
         ("prodigy", Plan(layout=Layout(stages=2)), r"Prodigy.*under Layout\(stages=2\) each stage has only its own"),
         ("prodigy", Plan(sync=ParameterServer(servers=2)), r"with ParameterServer\(servers=2\) each server"),
-        ("prodigy", Plan(compute=Compute(offload="optimizer")), "with Compute.offload='optimizer'. one parameter's"),
     ],
 )
 def test_who_would_see_less_than_it_looks_at_is_refused_before_training(
@@ -70,3 +69,9 @@ def test_who_would_see_less_than_it_looks_at_is_refused_before_training(
 ) -> None:
     with pytest.raises(WorkersFailed, match=says):
         world(functools.partial(trained, kind=kind), 2, dataclasses.replace(plan, batch=RESUME), save_at_end=False)
+
+
+def test_who_would_be_offloaded_one_parameter_at_a_time_is_refused(world: World, tmp_path: Path) -> None:
+    plan = Plan(compute=Compute(offload="optimizer", offload_path=str(tmp_path)), batch=RESUME)
+    with pytest.raises(WorkersFailed, match=r"Prodigy.*one parameter's state is here at a time"):
+        world(functools.partial(trained, kind="prodigy"), 1, plan, save_at_end=False)

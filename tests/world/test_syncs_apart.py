@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forked import Apart, World
-from layout_runs import EXACT, assert_same, in_one_epoch
+from layout_runs import EXACT, in_one_epoch
 from paceline.plan import AllReduce, Batch, Gossip, LocalSGD, Nesterov, ParameterServer, Plan
 
 HOSTS = (0, 0, 1)
@@ -45,4 +45,5 @@ def test_over_two_hosts_it_is_the_same_as_on_one(tmp_path: Path, plan: Plan) -> 
     one = World(tmp_path / "one")(in_one_epoch, len(HOSTS), plan)
     two = Apart(tmp_path / "two", HOSTS)(in_one_epoch, len(HOSTS), plan)
     for here, there in zip(two, one, strict=True):
-        assert_same([here], there, 1e-9)
+        for key, values in there.items():  # where a replica had no share of the last batch, its loss is no number
+            assert here[key] == pytest.approx(values, rel=1e-9, nan_ok=True), key
