@@ -6,8 +6,8 @@ and what plain copies of memory would take.
 Workers of one thread each; the ways take turns within every round, in one run, and the table gives medians as algorithm
 bandwidth (the tensor's bytes by the time) and ratios of medians. "in place": the tensor lies in shared memory, as
 gradient buckets do; "copied": it lies elsewhere, as any other tensor. The limit: in place each worker reads as many
-bytes as the tensor has, and writes as many, which is one copy of it by all of them at once; copied it is three. Below a
-megabyte it is not told: there what counts is how long one waits for the other.
+bytes as the tensor has, and writes as many, which is one copy of it by all of them at once; copied it is three, and two
+and a half for two workers. Below a megabyte it is not told: there what counts is how long one waits for the other.
 
 MPI is Open MPI's all-reduce in place (mpi4py), over its shared memory; without mpi4py and mpirun its column is empty.
 """
@@ -46,7 +46,11 @@ SIZES = {  # bytes, repetitions in a round
     "256 MB": (256 << 20, 1),
 }
 CPU = torch.device("cpu")
-COPIES = {"in place": 1, "copied": 3}  # of the tensor, by each worker, which an all-reduce cannot do without
+COPIES = {"in place": 1.0, "copied": 3.0}  # of the tensor, by each worker, which an all-reduce cannot do without
+COPIES_OF_TWO = {
+    **COPIES,
+    "copied": 2.5,
+}  # each adds the other's to its own: one copy, and a sum of two reads and a write
 Found = dict[str, dict[str, float]]  # by size and way: median microseconds
 
 
@@ -149,7 +153,7 @@ def row_of(workers: int, size: str, took: dict[str, float]) -> str:
         return f"{took[other] / took[way]:.2g}x" if other in took else ""
 
     cells = [str(workers), size, told("gloo"), told("MPI")]
-    for way, num_copies in COPIES.items():
+    for way, num_copies in (COPIES_OF_TWO if workers == 2 else COPIES).items():
         of_limit = f"{num_copies * took['a copy'] / took[way]:.2f}" if num_bytes >= 1 << 20 else ""
         cells += [told(way), f"**{ratio(way, 'gloo')}**", ratio(way, "MPI"), of_limit]
     return f"| {' | '.join(cells)} |"

@@ -53,6 +53,21 @@ def test_a_size_takes_the_way_of_the_nearest_that_was_timed() -> None:
     assert not any(way.tell for way in found)
 
 
+def test_a_very_large_sum_is_no_trial_of_a_smaller_one() -> None:
+    choice = auto({4096: {BACKEND: 2.0}})
+    huge, large = 100 << 20, 9 << 20
+    tried = [(size, way.name) for size in (huge, large, large, large) for way in [choice.pick(size)] if told(way, size)]
+    assert tried == [(huge, BACKEND), (large, BACKEND), (large, "ring"), (large, "tree")]
+    assert choice.table[large] == {BACKEND: large, "ring": large, "tree": large}
+    assert choice.pick(huge) == Way(BACKEND)  # beyond 8 MB the rate alone counts
+
+
+def told(way: Way, seconds: float) -> bool:
+    assert way.tell is not None
+    way.tell(seconds)
+    return True
+
+
 def test_of_a_named_way_the_first_sum_of_an_unknown_size_is_timed() -> None:
     choice = Choice(["halving"])
     choice.table, choice.agree = {4096: {BACKEND: 2.0}}, lambda table: table  # a barrier's time

@@ -228,6 +228,17 @@ def test_an_optimizer_that_looks_at_all_parameters_together_is_refused(world: Wo
         world(prepared_with_prodigy, 2, Plan(layout=Layout(experts=2), batch=RESUME))
 
 
+def test_one_that_has_none_of_the_experts_is_not(world: World) -> None:
+    def prepared_with_both(worker: Any) -> bool:
+        model = worker.prepare(MoeNet(kinds=(ListedExperts,)))
+        experts = {id(p) for one in model.modules() if isinstance(one, ListedExperts) for p in one.parameters()}
+        dense = [p for p in model.parameters() if id(p) not in experts]
+        worker.prepare(torch.optim.AdamW(p for p in model.parameters() if id(p) in experts))
+        return worker.prepare(Prodigy(dense)) is not None
+
+    assert world(prepared_with_both, 2, Plan(layout=Layout(experts=2), batch=RESUME)) == [True, True]
+
+
 def loss_of(model: Any, micro: tuple[Tensor, Tensor]) -> Tensor:
     return model(input_ids=micro[0], labels=micro[0], use_cache=False).loss
 

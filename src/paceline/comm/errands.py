@@ -33,14 +33,17 @@ class Errand:
 
     def __init__(self, do: Callable[[Errand, Aside], None], *, what: str, owner: Errands) -> None:
         self.what, self.awaited = what, "others, in an earlier one"
-        self._do, self._owner = do, owner
+        self._do: Callable[[Errand, Aside], None] | None = do
+        self._owner = owner
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def run(self, aside: Aside) -> None:
         """Do it, in a thread."""
+        do, self._do = self._do, None  # it holds a tensor, and whoever waits may keep the errand
         try:
-            self._do(self, aside)
+            if do is not None:
+                do(self, aside)
         except BaseException as error:  # of whatever kind: it is raised where somebody waits
             self._error = error
 

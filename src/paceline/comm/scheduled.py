@@ -141,7 +141,7 @@ class ScheduledGroup:
             threading.Thread(target=self._close_later, args=(near,), name="paceline-undertaker", daemon=True).start()
 
     def _make_ready(self, name: str, num_bytes: int) -> None:
-        """Return when nothing but the sum itself will take time: neither what is under way nor the slowest member."""
+        """Return when neither walks that are under way nor the slowest member take a part of the sum's time."""
         for errand in self._under_way:
             errand.wait()
         if name != BACKEND and (name != "hierarchical" or self.near is None):

@@ -253,7 +253,7 @@ class SharedGroup:
     def barrier(self) -> None:
         if self._broken is not None:
             raise SyncError(self._broken)
-        self._send_piece(torch.zeros(1), self._small, "barrier", place=BARRIER).wait()
+        self._send_piece(torch.zeros(1, device="cpu"), self._small, "barrier", place=BARRIER).wait()
 
     def close(self) -> None:
         self._broken = self._broken or "this group of workers was closed: nothing can be sent any more"
@@ -336,6 +336,8 @@ class SharedGroup:
             if sum_.is_copied:
                 write(sum_.tensor, sum_.parts[self.index])
         sum_.is_finished = True
+        if sum_.is_copied:  # the place that was used remembers its last user, and what that was of may be large
+            sum_.tensor = sum_.parts[self.index]
 
     def _settle(self, sequence: int, what: str) -> None:
         """Return when all members are done with all sums up to `sequence`."""

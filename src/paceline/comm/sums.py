@@ -1,7 +1,8 @@
 """What is summed in shared memory: of which types, which part by whom, in which order; and the mark of a sum.
 
-Sums are taken in the order of the members, so that all get the same bits. A *mark* is one number, by which members see
-whether all of them sum the same: how many numbers, of which type, and in which segment they lie.
+Sums are taken in the order of the members, so that all get the same bits; of two members either order gives the same. A
+*mark* is one number, by which members see whether all of them sum the same: how many numbers, of which type, and in
+which segment they lie.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ from paceline.schedule.allreduce.hierarchical import hosts_of
 __all__ = ["BACKEND", "SIZES", "Choice", "Table", "Wanted", "fastest", "next_s", "on_its_way"]
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # timed in this order, 8 MB where the time suffices
-BUDGET_S = 0.25
+BUDGET_S, LONGEST_S = 0.25, 0.5  # for all of them, and for smaller ones that go beyond it, once each way
 NUM_RUNS = 3  # of each; one where that would take too long
 NUM_BARRIERS = 3
 SLOW_S = 0.01  # links where a barrier takes longer are not timed in advance
-REACH, NEAR = 1.5, 4.0  # a sum takes the way of a size that is not so many times smaller, or larger
+REACH, NEAR = 1.5, 4.0  # times as large as the largest size in the table, or as any other, a sum takes its way
 ALIKE = 1.1  # sums that may differ so much are of one trial
 MARGIN = 0.95  # of the back end's time: what is hardly faster is not worth a thread
 
@@ -143,11 +143,12 @@ class Choice:
         """Which one to take. All members must ask, for the same sizes in the same order."""
         if self.agree is None:
             return Way(self.names[0])
-        size = min(max(num_bytes, min(SIZES)), max(SIZES))
+        size = max(num_bytes, min(SIZES))
         if (nearest := _nearest(self.table, size)) is not None:
             return Way(fastest(self.table[nearest]) if len(self.names) > 1 else self.names[0])
         tried = next((one for one in self._trials if max(one, size) <= ALIKE * min(one, size)), size)
-        name = self.names[len(self._trials.setdefault(tried, {}))]
+        trial = self._trials.setdefault(tried, {})
+        name = next(one for one in self.names if one not in trial)
         return Way(name, functools.partial(self._take, tried, name))
 
     def _take(self, tried: int, name: str, seconds: float) -> None:
@@ -160,11 +161,11 @@ class Choice:
 
 def _nearest(table: Table, size: int) -> int | None:
     """The size in the table whose way a sum of `size` bytes takes; None: none is near."""
-    nearest = min(table, key=lambda one: abs(math.log(size / one)), default=None)
-    is_near = (
-        nearest is not None and nearest <= NEAR * size and size <= (REACH if size > max(table) else NEAR) * nearest
-    )
-    return nearest if is_near else None
+    largest = max(table, default=0)
+    if size > largest:  # of very large ones the rate alone counts
+        return largest if max(SIZES) <= largest or size <= REACH * largest else None
+    nearest = min(table, key=lambda one: abs(math.log(size / one)))
+    return nearest if nearest <= NEAR * size and size <= NEAR * nearest else None
 
 
 def fastest(row: Mapping[str, float]) -> str:
@@ -230,7 +231,7 @@ def measured(group: ScheduledGroup, names: Sequence[str]) -> Table:
     for size in SIZES:
         left_s, run_s = BUDGET_S - spent_s, next_s(table)
         num_runs = NUM_RUNS if NUM_RUNS * run_s <= left_s else 1
-        if size == max(SIZES) and run_s > left_s:
+        if run_s > (left_s if size == max(SIZES) else LONGEST_S):
             break
         tensor = torch.zeros(size // 4)
         row = {name: statistics.median(_timed(group, name, tensor) for _ in range(num_runs)) for name in names}

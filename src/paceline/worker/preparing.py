@@ -197,7 +197,8 @@ class Preparation:
         sync, layout = self._plan.sync, self._plan.layout
         if cut is not None:
             return f"under {layout!r} each worker has only a part of {cut}"
-        if layout.experts > 1 and any(name in self.registry.homes for name in held):
+        homes = (self.registry.homes[name] for name in held if name in self.registry.homes)
+        if any(home.expert not in (None, 0) for home in homes):
             return f"under Layout(experts={layout.experts}) each worker has only its own experts"
         if layout.stages > 1:
             return f"under Layout(stages={layout.stages}) each stage has only its own"

@@ -13,6 +13,7 @@ import collections
 import copy
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +31,21 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
     """Whether its update of a matrix differs from those of the matrix's halves; the optimizer stays as it is.
 
     One that cannot be stepped without a closure, which evaluates the model, counts as one that does; and one that has
-    others in it, since a trial would step these.
+    others in it, since a trial would step these. One that cannot step on such matrices counts as one that does not.
     """
     if _has_others(optimizer) or _wants_closure(optimizer):
         return True
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(NUM_STEPS + 1, SIZE, SIZE, generator=generator)
     with torch.random.fork_rng(devices=[]):
-        (whole,) = _stepped(optimizer, [numbers])
-        for dim in (0, 1):
-            halves = _stepped(optimizer, [half.contiguous() for half in numbers.chunk(2, dim + 1)])
-            if not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-3, atol=1e-6):
-                return True
+        try:
+            (whole,) = _stepped(optimizer, [numbers])
+            for dim in (0, 1):
+                halves = _stepped(optimizer, [half.contiguous() for half in numbers.chunk(2, dim + 1)])
+                if not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-3, atol=1e-6):
+                    return True
+        except Exception:  # of the optimizer's own, which is raised again where it is stepped in earnest, if at all
+            return False
     return False
 
 
@@ -91,9 +95,12 @@ def _stepped(optimizer: Optimizer, each: Sequence[Tensor], *, seed: int = 0) -> 
         {name: type(value)() for name, value in vars(optimizer).items() if isinstance(value, collections.OrderedDict)}
     )  # hooks of its step, which are about the real one
     twin.state = collections.defaultdict(dict)
-    rates = {"lr": 0.1} if "lr" in optimizer.param_groups[0] else {}  # which may be 0 now, before a warm-up
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    twin.param_groups = [{**copy.deepcopy(options), **rates, "params": parameters}]
+    options = copy.deepcopy(options)  # some keep what they have learnt there
+    changes: dict[str, Any] = {"lr": 0.1} if "lr" in options else {}  # it may be 0 now, before a warm-up
+    if options.get("capturable"):
+        changes["capturable"] = False  # it is for a GPU's parameters only, and these are the CPU's
+    twin.param_groups = [{**options, **changes, "params": parameters}]
     for gradients in zip(*(numbers[1:] for numbers in each), strict=True):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
