@@ -141,11 +141,12 @@ class Choice:
 
     def pick(self, num_bytes: int) -> Way:
         """Which one to take. All members must ask, for the same sizes in the same order."""
+        first, *others = self.names
         if self.agree is None:
-            return Way(self.names[0])
+            return Way(first)
         size = max(num_bytes, min(SIZES))
         if (nearest := _nearest(self.table, size)) is not None:
-            return Way(fastest(self.table[nearest]) if len(self.names) > 1 else self.names[0])
+            return Way(fastest(self.table[nearest]) if others else first)
         tried = next((one for one in self._trials if max(one, size) <= ALIKE * min(one, size)), size)
         trial = self._trials.setdefault(tried, {})
         name = next(one for one in self.names if one not in trial)
