@@ -14,6 +14,8 @@ from paceline.sync.relay import Relay
 class Pretended:
     """A bucket of so many rounds, which writes down when each begins."""
 
+    waited_s = 0.0  # where a round was sent
+
     def __init__(self, name: str, num_rounds: int, log: list[str]) -> None:
         self.name, self._left, self._begun, self._log = name, num_rounds, 0, log
 
@@ -61,6 +63,17 @@ def test_nobody_waits_in_backward_for_the_answer_of_a_last_round(count: int) -> 
     assert log == [f"{name}1" for name in "abcd"[:count]]
     relay.finish()
     assert log[count:] == [f"{name} landed" for name in "abcd"[:count]]
+
+
+def test_what_was_waited_for_where_a_bucket_left_counts_as_waiting() -> None:
+    relay, bucket = Relay(), Pretended("a", 1, [])
+    bucket.depart()
+    bucket.waited_s = 0.5
+    relay.begin()
+    relay.departed(cast("Bucket", cast("Any", bucket)))
+    assert relay.waited_s == 0.5
+    relay.begin()
+    assert relay.waited_s == 0.0
 
 
 def test_a_walk_that_was_left_is_forgotten() -> None:
