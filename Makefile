@@ -44,7 +44,7 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev
 	@bash tests/system_packages.sh
 	@echo "== tests"
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
 	$(STYLE)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 JOB: dict[str, Any] = {"max_steps": 12, "save_every": None, "save_at_end": False, "tensorboard": False}
 JOB["silence_s"] = 5.0  # a worker's lost peer is waited out for so long: its host may be lost
-GATE = 10  # snapshots are of steps 3, 6 and 9, and that of step 9 is taken when that of step 6 has arrived
+GATE = 10  # snapshots are of steps 3, 6 and 9; that of step 9 is left out where that of step 6 has not arrived by then
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def plan(layout: str) -> str:
 
 
 def wait_for_snapshot(job: Spread, step: int, *, attempt: int) -> None:
-    """Return when a snapshot of a step counts on its own hosts."""
+    """Return when a snapshot of this step, or a later one, counts on its own hosts."""
     events = job.run_dir / f"attempt_{attempt}" / "worker_0" / "events.jsonl"
 
     def is_kept() -> bool:
         told = map(json.loads, events.read_text().splitlines()) if events.exists() else ()
-        return any(one["event"] == "StateKept" and one["step"] == step for one in told)
+        return any(one["event"] == "StateKept" and one["step"] >= step for one in told)
 
-    until(is_kept, job.head.process, f"there was no snapshot of step {step}")
+    until(is_kept, job.head.process, f"there was no snapshot of step {step} or later")
 
 
 def assert_unharmed(job: Spread) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def test_a_worker_lost_on_one_host_and_then_the_whole_host_cost_the_steps_since_
     ) as job:
         job.start(hosts[0])
         west = job.start(hosts[1])
-        wait_for_snapshot(job, GATE - 1, attempt=2)
+        wait_for_snapshot(job, 6, attempt=2)
         west.process.kill()
         job.head.says("the hosts that are left have room for 1 of the 2 workers: waiting up to 60 s for another host")
         again = job.start(hosts[1])
@@ -73,8 +73,8 @@ def test_a_worker_lost_on_one_host_and_then_the_whole_host_cost_the_steps_since_
     assert "both workers start again at step 3 from each host's own memory, 1 step is done again, no disk read" in (
         job.head.output.replace("\n", " ")
     )
-    assert (second["source"], second["at_step"], second["lent"]) == ("memory", GATE - 1, [1])
-    assert second["step"] in (6, 9)
+    assert (second["source"], second["lent"]) == ("memory", [1])
+    assert second["step"] in (6, 9) and second["step"] <= second["at_step"] < GATE
     assert "from each host's own memory, worker 1 from a neighbour's" in job.head.output.replace("\n", " ")
     assert not (job.run_dir / "checkpoints").exists()
 
