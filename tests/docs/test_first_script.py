@@ -100,7 +100,8 @@ def test_any_other_plan_trains_too(tmp_path: Path, alone: list[float], plan: str
     assert len(found) == STEPS and all(map(math.isfinite, found))
     if plan in NEAR:
         assert found[0] == pytest.approx(alone[0], rel=1e-5)  # before the first gradients travel
-    assert found != pytest.approx(alone, rel=1e-7)
+    if "staleness" not in plan:  # there replicas may happen to take their few turns one after the other
+        assert found != pytest.approx(alone, rel=1e-7)
 
 
 def looked_at(output: str) -> str:
