@@ -31,7 +31,8 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
     """Whether its update of a matrix differs from those of the matrix's halves; the optimizer stays as it is.
 
     One that cannot be stepped without a closure, which evaluates the model, counts as one that does; and one that has
-    others in it, since a trial would step these. One that cannot step on such matrices counts as one that does not.
+    others in it, since a trial would step these. So does one that cannot step on such matrices: nothing shows that it
+    is right on halves.
     """
     if _has_others(optimizer) or _wants_closure(optimizer):
         return True
@@ -44,8 +45,8 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
                 halves = _stepped(optimizer, [half.contiguous() for half in numbers.chunk(2, dim + 1)])
                 if not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-3, atol=1e-6):
                     return True
-        except Exception:  # of the optimizer's own, which is raised again where it is stepped in earnest, if at all
-            return False
+        except Exception:  # of the optimizer's own, whatever it is
+            return True
     return False
 
 
@@ -68,7 +69,7 @@ def needs_all_parameters(optimizer: Optimizer) -> bool:
         try:
             (alone,), (again,) = _stepped(optimizer, [first]), _stepped(optimizer, [first], seed=1)
             together = _stepped(optimizer, [first, second])[0]
-        except Exception:  # of the optimizer's own, which is raised again where it is stepped in earnest, if at all
+        except Exception:  # of the optimizer's own: SparseAdam takes no dense gradients, others only a GPU's
             return False
     if not torch.equal(alone, again):
         return False
