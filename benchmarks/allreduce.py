@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from driving.forks import measured_by
 from paceline.comm.group import Group, WorkerGroup
-from paceline.comm.shared import share
+from paceline.comm.shared_memory.shared_group import with_shared_memory
 
 SIZES = {  # bytes, repetitions in a round
     "4 KB": (4 << 10, 40),
@@ -74,7 +74,7 @@ def measure(rank: int, workers: int, store: dist.Store, *, rounds: int, sizes: l
     if world is None:
         raise SystemExit("torch made no group")
     gloo = Group(world, device=CPU)
-    shared, reason = share(gloo, timeout_s=60)
+    shared, reason = with_shared_memory(gloo, timeout_s=60)
     if reason is not None:
         raise SystemExit(f"memory cannot be shared here: {reason}")
     found: Found = {}

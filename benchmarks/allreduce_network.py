@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from driving.forks import enter, measured_by
+from paceline.comm.allreduce.scheduled_group import BACKEND, ScheduledGroup, SelectedAlgorithm
 from paceline.comm.group import Group
-from paceline.comm.scheduled import BACKEND, ScheduledGroup, Way
 from paceline.schedule.allreduce.build import FLAT
-from paceline.schedule.allreduce.cost import Link, Network, predict
-from paceline.testing.network import Host
+from paceline.schedule.allreduce.cost_model import LinkCost, NetworkCost, predict
+from paceline.testing.network_namespaces import NamespaceHost
 from paceline.testing.sites import DEVICE, refusal, sites
 from paceline.units import bytes_text
 
@@ -48,7 +48,9 @@ Row = tuple[int, str, float, float]  # bytes, way, seconds, and what the model s
 Found = tuple[tuple[float, float], list[Row]]  # latency and bytes a second of the link, and what was timed
 
 
-def measure(rank: int, hosts: Sequence[Host], store: dist.Store, link: str, rounds: int, largest: int) -> Found:
+def measure(
+    rank: int, hosts: Sequence[NamespaceHost], store: dist.Store, link: str, rounds: int, largest: int
+) -> Found:
     """As one worker: what it found."""
     torch.set_num_threads(1)
     workers = len(hosts)
@@ -59,14 +61,14 @@ def measure(rank: int, hosts: Sequence[Host], store: dist.Store, link: str, roun
         raise SystemExit("torch made no group")
     group = ScheduledGroup(
         Group(world, device=CPU),
-        choose=lambda _: Way(BACKEND),
+        choose=lambda _: SelectedAlgorithm(BACKEND),
         hosts=range(workers),
         ranks=range(workers),
         timeout_s=300,
         check=lambda: None,
     )
     between = _link(rank, hosts[1].address, link)
-    network = Network(hosts=tuple(range(workers)), between=between, begin_s=between.latency_s)  # gloo's handshake
+    network = NetworkCost(hosts=tuple(range(workers)), between=between, begin_s=between.latency_s)  # gloo's handshake
     rows: list[Row] = []
     for size in (size for size in SIZES[link] if size <= largest):
         tensor, took = torch.zeros(size // 4), {name: list[float]() for name in (BACKEND, *FLAT)}
@@ -85,7 +87,7 @@ def measure(rank: int, hosts: Sequence[Host], store: dist.Store, link: str, roun
     return (between.latency_s, between.bytes_per_s), rows
 
 
-def _link(rank: int, address: str, link: str) -> Link:
+def _link(rank: int, address: str, link: str) -> LinkCost:
     """Latency and rate from worker 0 to worker 1, as worker 0 measures them; the same on all."""
     found = torch.zeros(2, dtype=torch.float64)
     if rank < 2:
@@ -94,7 +96,7 @@ def _link(rank: int, address: str, link: str) -> Link:
         rate = _stream(rank, address) if link == "gigabit" else 12.5e6
         found = torch.tensor([latency_s, rate], dtype=torch.float64)
     dist.broadcast(found, src=0)
-    return Link(latency_s=float(found[0]), bytes_per_s=float(found[1]))
+    return LinkCost(latency_s=float(found[0]), bytes_per_s=float(found[1]))
 
 
 def _stream(rank: int, address: str) -> float:
@@ -135,7 +137,7 @@ def _round_trip(rank: int, tensor: torch.Tensor) -> float:
     return statistics.median(times)
 
 
-def run(hosts: Sequence[Host], link: str, rounds: int, largest: int) -> Found:
+def run(hosts: Sequence[NamespaceHost], link: str, rounds: int, largest: int) -> Found:
     """Fork a worker on each host; what worker 0 found."""
 
     def work(rank: int, store: dist.Store) -> Found:

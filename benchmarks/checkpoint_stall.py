@@ -114,11 +114,11 @@ def tensors_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def paceline_writer(model: Any, optimizer: Any, directory: Path, *, warm: bool = True) -> Contender:
-    from paceline.checkpoint.writer import Writer
+    from paceline.checkpoint.async_writer import AsyncWriter
     from paceline.events import CheckpointSaved, Event
 
     saved: list[Event] = []
-    writer = Writer(directory, keep=1, on_event=saved.append)
+    writer = AsyncWriter(directory, keep=1, on_event=saved.append)
     if warm:
         writer.warm(tensors_of(model, optimizer))
     last = 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.cli.parity_compare import Capture, compare
+from paceline.cli.parity.compare import CaptureReader, compare
 from paceline.errors import PlanError
 from paceline.plan import Plan
 
@@ -76,7 +76,7 @@ class Matrix:
 
     def __init__(self, folder: Path, models: ModuleType, *, steps: int) -> None:
         self._folder, self._models, self._steps = folder, models, steps
-        self._references: dict[str, Capture] = {}  # by model
+        self._references: dict[str, CaptureReader] = {}  # by model
         self._count = 0
         self.refusals: list[str] = []  # each once
 
@@ -94,7 +94,7 @@ class Matrix:
         text = ", ".join(f"{value:.0e}" if value else "0" for value in figures)
         return text if max(figures) <= LIMIT else f"**{text}**"
 
-    def _run(self, model: str, plan: Plan, workers: int) -> Capture:
+    def _run(self, model: str, plan: Plan, workers: int) -> CaptureReader:
         from forked import WorkersFailed, World
 
         self._count += 1
@@ -111,7 +111,7 @@ class Matrix:
             if said:
                 raise PlanError(said[0].removeprefix("paceline.errors.PlanError: ")) from None
             raise SystemExit(f"{model} under {plan}:\n{failed}") from None
-        return Capture(folder / "captured")
+        return CaptureReader(folder / "captured")
 
     def _number(self, reason: str) -> int:
         if reason not in self.refusals:

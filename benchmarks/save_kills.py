@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from driving.runs import Difference, Run, compared, losses_of, state_of, struck
-from paceline.checkpoint.folder import MARK, find
+from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find
 from paceline.events import CheckpointSaved, Event, WorkerStarted, decode
 
 SAVE_EVERY = 24  # steps: more than pass while one is written
@@ -55,7 +55,7 @@ class Tally:
 
 def marked_step(checkpoints: Path) -> int:
     """The step of the newest committed checkpoint by the marks alone, without Paceline's reader; 0: there is none."""
-    paths = [path for path in checkpoints.glob(f"step_*/{MARK}") if ".removed-" not in path.parent.name]
+    paths = [path for path in checkpoints.glob(f"step_*/{COMMIT_MARKER}") if ".removed-" not in path.parent.name]
     return max((json.loads(path.read_text())["step"] for path in paths), default=0)
 
 
@@ -68,12 +68,12 @@ def events_of(attempt: Path) -> list[Event]:
 def where(checkpoints: Path, step: int, before: set[str]) -> str:
     """How far the save of a step had come, by what it has left on the disk."""
     name = f"step_{step:08d}"
-    if (checkpoints / name / MARK).exists():
+    if (checkpoints / name / COMMIT_MARKER).exists():
         left = any(".removed-" in path.name for path in checkpoints.iterdir())
         return "committed, older ones being deleted" if left else "committed, and over"
     for path in checkpoints.glob(f"{name}.partial-*"):
         if path.name not in before:
-            return "committed, without its name" if (path / MARK).exists() else "being written"
+            return "committed, without its name" if (path / COMMIT_MARKER).exists() else "being written"
     return "before the first file"
 
 
@@ -84,7 +84,7 @@ def next_save(run: Run, tally: Tally, draw: random.Random) -> tuple[int, set[str
     # takes longer than the others, since it imports what writes.
     for number in range(draw.randint(2, 3)):
         due, began = committed_save(run)
-        run.wait_until(lambda due=due: (checkpoints / f"step_{due:08d}" / MARK).exists(), "a save")
+        run.wait_until(lambda due=due: (checkpoints / f"step_{due:08d}" / COMMIT_MARKER).exists(), "a save")
         if number > 0:
             tally.spans_s.append(time.monotonic() - began)
     span_s = statistics.median(tally.spans_s[-LATEST:])

@@ -36,7 +36,7 @@ from driving.courses import DDP, ROUND, UNLIMITED, Matrix, Task, by_chance, link
 from driving.site_runs import Failed, course
 from paceline.errors import PlanError
 from paceline.plan import Plan
-from paceline.testing.network import Host
+from paceline.testing.network_namespaces import NamespaceHost
 from paceline.testing.sites import refusal, sites
 
 SITES = 4
@@ -72,7 +72,7 @@ def possible(syncs: Sequence[str], wires: Sequence[str], task: Task) -> Iterator
             yield text
 
 
-def made_sites(link: str, folder: Path) -> contextlib.AbstractContextManager[list[Host]]:
+def made_sites(link: str, folder: Path) -> contextlib.AbstractContextManager[list[NamespaceHost]]:
     """The sites, with this link between them."""
     mbit, ms = map(float, link.split(":"))
     return sites(folder, count=SITES, bits_per_s=mbit * 1e6, delay_s=ms / 1e3)

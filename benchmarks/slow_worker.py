@@ -38,7 +38,7 @@ def others_rate(plan: str, options: argparse.Namespace, *, times: float) -> floa
     """Run once; returns batches by second of all workers but the last one."""
     workers, num_batches = options.workers, options.batches
     parsed = Plan.parse(f"replicas={workers}+{plan}")
-    takes_whole = parsed.takes_turns and not parsed.drops_late
+    takes_whole = parsed.is_asynchronous and not parsed.has_backup_workers
     micro = BATCH if takes_whole else BATCH // workers
     with tempfile.TemporaryDirectory(prefix="paceline-slow-") as scratch:
         command = [sys.executable, "-m", "paceline", "run", str(PROGRAM), "--workers", str(workers)]

@@ -21,8 +21,8 @@ import torch
 
 import paceline
 from paceline import Batch, Plan
-from paceline.comm.ring import FILE_NAME, Ring, read_ring
-from paceline.monitor.lookout import LOOK_S, Lookout
+from paceline.comm.flight_recorder import FILE_NAME, FlightRecorder, read_flight_record
+from paceline.monitor.hang.hang_monitor import LOOK_INTERVAL_S, HangMonitor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, next_byte_loss, standard_library, windows
@@ -54,7 +54,7 @@ def run(workers: int, scratch: str) -> tuple[float, float]:
     plan = Plan(batch=Batch(size=SAMPLES, micro=SAMPLES // workers))
     run_dir = Path(scratch) / "run"
     taken = paceline.run(train, workers=workers, threads=1, plan=plan, run_dir=str(run_dir), save_at_end=False)
-    image = read_ring(run_dir / "attempt_1" / "worker_0" / FILE_NAME)
+    image = read_flight_record(run_dir / "attempt_1" / "worker_0" / FILE_NAME)
     if image is None:
         raise RuntimeError(f"worker 0 has left no ring in {run_dir}")
     last = image.calls[-1].step if image.calls else 8
@@ -75,7 +75,7 @@ def timed(action: Callable[[], None], *, count: int, repeats: int) -> float:
 
 def ring_costs(folder: Path, repeats: int) -> tuple[float, float]:
     """Seconds of one collective's entries, and of what else a step writes."""
-    ring = Ring.create(folder / FILE_NAME, worker=0, limit_s=600.0)
+    ring = FlightRecorder.create(folder / FILE_NAME, worker=0, limit_s=600.0)
     ring.join("generation 0", range(8), is_main=True)
     steps = iter(range(1, 1 << 30))
 
@@ -95,9 +95,9 @@ def ring_costs(folder: Path, repeats: int) -> tuple[float, float]:
 
 def look_cost(attempt: Path, workers: int, repeats: int) -> float:
     """Seconds of one look at so many workers, all of whose rings are read whole: as while somebody is waited for."""
-    lookout = Lookout(attempt, host="here", local=range(workers), reach=None, say=print)
+    lookout = HangMonitor(attempt, host="here", local=range(workers), reach=None, say=print)
     moments = iter(range(1 << 30))
-    return timed(lambda: lookout.poll(next(moments) * (LOOK_S + 1)), count=200, repeats=repeats)
+    return timed(lambda: lookout.poll(next(moments) * (LOOK_INTERVAL_S + 1)), count=200, repeats=repeats)
 
 
 def main() -> None:

@@ -18,13 +18,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.testing.network import Host
+from paceline.testing.network_namespaces import NamespaceHost
 from paceline.testing.sites import refusal, sites
 
 PORT = 29500
 
 
-def command(options: argparse.Namespace, head: Host, token: Path) -> list[str]:
+def command(options: argparse.Namespace, head: NamespaceHost, token: Path) -> list[str]:
     """What is started on every site; on real ones, with the address of one of them and a token file on each."""
     words = [sys.executable, "-m", "paceline", "run", str(options.script), "--workers", str(options.sites)]
     words += ["--hosts", str(options.sites), "--head", f"{head.address}:{PORT}", "--token-file", str(token)]
@@ -33,7 +33,7 @@ def command(options: argparse.Namespace, head: Host, token: Path) -> list[str]:
     return [*words, "--threads", "1", "--plan", plan, *options.more]
 
 
-def run_on(hosts: Sequence[Host], options: argparse.Namespace, scratch: Path) -> int:
+def run_on(hosts: Sequence[NamespaceHost], options: argparse.Namespace, scratch: Path) -> int:
     """Start the job on each site, show what the first one says, and return its exit status once all have ended."""
     token = scratch / "token"
     token.touch(mode=0o600)

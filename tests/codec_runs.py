@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.codec.base import Codec, Gather, Payload, Replica, Scatter
+from paceline.codec.base import Codec, CodecContext, GatherPayload, Payload, ScatterPayload
 
 __all__ = ["exchanged", "telescoped"]
 
@@ -16,7 +16,7 @@ def exchanged(codecs: Sequence[Codec], flats: Sequence[Tensor], *, seed: int = 0
     """Drive one codec per replica to its end; returns what each holds afterwards, and the bytes of one's payloads."""
     flats = list(flats)
     count = len(flats)
-    running = [codecs[k].exchange(flats[k], Replica(index=k, count=count, seed=seed + k)) for k in range(count)]
+    running = [codecs[k].exchange(flats[k], CodecContext(index=k, count=count, seed=seed + k)) for k in range(count)]
     payloads = [next(rounds) for rounds in running]
     num_bytes = 0
     while True:
@@ -36,9 +36,9 @@ def exchanged(codecs: Sequence[Codec], flats: Sequence[Tensor], *, seed: int = 0
 
 
 def _answer(payload: Payload, stacked: Tensor, index: int) -> Tensor:
-    if isinstance(payload, Scatter):
+    if isinstance(payload, ScatterPayload):
         return stacked[:, index].clone()
-    if isinstance(payload, Gather):
+    if isinstance(payload, GatherPayload):
         assert payload.tensor.dim() == 1
         return stacked.clone()
     return payload.tensor.copy_(stacked.sum(0))  # in place, as all_reduce does

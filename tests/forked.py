@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
-from paceline.worker.session import live
+from paceline.worker.session import run_worker
 
 LIMIT_S = 100.0  # a worker that stands still is found by this, and tells where; its group's own limit is longer
 STACKS_S = 2.0  # how long a worker that is late may take to write where it is
@@ -88,7 +88,7 @@ class World:
             stacks = (exchange / f"stacks_{rank}").open("w")
             faulthandler.register(signal.SIGQUIT, file=stacks)
             store = dist.FileStore(str(exchange / "store"), workers)
-            value = live(function, self._assignment(rank, workers, job), plan=plan, store=store)
+            value = run_worker(function, self._assignment(rank, workers, job), plan=plan, store=store)
             torch.save(value, exchange / f"value_{rank}")
             status = 0
         except BaseException:  # the child's boundary: the parent raises it

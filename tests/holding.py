@@ -10,9 +10,9 @@ from typing import Any
 
 import forked
 from paceline.plan.job import Assignment
-from paceline.worker.agreement import Leaving
-from paceline.worker.notice import Notice
-from paceline.worker.session import live
+from paceline.worker.membership.consensus import CleanExit
+from paceline.worker.membership.preemption import PreemptionNotice
+from paceline.worker.session import run_worker
 
 __all__ = ["live_noticing", "wait_for"]
 
@@ -29,7 +29,7 @@ def live_noticing(function: Callable[[Any], Any], assignment: Assignment, **more
     """As in a world that somebody else started; the value of who leaves is its exit status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with Notice(grace_s=forked.LIMIT_S) as notice:
-            return live(function, assignment, notice=notice, **more)
-    except Leaving as leaving:
+        with PreemptionNotice(grace_s=forked.LIMIT_S) as notice:
+            return run_worker(function, assignment, notice=notice, **more)
+    except CleanExit as leaving:
         return leaving.code

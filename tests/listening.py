@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.comm.messages import Listener, Message
+from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
 
 __all__ = ["PretendedListener"]
 
 
-class PretendedListener(Listener):
+class PretendedListener(TensorServer):
     """Has the workers say what is given, one thing after the other, and notes what they are told."""
 
-    def __init__(self, said: Sequence[tuple[bytes, Message]]) -> None:
+    def __init__(self, said: Sequence[tuple[bytes, TensorMessage]]) -> None:
         # Nothing of a real one is made: no socket, and so none to close.
         self.said = list(said)
         self.told: list[tuple[bytes, Mapping[str, Any], Sequence[Tensor]]] = []
@@ -25,7 +25,7 @@ class PretendedListener(Listener):
     def num_connected(self) -> int:
         return len(self.said)
 
-    def receive(self, timeout_s: float) -> tuple[bytes, Message]:
+    def receive(self, timeout_s: float) -> tuple[bytes, TensorMessage]:
         return self.said.pop(0)
 
     def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.plan import Nesterov
-from paceline.schedule.share import deal, micro_batches
+from paceline.schedule.micro_batches import deal, micro_batches
 
 __all__ = ["Reference"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TypeVar
 
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
-from paceline.elastic.notices import Finish, Form
+from paceline.elastic.membership_messages import Finish, MembershipView
 
 __all__ = ["form", "join", "made", "only", "quiet", "the", "ticked"]
 
-D = TypeVar("D", Form, StartReplica, EndWorker, Finish, GiveUp)
+D = TypeVar("D", MembershipView, StartReplica, EndWorker, Finish, GiveUp)
 
 
 def made(replicas: int = 4, *, least: int = 1, most: int = 8, each: int = 1, formed: bool = True) -> Membership:
@@ -39,7 +39,7 @@ def the(decisions: list[Decision], kind: type[D]) -> D:
     return found[0]
 
 
-def join(membership: Membership, *numbers: int) -> Form:
+def join(membership: Membership, *numbers: int) -> MembershipView:
     """Replacements come to their first step, and are taken in; returns the generation with all of them, formed."""
     for number in numbers:
         membership.ready(number, 0.0)

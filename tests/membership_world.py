@@ -1,4 +1,5 @@
-"""A pretended world for the membership: workers that follow the protocol of `paceline.worker.agreement`, and a head.
+"""A pretended world for the membership: workers that follow the protocol of `paceline.worker.membership.consensus`, and
+a head.
 
 Nothing is real but `Membership`. A worker is a generator that yields where it would wait; a scheduler with a seed picks
 who goes on and which message arrives, so that channels are first in, first out, each by itself, and in any order among
@@ -17,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
-from paceline.elastic.lease import OutOfReach, head_silence_s, lease_s
+from paceline.elastic.lease import UnreachableHosts, head_silence_s, lease_s
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
-from paceline.elastic.notices import PREEMPTED, Finish, Form
+from paceline.elastic.membership_messages import PREEMPTED, Finish, MembershipView
 
 __all__ = ["Broken", "World"]
 
@@ -56,7 +57,7 @@ class Standing:
 class Group:
     """The connections of one generation, as one process sees them: who has put what into which round."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: MembershipView) -> None:
         self.form = form
         self.joined: dict[int, Worker] = {}
         self.complete: dict[int, int] = {}  # round -> attempt in which the last of its values came
@@ -76,7 +77,7 @@ class Worker:
         self.generation = -1 if joins else 0
         self.group: Group | None = None
         self.round = 0
-        self.form: Form | None = None  # the newest that it has heard of
+        self.form: MembershipView | None = None  # the newest that it has heard of
         self.finish: Finish | None = None
         self.holds = False
         self.tells_commit = False
@@ -121,7 +122,7 @@ class Worker:
         self.tell("exited", has_saved=self.has_saved)
 
     def hear(self, message: Any) -> None:
-        if isinstance(message, Form):
+        if isinstance(message, MembershipView):
             self.form = message
         else:
             self.finish = message
@@ -150,7 +151,7 @@ class Worker:
         else:
             try:
                 yield from self._join(
-                    Form(generation=0, members=self.world.first, planned=False, holds=False, reason="")
+                    MembershipView(generation=0, members=self.world.first, planned=False, holds=False, reason="")
                 )
                 self.tell("formed", generation=0)
             except Disrupted as disruption:
@@ -306,14 +307,14 @@ class Worker:
 
     # What it knows.
 
-    def _newer(self) -> Form | None:
+    def _newer(self) -> MembershipView | None:
         return self.form if self.form is not None and self.form.generation > self.generation else None
 
-    def _planned(self) -> Form | None:
+    def _planned(self) -> MembershipView | None:
         form = self._newer()
         return form if form is not None and form.planned else None
 
-    def _acceptable(self, agreed: bool) -> Form | None:
+    def _acceptable(self, agreed: bool) -> MembershipView | None:
         form = self._newer()
         return form if form is not None and (agreed or form.interrupts(self.generation)) else None
 
@@ -328,7 +329,7 @@ class Worker:
             raise Broken(f"worker {self.rank} is in no group")
         return self.group
 
-    def _join(self, form: Form) -> Wait:
+    def _join(self, form: MembershipView) -> Wait:
         """Meet the others of a generation; a newer one of any kind ends that."""
         group = self.world.group(form, self.attempt)
         group.joined[self.rank] = self
@@ -445,7 +446,7 @@ class World:
 
     # What is between workers.
 
-    def group(self, form: Form, attempt: int) -> Group:
+    def group(self, form: MembershipView, attempt: int) -> Group:
         group = self.groups.setdefault((attempt, form.generation), Group(form))
         if group.form.members != form.members:
             raise Broken(f"two groups of generation {form.generation}: {group.form} and {form}")
@@ -473,7 +474,7 @@ class World:
         for decision in decisions:
             self.decisions.append(decision)
             match decision:
-                case Form():
+                case MembershipView():
                     told += 1
                     self._check(decision)
                     self.out_of_reach.told({self.host_of[rank] for rank in decision.members})
@@ -503,7 +504,7 @@ class World:
         if told > 1:
             raise Broken(f"two generations at once: {decisions}")
 
-    def _check(self, form: Form) -> None:
+    def _check(self, form: MembershipView) -> None:
         if not form.members:
             raise Broken(f"a generation of nobody: {form}")
         known = set(self.membership.workers)
@@ -614,7 +615,7 @@ class World:
         self.membership = Membership(self.limits, replicas=self.replicas, now=self.now)
         self.first = self.membership.form.members
         self.host_of = {rank: next(self._hosts) for rank in self.first}
-        self.out_of_reach = OutOfReach(self.host_of.values())
+        self.out_of_reach = UnreachableHosts(self.host_of.values())
         for rank in self.first:
             self._add(Worker(self, rank, joins=False))
 

@@ -1,4 +1,6 @@
-"""Two hosts on this machine, for tests: those of `paceline.testing.network`, and a mark for tests that need them."""
+"""Two hosts on this machine, for tests: those of `paceline.testing.network_namespaces`, and a mark for tests that need
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from typing import TypeVar
 
 import pytest
 
-from paceline.testing import network
-from paceline.testing.network import Host, cut, mend
+from paceline.testing import network_namespaces
+from paceline.testing.network_namespaces import NamespaceHost, cut, mend
 
-__all__ = ["TOOLS", "Host", "cut", "free_port", "mend", "needs_network", "two_hosts"]
+__all__ = ["TOOLS", "NamespaceHost", "cut", "free_port", "mend", "needs_network", "two_hosts"]
 
 Test = TypeVar("Test", bound=Callable[..., None])
 # Below those that the kernel gives to whoever connects (ip_local_port_range): one of them could be taken by anybody
@@ -34,9 +36,11 @@ def needs_network(test: Test) -> Test:
 @contextlib.contextmanager
 def two_hosts(
     folder: Path, *, names: tuple[str, str] = ("n1", "n2"), subnet: str = "10.78.0", own_name_is_loopback: bool = False
-) -> Iterator[list[Host]]:
+) -> Iterator[list[NamespaceHost]]:
     """Make two hosts that know each other by name, and remove them."""
-    with network.two_hosts(folder, names=names, subnet=subnet, own_name_is_loopback=own_name_is_loopback) as made:
+    with network_namespaces.two_hosts(
+        folder, names=names, subnet=subnet, own_name_is_loopback=own_name_is_loopback
+    ) as made:
         yield list(made)
 
 

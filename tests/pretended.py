@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.events import EventLog, Regrouped, StepDone, WorkerLost, WorkerStarted
-from paceline.monitor.run_record import RunRecord
+from paceline.monitor.records.run_record import RunRecord
 from paceline.plan.job import Job
 
 __all__ = ["JOB", "SECONDS", "Workers", "lose"]

@@ -8,15 +8,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.comm.channel import Channel
+from paceline.comm.messages.json_channel import Channel
 from paceline.events import Event
-from paceline.launch.guests import Guest
-from paceline.launch.head import Head
-from paceline.launch.link import Link
-from paceline.launch.loop import Loop
-from paceline.launch.member import Member
-from paceline.launch.outcome import WorkerExit
-from paceline.launch.stock import Kept
+from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.host_agent import HostAgent
+from paceline.launch.coordinator.remote_hosts import RemoteHost
+from paceline.launch.io.event_loop import EventLoop, MessageStream
+from paceline.launch.job.outcome import WorkerExit
+from paceline.launch.job.restart_plan import StoredSnapshot
 from paceline.plan.job import Job
 
 __all__ = ["WELL", "HeadAndMember", "MemberAndHead", "PretendedCrew", "ended", "heard", "told"]
@@ -34,7 +33,7 @@ class PretendedCrew:
         self.told: list[Any] = []
         self.grace_s = 30.0
         self.is_gone = False
-        self.stock: tuple[Kept, ...] = ()
+        self.stock: tuple[StoredSnapshot, ...] = ()
 
     def terminate(self, grace_s: float) -> None:
         self.told.append(("terminate", grace_s))
@@ -59,27 +58,32 @@ class HeadAndMember:
     """A head with workers 0 and 1, and the other end of its link to a member with worker 2. `more`: of the Job."""
 
     def __init__(self, **more: Any) -> None:
-        self.loop, self.crew, self.said, self.events = Loop(), PretendedCrew(0, 1), list[str](), list[Event]()
+        self.loop, self.local_workers, self.said, self.events = (
+            EventLoop(),
+            PretendedCrew(0, 1),
+            list[str](),
+            list[Event](),
+        )
         self.others: list[Channel] = []
-        self.guest, self.member = self.come("b", workers={2})
+        self.remote_host, self.member = self.come("b", workers={2})
         fields: dict[str, Any] = {"host": "a", "address": "10.0.0.1", "attempt": 1, "run_dir": "runs/r"}
         job = Job(workers=3, hosts=2, head="a:29500", **more)
-        self.head = Head(job=job, guests=[self.guest], door=None, say=self.said.append, **fields)
-        self.head.lead(self.crew, self.events.append)  # type: ignore[arg-type]  # a pretended crew
+        self.head = Coordinator(job=job, remote_hosts=[self.remote_host], door=None, say=self.said.append, **fields)
+        self.head.lead(self.local_workers, self.events.append)  # type: ignore[arg-type]  # a pretended crew
 
-    def come(self, host: str, *, index: int = 1, workers: set[int] | None = None) -> tuple[Guest, Channel]:
+    def come(self, host: str, *, index: int = 1, workers: set[int] | None = None) -> tuple[RemoteHost, Channel]:
         """A host with room for one worker, and the other end of its link."""
         ours, theirs = socket.socketpair()
-        link = Link(
+        link = MessageStream(
             ours,
             self.loop,
-            on_message=lambda message: self.head.guests.said(guest, message),
-            on_close=lambda error: self.head.guests.lose(guest, str(error)),
+            on_message=lambda message: self.head.remote_hosts.said(remote_host, message),
+            on_close=lambda error: self.head.remote_hosts.lose(remote_host, str(error)),
         )
         fields: dict[str, Any] = {"host": host, "address": f"10.0.0.{index + 1}", "index": index}
-        guest = Guest(link=link, slots=1, workers=workers or set(), **fields)
+        remote_host = RemoteHost(link=link, slots=1, workers=workers or set(), **fields)
         self.others.append(Channel(theirs))
-        return guest, self.others[-1]
+        return remote_host, self.others[-1]
 
     def begin(self, *, least: int, most: int) -> None:
         """The workers say that their plan is elastic, join the first generation, and are at work."""
@@ -139,22 +143,22 @@ class MemberAndHead:
     """A member with worker 2, and the other end of its link to the head."""
 
     def __init__(self, *, silence_s: float = 10.0) -> None:
-        self.loop, self.crew, self.said = Loop(), PretendedCrew(2), list[str]()
+        self.loop, self.local_workers, self.said = EventLoop(), PretendedCrew(2), list[str]()
         ours, theirs = socket.socketpair()
-        link = Link(
+        link = MessageStream(
             ours,
             self.loop,
-            on_message=lambda message: self.member.head_said(message),
-            on_close=lambda error: self.member.head_lost(str(error)),
+            on_message=lambda message: self.member.coordinator_said(message),
+            on_close=lambda error: self.member.coordinator_lost(str(error)),
         )
         fields: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "host_index": 1, "attempt": 1, "run_dir": "r"}
         fields["silence_s"] = silence_s
-        self.member = Member(link, head="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **fields)
+        self.member = HostAgent(link, head="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **fields)
         self.head = Channel(theirs)
 
     def lead(self) -> None:
         """The member has its workers now."""
-        self.member.lead(self.crew, list[Event]().append)  # type: ignore[arg-type]  # a pretended crew
+        self.member.lead(self.local_workers, list[Event]().append)  # type: ignore[arg-type]  # a pretended crew
 
     def close(self) -> None:
         self.member.close()

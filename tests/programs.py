@@ -24,7 +24,7 @@ import warm
 from fault.launching import MARK, Announcements, marked
 
 if TYPE_CHECKING:
-    from paceline.testing.network import Host
+    from paceline.testing.network_namespaces import NamespaceHost
 
 __all__ = [
     "GONE_S",
@@ -154,7 +154,7 @@ def command(
     *words: str | Path,
     environment: dict[str, str] | None = None,
     cold: bool = False,
-    host: Host | None = None,
+    host: NamespaceHost | None = None,
     **popen: Any,
 ) -> Iterator[Program]:
     """Start a command, on a host of `network.two_hosts` where one is given; whatever of it is left in the end is

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.group import Group
-from paceline.comm.shared import SharedGroup, share
+from paceline.comm.shared_memory.shared_group import SharedGroup, with_shared_memory
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
@@ -36,7 +36,7 @@ class Workers:
         store = dist.FileStore(str(self.scratch / f"store_{generation}"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
         world: Any = dist.group.WORLD  # torch's stub allows None
-        group, reason = share(Group(world, device=CPU), timeout_s=timeout_s, ranks=ranks)
+        group, reason = with_shared_memory(Group(world, device=CPU), timeout_s=timeout_s, ranks=ranks)
         if not isinstance(group, SharedGroup):
             raise RuntimeError(f"no memory is shared: {reason}")
         return group

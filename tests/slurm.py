@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import pytest
 
-from network import TOOLS, Host, needs_network
+from network import TOOLS, NamespaceHost, needs_network
 
 __all__ = ["Cluster", "needs_slurm", "slurm_cluster"]
 
@@ -62,7 +62,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 class Cluster:
     """Two nodes, up and idle."""
 
-    def __init__(self, folder: Path, hosts: Sequence[Host]) -> None:
+    def __init__(self, folder: Path, hosts: Sequence[NamespaceHost]) -> None:
         self.configuration = folder / "slurm.conf"
         self.login = hosts[0].prefix  # where commands are given
 
@@ -82,7 +82,7 @@ def needs_slurm(test: Test) -> Test:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path, hosts: Sequence[Host]) -> Iterator[Cluster]:
+def slurm_cluster(folder: Path, hosts: Sequence[NamespaceHost]) -> Iterator[Cluster]:
     """Start the cluster, wait until its nodes are idle, and end all of it."""
     cluster = Cluster(folder, hosts)
     nodes = [f"NodeName={host.name} NodeAddr={host.address} Port=17001 CPUs=2 RealMemory=2000" for host in hosts]

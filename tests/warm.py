@@ -33,7 +33,7 @@ import warm_source
 from warm_source import MARKS, SEARCHED, STATUS
 
 if TYPE_CHECKING:
-    from paceline.testing.network import Host
+    from paceline.testing.network_namespaces import NamespaceHost
 
 __all__ = ["Process", "Running", "Subprocess", "ask", "can_start", "close", "run", "shell_path", "start"]
 
@@ -176,7 +176,7 @@ def start(
     stdout: int | IO[Any] = subprocess.PIPE,
     stderr: int | IO[Any] = subprocess.STDOUT,
     start_new_session: bool = False,
-    host: Host | None = None,
+    host: NamespaceHost | None = None,
 ) -> Process:
     """Start a command for which `can_start` holds, on a host of `network.two_hosts` where one is given. The streams are
     as with Popen; nothing comes on standard input."""

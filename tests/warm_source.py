@@ -244,7 +244,7 @@ def _seen_from_outside(name: str, value: str) -> None:
 def _prepare_warm_parents(count: int) -> None:
     """Fork the processes that become the program's warm parents while there is nothing of the program in them yet.
     Should it want more of them, it starts those as it always does."""
-    from paceline.launch import parent
+    from paceline.launch.fork import warm_parent_client
 
     waiting: list[tuple[_Child, socket.socket]] = []
     for _ in range(count):
@@ -256,11 +256,14 @@ def _prepare_warm_parents(count: int) -> None:
             _be_warm_parent(theirs)
         theirs.close()
         waiting.append((_Child(pid), ours))
-    start_anew = parent.WarmParent.start.__func__  # type: ignore[attr-defined]
+    start_anew = warm_parent_client.WarmParent.start.__func__  # type: ignore[attr-defined]
 
     def start(
-        cls: type[parent.WarmParent], *, modules: Sequence[str] = parent.MODULES, entry: str = parent.ENTRY
-    ) -> parent.WarmParent:
+        cls: type[warm_parent_client.WarmParent],
+        *,
+        modules: Sequence[str] = warm_parent_client.MODULES,
+        entry: str = warm_parent_client.ENTRY,
+    ) -> warm_parent_client.WarmParent:
         if not waiting:
             return start_anew(cls, modules=modules, entry=entry)
         process, ours = waiting.pop(0)
@@ -271,7 +274,7 @@ def _prepare_warm_parents(count: int) -> None:
             "supervisor": os.getpid(),
             "modules": list(modules),
             "paths": [path for path in sys.path if isinstance(path, str)],
-            "environment": parent.child_environment(**{parent.FAMILY: family}),
+            "environment": warm_parent_client.child_environment(**{warm_parent_client.FAMILY_VARIABLE: family}),
         }
         data = json.dumps(request).encode()
         with ours, link_theirs:
@@ -280,7 +283,7 @@ def _prepare_warm_parents(count: int) -> None:
         as_popen: Any = process
         return cls(as_popen, link, output, entry=entry, family=family)
 
-    parent.WarmParent.start = classmethod(start)  # type: ignore[method-assign,assignment]
+    warm_parent_client.WarmParent.start = classmethod(start)  # type: ignore[method-assign,assignment]
 
 
 class _Child:
@@ -321,7 +324,7 @@ def _be_warm_parent(sock: socket.socket) -> None:
         os.close(files[0])
         _take_environment(request.pop("environment"))
         sys.path[:] = request["paths"]
-        from paceline.launch.warm import main
+        from paceline.launch.fork.warm_parent import main
 
         main({**request, "fd": link})
     except BaseException:  # the process boundary: nothing may go on into the program's code
@@ -335,9 +338,15 @@ def preload() -> None:
     import gc
     import importlib
 
-    from paceline.launch.parent import MODULES
+    from paceline.launch.fork.warm_parent_client import MODULES
 
-    for name in (*MODULES, "torch.utils.data", "paceline.restarts", "paceline.attempt", "paceline.cli.main"):
+    for name in (
+        *MODULES,
+        "torch.utils.data",
+        "paceline.runs.restart_loop",
+        "paceline.runs.attempt",
+        "paceline.cli.main",
+    ):
         importlib.import_module(name)
     imported.import_all()
     gc.collect()

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from paceline.elastic.notices import PREEMPTED, TOO_FEW
-from paceline.launch.lifeline import signal_at_parents_death
-from paceline.monitor.audit import audit
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
+from paceline.launch.fork.process_lifetime import set_parent_death_signal
+from paceline.monitor.audit.audit import audit
 
 __all__ = ["Difference", "Run", "Stand", "compared", "losses_of", "state_of", "struck"]
 
@@ -42,7 +42,7 @@ class Stand:
 
 def _end_with_the_driver() -> None:
     """In the command's process: when who drives it is killed, it ends, and the kernel kills its workers with it."""
-    signal_at_parents_death(signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
 
 
 class Run:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from driving.courses import DDP, Course, Task
-from paceline.testing.network import Host
+from paceline.testing.network_namespaces import NamespaceHost
 from paceline.testing.sites import DEVICE
 
 __all__ = ["Failed", "course"]
@@ -36,7 +36,7 @@ class Failed(Exception):
     """A job that did not begin, or broke; the text says why."""
 
 
-def course(hosts: Sequence[Host], plan: str, task: Task, *, limit_s: float) -> Course:
+def course(hosts: Sequence[NamespaceHost], plan: str, task: Task, *, limit_s: float) -> Course:
     """Train on these sites until the target is met or the limit is over, counted from the first step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "diary"
@@ -50,7 +50,9 @@ def course(hosts: Sequence[Host], plan: str, task: Task, *, limit_s: float) -> C
 
 
 @contextlib.contextmanager
-def _started(hosts: Sequence[Host], plan: str, work: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(
+    hosts: Sequence[NamespaceHost], plan: str, work: str, folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
@@ -115,5 +117,5 @@ def _course(diaries: Sequence[Sequence[dict[str, Any]]]) -> Course:
     )
 
 
-def _last_words(folder: Path, hosts: Sequence[Host]) -> str:
+def _last_words(folder: Path, hosts: Sequence[NamespaceHost]) -> str:
     return "\n".join((folder / f"said_{host.name}").read_text(errors="replace")[-1500:] for host in hosts[:2])

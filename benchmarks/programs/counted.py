@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.comm.generation import Members
+from paceline.comm.elastic.generation_group import ElasticGroup
 
 __all__ = ["Counts", "Dispatched", "watch_groups"]
 
@@ -56,14 +56,14 @@ def watch_groups(counts: Counts, of_layers: Callable[[str], bool]) -> None:
     """From now on count what this process's groups do; what is not about layers counts under another name."""
 
     def watched(kind: str, about: Callable[[tuple[Any, ...]], int]) -> None:
-        original = getattr(Members, kind)
+        original = getattr(ElasticGroup, kind)
 
-        def counting(group: Members, *args: Any, what: str) -> Any:
+        def counting(group: ElasticGroup, *args: Any, what: str) -> Any:
             if group.size > 1:
                 counts.add(kind if of_layers(what) else f"besides: {what}", about(args))
             return original(group, *args, what=what)
 
-        setattr(Members, kind, counting)
+        setattr(ElasticGroup, kind, counting)
 
     watched("all_reduce", lambda args: num_bytes_of(args[0]))
     watched("all_gather", lambda args: sum(map(num_bytes_of, args[1])))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-import torch._dynamo  # optimizers import it with their first step, and what comes after `Measured()` counts
+import torch._dynamo  # optimizers import it with their first step, and what comes after `StepTimes()` counts
 from measured import Measured
 from torch.optim import AdamW
 from torch.utils.data import TensorDataset

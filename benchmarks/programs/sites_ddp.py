@@ -6,7 +6,7 @@ import torch.distributed as dist
 from sites_work import GPT, SEED, WORK, Diary, data, next_byte_loss, optimizer, warm_up
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.schedule.order import sample_indices
+from paceline.schedule.sample_order import sample_indices
 
 
 def main() -> None:

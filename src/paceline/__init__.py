@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.comm.torch_group import register_backend
+    from paceline.comm.torch_backend.process_group import register_backend
     from paceline.errors import (
         BadNumbersError,
         CheckpointError,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         SyncError,
         WorkerError,
     )
+    from paceline.lr_scaling import scaled_lr
     from paceline.plan import (
         AllReduce,
         Batch,
@@ -39,9 +40,8 @@ if TYPE_CHECKING:
         Sparse,
         TopK,
     )
-    from paceline.rates import scaled_lr
     from paceline.run import run
-    from paceline.worker.batch import StepBatch
+    from paceline.worker.data.step_batch import StepBatch
     from paceline.worker.worker import Worker
 
 __all__ = [
@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "paceline.comm.torch_group": ("register_backend",),
+    "paceline.comm.torch_backend.process_group": ("register_backend",),
     "paceline.errors": (
         "BadNumbersError",
         "CheckpointError",
@@ -108,8 +108,8 @@ _HOMES = {
         "Sparse",
         "TopK",
     ),
-    "paceline.rates": ("scaled_lr",),
-    "paceline.worker.batch": ("StepBatch",),
+    "paceline.lr_scaling": ("scaled_lr",),
+    "paceline.worker.data.step_batch": ("StepBatch",),
     "paceline.worker.worker": ("Worker",),
 }
 

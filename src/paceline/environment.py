@@ -12,8 +12,8 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 from paceline.plan.job import Assignment, Job, assignment_from_json, assignment_to_json
-from paceline.worlds import NAMES, World, find_world
-from paceline.worlds import notice_signals as find_notice_signals
+from paceline.world_detection import NAMES, World, find_world
+from paceline.world_detection import notice_signals as find_notice_signals
 
 __all__ = [
     "FAULTS",
@@ -110,7 +110,9 @@ def fault_programme() -> Path | None:
 
 
 def notice_signals() -> tuple[int, ...]:
-    """Return the signals, beside SIGTERM, that ask workers to save and leave (`paceline.worlds.notice_signals`)."""
+    """Return the signals, beside SIGTERM, that ask workers to save and leave
+    (`paceline.world_detection.notice_signals`).
+    """
     return find_notice_signals(os.environ)
 
 

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import paceline
 from paceline import config, environment
-from paceline.attempt import Attempt, begin_record, error_of, name_of, wait_for_orphans
-from paceline.companion import note_end, note_failure, note_left, told_by_thread, watched_by_thread
-from paceline.elastic.notices import TOO_FEW
+from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import PlanError, WorkerError, WorkersLostError
 from paceline.launch.local import prestart
 from paceline.plan import Job, Plan
-from paceline.plan.script import workers_of_script
-from paceline.restarts import run_to_its_end
+from paceline.plan.script_scan import workers_of_script
+from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
+from paceline.runs.monitor_thread import monitoring_thread, note_end, note_failure, note_left, reporting_thread
+from paceline.runs.restart_loop import run_with_restarts
 
 if TYPE_CHECKING:
     from paceline.plan.job import Assignment
-    from paceline.worker.joined import Place
-    from paceline.worker.notice import Notice
+    from paceline.worker.external_launch import JoinedWorld
+    from paceline.worker.membership.preemption import PreemptionNotice
     from paceline.worker.worker import Worker
-    from paceline.worlds import World
+    from paceline.world_detection import World
 
 __all__ = ["run", "start"]
 
@@ -57,14 +57,14 @@ def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **jo
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     own = environment.assignment()
     if own is not None:
-        from paceline.worker.session import has_lived, live  # inside a worker torch is there already
+        from paceline.worker.session import has_run, run_worker  # inside a worker torch is there already
 
-        if has_lived(own):
+        if has_run(own):
             raise PlanError(
                 "The script calls paceline.run() a second time, but one run has one directory, one count of steps and "
                 "one set of checkpoints. Start it with `python`, where each call is a run, or make it two scripts."
             )
-        return live(function, own, plan=chosen, fields=fields)
+        return run_worker(function, own, plan=chosen, fields=fields)
     world = environment.detect()
     if world is not None and not _is_for_each_host(world, wanted):
         return _join(world, function, wanted, chosen, fields)
@@ -101,7 +101,7 @@ def start(
             command_started=command_started,
             follow=job.run_dir is None,
         )
-        _, outcome = run_to_its_end(attempt, warm)
+        _, outcome = run_with_restarts(attempt, warm)
     finally:
         warm.close()
     return outcome.exit_code
@@ -117,7 +117,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
             settled, plan=plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
         )
         try:
-            attempt, outcome = run_to_its_end(attempt, warm)
+            attempt, outcome = run_with_restarts(attempt, warm)
         finally:
             if job.launcher == "inline":
                 environment.leave()  # this process was worker 0, and is no longer
@@ -126,7 +126,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
             raise KeyboardInterrupt(outcome.reason)
         raise SystemExit(outcome.exit_code)
     if outcome.state == "failed":
-        error = error_of(attempt.failures)
+        error = error_from_failures(attempt.failures)
         if outcome.exit_code == TOO_FEW and isinstance(error, WorkerError) and _own_script() is not None:
             _tell(str(error))
             raise WorkersLostError.like(error, code=TOO_FEW)
@@ -136,8 +136,8 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
 
 def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]) -> T:
     """Become a worker of a world that somebody else started; a thread beside worker 0 shows and records the run."""
-    from paceline.worker.agreement import Leaving
-    from paceline.worker.joined import await_books, joined, started_at
+    from paceline.worker.external_launch import await_records_closed, join_external_world, started_at
+    from paceline.worker.membership.consensus import CleanExit
 
     if job.workers not in (None, world.workers) and world.worker_rank == 0:
         _tell(f"workers={job.workers} is not used: {world.source} started {world.workers} workers")
@@ -147,52 +147,57 @@ def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | 
         directory = Path(str(settled.run_dir))
         return directory, begin_record(directory, settled, workers=world.workers, plan=plan).attempt
 
-    with joined(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place:
+    with join_external_world(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place:
         own = place.assignment
         watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if own.rank == 0:
-            watched = watched_by_thread(
+            watched = monitoring_thread(
                 own,
                 own.job,
                 hosts=place.hosts,
                 store=place.store,
-                program=name_of(function),
+                program=qualified_name(function),
                 launcher=world.source,
             )
         elif own.rank in {ranks[0] for ranks in place.hosts}:
-            watched = told_by_thread(own, hosts=place.hosts, store=place.store)
+            watched = reporting_thread(own, hosts=place.hosts, store=place.store)
         environment.enter(own)
         try:
-            with _noticing(own, world) as notice, watched:
-                return _lived(function, place, plan=plan, fields=fields, notice=notice)
-        except Leaving:
-            await_books(place.store, own)  # an engine ends everybody when the first one's exit status is not 0
+            with _listening_for_preemption(own, world) as notice, watched:
+                return _run_as_worker(function, place, plan=plan, fields=fields, notice=notice)
+        except CleanExit:
+            await_records_closed(place.store, own)  # an engine ends everybody when the first one's exit status is not 0
             raise
         finally:
             environment.leave()
 
 
-def _lived(
-    function: Callable[[Worker], T], place: Place, *, plan: Plan | None, fields: Mapping[str, Any], notice: Notice
+def _run_as_worker(
+    function: Callable[[Worker], T],
+    place: JoinedWorld,
+    *,
+    plan: Plan | None,
+    fields: Mapping[str, Any],
+    notice: PreemptionNotice,
 ) -> T:
     """Be the worker, and note at once how it ended: what comes after may be cut short."""
-    from paceline.worker.agreement import Leaving
-    from paceline.worker.failure import is_echo
-    from paceline.worker.notice import Terminated
-    from paceline.worker.session import live
+    from paceline.worker.membership.consensus import CleanExit
+    from paceline.worker.membership.preemption import TerminatedBySignal
+    from paceline.worker.record.error_report import is_peer_failure
+    from paceline.worker.session import run_worker
 
     own = place.assignment
     try:
-        return live(function, own, plan=plan, fields=fields, store=place.store, notice=notice)
-    except Leaving as leaving:
+        return run_worker(function, own, plan=plan, fields=fields, store=place.store, notice=notice)
+    except CleanExit as leaving:
         note_left(own, int(str(leaving.code)))
         raise
-    except Terminated as stop:
+    except TerminatedBySignal as stop:
         note_end(own, "stopped", int(str(stop.code)))
         raise
     except Exception as error:
         note_failure(own)
-        if is_echo(error):
+        if is_peer_failure(error):
             _tell(f"worker {own.rank} (host {own.host}) ended because a peer went away")
             raise SystemExit(1) from None
         raise
@@ -200,15 +205,15 @@ def _lived(
         notice.hold()
 
 
-def _noticing(own: Assignment, world: World) -> Notice:
+def _listening_for_preemption(own: Assignment, world: World) -> PreemptionNotice:
     """What hears that this worker is asked to leave."""
-    from paceline.worker.notice import Notice
+    from paceline.worker.membership.preemption import PreemptionNotice
 
     def noticed(ends_at_once: bool) -> None:
         if own.rank == 0 and (ends_at_once or world.kills_soon):
             note_end(own, "stopped", 128 + signal.SIGTERM)
 
-    return Notice(grace_s=own.job.grace_s, more=environment.notice_signals(), on_notice=noticed)
+    return PreemptionNotice(grace_s=own.job.grace_s, more=environment.notice_signals(), on_notice=noticed)
 
 
 def _is_for_each_host(world: World, job: Job) -> bool:

@@ -5,7 +5,9 @@ Names in the code carry their unit (`num_bytes`, `timeout_s`); these functions a
 
 from __future__ import annotations
 
-__all__ = ["GiB", "KiB", "MiB", "bytes_text", "count_text", "duration_text"]
+from collections.abc import Iterable
+
+__all__ = ["GiB", "KiB", "MiB", "bytes_text", "count_text", "duration_text", "workers_text"]
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -56,3 +58,16 @@ def _three_digits(value: float) -> str:
         if value < limit:
             return f"{value:.{decimals}f}"
     return f"{value:.0f}"
+
+
+def workers_text(workers: Iterable[int]) -> str:
+    """Return "worker 2" or "workers 0-3, 5"."""
+    numbers = sorted(set(workers))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if len(run) == 2 else '-'}{run[-1]}" for run in runs]
+    return f"worker{'s' if len(numbers) != 1 else ''} {', '.join(parts)}"

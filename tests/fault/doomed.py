@@ -24,9 +24,9 @@ from typing import Any
 from torch import Tensor
 
 import paceline
-from paceline.comm.generation import Members
-from paceline.worker import place
-from paceline.worker.agreement import Agreement
+from paceline.comm.elastic.generation_group import ElasticGroup
+from paceline.worker.membership import join_run
+from paceline.worker.membership.consensus import Consensus
 
 FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS", "[]"))
 OPTIONS: dict[str, Any] = json.loads(os.environ.get("OPTIONS", "{}"))
@@ -64,43 +64,43 @@ def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str
 
     `sums`: words for what a worker hands over when it is lost at "sum". `save`: the method in which it is at "save".
     """
-    hand_over: Any = Members.all_reduce
-    vote: Any = Agreement.vote
+    hand_over: Any = ElasticGroup.all_reduce
+    vote: Any = Consensus.vote
 
     @functools.wraps(hand_over)
-    def lost_after(members: Members, tensor: Tensor, *, what: str) -> Any:
+    def lost_after(members: ElasticGroup, tensor: Tensor, *, what: str) -> Any:
         transfer = hand_over(members, tensor, what=what)
         if any(word in what for word in sums):
             fault(worker, "sum")
         return transfer
 
     @functools.wraps(vote)
-    def lost_around(agreement: Agreement) -> bool:
+    def lost_around(agreement: Consensus) -> bool:
         fault(worker, "vote")
         passed = vote(agreement)
         fault(worker, "committed")
         return passed
 
     patched: list[tuple[Any, str, Any]] = [
-        (Members, "all_reduce", lost_after),
-        (Agreement, "vote", lost_around),
+        (ElasticGroup, "all_reduce", lost_after),
+        (Consensus, "vote", lost_around),
         (*save, _lost_before(worker, "save", getattr(*save))),
-        (place, "assemble", _lost_before(worker, "regroup", place.assemble)),
+        (join_run, "connect_gloo", _lost_before(worker, "regroup", join_run.connect_gloo)),
     ]
     if OPTIONS.get("turns"):
-        from paceline.sync.turns import TurnGradients
-        from paceline.worker.ledger import Ledger
+        from paceline.sync.parameter_server.async_updates import AsyncGradients
+        from paceline.worker.record.sample_ledger import SampleLedger
 
-        flats: Any = TurnGradients._flats
+        flats: Any = AsyncGradients._flats
 
         @functools.wraps(flats)
-        def lost_between(gradients: TurnGradients, server: int) -> Any:
+        def lost_between(gradients: AsyncGradients, server: int) -> Any:
             fault(worker, "half" if server == 0 else "permitted")
             return flats(gradients, server)
 
         patched += [
-            (TurnGradients, "_flats", lost_between),
-            (Ledger, "committed", _lost_before(worker, "applied", Ledger.committed)),
+            (AsyncGradients, "_flats", lost_between),
+            (SampleLedger, "committed", _lost_before(worker, "applied", SampleLedger.committed)),
         ]
     for owner, name, function in patched:
         setattr(owner, name, function)

@@ -14,7 +14,7 @@ from typing import Any
 
 import warm
 from fault.elastic_runs import PROGRAM, Run, undisturbed
-from network import Host
+from network import NamespaceHost
 from programs import child_environment
 
 __all__ = ["GATE", "LIMIT_S", "PORT", "Command", "Spread", "like", "spread", "until"]
@@ -84,7 +84,7 @@ class Command:
 class Spread:
     """One job; `start` it on host after host. The first one is the head."""
 
-    def __init__(self, folder: Path, head: Host, *, program: Path = PROGRAM, **options: Any) -> None:
+    def __init__(self, folder: Path, head: NamespaceHost, *, program: Path = PROGRAM, **options: Any) -> None:
         self.folder, self._head, self._options = folder, head, {"pause_s": 0.2, **options}
         self._program = program
         self.commands: list[Command] = []
@@ -96,7 +96,7 @@ class Spread:
         path.write_text(text)
         return str(path)
 
-    def start(self, host: Host, **changes: Any) -> Command:
+    def start(self, host: NamespaceHost, **changes: Any) -> Command:
         """Start the command; `changes` are what is different on this host."""
         folder = self.folder / host.name
         folder.mkdir(exist_ok=True)
@@ -169,7 +169,7 @@ class Spread:
 
 
 @contextlib.contextmanager
-def spread(folder: Path, head: Host, **options: Any) -> Iterator[Spread]:
+def spread(folder: Path, head: NamespaceHost, **options: Any) -> Iterator[Spread]:
     """A job whose commands do not outlive this."""
     job = Spread(folder, head, **options)
     try:

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline import Plan
-from paceline.checkpoint.writer import Writer
+from paceline.checkpoint.async_writer import AsyncWriter
 
 WIDTH = int(OPTIONS.get("width", 32))
 LOOK_S = 0.02  # nothing tells a program that a file is there, or that others are about to join
@@ -79,7 +79,7 @@ def num_to_be(worker: paceline.Worker) -> int:
 
 def train(worker: paceline.Worker) -> str:
     if FAULTS:
-        arm(worker, sums=("gradients", "layers"), save=(Writer, "_write"))
+        arm(worker, sums=("gradients", "layers"), save=(AsyncWriter, "_write"))
     if OPTIONS.get("no_joins") and worker._agreement.is_newcomer:
         os.kill(os.getpid(), signal.SIGKILL)
     torch.manual_seed(1)

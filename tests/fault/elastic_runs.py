@@ -14,7 +14,7 @@ import pytest
 
 import lasting
 import warm
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from programs import child_environment
 
 __all__ = [

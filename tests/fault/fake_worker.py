@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.comm.channel import Channel
+from paceline.comm.messages.json_channel import Channel
 from paceline.plan.job import Assignment
 
 GRANDCHILD = (

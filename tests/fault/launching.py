@@ -21,9 +21,9 @@ from typing import Any
 from leaks import PROGRAM_MARK as MARK
 from paceline.errors import LaunchError
 from paceline.events import Event
+from paceline.launch.fork.warm_parent_client import WarmParent
+from paceline.launch.job.outcome import JobOutcome
 from paceline.launch.local import launch
-from paceline.launch.outcome import Outcome
-from paceline.launch.parent import WarmParent
 from paceline.launch.supervisor import Observer
 from paceline.plan.job import Job
 
@@ -92,12 +92,12 @@ class Supervised:
         self.process, self.mark = process, mark
         self._lines = Lines(process.stdout.fileno()) if process.stdout is not None else None
 
-    def result(self, *, limit_s: float = 60.0) -> tuple[int, Outcome | None, list[str]]:
+    def result(self, *, limit_s: float = 60.0) -> tuple[int, JobOutcome | None, list[str]]:
         """Wait for its end: exit code, outcome, what it said and has not been heard; a LaunchError comes last."""
         outcome, said = None, list[str]()
         while (line := self._next(limit_s)) is not None:
             if "outcome" in line:
-                outcome = Outcome.from_json(line["outcome"])
+                outcome = JobOutcome.from_json(line["outcome"])
             else:
                 said += line.values()
         return self.process.wait(limit_s), outcome, said
@@ -166,7 +166,7 @@ def run_job(
     entry: str = ENTRY,
     observer: Observer | None = None,
     **more: Any,
-) -> Outcome:
+) -> JobOutcome:
     """Run a job of fake workers to its end, supervised by this process."""
     if str(FAULT) not in sys.path:
         sys.path.append(str(FAULT))

@@ -24,8 +24,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import Plan
-from paceline.checkpoint.parts import Parts
-from paceline.comm.split import local_part
+from paceline.checkpoint.sharded_writer import WriterGroup
+from paceline.comm.sharded_tensors import local_part
 
 WORDS, LENGTH, WIDTH, INNER, SAMPLES = 23, 6, 8, 31, 54  # parts are uneven, and the last step of an epoch is short
 
@@ -128,7 +128,7 @@ def train(worker: paceline.Worker) -> None:
     data = TensorDataset(words[:, :-1], words[:, 1:])
     net = Net()
     if FAULTS:
-        arm(worker, sums=("tally", "gradients"), save=(Parts, "tell"))
+        arm(worker, sums=("tally", "gradients"), save=(WriterGroup, "tell"))
         arm_model(worker, net)
     model = worker.prepare(net)
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline import Plan
-from paceline.checkpoint.writer import Writer
-from paceline.comm.away import is_away
+from paceline.checkpoint.async_writer import AsyncWriter
+from paceline.comm.remote_tensors import is_remote
 
 ROWS = 211
 
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 def train(worker: paceline.Worker) -> str:
     if FAULTS:
-        arm(worker, sums=("gradients", "layers"), save=(Writer, "_write"))
+        arm(worker, sums=("gradients", "layers"), save=(AsyncWriter, "_write"))
     torch.manual_seed(1)
     model = worker.prepare(Net())
     optim = worker.prepare(torch.optim.Adagrad(model.parameters(), lr=0.1))
@@ -65,7 +65,7 @@ def train(worker: paceline.Worker) -> str:
             time.sleep(0.02)  # looks again
         if until is not None and worker.step >= until[0] and worker.workers == until[1]:
             break
-    held = is_away(dict(model.named_parameters())["words.weight"])
+    held = is_remote(dict(model.named_parameters())["words.weight"])
     total = sum(float(value.double().abs().sum()) for value in model.state_dict().values())
     told = worker.gather((worker.rank, held, total))
     if worker.is_first:

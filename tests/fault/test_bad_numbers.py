@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from programs import PACELINE, checkpoints, run, write_program
 
 SPIKY = '''\

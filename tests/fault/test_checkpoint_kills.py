@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint.reader import Found, find, open_checkpoint
+from paceline.checkpoint.reader import FoundCheckpoint, find, open_checkpoint
 from programs import PACELINE, checkpoints, losses, reference_losses, run, write_program
 
 NUM_KILLS = 30
@@ -30,11 +30,11 @@ sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 import torch, torch.distributed.checkpoint
 from paceline.checkpoint.reader import find
-from paceline.checkpoint.writer import Writer
+from paceline.checkpoint.async_writer import AsyncWriter
 
 def save_forever(directory):
     step = find(directory).step
-    writer = Writer(directory, keep=2, on_event=lambda event: None)
+    writer = AsyncWriter(directory, keep=2, on_event=lambda event: None)
     while True:
         step += 1
         values = {{f"model.{{k}}": float(step * 1000 + k) for k in range({NUM_TENSORS})}}
@@ -127,7 +127,7 @@ def _save_until_killed(saver: subprocess.Popen[bytes], *, after_s: float) -> int
     return announced[-1]
 
 
-def _check_content(found: Found) -> None:
+def _check_content(found: FoundCheckpoint) -> None:
     assert found.newest is not None
     checkpoint = open_checkpoint(found.newest)
     assert checkpoint.step == found.step == checkpoint.state["step"] == int(checkpoint.state["rng"])
@@ -139,7 +139,7 @@ def _check_content(found: Found) -> None:
         assert torch.equal(tensor, torch.full((NUM_ELEMENTS,), expected)), name
 
 
-def _check_the_others(directory: Path, found: Found) -> None:
+def _check_the_others(directory: Path, found: FoundCheckpoint) -> None:
     """Older ones that are not named as skipped are complete too; at most one more than are kept."""
     skipped = {path for path, _ in found.skipped}
     complete = [path for path in directory.iterdir() if path not in skipped]

@@ -13,7 +13,7 @@ import pytest
 import lasting
 import paceline
 import warm
-from paceline.testing import KINDS, Report, assert_unharmed, network, run_with, runs
+from paceline.testing import KINDS, Report, assert_unharmed, network_namespaces, run_with, runs
 from paceline.testing import disk as disks
 from paceline.testing.report import CURVE_TOLERANCE
 from programs import PACELINE, run
@@ -164,7 +164,7 @@ def test_two_at_once_one_of_them_during_the_recovery_from_the_other(tmp_path: Pa
 def test_without_root_connections_are_shut_down_and_writes_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(network_namespaces.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(disks.subprocess, "run", _refused)
     report = drilled(tmp_path, "full_disk:step=5; cut:worker=2,step=12,where=forward", silence_s=3.0)
     assert_unharmed(report, undisturbed())

@@ -16,7 +16,7 @@ import pytest
 import programs
 import warm
 from fault.elastic_runs import LIMIT_S, PROGRAM, assert_unharmed, finish, reached, start, trained, undisturbed
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from programs import PACELINE, child_environment
 
 NEXT_S = 5.0  # from a kill to the next committed step; a bound that only something broken exceeds

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fault.elastic_runs import LIMIT_S, trained
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 

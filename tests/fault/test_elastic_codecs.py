@@ -8,7 +8,7 @@ import pytest
 
 from fault.elastic_runs import LIMIT_S, trained
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 

@@ -14,19 +14,19 @@ import pytest
 
 from fault.elastic_hosts import GATE, LIMIT_S, like, spread, until
 from fault.elastic_runs import assert_unharmed
-from network import Host, cut, mend, needs_network, two_hosts
+from network import NamespaceHost, cut, mend, needs_network, two_hosts
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @pytest.fixture
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     with two_hosts(tmp_path_factory.mktemp("network"), names=("east", "west"), subnet="10.81.0") as made:
         yield made
 
 
 @needs_network
-def test_a_host_that_is_lost_costs_no_step(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_host_that_is_lost_costs_no_step(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     with spread(tmp_path, hosts[0]) as job:
         _, west = [job.start(host) for host in hosts]
         job.reached(5)
@@ -40,7 +40,7 @@ def test_a_host_that_is_lost_costs_no_step(hosts: list[Host], tmp_path: Path) ->
 
 @needs_network
 def test_a_cut_link_leaves_one_side_that_goes_on_and_one_that_commits_nothing_and_ends(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     with spread(tmp_path, hosts[0], job={"silence_s": 3.0, "grace_s": 5.0}) as job:
         east, west = [job.start(host) for host in hosts]
@@ -66,7 +66,7 @@ def test_a_cut_link_leaves_one_side_that_goes_on_and_one_that_commits_nothing_an
 
 @needs_network
 def test_where_all_who_have_the_state_are_cut_off_the_others_begin_again_when_these_have_ended(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     """Their supervisor stands still: nobody tells them that the head is lost, and they would go on for ever."""
     plan = "replicas=1-2+batch(size=20,micro=2)+compute(precision=fp64)+guard(snapshot_every=2)"
@@ -100,7 +100,7 @@ def test_where_all_who_have_the_state_are_cut_off_the_others_begin_again_when_th
 
 @needs_network
 def test_a_host_that_is_asked_to_leave_leaves_alone_and_comes_back_with_the_same_command(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     with spread(tmp_path, hosts[0], gate=GATE) as job:
         _, west = [job.start(host) for host in hosts]
@@ -124,7 +124,7 @@ def test_a_host_that_is_asked_to_leave_leaves_alone_and_comes_back_with_the_same
 
 @needs_network
 def test_a_second_sigterm_on_a_host_that_leaves_ends_its_workers_at_once_and_costs_the_others_no_step(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     with spread(tmp_path, hosts[0], gate=GATE) as job:
         _, west = [job.start(host) for host in hosts]
@@ -142,7 +142,7 @@ def test_a_second_sigterm_on_a_host_that_leaves_ends_its_workers_at_once_and_cos
 
 @needs_network
 def test_sigterm_on_one_host_has_everybody_save_and_leave_where_too_few_would_be_left(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     plan = "replicas=3-4+batch(size=20,micro=2)+compute(precision=fp64)"
     with spread(tmp_path, hosts[0], plan=plan) as job:
@@ -157,7 +157,7 @@ def test_sigterm_on_one_host_has_everybody_save_and_leave_where_too_few_would_be
 
 @needs_network
 def test_where_the_heads_supervisor_is_killed_both_hosts_save_and_the_next_start_goes_on(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     with spread(tmp_path, hosts[0], job={"save_every": None}) as job:
         east, west = [job.start(host) for host in hosts]
@@ -178,7 +178,7 @@ def test_where_the_heads_supervisor_is_killed_both_hosts_save_and_the_next_start
 
 @needs_network
 def test_a_stopped_worker_of_another_host_that_came_after_the_first_ones_is_named(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     plan = "replicas=1-4+batch(size=20,micro=2)+compute(precision=fp64)"
     job_fields = {"hosts": 1, "workers": 2, "timeout_s": 20.0, "silence_s": 60.0, "max_steps": 400}

@@ -12,7 +12,7 @@ import pytest
 
 from fault.elastic_hosts import GATE, LIMIT_S, PORT, like, spread
 from fault.elastic_runs import assert_unharmed
-from network import Host, needs_network, two_hosts
+from network import NamespaceHost, needs_network, two_hosts
 
 pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
@@ -21,13 +21,13 @@ SIZES = "batch(size=20,micro=2)+compute(precision=fp64)"
 
 
 @pytest.fixture
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     with two_hosts(tmp_path_factory.mktemp("network"), names=("east", "west"), subnet="10.82.0") as made:
         yield made
 
 
 @needs_network
-def test_a_second_host_joins_a_run_that_was_begun_on_one(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_second_host_joins_a_run_that_was_begun_on_one(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     """Snapshots in memory go on meanwhile, though only the first host has room for them."""
     east, west = hosts
     plan = f"replicas=1-4+{SIZES}+guard(snapshot_every=4)"
@@ -53,7 +53,7 @@ def test_a_second_host_joins_a_run_that_was_begun_on_one(hosts: list[Host], tmp_
 
 
 @needs_network
-def test_a_lost_host_comes_back_with_the_same_command(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_lost_host_comes_back_with_the_same_command(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     with spread(tmp_path, hosts[0], plan=f"replicas=1-4+{SIZES}", gate=GATE) as job:
         _, before = [job.start(host) for host in hosts]
         job.reached(5)
@@ -78,7 +78,9 @@ def test_a_lost_host_comes_back_with_the_same_command(hosts: list[Host], tmp_pat
 
 
 @needs_network
-def test_who_comes_late_and_does_not_fit_is_told_why_and_harms_nobody(hosts: list[Host], tmp_path: Path) -> None:
+def test_who_comes_late_and_does_not_fit_is_told_why_and_harms_nobody(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
     east, west = hosts
     with spread(tmp_path, east, plan=f"replicas=2+{SIZES}", gate=GATE, job={"hosts": 1, "workers": 2}) as job:
         job.start(east)
@@ -98,7 +100,9 @@ def test_who_comes_late_and_does_not_fit_is_told_why_and_harms_nobody(hosts: lis
 
 
 @needs_network
-def test_spare_slots_of_a_host_that_came_later_replace_a_host_that_dies(hosts: list[Host], tmp_path: Path) -> None:
+def test_spare_slots_of_a_host_that_came_later_replace_a_host_that_dies(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
     east, west = hosts
     north = dataclasses.replace(east, name="north")  # a second supervisor on one machine is another host
     with spread(tmp_path, east, plan=f"replicas=1-2+{SIZES}", gate=GATE, job={"workers": 2}) as job:
@@ -120,7 +124,9 @@ def test_spare_slots_of_a_host_that_came_later_replace_a_host_that_dies(hosts: l
 
 
 @needs_network
-def test_a_resize_grows_onto_the_spare_slots_of_a_host_that_came_later(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_resize_grows_onto_the_spare_slots_of_a_host_that_came_later(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
     east, west = hosts
     with spread(tmp_path, east, plan=f"replicas=1-4+{SIZES}", gate=GATE, job={"hosts": 1, "workers": 2}) as job:
         job.start(east)
@@ -141,7 +147,7 @@ def test_a_resize_grows_onto_the_spare_slots_of_a_host_that_came_later(hosts: li
 
 
 @needs_network
-def test_a_host_that_came_later_leaves_alone_as_the_others_do(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_host_that_came_later_leaves_alone_as_the_others_do(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     east, west = hosts
     fields = {"hosts": 1, "workers": 2, "max_steps": LONG}
     with spread(tmp_path, east, plan=f"replicas=1-4+{SIZES}", gate=GATE, job=fields) as job:

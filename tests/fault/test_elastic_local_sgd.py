@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fault.elastic_runs import LIMIT_S, Run, finish, happened, start, trained
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 

@@ -11,7 +11,7 @@ import pytest
 
 import lasting
 from fault.elastic_runs import LIMIT_S, PROGRAM, Run, trained
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 
 REPLICAS = Path(__file__).with_name("replica_program.py")
 BATCHES = {PROGRAM: "batch(size=20,micro=2)", REPLICAS: "batch(size=12,micro=2)"}

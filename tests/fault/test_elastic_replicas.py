@@ -14,7 +14,7 @@ import pytest
 import lasting
 import programs
 from fault.elastic_runs import LIMIT_S, Run, finish, reached, start, trained
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from programs import PACELINE
 
 PROGRAM = Path(__file__).with_name("replica_program.py")

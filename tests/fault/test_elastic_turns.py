@@ -14,7 +14,7 @@ import pytest
 from fault.elastic_runs import LIMIT_S, Run, finish, reached, start, trained
 from fault.test_elastic import resized
 from fault.test_elastic_servers import servers_of
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.attempt import Attempt
-from paceline.elastic.notices import PREEMPTED
+from paceline.elastic.membership_messages import PREEMPTED
 from paceline.errors import LaunchError
-from paceline.launch.outcome import Outcome
+from paceline.launch.job.outcome import JobOutcome
 from paceline.plan import Job
+from paceline.runs.attempt import Attempt
 from pretended_hosts import ended
 from programs import run
 
@@ -65,7 +65,7 @@ def test_a_value_that_is_on_another_host_is_looked_for_in_vain_and_named(tmp_pat
     attempt = Attempt(Job(workers=2, run_dir=str(tmp_path)), plan=None, command_started=0.0)
     attempt.number = 1
     left, there = (ended(worker, code, host=host) for worker, code, host in ((0, PREEMPTED, "a"), (2, 0, "b")))
-    outcome = Outcome(state="finished", exit_code=0, exits=(left, there))
+    outcome = JobOutcome(state="finished", exit_code=0, exits=(left, there))
     with pytest.raises(
         LaunchError, match=r"no worker was left on this host .* in the run's directory on b: .*attempt_1"
     ):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RunFileError
-from paceline.monitor import files
-from paceline.monitor.run_record import RunRecord
+from paceline.monitor.records import run_files
+from paceline.monitor.records.run_record import RunRecord
 from paceline.plan.job import ERROR_SPARE
-from paceline.worker.failure import keep_spare
+from paceline.worker.record.error_report import reserve_error_space
 from programs import PACELINE, checkpoints, record, run
 
 FILLS = """\
@@ -105,22 +105,22 @@ def test_a_record_is_written_over_where_there_is_no_room_for_another_file(
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(run_files.os, "fsync", full)
     begun.end_attempt("failed", 1)
     assert RunRecord.load(tmp_path).state == "failed"
     with pytest.raises(OSError, match="No space left"):  # not into blocks that the file does not have
-        files.replace_text(tmp_path / "run.json", "x" * 100_000)
+        run_files.replace_text(tmp_path / "run.json", "x" * 100_000)
     assert RunRecord.load(tmp_path).state == "failed"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json"]
 
 
 def test_an_error_is_written_over_the_spare_file_where_there_is_no_room(tmp_path: Path) -> None:
-    keep_spare(tmp_path)
+    reserve_error_space(tmp_path)
     code = (
         "import resource, time\n"
         "from paceline.plan import Job\n"
         "from paceline.plan.job import Assignment\n"
-        "from paceline.worker.failure import write_error\n"
+        "from paceline.worker.record.error_report import write_error\n"
         f"own = Assignment(rank=0, workers=1, local_rank=0, local_workers=1, host='h', host_index=0, hosts=1,"
         f" address='', run_dir='', attempt=1, worker_dir={str(tmp_path)!r}, channel_fd=-1, command_started=0.0,"
         " job=Job())\n"

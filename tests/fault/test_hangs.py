@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from network import Host, free_port, two_hosts
+from network import NamespaceHost, free_port, two_hosts
 from programs import PACELINE, Program, command, record, run, the_run
 from slurm import Cluster, needs_slurm, slurm_cluster
 
@@ -395,13 +395,13 @@ def test_under_an_engine_a_worker_that_does_not_come_to_the_run_is_named(hang: B
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     with two_hosts(tmp_path_factory.mktemp("network"), subnet="10.80.0") as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(hosts: list[NamespaceHost], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), hosts) as made:
         yield made
 

@@ -12,7 +12,7 @@ import pytest
 
 from fault.elastic_hosts import LIMIT_S, Spread, spread, until
 from fault.test_elastic_memory import BATCHES, FP64, REPLICAS, fault, restarts, undisturbed
-from network import Host, needs_network, two_hosts
+from network import NamespaceHost, needs_network, two_hosts
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
@@ -22,7 +22,7 @@ GATE = 10  # snapshots are of steps 3, 6 and 9; that of step 9 is left out where
 
 
 @pytest.fixture
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     with two_hosts(tmp_path_factory.mktemp("network"), names=("east", "west"), subnet="10.83.0") as made:
         yield made
 
@@ -53,7 +53,7 @@ def assert_unharmed(job: Spread) -> list[dict[str, Any]]:
 
 @needs_network
 def test_a_worker_lost_on_one_host_and_then_the_whole_host_cost_the_steps_since_the_snapshot(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     faults = [fault(1, 5, "backward")]
     job_fields = {**JOB, "workers": 2}
@@ -81,7 +81,7 @@ def test_a_worker_lost_on_one_host_and_then_the_whole_host_cost_the_steps_since_
 
 @needs_network
 def test_an_elastic_run_whose_only_replica_loses_a_host_begins_again_on_those_that_are_left(
-    hosts: list[Host], tmp_path: Path
+    hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     east, west = hosts
     north = dataclasses.replace(east, name="north")  # a second supervisor on one machine is another host

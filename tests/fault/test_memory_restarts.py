@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lasting
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from programs import PACELINE, losses, record, run
 
 PROGRAM = f"""\
@@ -28,10 +28,10 @@ import torch
 import paceline
 from expert_models import AttendingMoeNet
 from layout_runs import Net, Text, next_word
-from paceline.comm.vault import Slot
+from paceline.comm.memory_checkpoint import SnapshotSlot
 
 KILLS = json.loads(sys.argv[1])  # [attempt (0: each), worker, where, step in hand or committed]
-write, num_writes = Slot.write, [0]
+write, num_writes = SnapshotSlot.write, [0]
 
 
 def train(worker):
@@ -50,7 +50,7 @@ def train(worker):
         strike("forward", worker.step + 1)
         return next_word(output, target)
 
-    Slot.write = torn
+    SnapshotSlot.write = torn
     strike("start", worker.step)
     torch.manual_seed(3)
     model = worker.prepare(AttendingMoeNet() if "routed" in sys.argv else Net(drop=0.0))

@@ -17,11 +17,11 @@ import pytest
 
 from fault.elastic_runs import LIMIT_S, Run, assert_unharmed, finish, start, trained, undisturbed
 from network import free_port
-from paceline.attempt import Attempt, wait_for_orphans
 from paceline.errors import LaunchError
-from paceline.launch.occupied import occupants, occupy, wait_until_free
-from paceline.monitor.run_record import RunRecord
+from paceline.launch.fork.worker_locks import lock_worker_log, running_workers, wait_until_workers_ended
+from paceline.monitor.records.run_record import RunRecord
 from paceline.plan import Job
+from paceline.runs.attempt import Attempt, wait_for_orphans
 from pretended_hosts import MemberAndHead
 from programs import checkpoints
 
@@ -81,7 +81,7 @@ def test_a_stopped_orphan_is_killed_in_time_and_nobody_writes(options: dict[str,
     options = job(options, save_every=4, grace_s=4.0)
     assert trained(tmp_path / "a", *faults, **options).code == KILLED
     began = time.monotonic()
-    wait_until_free(tmp_path / "a" / "run", limit_s=30.0, say=lambda _: None)
+    wait_until_workers_ended(tmp_path / "a" / "run", limit_s=30.0, say=lambda _: None)
     assert time.monotonic() - began < 4.0 + 10.0
     second = trained(tmp_path / "a", *faults, **options)
     assert "resumed from step 4 " in second.output
@@ -93,7 +93,7 @@ def test_the_next_start_waits_for_workers_that_are_still_there(tmp_path: Path) -
     first = trained(tmp_path / "a", **options)
     assert first.code == 0, first.output
     with occupied(first.run_dir / "attempt_1" / "worker_1"):  # as by worker 1 itself, if it were still there
-        assert occupants(first.run_dir) == [1]
+        assert running_workers(first.run_dir) == [1]
         second = start(tmp_path / "a", **job(FIXED))
         if second.stdout is None:
             raise ValueError("its output is not read")
@@ -107,13 +107,13 @@ def test_workers_that_stay_too_long_are_named_in_an_error(tmp_path: Path) -> Non
     run_dir = tmp_path / "run"
     worker_dir = made(run_dir / "attempt_3" / "worker_0")
     said: list[str] = []
-    wait_until_free(run_dir, limit_s=0.1, say=said.append)
+    wait_until_workers_ended(run_dir, limit_s=0.1, say=said.append)
     assert said == []
     error = r"and worker 0 did not leave .* within 0 s\. End them"
     with occupied(worker_dir), pytest.raises(LaunchError, match=error):
-        wait_until_free(run_dir, limit_s=0.1, say=said.append)
+        wait_until_workers_ended(run_dir, limit_s=0.1, say=said.append)
     assert len(said) == 1
-    assert occupants(run_dir) == []
+    assert running_workers(run_dir) == []
 
 
 def test_two_starts_that_look_at_once_do_not_take_each_other_for_workers(
@@ -124,11 +124,11 @@ def test_two_starts_that_look_at_once_do_not_take_each_other_for_workers(
 
     def close(fd: int) -> None:
         monkeypatch.undo()
-        seen.append(occupants(tmp_path))  # another one looks while the first has the file open
+        seen.append(running_workers(tmp_path))  # another one looks while the first has the file open
         os.close(fd)
 
-    monkeypatch.setattr("paceline.launch.occupied.os.close", close)
-    seen.append(occupants(tmp_path))
+    monkeypatch.setattr("paceline.launch.fork.worker_locks.os.close", close)
+    seen.append(running_workers(tmp_path))
     assert seen == [[], []]
 
 
@@ -149,7 +149,7 @@ def test_a_host_that_comes_back_to_a_run_at_work_elsewhere_waits_for_its_own_wor
     others, own = (made(tmp_path / "attempt_1" / f"worker_{worker}") for worker in range(2))
     with occupied(others, host="elsewhere"):
         wait_for_orphans(job, say=said.append, limit_s=0.1)
-        assert said == [] and occupants(tmp_path) == [0]
+        assert said == [] and running_workers(tmp_path) == [0]
         with occupied(own), pytest.raises(LaunchError, match="worker 1 did not leave"):
             wait_for_orphans(job, say=said.append, limit_s=0.1)
 
@@ -157,7 +157,7 @@ def test_a_host_that_comes_back_to_a_run_at_work_elsewhere_waits_for_its_own_wor
 def test_a_host_that_follows_a_head_looks_for_its_own_workers_where_the_head_says_that_the_run_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.attempt.WHILE_MET_S", 0.1)
+    monkeypatch.setattr("paceline.runs.attempt.WHILE_MET_S", 0.1)
     worker_dir = made(tmp_path / "run" / "attempt_1" / "worker_2")
     job = Job(workers=4, hosts=2, head="a:29500", run_dir=str(tmp_path / "chosen"))
     attempt = Attempt(job, plan=None, command_started=0.0, follow=True)
@@ -185,7 +185,7 @@ def occupied(worker_dir: Path, *, host: str | None = None) -> Iterator[None]:
         os.close(hold)
         if host is not None:
             socket.gethostname = lambda: host
-        occupy(worker_dir)
+        lock_worker_log(worker_dir)
         os.write(tell, b".")
         os.read(release, 1)  # to the end of the body
         os._exit(0)

@@ -22,9 +22,9 @@ import pytest
 
 from fault.launching import FAULT, Announcements, Said, marked, run_job, supervised
 from paceline.errors import LaunchError
-from paceline.launch.head import STOP_S
+from paceline.launch.coordinator.coordinator import STOP_S
+from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.local import launch
-from paceline.launch.parent import WarmParent
 from paceline.plan.job import Job
 
 GONE_S = 10.0  # the promise: after a failure or a signal everything is gone by then

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from adasum import combined
-from paceline.comm.group import Alone, Landed
+from paceline.comm.group import CompletedTransfer, SingleWorkerGroup
 from paceline.errors import PlanError
 from paceline.plan import AllReduce, Plan, Raw
-from paceline.sync.adasum import AdasumBucket, coefficients
+from paceline.sync.allreduce.adasum import AdasumBucket, coefficients
 
 
 def drawn(count: int, size: int, seed: int = 0) -> Tensor:
@@ -65,7 +65,7 @@ def test_the_setting_is_text_and_goes_with_no_other_algorithm() -> None:
         AllReduce(op="adasum", algorithm="ring")
 
 
-class Twins(Alone):
+class Twins(SingleWorkerGroup):
     """Two replicas that give the same: this is the first. It looks at what a bucket holds when it sends."""
 
     size = 2
@@ -75,15 +75,15 @@ class Twins(Alone):
         self.shares: Callable[[], Tensor | None] = lambda: None
         self.is_freed = False
 
-    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Landed:
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> CompletedTransfer:
         self.sent, self.shares = rows, weakref.ref(out)
         out.copy_(rows[:1].expand_as(out))
-        return Landed()
+        return CompletedTransfer()
 
-    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Landed:
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> CompletedTransfer:
         self.is_freed = self.shares() is None
         out.copy_(tensor.expand_as(out))
-        return Landed()
+        return CompletedTransfer()
 
 
 def test_gradients_are_sent_as_they_lie_and_their_shares_make_room_for_what_comes_of_them() -> None:

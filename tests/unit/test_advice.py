@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.events import Event, StepDone, WireJudged
-from paceline.monitor.wording import event_line
+from paceline.monitor.console.event_lines import event_line
 from paceline.plan import AllReduce, Cast, Int8, OneBit, ParameterServer, Plan, PowerSGD, Raw, Wire
-from paceline.sync.advice import Measured, Price, judge, link_seconds, priced
-from paceline.worker.advising import FIRST_AT, Advising
+from paceline.sync.compression_advice import StepTimes, WireCost, judge_wire, link_seconds, priced
+from paceline.worker.loop.wire_advisor import FIRST_AT, WireAdvisor
 
 MIB = 2**20
 # 1 ms, and a second for each 100 MB: the tree is the better one of the small sizes.
@@ -21,10 +21,10 @@ TABLE = {
     MIB: {"backend": 0.001 + MIB / 1e8, "tree": 0.1},
     8 * MIB: {"backend": 0.001 + 8 * MIB / 1e8},
 }
-STEP = Measured(step_s=0.4, waited_s=0.0, encoding_s=0.0, num_sent=8.0 * MIB, num_raw=8.0 * MIB)
+STEP = StepTimes(step_s=0.4, waited_s=0.0, encoding_s=0.0, num_sent=8.0 * MIB, num_raw=8.0 * MIB)
 
 
-def judged(measured: Measured = STEP, **others: Any) -> Any:
+def judged(measured: StepTimes = STEP, **others: Any) -> Any:
     given: dict[str, Any] = {
         "wire": "Int8()",
         "is_exact": False,
@@ -34,7 +34,7 @@ def judged(measured: Measured = STEP, **others: Any) -> Any:
         "bucket_bytes": 8 * MIB,
         "others": {},
     }
-    return judge(measured, **{**given, **others})
+    return judge_wire(measured, **{**given, **others})
 
 
 def test_the_link_s_time_is_that_of_the_fastest_way_for_each_bucket() -> None:
@@ -69,13 +69,16 @@ def test_in_shared_memory_every_codec_costs_and_nothing_else_is_said() -> None:
     assert (found.kind, found.saved_s) == ("memory", -0.01)
     waits = dataclasses.replace(STEP, waited_s=0.3)
     assert (
-        judged(waits, shares_memory=True, is_exact=True, others={"Cast()": Price(ratio=0.5, seconds_per_byte=0)})
+        judged(waits, shares_memory=True, is_exact=True, others={"Cast()": WireCost(ratio=0.5, seconds_per_byte=0)})
         is None
     )
 
 
 def test_another_wire_pays_where_replicas_are_awaited_and_the_link_is_why() -> None:
-    others = {"Cast()": Price(ratio=0.5, seconds_per_byte=0.0), "Int8()": Price(ratio=0.25, seconds_per_byte=1e-10)}
+    others = {
+        "Cast()": WireCost(ratio=0.5, seconds_per_byte=0.0),
+        "Int8()": WireCost(ratio=0.25, seconds_per_byte=1e-10),
+    }
     waits = dataclasses.replace(STEP, step_s=0.2, waited_s=0.08)
     found = judged(waits, is_exact=True, others=others)
     assert (found.kind, found.wire) == ("pays", "Int8()")
@@ -84,7 +87,7 @@ def test_another_wire_pays_where_replicas_are_awaited_and_the_link_is_why() -> N
     assert judged(dataclasses.replace(waits, waited_s=0.01), is_exact=True, others=others) is None  # hidden already
     lags = dataclasses.replace(waits, waited_s=0.15, num_raw=4096.0)  # whoever is awaited is slow, not the link
     assert judged(lags, is_exact=True, others=others) is None
-    dear = {"PowerSGD(rank=4)": Price(ratio=0.01, seconds_per_byte=1e-8)}
+    dear = {"PowerSGD(rank=4)": WireCost(ratio=0.01, seconds_per_byte=1e-8)}
     assert judged(waits, is_exact=True, others=dear) is None
 
 
@@ -101,17 +104,19 @@ class Run:
     """An Advising among stand-ins, whose steps all take as long."""
 
     def __init__(self, plan: Plan, *, shares_memory: bool = False, table: Any = TABLE, index: int = 0) -> None:
-        self.across = SimpleNamespace(size=2, shares_memory=shares_memory)
+        self.replica_group = SimpleNamespace(size=2, shares_memory=shares_memory)
         self.waited_s = self.encoding_s = 0.0
         self.told: list[Event] = []
         self.step = 0
         place: Any = SimpleNamespace(
-            group=SimpleNamespace(index=index), axes=SimpleNamespace(across=self.across), link=lambda _: table
+            group=SimpleNamespace(index=index),
+            axes=SimpleNamespace(replica_group=self.replica_group),
+            link=lambda _: table,
         )
         models: Any = SimpleNamespace(
             wire_seconds=lambda: (self.waited_s, self.encoding_s), largest_bucket=lambda: [(256, 256)]
         )
-        self._advising = Advising(plan, place=place, models=models, emit=self.told.append)
+        self._advising = WireAdvisor(plan, place=place, models=models, emit=self.told.append)
 
     def take(self, num_steps: int, *, step_s: float, waited_s: float, encoding_s: float, sent: int) -> list[str]:
         """The kinds of what was said so far."""
@@ -175,5 +180,5 @@ def test_nothing_is_said_by_others_or_of_what_was_not_measured(plan: Plan, other
 
 def test_the_last_replica_that_is_left_is_told_nothing_of_a_link_that_it_does_not_use() -> None:
     run = Run(Plan(wire=Raw()))
-    run.across.size = 1
+    run.replica_group.size = 1
     assert run.take(3 * FIRST_AT, step_s=0.12, waited_s=0.0, encoding_s=0.0, sent=0) == []

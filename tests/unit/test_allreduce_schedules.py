@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.schedule.allreduce.build import ALGORITHMS, FLAT, build, num_chunks_of
-from paceline.schedule.allreduce.check import problems
-from paceline.schedule.allreduce.cost import Link, Network, predict, seconds
-from paceline.schedule.allreduce.drawing import draw
+from paceline.schedule.allreduce.correctness_proof import problems
+from paceline.schedule.allreduce.cost_model import LinkCost, NetworkCost, predict, seconds
+from paceline.schedule.allreduce.diagram import draw
 from paceline.schedule.allreduce.rounds import Schedule, Send
 from paceline.schedule.allreduce.tree import parents
 
-SLOW = Link(latency_s=0.02, bytes_per_s=1e8)
+SLOW = LinkCost(latency_s=0.02, bytes_per_s=1e8)
 
 
-def apart(num_workers: int, link: Link = SLOW) -> Network:
+def apart(num_workers: int, link: LinkCost = SLOW) -> NetworkCost:
     """Every worker is on a host of its own, and adds at once."""
-    return Network(hosts=tuple(range(num_workers)), between=link, adds_bytes_per_s=math.inf)
+    return NetworkCost(hosts=tuple(range(num_workers)), between=link, adds_bytes_per_s=math.inf)
 
 
 @pytest.mark.parametrize("name", FLAT)
@@ -156,18 +156,18 @@ def test_halving_and_doubling_costs_what_its_formula_says(num_workers: int) -> N
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 5, 8, 16, 33])
 def test_trees_cost_two_ways_through_them_and_at_most_a_third_more_than_twice_the_tensor(num_workers: int) -> None:
-    latency_only = apart(num_workers, Link(latency_s=1.0, bytes_per_s=math.inf))
+    latency_only = apart(num_workers, LinkCost(latency_s=1.0, bytes_per_s=math.inf))
     depth = max(_depth(above, worker) for above in parents(num_workers) for worker in range(num_workers))
     small = build("tree", num_workers=num_workers, num_chunks=2)
     assert seconds(small, num_bytes=8, network=latency_only) == 2 * depth
-    bytes_only = apart(num_workers, Link(latency_s=0.0, bytes_per_s=1.0))
+    bytes_only = apart(num_workers, LinkCost(latency_s=0.0, bytes_per_s=1.0))
     large = build("tree", num_workers=num_workers, num_chunks=64)
     assert seconds(large, num_bytes=64, network=bytes_only) <= 2 * 64 * 4 / 3 + 4 * depth
 
 
 def test_one_port_is_shared_by_all_workers_of_a_host() -> None:
-    inside = Link(latency_s=0.0, bytes_per_s=math.inf)
-    shared = Network(hosts=(0, 0, 1, 1), between=Link(latency_s=0.0, bytes_per_s=1.0), inside=inside)
+    inside = LinkCost(latency_s=0.0, bytes_per_s=math.inf)
+    shared = NetworkCost(hosts=(0, 0, 1, 1), between=LinkCost(latency_s=0.0, bytes_per_s=1.0), inside=inside)
     both = Schedule(name="two at once", num_workers=4, num_chunks=2, rounds=((plus(0, 2), plus(1, 3)),))
     assert seconds(both, num_bytes=2, network=shared) == pytest.approx(2, rel=1e-6)
     assert seconds(both, num_bytes=2, network=dataclasses.replace(shared, hosts=(0, 1, 2, 3))) == pytest.approx(1)
@@ -179,7 +179,7 @@ def test_one_port_is_shared_by_all_workers_of_a_host() -> None:
 
 def test_the_price_says_which_algorithm_is_for_what() -> None:
     def cheapest(num_bytes: int, hosts: tuple[int, ...]) -> str:
-        network = Network(hosts=hosts, between=Link(latency_s=1e-3, bytes_per_s=1e9))
+        network = NetworkCost(hosts=hosts, between=LinkCost(latency_s=1e-3, bytes_per_s=1e9))
         return min(ALGORITHMS, key=lambda name: predict(name, num_bytes=num_bytes, network=network))
 
     assert cheapest(4096, tuple(range(7))) == "tree"

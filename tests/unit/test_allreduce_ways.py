@@ -16,35 +16,35 @@ import torch
 from torch import Tensor
 
 from paceline.cli.main import main
-from paceline.comm.errands import Errands
-from paceline.comm.group import Disrupted, Parcel
-from paceline.comm.scheduled import ScheduledGroup, Way
-from paceline.comm.walker import Aside, Walk
-from paceline.comm.ways import BACKEND, SIZES, Choice, Table, fastest, next_s
+from paceline.comm.algorithm_selection import BACKEND, SIZES, AlgorithmChoice, TimingTable, fastest_algorithm, next_s
+from paceline.comm.allreduce.async_collectives import CollectiveThreads
+from paceline.comm.allreduce.schedule_executor import ReceiveBuffers, ScheduleExecution
+from paceline.comm.allreduce.scheduled_group import ScheduledGroup, SelectedAlgorithm
+from paceline.comm.group import Disrupted, PeerTensor
 from paceline.errors import SyncError
 from paceline.events import AllReduceChosen
-from paceline.monitor.wording import event_line
+from paceline.monitor.console.event_lines import event_line
 from paceline.schedule.allreduce.build import build
-from paceline.schedule.allreduce.program import program_of
 from paceline.schedule.allreduce.rounds import Schedule, Send
+from paceline.schedule.allreduce.worker_program import program_of
 
 LIMIT_S = 20.0
 
 
 def test_the_back_ends_own_is_taken_unless_another_is_clearly_faster() -> None:
-    assert fastest({BACKEND: 1.0, "ring": 0.97, "tree": 2.0}) == BACKEND
-    assert fastest({BACKEND: 1.0, "ring": 0.9, "tree": 0.8}) == "tree"
+    assert fastest_algorithm({BACKEND: 1.0, "ring": 0.97, "tree": 2.0}) == BACKEND
+    assert fastest_algorithm({BACKEND: 1.0, "ring": 0.9, "tree": 0.8}) == "tree"
 
 
-def auto(table: Table) -> Choice:
+def auto(table: TimingTable) -> AlgorithmChoice:
     """What has found this, and agrees with itself."""
-    choice = Choice((BACKEND, "ring", "tree"))
+    choice = AlgorithmChoice((BACKEND, "ring", "tree"))
     choice.table, choice.agree = table, lambda table: table
     return choice
 
 
 def test_a_size_takes_the_way_of_the_nearest_that_was_timed() -> None:
-    assert Choice((BACKEND, "ring")).pick(1 << 30).name == BACKEND  # while they are being timed
+    assert AlgorithmChoice((BACKEND, "ring")).pick(1 << 30).name == BACKEND  # while they are being timed
     row_of = {4096: "tree", 1 << 14: "ring", 1 << 17: "tree", 1 << 20: "ring", 8 << 20: "tree"}
     choice = auto({size: {BACKEND: 2.0, name: 1.0} for size, name in row_of.items()})
     sizes = (1, 4096, 10_000, 40_000, 1 << 17, 1 << 19, 4 << 20, 1 << 30)
@@ -59,24 +59,24 @@ def test_a_very_large_sum_is_no_trial_of_a_smaller_one() -> None:
     tried = [(size, way.name) for size in (huge, large, large, large) for way in [choice.pick(size)] if told(way, size)]
     assert tried == [(huge, BACKEND), (large, BACKEND), (large, "ring"), (large, "tree")]
     assert choice.table[large] == {BACKEND: large, "ring": large, "tree": large}
-    assert choice.pick(huge) == Way(BACKEND)  # beyond 8 MB the rate alone counts
+    assert choice.pick(huge) == SelectedAlgorithm(BACKEND)  # beyond 8 MB the rate alone counts
 
 
-def told(way: Way, seconds: float) -> bool:
+def told(way: SelectedAlgorithm, seconds: float) -> bool:
     assert way.tell is not None
     way.tell(seconds)
     return True
 
 
 def test_of_a_named_way_the_first_sum_of_an_unknown_size_is_timed() -> None:
-    choice = Choice(["halving"])
+    choice = AlgorithmChoice(["halving"])
     choice.table, choice.agree = {4096: {BACKEND: 2.0}}, lambda table: table  # a barrier's time
-    assert choice.pick(1) == Way("halving")
+    assert choice.pick(1) == SelectedAlgorithm("halving")
     way = choice.pick(1 << 20)
     assert way.name == "halving" and way.tell is not None
     way.tell(3.0)
     assert choice.table == {4096: {BACKEND: 2.0}, 1 << 20: {"halving": 3.0}}
-    assert [choice.pick(size) for size in (1 << 19, 1 << 20)] == [Way("halving")] * 2
+    assert [choice.pick(size) for size in (1 << 19, 1 << 20)] == [SelectedAlgorithm("halving")] * 2
 
 
 def test_sums_of_an_unknown_size_try_one_way_each_and_later_ones_take_the_fastest() -> None:
@@ -144,7 +144,7 @@ class Counting:
 
 def test_a_trial_begins_on_all_together_and_is_waited_for_before_it_is_told() -> None:
     base: Any = Counting()
-    way = Way(BACKEND, lambda seconds: base.asked.append("told" if 0 <= seconds < LIMIT_S else "wrong"))
+    way = SelectedAlgorithm(BACKEND, lambda seconds: base.asked.append("told" if 0 <= seconds < LIMIT_S else "wrong"))
     group = ScheduledGroup.__new__(ScheduledGroup)
     group.__dict__.update(base=base, choose=lambda _: way, near=None, _under_way=[])
     group.all_reduce(torch.zeros(100), what="test").wait()
@@ -153,28 +153,30 @@ def test_a_trial_begins_on_all_together_and_is_waited_for_before_it_is_told() ->
     assert base.asked[4:] == ["sum", "wait"]
 
 
-def errands(check: Any = lambda: None, *, timeout_s: float = LIMIT_S, lost: type[SyncError] = SyncError) -> Errands:
-    return Errands(num_threads=1, timeout_s=timeout_s, check=check, lost=lost)
+def errands(
+    check: Any = lambda: None, *, timeout_s: float = LIMIT_S, lost: type[SyncError] = SyncError
+) -> CollectiveThreads:
+    return CollectiveThreads(num_threads=1, timeout_s=timeout_s, check=check, lost=lost)
 
 
 def test_who_waits_too_long_is_told_for_whom() -> None:
     stuck, begun = threading.Event(), threading.Event()
 
-    def do(errand: Any, _: Aside) -> None:
-        errand.awaited = "worker 3 (ring, round 2 of 6)"
+    def do(snapshot_transfer: Any, _: ReceiveBuffers) -> None:
+        snapshot_transfer.awaited = "worker 3 (ring, round 2 of 6)"
         begun.set()
         stuck.wait(LIMIT_S)
 
-    crew = errands(timeout_s=0.1)
-    errand = crew.begin(do, what="all_reduce of weight")
+    local_workers = errands(timeout_s=0.1)
+    snapshot_transfer = local_workers.begin(do, what="all_reduce of weight")
     assert begun.wait(LIMIT_S)
     with pytest.raises(SyncError, match=r"in all_reduce of weight for worker 3 \(ring, round 2 of 6\): stopped, stuck"):
-        errand.wait()
-    assert not crew.close()  # its thread is left behind
+        snapshot_transfer.wait()
+    assert not local_workers.close()  # its thread is left behind
     stuck.set()
-    crew.join(LIMIT_S)
+    local_workers.join(LIMIT_S)
     with pytest.raises(SyncError, match="was closed"):
-        crew.begin(do, what="another one")
+        local_workers.begin(do, what="another one")
 
 
 def test_a_wait_ends_where_the_group_is_over_though_the_thread_waits_on() -> None:
@@ -186,13 +188,13 @@ def test_a_wait_ends_where_the_group_is_over_though_the_thread_waits_on() -> Non
     def do(*_: object) -> None:
         stuck.wait(LIMIT_S)
 
-    crew = errands(check, lost=Disrupted)
-    errand = crew.begin(do, what="all_reduce")
+    local_workers = errands(check, lost=Disrupted)
+    snapshot_transfer = local_workers.begin(do, what="all_reduce")
     with pytest.raises(Disrupted, match="worker 2 was killed"):
-        errand.wait()
-    assert not crew.close()
+        snapshot_transfer.wait()
+    assert not local_workers.close()
     stuck.set()
-    crew.join(LIMIT_S)
+    local_workers.join(LIMIT_S)
 
 
 def _raise(error: Exception) -> None:
@@ -200,16 +202,19 @@ def _raise(error: Exception) -> None:
 
 
 def test_a_lost_peer_is_named_and_the_next_errand_is_done() -> None:
-    def do(errand: Any, _: Aside) -> None:
-        errand.awaited = "worker 1 (tree, round 1 of 2)"
+    def do(snapshot_transfer: Any, _: ReceiveBuffers) -> None:
+        snapshot_transfer.awaited = "worker 1 (tree, round 1 of 2)"
         raise RuntimeError("[tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:1 GLHF!")
 
-    crew = errands(lost=Disrupted)
-    broken, done = crew.begin(do, what="all_reduce of bias"), crew.begin(lambda *_: None, what="the next one")
+    local_workers = errands(lost=Disrupted)
+    broken, done = (
+        local_workers.begin(do, what="all_reduce of bias"),
+        local_workers.begin(lambda *_: None, what="the next one"),
+    )
     with pytest.raises(Disrupted, match=r"a peer during all_reduce of bias: worker 1 \(tree, round 1 of 2\): .tcp"):
         broken.wait()
     done.wait()
-    assert crew.close()
+    assert local_workers.close()
 
 
 class Wires:
@@ -224,7 +229,7 @@ class Wires:
     def port(self, index: int) -> Any:
         return SimpleNamespace(post=functools.partial(self._post, index))
 
-    def _post(self, index: int, sends: Sequence[Parcel], receives: Sequence[Parcel], *, tag: int) -> list[Any]:
+    def _post(self, index: int, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], *, tag: int) -> list[Any]:
         begun = [Sent(tensor) for _, tensor in sends]
         for (peer, _), sent in zip(sends, begun, strict=True):
             self._queues[index, peer].put(sent)
@@ -260,11 +265,11 @@ def test_rounds_in_a_stream_and_walks_of_threads_give_the_sum(name: str, num_chu
     found, wires = [one.clone() for one in given], Wires(size)
 
     def work(index: int) -> None:
-        walk = Walk(
+        walk = ScheduleExecution(
             program=program_of(schedule, index), flat=found[index], peers=range(size), notes=lambda peer, number: None
         )
         if way == "run":
-            walk.run(wires.port(index), Aside(), tag=1)
+            walk.run(wires.port(index), ReceiveBuffers(), tag=1)
         else:
             walk.enqueue(wires.port(index), tag=1)
 
@@ -286,10 +291,10 @@ class Slow:
     order, each a peer and its numbers."""
 
     def __init__(self) -> None:
-        self.begun: list[Parcel] = []
-        self.posted: list[Parcel] = []
+        self.begun: list[PeerTensor] = []
+        self.posted: list[PeerTensor] = []
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], *, tag: int) -> list[Any]:
+    def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], *, tag: int) -> list[Any]:
         self.begun += sends
         self.posted += receives
         return [SimpleNamespace(wait=lambda: None) for _ in receives] + [
@@ -304,13 +309,13 @@ class Slow:
 def test_a_chunk_is_in_its_next_round_while_another_one_is_still_on_its_way_in_an_earlier_one(name: str) -> None:
     schedule = build(name, num_workers=4, num_chunks=8)
     for worker in range(4):
-        walk = Walk(
+        walk = ScheduleExecution(
             program=program_of(schedule, worker), flat=torch.zeros(64), peers=range(4), notes=lambda peer, number: None
         )
         sent_in = [number for number, (out, _) in enumerate(walk.program.rounds) for _ in out]  # in the order of sends
         chunks, rounds = Slow(), Slow()
         with pytest.raises(StillGoing):
-            walk.run(chunks, Aside(), tag=1)
+            walk.run(chunks, ReceiveBuffers(), tag=1)
         with pytest.raises(StillGoing):
             walk.enqueue(rounds, tag=1)  # what a barrier between rounds comes to
         assert len({*sent_in[: len(rounds.begun)]}) == 1 < len({*sent_in[: len(chunks.begun)]})
@@ -324,8 +329,8 @@ def test_nothing_is_written_to_a_place_from_which_it_is_still_sent() -> None:
 
     def work(index: int) -> None:
         program = program_of(schedule, index)
-        walk = Walk(program=program, flat=found[index], peers=range(3), notes=lambda peer, number: None)
-        walk.run(wires.port(index), Aside(), tag=1)
+        walk = ScheduleExecution(program=program, flat=found[index], peers=range(3), notes=lambda peer, number: None)
+        walk.run(wires.port(index), ReceiveBuffers(), tag=1)
 
     first, second, third = (threading.Thread(target=work, args=(index,)) for index in range(3))
     first.start()

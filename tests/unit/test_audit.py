@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.monitor.audit import AuditResult, audit, main_audit
-from paceline.monitor.cover import Cover
-from paceline.monitor.ledgers import EpochColumns
-from paceline.monitor.run_record import RunRecord
-from paceline.schedule import order
+from paceline.monitor.audit.audit import AuditResult, audit, main_audit
+from paceline.monitor.audit.epoch import Coverage
+from paceline.monitor.audit.ledger_reader import EpochColumns
+from paceline.monitor.records.run_record import RunRecord
+from paceline.schedule import sample_order
 
 Line = dict[str, Any]
 SAMPLES, BATCH, MICRO = 50, 8, 2  # 7 steps an epoch, the last with 2 samples
@@ -124,7 +124,9 @@ def test_lost_positions_are_named_with_their_step_and_samples(run: Path, capsys:
     (epoch,) = result.epochs
     (gap,) = epoch.missing
     assert (gap.start, gap.stop, gap.after_step, gap.before_step, epoch.num_missing) == (22, 24, 3, 4, 2)
-    expected = order.sample_indices(seed=3, epoch=0, num_samples=SAMPLES, positions=np.arange(22, 24), shuffle=True)
+    expected = sample_order.sample_indices(
+        seed=3, epoch=0, num_samples=SAMPLES, positions=np.arange(22, 24), shuffle=True
+    )
     assert gap.samples == tuple(expected.tolist())
     assert main_audit(run) == 1
     assert f"positions 22-23 (2 samples: {gap.samples[0]}, {gap.samples[1]})" in capsys.readouterr().out
@@ -304,7 +306,7 @@ def test_ledgers_that_lie_on_other_hosts_are_asked_for(run: Path) -> None:
 
 def test_an_order_that_is_no_permutation_is_found(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_attempt(run, 1, steps(workers=1, last=7), workers=1)
-    monkeypatch.setattr(order, "sample_indices", lambda *, positions, **_: positions // 2)
+    monkeypatch.setattr(sample_order, "sample_indices", lambda *, positions, **_: positions // 2)
     (epoch,) = audit(run).epochs
     assert epoch.state == "broken" and epoch.is_permutation is False
 
@@ -504,7 +506,7 @@ def test_the_cover_agrees_with_counting_each_position(ranges: list[tuple[int, in
         columns.workers.append(0)
     uses = Counter(position for start, length in ranges for position in range(start, start + length))
     end = max(uses, default=-1) + 1
-    cover = Cover(columns)
+    cover = Coverage(columns)
     assert cover.end == end and cover.num_used == len(uses)
     assert cover.num_repeated == sum(count - 1 for count in uses.values())
     missing = {position for start, stop, _, _ in cover.gaps() for position in range(start, stop)}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from paceline.schedule.backups import Share, StepClock, num_micro_of
-from paceline.schedule.clock import Over, Pause, Save
+from paceline.schedule.backup_workers import BackupClock, BackupShare, num_micro_of
+from paceline.schedule.staleness_clock import Pause, Save, StreamEnd
 
 NUM_MICRO = 8
 SHORT = 2  # micro-batches of an epoch's last step
@@ -26,15 +26,15 @@ def clock_of(
     limit: int = 40,
     saves: Iterable[int] = (),
     num_micro: Callable[[int], int] = lambda _: NUM_MICRO,
-) -> StepClock:
-    return StepClock(drop=drop, limit=limit, workers=workers, num_micro=num_micro, saves=saves)
+) -> BackupClock:
+    return BackupClock(drop=drop, limit=limit, workers=workers, num_micro=num_micro, saves=saves)
 
 
-def shares(clock: StepClock, *workers: int) -> None:
+def shares(clock: BackupClock, *workers: int) -> None:
     """These workers take a share of the step under way, in this order."""
     for index, worker in enumerate(workers):
         share = clock.ask(worker)
-        assert isinstance(share, Share) and share.index == index
+        assert isinstance(share, BackupShare) and share.index == index
 
 
 def drive(
@@ -57,7 +57,7 @@ def drive(
     saves = frozenset(chance.sample(range(1, limit + 1), k=3))
     clock = clock_of(workers, drop=drop, limit=limit, saves=saves, num_micro=num_micro)
     told: dict[str, list[int]] = {"late": [], "chosen": [], "saves": [], "pauses": []}
-    here, hand, sent = set(range(workers)), dict[int, Share](), dict[int, Share]()
+    here, hand, sent = set(range(workers)), dict[int, BackupShare](), dict[int, BackupShare]()
     dealt, came = dict[int, set[int]](), dict[int, set[int]]()  # by step
     over, paused = set[int](), set[int]()
     unnoted, books = {worker: set[int]() for worker in here}, set[int]()
@@ -67,12 +67,12 @@ def drive(
         unnoted[worker].clear()
         clock.noted(worker)
 
-    def ask(worker: int) -> Share | Save | Pause | Over | None:
+    def ask(worker: int) -> BackupShare | Save | Pause | StreamEnd | None:
         unnoted[worker].clear()
         turn = clock.ask(worker)
         if turn is not None:
             unnoted[worker].update(clock.take_passed_over(worker))
-        if not isinstance(turn, Share | None):
+        if not isinstance(turn, BackupShare | None):
             note(worker)
         return turn
 
@@ -115,7 +115,7 @@ def drive(
                 came.setdefault(number, set()).add(share.index)
         else:
             match ask(worker):
-                case Share(number=number, index=index, count=count) as share:
+                case BackupShare(number=number, index=index, count=count) as share:
                     assert number == clock.done and index < count <= num_micro(number)
                     assert index not in dealt.setdefault(number, set())
                     dealt[number].add(index)
@@ -130,7 +130,7 @@ def drive(
                     if paused == here:
                         told["pauses"].append(number)
                         paused.clear()
-                case Over():
+                case StreamEnd():
                     assert clock.done == limit and books == {*range(limit)}
                     over.add(worker)
                 case None:
@@ -180,7 +180,7 @@ def test_the_slow_one_holds_up_no_step_and_joins_the_one_under_way_when_it_comes
         clock.settle()
     assert clock.oldest == 0  # its record is kept
     assert clock.arrive(2) is None
-    assert clock.ask(2) == Share(20, 0, 3)
+    assert clock.ask(2) == BackupShare(20, 0, 3)
 
 
 def test_a_closed_step_deals_no_more_shares_and_what_arrives_then_is_late() -> None:
@@ -192,12 +192,12 @@ def test_a_closed_step_deals_no_more_shares_and_what_arrives_then_is_late() -> N
     assert clock.ask(3) is None
     assert clock.arrive(2) is None and clock.chosen == (0, 1)
     clock.settle()
-    assert clock.ask(3) == Share(1, 0, 4)
+    assert clock.ask(3) == BackupShare(1, 0, 4)
 
 
 def test_a_short_batch_has_fewer_shares_and_waits_for_one_at_least() -> None:
     clock = clock_of(4, drop=2, num_micro=lambda _: 1)
-    assert clock.ask(3) == Share(0, 0, 1)
+    assert clock.ask(3) == BackupShare(0, 0, 1)
     assert clock.ask(0) is None
     clock.arrive(3)
     assert clock.closer == 3
@@ -214,7 +214,7 @@ def test_a_wish_waits_for_the_step_under_way_and_for_the_late_ones() -> None:
     clock.arrive(2)
     assert clock.ask(2) == Pause(1)
     assert clock.ask(0) == clock.ask(1) == Pause(1)
-    assert clock.ask(0) == Share(1, 0, 3)
+    assert clock.ask(0) == BackupShare(1, 0, 3)
 
 
 def test_before_a_step_that_is_due_the_writer_saves_whoever_is_late() -> None:
@@ -229,7 +229,7 @@ def test_before_a_step_that_is_due_the_writer_saves_whoever_is_late() -> None:
     assert clock.ask(1) is None
     assert clock.ask(0) == Save(1)
     clock.saved(1)
-    assert clock.ask(1) == Share(1, 0, 3)
+    assert clock.ask(1) == BackupShare(1, 0, 3)
 
 
 def test_batches_are_as_long_as_their_place_in_the_epoch_says() -> None:
@@ -252,12 +252,12 @@ def test_a_step_that_nobody_will_note_is_told_of_once() -> None:
     clock = clock_of(2)
     shares(clock, 0, 1)
     assert clock.ask(0) is None and clock.take_passed_over(0) == []  # the other one may take it
-    assert clock.ask(1) == Share(1, 0, 2)
+    assert clock.ask(1) == BackupShare(1, 0, 2)
     assert clock.take_passed_over(1) == [0]
     clock.noted(1)
     clock.arrive(1)
     clock.settle(without=1)  # its closer has broken off
-    assert clock.ask(0) == Share(2, 0, 2)
+    assert clock.ask(0) == BackupShare(2, 0, 2)
     clock.arrive(0)
     clock.settle()
     assert clock.take_passed_over(1) == [1] and clock.take_passed_over(0) == []
@@ -270,7 +270,7 @@ def test_at_the_end_nobody_goes_on_before_the_last_step_is_noted() -> None:
     clock.settle()
     assert clock.ask(0) is None
     clock.noted(1)
-    assert clock.ask(0) == Over()
+    assert clock.ask(0) == StreamEnd()
 
 
 def test_what_its_worker_has_not_noted_when_it_asks_again_is_for_the_writer_to_note() -> None:
@@ -286,9 +286,9 @@ def test_what_its_worker_has_not_noted_when_it_asks_again_is_for_the_writer_to_n
 def test_nobody_saves_before_who_was_told_of_a_step_has_noted_it_or_asks_again() -> None:
     clock = clock_of(3, saves=[2])
     shares(clock, 0, 1, 2)
-    assert [clock.ask(0), clock.ask(1), clock.ask(2)] == [None, None, Share(1, 0, 3)]
+    assert [clock.ask(0), clock.ask(1), clock.ask(2)] == [None, None, BackupShare(1, 0, 3)]
     assert clock.take_passed_over(2) == [0]
-    assert [clock.ask(0), clock.ask(1)] == [Share(1, 1, 3), Share(1, 2, 3)]
+    assert [clock.ask(0), clock.ask(1)] == [BackupShare(1, 1, 3), BackupShare(1, 2, 3)]
     for worker in (0, 1):
         clock.arrive(worker)
     clock.settle()

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from paceline.schedule.share import deal, deal_by_speed
-from paceline.worker.balance import EVERY, Balance
+from paceline.schedule.micro_batches import deal, deal_by_speed
+from paceline.worker.data.load_balancing import EVERY_STEPS, LoadBalancer
 
 
 def counts(shares: tuple[range, ...]) -> list[int]:
@@ -49,14 +49,14 @@ def test_no_other_shares_are_done_earlier_and_none_is_left_out() -> None:
             assert done <= min(others) * (1 + 1e-9)
 
 
-def measured(balance: Balance, seconds: float, num_micro: int = 4) -> float:
-    for _ in range(EVERY):
+def measured(balance: LoadBalancer, seconds: float, num_micro: int = 4) -> float:
+    for _ in range(EVERY_STEPS):
         balance.note(seconds * num_micro, num_micro)
     return balance.measured()
 
 
 def test_shares_change_only_where_that_gains() -> None:
-    balance = Balance(is_on=True)
+    balance = LoadBalancer(is_on=True)
     assert not balance.agree([0.100, 0.101], 8)
     assert counts(balance.shares(8, 2)) == [4, 4]
     assert balance.agree([0.100, 0.200], 9)
@@ -65,13 +65,13 @@ def test_shares_change_only_where_that_gains() -> None:
 
 
 def test_one_hiccup_is_no_slowness() -> None:
-    balance = Balance(is_on=True)
+    balance = LoadBalancer(is_on=True)
     balance.note(40.0, 4)
     assert measured(balance, 0.1) == pytest.approx(0.1)
 
 
 def test_other_workers_begin_with_even_shares() -> None:
-    balance = Balance(is_on=True)
+    balance = LoadBalancer(is_on=True)
     assert balance.agree([0.1, 0.3], 8)
     assert counts(balance.shares(8, 3)) == counts(deal(8, 3))
     balance.forget()
@@ -79,6 +79,9 @@ def test_other_workers_begin_with_even_shares() -> None:
 
 
 def test_off_it_never_looks() -> None:
-    balance = Balance(is_on=False)
+    balance = LoadBalancer(is_on=False)
     assert not any(balance.is_due(step) for step in range(100))
-    assert [step for step in range(2 * EVERY + 1) if Balance(is_on=True).is_due(step)] == [EVERY, 2 * EVERY]
+    assert [step for step in range(2 * EVERY_STEPS + 1) if LoadBalancer(is_on=True).is_due(step)] == [
+        EVERY_STEPS,
+        2 * EVERY_STEPS,
+    ]

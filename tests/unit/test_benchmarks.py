@@ -94,7 +94,7 @@ def test_the_remains_of_a_save_tell_how_far_it_had_come(save_kills: Any, tmp_pat
     partial = tmp_path / "step_00000024.partial-2"
     partial.mkdir()
     assert stage() == "being written"
-    (partial / save_kills.MARK).write_text('{"step": 24}')
+    (partial / save_kills.COMMIT_MARKER).write_text('{"step": 24}')
     assert stage() == "committed, without its name"
     assert save_kills.marked_step(tmp_path) == 24
     final = partial.rename(tmp_path / "step_00000024")

@@ -7,28 +7,28 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.board import Board
+from paceline.comm.rendezvous.kv_store import KeyValueStore
 
 
 def text(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def ask(board: Board, op: str, **fields: Any) -> Any:
+def ask(board: KeyValueStore, op: str, **fields: Any) -> Any:
     reply = board.handle({"id": 5, "op": op, **fields})
     assert reply["id"] == 5
     return reply["value"]
 
 
 def test_a_value_is_there_after_it_was_set() -> None:
-    board = Board()
+    board = KeyValueStore()
     assert ask(board, "get", key="k") is None
     assert ask(board, "set", key="k", value=text(b"\0\xff")) is None
     assert ask(board, "get", key="k") == text(b"\0\xff")
 
 
 def test_a_counter_counts_and_reads_as_decimal_text() -> None:
-    board = Board()
+    board = KeyValueStore()
     assert [ask(board, "add", key="n", amount=amount) for amount in (3, 0, -1)] == [3, 3, 2]
     assert ask(board, "get", key="n") == text(b"2")
     ask(board, "set", key="n", value=text(b"40"))
@@ -36,7 +36,7 @@ def test_a_counter_counts_and_reads_as_decimal_text() -> None:
 
 
 def test_check_wants_all_keys() -> None:
-    board = Board()
+    board = KeyValueStore()
     ask(board, "set", key="a", value="")
     assert ask(board, "check", keys=["a"])
     assert not ask(board, "check", keys=["a", "b"])
@@ -55,7 +55,7 @@ def test_check_wants_all_keys() -> None:
 def test_compare_set_sets_only_what_is_as_expected(
     before: bytes | None, expected: bytes, after: bytes | None, returned: bytes
 ) -> None:
-    board = Board()
+    board = KeyValueStore()
     if before is not None:
         ask(board, "set", key="k", value=text(before))
     assert ask(board, "compare_set", key="k", expected=text(expected), desired=text(b"new")) == text(returned)
@@ -63,7 +63,7 @@ def test_compare_set_sets_only_what_is_as_expected(
 
 
 def test_deleted_keys_are_gone_and_not_counted() -> None:
-    board = Board()
+    board = KeyValueStore()
     ask(board, "set", key="a", value="")
     ask(board, "add", key="b", amount=1)
     assert ask(board, "num_keys") == 2
@@ -87,7 +87,7 @@ def test_deleted_keys_are_gone_and_not_counted() -> None:
     ],
 )
 def test_a_malformed_request_is_answered_with_what_is_wrong(request_: dict[str, Any], reason: str) -> None:
-    board = Board()
+    board = KeyValueStore()
     ask(board, "set", key="word", value=text(b"abc"))
     reply = board.handle({"id": 9, **request_})
     assert reply["id"] == 9

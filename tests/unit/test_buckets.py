@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from paceline.comm.group import Alone
+from paceline.comm.group import SingleWorkerGroup
 from paceline.plan import Raw
-from paceline.sync.buckets import Bucket, StayingBucket, assign
+from paceline.sync.allreduce.buckets import Bucket, LocalBucket, assign
 
 
 def named(sizes: list[int], dtypes: list[torch.dtype] | None = None) -> list[tuple[str, Parameter]]:
@@ -23,7 +23,7 @@ def named(sizes: list[int], dtypes: list[torch.dtype] | None = None) -> list[tup
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 800))
 def test_buckets_hold_every_parameter_once_last_first_and_keep_their_size(sizes: list[int], limit: int) -> None:
-    parameters, group = named(sizes), Alone()
+    parameters, group = named(sizes), SingleWorkerGroup()
     runs = [run for _, run in assign(parameters, bucket_bytes=limit, group_of=lambda _: group)]
     assert [name for run in runs for name, _ in run] == [name for name, _ in reversed(parameters)]
     for run in runs:
@@ -34,14 +34,14 @@ def test_buckets_hold_every_parameter_once_last_first_and_keep_their_size(sizes:
 
 def test_a_bucket_has_one_type() -> None:
     parameters = named([1, 1, 1, 1], [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32])
-    group = Alone()
+    group = SingleWorkerGroup()
     runs = [run for _, run in assign(parameters, bucket_bytes=1000, group_of=lambda _: group)]
     assert [[name for name, _ in run] for run in runs] == [["p2", "p1"], ["p3", "p0"]]
 
 
 def test_a_bucket_goes_to_one_group() -> None:
     parameters = named([1, 1, 1, 1])
-    everybody, twins = Alone(), Alone()
+    everybody, twins = SingleWorkerGroup(), SingleWorkerGroup()
     runs = assign(parameters, bucket_bytes=1000, group_of=lambda one: twins if one is parameters[2][1] else everybody)
     assert [([name for name, _ in run], group is twins) for group, run in runs] == [
         (["p2"], True),
@@ -50,7 +50,7 @@ def test_a_bucket_goes_to_one_group() -> None:
 
 
 def test_a_bucket_has_one_kind_and_waits_for_none_that_comes_later() -> None:
-    parameters, group = named([1, 1, 1, 1, 1]), Alone()
+    parameters, group = named([1, 1, 1, 1, 1]), SingleWorkerGroup()
     some = {id(parameters[place][1]) for place in (0, 4)}
     runs = assign(parameters, bucket_bytes=8, group_of=lambda _: group, kind_of=lambda one: id(one) in some)
     assert [[name for name, _ in run] for _, run in runs] == [["p3", "p2"], ["p1"], ["p4", "p0"]]
@@ -62,7 +62,7 @@ def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero(
     expanded = Parameter(torch.zeros(1, 5))
     wanted = [torch.randn_like(columns), torch.randn_like(pictures)]
     columns.grad, pictures.grad = (gradient.clone() for gradient in wanted)
-    bucket = Bucket([("a", columns), ("b", pictures), ("c", expanded)], group=Alone(), wire=Raw())
+    bucket = Bucket([("a", columns), ("b", pictures), ("c", expanded)], group=SingleWorkerGroup(), wire=Raw())
     bucket.depart()
     bucket.land()
     for parameter, gradient in zip((columns, pictures), wanted, strict=True):
@@ -75,7 +75,7 @@ def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero(
 
 def test_who_is_alone_takes_what_it_had_still_to_send_into_the_first_step_that_counts() -> None:
     parameter = Parameter(torch.zeros(3))
-    bucket = StayingBucket([("a", parameter), ("b", Parameter(torch.zeros(2)))])
+    bucket = LocalBucket([("a", parameter), ("b", Parameter(torch.zeros(2)))])
     bucket.fill({"a": torch.ones(3), "b": torch.ones(2)}, {})
     for _ in range(2):  # the first one does not count
         bucket.drop()

@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.vault import FIRST_BYTE, Mark, Slot, Trip, Vault
-from paceline.launch.carrying import Carrying
-from paceline.launch.loop import Loop
-from paceline.launch.stock import Kept
-from paceline.launch.vaults import Vaults
+from paceline.comm.memory_checkpoint import (
+    FIRST_BYTE,
+    MemoryCheckpoint,
+    ReplicationStatus,
+    SnapshotHeader,
+    SnapshotSlot,
+)
+from paceline.launch.io.event_loop import EventLoop
+from paceline.launch.job.restart_plan import StoredSnapshot
+from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
+from paceline.launch.snapshots.snapshot_store import SnapshotStore
 
 TOKEN = b"0123456789abcdef"
 LARGE = 48 << 20  # bytes: more than goes through in one turn
@@ -24,21 +30,26 @@ class Two:
     """Two hosts, of which the first has workers 0 and 1, and sends what they keep to the second."""
 
     def __init__(self) -> None:
-        self.loop, self.said = Loop(), list[str]()
-        self.vaults = Vaults(), Vaults()
-        self.own = [Vault(self.vaults[0].fds_for(worker, step=None)) for worker in range(2)]
-        self.first, self.second = (Carrying(vaults, TOKEN, self.loop, self.said.append) for vaults in self.vaults)
+        self.loop, self.said = EventLoop(), list[str]()
+        self.memory_checkpoints = SnapshotStore(), SnapshotStore()
+        self.own = [
+            MemoryCheckpoint(self.memory_checkpoints[0].file_descriptors_for(worker, step=None)) for worker in range(2)
+        ]
+        self.first, self.second = (
+            SnapshotReplication(memory_checkpoints, TOKEN, self.loop, self.said.append)
+            for memory_checkpoints in self.memory_checkpoints
+        )
         self.second.open("127.0.0.1")
 
     def link(self) -> None:
-        self.first.go_to(("127.0.0.1", self.second.port), "far")
+        self.first.replicate_to(("127.0.0.1", self.second.port), "far")
 
-    def keep(self, worker: int, step: int, data: bytes = b"state") -> Slot:
+    def keep(self, worker: int, step: int, data: bytes = b"state") -> SnapshotSlot:
         """What a worker does between two steps."""
         slot = self.own[worker].next
         slot.clear()
         slot.write(FIRST_BYTE, data)
-        slot.commit(Mark(step=step, index=FIRST_BYTE + len(data) - 4, index_bytes=4))
+        slot.commit(SnapshotHeader(step=step, index=FIRST_BYTE + len(data) - 4, index_bytes=4))
         self.first.kept(worker)
         return slot
 
@@ -55,10 +66,10 @@ class Two:
             self.turn(ahead_s)
 
     def copies(self) -> set[tuple[int, int]]:
-        return {(one.worker, one.step) for one in self.vaults[1].stock if one.is_copy}
+        return {(one.worker, one.step) for one in self.memory_checkpoints[1].stock if one.is_copy}
 
     def close(self) -> None:
-        for one in (self.first, self.second, *self.vaults, self.loop):
+        for one in (self.first, self.second, *self.memory_checkpoints, self.loop):
             one.close()
 
 
@@ -68,7 +79,7 @@ def two() -> Iterator[Two]:
         yield made
 
 
-def content(slot: Slot | None) -> bytes:
+def content(slot: SnapshotSlot | None) -> bytes:
     assert slot is not None and slot.mark is not None
     found = bytearray(slot.mark.index + slot.mark.index_bytes - FIRST_BYTE)
     slot.read_into(FIRST_BYTE, memoryview(found))
@@ -77,60 +88,67 @@ def content(slot: Slot | None) -> bytes:
 
 def test_what_workers_keep_lies_on_the_next_host_too_and_they_know_when_it_does(two: Two) -> None:
     early = two.keep(0, 10, b"of before there was a next host")
-    assert early.trip is None and two.own[0].has_arrived
+    assert early.replication_status is None and two.own[0].is_replicated
     two.link()
     two.keep(1, 10, b"b" * LARGE)
-    assert not two.own[0].has_arrived and not two.own[1].has_arrived
-    two.until(lambda: two.own[0].has_arrived and two.own[1].has_arrived)
+    assert not two.own[0].is_replicated and not two.own[1].is_replicated
+    two.until(lambda: two.own[0].is_replicated and two.own[1].is_replicated)
     assert two.copies() == {(0, 10), (1, 10)}
-    assert content(two.vaults[1].holding(0, 10)) == b"of before there was a next host"
-    assert content(two.vaults[1].holding(1, 10)) == b"b" * LARGE
-    trip = two.own[1].next.trip if two.own[1].newest is None else two.own[1].newest.trip
-    assert trip is not None and trip.step == 10 and trip.took_s > 0 and trip.work_s > 0
+    assert content(two.memory_checkpoints[1].holding(0, 10)) == b"of before there was a next host"
+    assert content(two.memory_checkpoints[1].holding(1, 10)) == b"b" * LARGE
+    replication_status = (
+        two.own[1].next.replication_status if two.own[1].newest is None else two.own[1].newest.replication_status
+    )
+    assert (
+        replication_status is not None
+        and replication_status.step == 10
+        and replication_status.took_s > 0
+        and replication_status.work_s > 0
+    )
     two.keep(0, 20)
-    assert not two.own[0].has_arrived
-    two.until(lambda: two.own[0].has_arrived)
+    assert not two.own[0].is_replicated
+    two.until(lambda: two.own[0].is_replicated)
     assert two.copies() == {(0, 10), (0, 20), (1, 10)}, "the one before counts until the next one is whole, and after"
 
 
 def test_a_snapshot_that_is_overwritten_on_its_way_does_not_count_there(two: Two) -> None:
     two.link()
     slot = two.keep(0, 10, b"a" * LARGE)
-    two.until(lambda: bool(two.vaults[1]._copies))  # its first bytes have come
+    two.until(lambda: bool(two.memory_checkpoints[1]._copies))  # its first bytes have come
     assert two.copies() == set()
     slot.clear()
     slot.write(FIRST_BYTE, b"torn")
     two.keep(1, 10)  # comes behind it
-    two.until(lambda: two.own[1].has_arrived)
+    two.until(lambda: two.own[1].is_replicated)
     assert two.copies() == {(1, 10)}
 
 
 def test_what_a_lost_connection_cut_off_does_not_count_and_is_sent_again(two: Two) -> None:
     two.link()
     two.keep(0, 10, b"a" * LARGE)
-    two.until(lambda: bool(two.vaults[1]._copies))
+    two.until(lambda: bool(two.memory_checkpoints[1]._copies))
     for incoming in two.second._incoming:
         incoming.close()
     assert two.copies() == set()
     two.turn()
-    assert not two.own[0].has_arrived
-    two.until(lambda: two.own[0].has_arrived, ahead_s=2.0)
-    assert two.copies() == {(0, 10)} and content(two.vaults[1].holding(0, 10)) == b"a" * LARGE
+    assert not two.own[0].is_replicated
+    two.until(lambda: two.own[0].is_replicated, ahead_s=2.0)
+    assert two.copies() == {(0, 10)} and content(two.memory_checkpoints[1].holding(0, 10)) == b"a" * LARGE
 
 
 def test_workers_do_not_wait_for_a_host_that_has_no_room_and_that_is_said_once(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(slot: Slot, num_bytes: int) -> None:
+    def full(slot: SnapshotSlot, num_bytes: int) -> None:
         raise OSError(28, "No space left on device")
 
     two.link()
-    monkeypatch.setattr(Slot, "reserve", full)
+    monkeypatch.setattr(SnapshotSlot, "reserve", full)
     two.keep(0, 10)
-    two.until(lambda: two.own[0].has_arrived)
+    two.until(lambda: two.own[0].is_replicated)
     two.keep(0, 20)
     two.turn()
-    assert two.own[0].has_arrived and two.copies() == set()
+    assert two.own[0].is_replicated and two.copies() == set()
     (said,) = two.said
     assert "host far has no room for copies of them (No space left on device)" in said
 
@@ -139,8 +157,8 @@ def test_workers_do_not_wait_for_a_host_that_cannot_be_reached(two: Two) -> None
     two.second.close()
     two.link()
     two.keep(0, 10)
-    assert not two.own[0].has_arrived
-    two.until(lambda: two.own[0].has_arrived, ahead_s=2.0)
+    assert not two.own[0].is_replicated
+    two.until(lambda: two.own[0].is_replicated, ahead_s=2.0)
     (said,) = two.said
     assert "stay on their own host: host far cannot be reached" in said and "Connection refused" in said
 
@@ -151,14 +169,17 @@ def test_a_host_gets_what_its_workers_begin_with_from_another_one(two: Two) -> N
     two.keep(1, 10, b"b")
     two.until(lambda: two.copies() == {(0, 10), (1, 10)})
     done, failed = list[str](), list[str]()
-    with closing(Vaults()) as anew, closing(Carrying(anew, TOKEN, two.loop, two.said.append)) as third:
+    with (
+        closing(SnapshotStore()) as anew,
+        closing(SnapshotReplication(anew, TOKEN, two.loop, two.said.append)) as third,
+    ):
         at = ("127.0.0.1", two.second.port)
         third.fetch({at: [0, 1]}, 10, done=lambda: done.append("done"), failed=failed.append)
         two.until(lambda: bool(done or failed))
         assert (done, failed) == (["done"], [])
         kept = {one.worker: one for one in anew.stock}
-        assert kept == {worker: Kept(worker=worker, step=10, is_copy=True) for worker in range(2)}
-        assert content(Slot(anew.fds_for(0, step=10)[2])) == b"a" * LARGE
+        assert kept == {worker: StoredSnapshot(worker=worker, step=10, is_copy=True) for worker in range(2)}
+        assert content(SnapshotSlot(anew.file_descriptors_for(0, step=10)[2])) == b"a" * LARGE
         third.fetch({at: [1]}, 11, done=lambda: done.append("more"), failed=failed.append)
         two.until(lambda: len(done + failed) > 1)
     assert done == ["done"]
@@ -166,15 +187,18 @@ def test_a_host_gets_what_its_workers_begin_with_from_another_one(two: Two) -> N
 
 
 def test_nobody_begins_where_there_is_no_room_for_what_was_fetched(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(slot: Slot, num_bytes: int) -> None:
+    def full(slot: SnapshotSlot, num_bytes: int) -> None:
         raise OSError(28, "No space left on device")
 
     two.link()
     two.keep(0, 10)
     two.until(lambda: two.copies() == {(0, 10)})
-    monkeypatch.setattr(Slot, "reserve", full)
+    monkeypatch.setattr(SnapshotSlot, "reserve", full)
     done, failed = list[str](), list[str]()
-    with closing(Vaults()) as anew, closing(Carrying(anew, TOKEN, two.loop, two.said.append)) as third:
+    with (
+        closing(SnapshotStore()) as anew,
+        closing(SnapshotReplication(anew, TOKEN, two.loop, two.said.append)) as third,
+    ):
         at = ("127.0.0.1", two.second.port)
         third.fetch({at: [0]}, 10, done=lambda: done.append("done"), failed=failed.append)
         two.until(lambda: bool(done or failed))
@@ -187,7 +211,10 @@ def test_nobody_without_the_token_gets_anything(two: Two) -> None:
     two.keep(0, 10)
     two.until(lambda: two.copies() == {(0, 10)})
     done, failed = list[str](), list[str]()
-    with closing(Vaults()) as anew, closing(Carrying(anew, b"another token", two.loop, two.said.append)) as third:
+    with (
+        closing(SnapshotStore()) as anew,
+        closing(SnapshotReplication(anew, b"another token", two.loop, two.said.append)) as third,
+    ):
         at = ("127.0.0.1", two.second.port)
         third.fetch({at: [0]}, 10, done=lambda: done.append("done"), failed=failed.append)
         two.until(lambda: bool(done or failed))
@@ -196,34 +223,34 @@ def test_nobody_without_the_token_gets_anything(two: Two) -> None:
 
 def test_what_its_sender_has_not_signed_does_not_count(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody between the hosts has changed what will be unpickled."""
-    write = Slot.write
+    write = SnapshotSlot.write
 
-    def changed(slot: Slot, offset: int, data: memoryview | bytes) -> None:
-        is_copy = slot in two.vaults[1]._copies[0].slots if two.vaults[1]._copies else False
+    def changed(slot: SnapshotSlot, offset: int, data: memoryview | bytes) -> None:
+        is_copy = slot in two.memory_checkpoints[1]._copies[0].slots if two.memory_checkpoints[1]._copies else False
         write(slot, offset, bytes(data).replace(b"good", b"evil") if is_copy else data)
 
-    monkeypatch.setattr(Slot, "write", changed)
+    monkeypatch.setattr(SnapshotSlot, "write", changed)
     two.link()
     two.keep(0, 10, b"good")
     two.until(lambda: two.first._neighbour is not None and two.first._neighbour._num_failures > 0)
-    assert two.copies() == set() and not two.own[0].has_arrived
+    assert two.copies() == set() and not two.own[0].is_replicated
     monkeypatch.undo()
-    two.until(lambda: two.own[0].has_arrived, ahead_s=2.0)
-    assert content(two.vaults[1].holding(0, 10)) == b"good"
+    two.until(lambda: two.own[0].is_replicated, ahead_s=2.0)
+    assert content(two.memory_checkpoints[1].holding(0, 10)) == b"good"
 
 
 def test_a_snapshot_whose_worker_leaves_while_it_travels_goes_into_no_other_file(two: Two) -> None:
     two.link()
     two.keep(0, 10, b"a" * LARGE)
-    two.until(lambda: bool(two.vaults[1]._copies))  # its first bytes have come
-    fds = [slot.fd for slot in two.vaults[1]._copies[0].slots]
-    two.vaults[1].drop(0)  # the other one has not heard of it yet
+    two.until(lambda: bool(two.memory_checkpoints[1]._copies))  # its first bytes have come
+    fds = [slot.fd for slot in two.memory_checkpoints[1]._copies[0].slots]
+    two.memory_checkpoints[1].drop(0)  # the other one has not heard of it yet
     other = os.memfd_create("another worker's")
     try:
         for fd in fds:
             os.dup2(other, fd)  # the system gives their numbers to whatever is opened next
         two.keep(1, 10)
-        two.until(lambda: two.own[1].has_arrived, ahead_s=2.0)
+        two.until(lambda: two.own[1].is_replicated, ahead_s=2.0)
         assert os.fstat(other).st_size == 0
     finally:
         for fd in {*fds, other}:
@@ -234,27 +261,32 @@ def test_when_the_next_host_changes_the_newest_snapshot_goes_there_too(two: Two)
     two.link()
     two.keep(0, 10)
     two.keep(0, 20)
-    two.until(lambda: two.own[0].has_arrived)
-    with closing(Vaults()) as other, closing(Carrying(other, TOKEN, two.loop, two.said.append)) as third:
+    two.until(lambda: two.own[0].is_replicated)
+    with (
+        closing(SnapshotStore()) as other,
+        closing(SnapshotReplication(other, TOKEN, two.loop, two.said.append)) as third,
+    ):
         third.open("127.0.0.1")
-        two.first.go_to(("127.0.0.1", third.port), "third")
-        assert not two.own[0].has_arrived
-        two.until(lambda: two.own[0].has_arrived)
+        two.first.replicate_to(("127.0.0.1", third.port), "third")
+        assert not two.own[0].is_replicated
+        two.until(lambda: two.own[0].is_replicated)
         assert [one.step for one in other.stock] == [20]
-        two.first.go_to(None)
-        assert two.own[0].has_arrived and [slot.trip for slot in two.own[0].slots] == [None, None]
+        two.first.replicate_to(None)
+        assert two.own[0].is_replicated and [slot.replication_status for slot in two.own[0].slots] == [None, None]
 
 
 def test_slots_say_how_far_they_are_without_touching_their_mark(tmp_path: Path) -> None:
-    with closing(Vault.create("test")) as vault:
-        slot = vault.next
-        slot.note(Trip())
-        assert slot.mark is None and slot.trip == Trip() and vault.has_arrived, "there is nothing yet"
-        slot.commit(Mark(step=5, index=FIRST_BYTE, index_bytes=0))
-        assert not vault.has_arrived
-        slot.note(Trip(step=5, work_s=0.5, took_s=1.5))
-        assert vault.has_arrived and slot.mark is not None and slot.mark.step == 5
-        vault.next.commit(Mark(step=9, index=FIRST_BYTE, index_bytes=0))
-        assert vault.has_arrived, "the other one is to stay here"
+    with closing(MemoryCheckpoint.create("test")) as memory_checkpoint:
+        slot = memory_checkpoint.next
+        slot.note(ReplicationStatus())
+        assert (
+            slot.mark is None and slot.replication_status == ReplicationStatus() and memory_checkpoint.is_replicated
+        ), "there is nothing yet"
+        slot.commit(SnapshotHeader(step=5, index=FIRST_BYTE, index_bytes=0))
+        assert not memory_checkpoint.is_replicated
+        slot.note(ReplicationStatus(step=5, work_s=0.5, took_s=1.5))
+        assert memory_checkpoint.is_replicated and slot.mark is not None and slot.mark.step == 5
+        memory_checkpoint.next.commit(SnapshotHeader(step=9, index=FIRST_BYTE, index_bytes=0))
+        assert memory_checkpoint.is_replicated, "the other one is to stay here"
         slot.note(None)
-        assert slot.trip is None and slot.mark is not None
+        assert slot.replication_status is None and slot.mark is not None

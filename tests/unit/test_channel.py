@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, LineBuffer, decode, encode
+from paceline.comm.messages.json_channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed, LineBuffer, decode, encode
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from expert_models import WIDTH, ListedExperts, StackedExperts
 from paceline.cli.main import main
-from paceline.cli.plan_look import table
+from paceline.cli.plan import table
 from paceline.errors import PlanError
-from paceline.parallel.check.hints import Hints
-from paceline.parallel.check.hollow import filled, hollow
-from paceline.parallel.check.look import look_at
-from paceline.parallel.check.sizes import sizes_of
-from paceline.parallel.offload.state import PIECE_BYTES, brought_bytes
+from paceline.parallel.check.memory_estimate import estimate_memory
+from paceline.parallel.check.model_check import check_model
+from paceline.parallel.check.model_hints import ModelHints
+from paceline.parallel.meta.fake_weights import fake_weights, filled_weights
+from paceline.parallel.offload.optimizer_state import PIECE_BYTES, brought_bytes
 from paceline.plan import Layout, Plan
-from paceline.worker.looking import Findings, Looker, look_at_script
+from paceline.worker.script_inspection import InspectionReport, InspectionWorker, inspect_script
 from paceline.worker.worker import Worker
 
 CPU = torch.device("cpu")
@@ -84,18 +84,18 @@ raise SystemError("the script goes on")
 """
 
 
-def look(tmp_path: Path, text: str, plan: str | None = None, *, workers: int | None = None) -> Findings:
+def look(tmp_path: Path, text: str, plan: str | None = None, *, workers: int | None = None) -> InspectionReport:
     script = tmp_path / "train.py"
     script.write_text(MODELS + text)
     parsed = None if plan is None else Plan.parse(plan)
-    return look_at_script(script, args=(), plan=parsed, overrides=(), workers=workers)
+    return inspect_script(script, args=(), plan=parsed, overrides=(), workers=workers)
 
 
-def told(found: Findings) -> dict[str, str]:
+def told(found: InspectionReport) -> dict[str, str]:
     return {one.module: str(one) for one in found.refusals}
 
 
-def remarked(found: Findings, module: str) -> str:
+def remarked(found: InspectionReport, module: str) -> str:
     return " ".join(one.what for one in found.remarks if one.module == module)
 
 
@@ -152,7 +152,7 @@ paceline.run(lambda worker: worker.prepare(Odd()))
 
 
 def find_stages_error(layout: Layout) -> str:
-    error = look_at(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Plan(layout=layout), device=CPU).error()
+    error = check_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Plan(layout=layout), device=CPU).error()
     return str(error)
 
 
@@ -316,13 +316,13 @@ paceline.run(train)
     wrong = look(tmp_path, text.replace('["3"]', '["layers.*"]'), "shard=2+stages=2").refusals
     assert ["names no module of Sequential" in str(one) for one in wrong] == [True, False], "all at once"
     with pytest.raises(TypeError, match=r"units='layers\.\*'\) takes a list of names: units=\['layers\.\*'\]"):
-        Hints(units="layers.*")
+        ModelHints(units="layers.*")
 
 
 def test_prepare_raises_what_all_axes_refuse_together() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
     model[0].weight = nn.Parameter(torch.zeros(4, 6).t())
-    found = look_at(model, Plan(layout=Layout(shard=2, tensor=4)), device=CPU)
+    found = check_model(model, Plan(layout=Layout(shard=2, tensor=4)), device=CPU)
     error = found.error()
     assert error is not None and error.reasons == found.refusals
     for part in ("0.weight is not contiguous in memory", "the 6 features of 0 leave the last of 4 workers without any"):
@@ -338,8 +338,8 @@ class Mixed(nn.Module):
 
 def test_beside_experts_the_rows_of_all_else_are_over_more_workers_and_experts_are_units() -> None:
     model, plan = Mixed(), Plan(layout=Layout(shard=2, experts=2))
-    found = look_at(model, plan, device=CPU)
-    (sizes,) = sizes_of(model, found, plan, [torch.optim.SGD(model.parameters())])
+    found = check_model(model, plan, device=CPU)
+    (sizes,) = estimate_memory(model, found, plan, [torch.optim.SGD(model.parameters())])
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert sizes.parameters == sizes.gradients == whole // 4
     assert sizes.peak == 2 * sizes.parameters + 3 * sum(one.nbytes for one in model.listed.parameters()) // 2
@@ -357,10 +357,10 @@ class Tied(nn.Module):
 
 
 def test_hollow_models_keep_no_weights_stay_tied_and_can_be_run_while_they_are_filled() -> None:
-    with hollow():
+    with fake_weights():
         model = Tied()
         assert all(one.is_meta for one in model.parameters()) and model.a.weight is model.b.weight
-        with filled(model):
+        with filled_weights(model):
             assert model(torch.ones(2, 64)).shape == (2, 64)
             assert model.a.weight is model.b.weight and model.a.weight.untyped_storage().nbytes() == 4
             assert not any(one.is_meta for one in nn.Linear(2, 2).parameters()), "what a proof copies is real"
@@ -369,12 +369,12 @@ def test_hollow_models_keep_no_weights_stay_tied_and_can_be_run_while_they_are_f
 
 
 def test_who_looks_answers_to_every_public_name_of_a_worker() -> None:
-    looker = Looker(Findings(plan=Plan(), workers=1), fill=None)
+    looker = InspectionWorker(InspectionReport(plan=Plan(), workers=1), fill=None)
     of_the_session = ("end", "leave", "abandon", "blames_server", "tell_lost")
     assert [name for name in dir(Worker) if not name.startswith("_") and name not in of_the_session] == [
         name for name in dir(Worker) if not name.startswith("_") and hasattr(looker, name)
     ]
-    hints = {field.name: field.default for field in dataclasses.fields(Hints)}
+    hints = {field.name: field.default for field in dataclasses.fields(ModelHints)}
     taken = {one.name: one.default for one in inspect.signature(Worker.prepare).parameters.values()}
     assert {key: value for key, value in taken.items() if key not in ("self", "thing", "name")} == hints
 

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
+from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.export import export_checkpoint, export_folder, main_export
 from paceline.checkpoint.safetensors_file import write_safetensors
-from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointError
 
 
@@ -32,7 +32,7 @@ class Tied(nn.Module):
 def save(directory: Path, model: nn.Module, *, step: int = 5, prefix: str = "model") -> Path:
     tensors = {f"{prefix}.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["optimizer.state.embed.weight.exp_avg"] = torch.zeros(7, 4)
-    writer = Writer(directory, keep=3, on_event=lambda event: None)
+    writer = AsyncWriter(directory, keep=3, on_event=lambda event: None)
     writer.save(step, tensors, {}, {})
     path = writer.close()
     assert path is not None
@@ -55,7 +55,7 @@ def test_a_checkpoint_becomes_a_file_that_safetensors_loads_into_the_model(tmp_p
 
 
 def test_a_tensor_that_a_module_keeps_as_extra_state_is_a_weight_like_the_others(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "checkpoints", keep=1, on_event=lambda event: None)
+    writer = AsyncWriter(tmp_path / "checkpoints", keep=1, on_event=lambda event: None)
     extra = {"model": {"0._extra_state": torch.arange(3), "1._extra_state": {"count": 3}}}
     writer.save(5, {"model.0.weight": torch.ones(2)}, {"run": {"extra": extra}}, {})
     path = writer.close()

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.checkpoint.dcp_parts import Where, combined_crc32
+from paceline.checkpoint.async_writer import AsyncWriter
+from paceline.checkpoint.dcp_shards import TensorRegion, combined_crc32
 from paceline.checkpoint.export import main_export
-from paceline.checkpoint.parts import Parts, PartWriter
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.checkpoint.writer import Writer
+from paceline.checkpoint.sharded_writer import ShardWriter, WriterGroup
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointFailed, CheckpointSaved, Event
 
@@ -41,16 +41,16 @@ class Box:
 
 
 WHOLE = {"w": torch.arange(10.0).view(5, 2), "n": torch.arange(7)}
-ROWS = ({"w": Where("w", (5, 2), (0, 0))}, {"w": Where("w", (5, 2), (3, 0))})
+ROWS = ({"w": TensorRegion("w", (5, 2), (0, 0))}, {"w": TensorRegion("w", (5, 2), (3, 0))})
 
 
-def writers(directory: Path, told: list[Event], *, timeout_s: float = 30.0) -> tuple[Writer, PartWriter, Box]:
+def writers(directory: Path, told: list[Event], *, timeout_s: float = 30.0) -> tuple[AsyncWriter, ShardWriter, Box]:
     mail = Box()
-    first, second = (Parts(index=index, count=2, mail=mail, timeout_s=timeout_s) for index in range(2))
-    return Writer(directory, keep=2, on_event=told.append, parts=first), PartWriter(second), mail
+    first, second = (WriterGroup(index=index, count=2, mail=mail, timeout_s=timeout_s) for index in range(2))
+    return AsyncWriter(directory, keep=2, on_event=told.append, parts=first), ShardWriter(second), mail
 
 
-def save(first: Writer, second: PartWriter, step: int) -> None:
+def save(first: AsyncWriter, second: ShardWriter, step: int) -> None:
     first.save(step, {"w": WHOLE["w"][:3], "n": WHOLE["n"]}, {"plain": 1}, {}, where=ROWS[0])
     second.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
 
@@ -83,7 +83,7 @@ def test_two_writers_make_one_checkpoint(tmp_path: Path) -> None:
 def test_names_that_any_writer_has_tied_are_in_the_index(tmp_path: Path) -> None:
     """Whole tensors of one writer alone, and rows that all of them have."""
     first, second, _ = writers(tmp_path, [])
-    rows = [{name: Where(name, (5, 2), (begin, 0)) for name in ("w", "v")} for begin in (0, 3)]
+    rows = [{name: TensorRegion(name, (5, 2), (begin, 0)) for name in ("w", "v")} for begin in (0, 3)]
     here, there, late = WHOLE["w"][:3].clone(), WHOLE["w"][3:].clone(), torch.arange(4.0)
     first.save(1, {"n": WHOLE["n"], "m": WHOLE["n"], "w": here, "v": here}, {}, {}, where=rows[0])
     second.save({"a": late, "b": late, "w": there, "v": there}, rows[1])
@@ -112,7 +112,7 @@ def test_a_damaged_part_that_is_no_rows_is_found_by_the_checksum_of_its_file(
 ) -> None:
     first, second, _ = writers(tmp_path / "checkpoints", [])
     parts = [WHOLE["w"][:, :1].clone(), WHOLE["w"][:, 1:].clone()]
-    columns = [{"model.w": Where("model.w", (5, 2), (0, at))} for at in range(2)]
+    columns = [{"model.w": TensorRegion("model.w", (5, 2), (0, at))} for at in range(2)]
     first.save(1, {"model.w": parts[0]}, {}, {}, where=columns[0])
     second.save({"model.w": parts[1]}, columns[1])
     second.close()
@@ -138,7 +138,7 @@ def broken(*_: Any) -> None:
 
 
 def fails_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("paceline.checkpoint.parts.write_part", broken)
+    monkeypatch.setattr("paceline.checkpoint.sharded_writer.write_shard", broken)
     return "worker 1 could not write its part: .*Input/output error"
 
 
@@ -169,10 +169,10 @@ def test_no_room_for_the_copies_of_one_writer_fails_the_save_at_once_and_the_nex
     tmp_path: Path, who: int
 ) -> None:
     place, told, mail = tmp_path / "disk", list[Event](), Box()
-    parts = [Parts(index=index, count=2, mail=mail, timeout_s=30.0) for index in range(2)]
+    parts = [WriterGroup(index=index, count=2, mail=mail, timeout_s=30.0) for index in range(2)]
     staging = [place if who == index else None for index in range(2)]
-    first = Writer(tmp_path / "all", keep=2, on_event=told.append, parts=parts[0], staging=staging[0])
-    second = PartWriter(parts[1], staging=staging[1])
+    first = AsyncWriter(tmp_path / "all", keep=2, on_event=told.append, parts=parts[0], staging=staging[0])
+    second = ShardWriter(parts[1], staging=staging[1])
     save(first, second, 1)
     by = "worker 1 could not write its part: " if who == 1 else ""
     with pytest.raises(CheckpointError, match=f"step 1 was not written: {by}no room in {place} .* No such file"):
@@ -202,7 +202,7 @@ def test_who_looks_only_when_the_save_has_failed_leaves_the_reason_to_the_first(
 ) -> None:
     first, second, mail = writers(tmp_path, [])
     with monkeypatch.context() as context:
-        context.setattr("paceline.checkpoint.dcp_parts.write_part", broken)
+        context.setattr("paceline.checkpoint.dcp_shards.write_shard", broken)
         first.save(1, {"w": WHOLE["w"][:3]}, {}, {}, where=ROWS[0])
         with pytest.raises(CheckpointError, match="Input/output error"):
             first.wait()
@@ -219,17 +219,19 @@ def test_who_looks_only_when_the_save_has_failed_leaves_the_reason_to_the_first(
 def test_who_is_writing_when_the_directory_goes_leaves_the_reason_to_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (Parts(index=index, count=2, mail=mail, timeout_s=30.0) for mail in [Box()] for index in range(2))
+    first, second = (
+        WriterGroup(index=index, count=2, mail=mail, timeout_s=30.0) for mail in [Box()] for index in range(2)
+    )
 
     def left(directory: Path, *_: Any) -> None:
         first.give_up(1, "No space left on device")
         directory.rmdir()
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr("paceline.checkpoint.parts.write_part", left)
+    monkeypatch.setattr("paceline.checkpoint.sharded_writer.write_shard", left)
     (tmp_path / "step").mkdir()
     first.begin(1, tmp_path / "step")
-    writer = PartWriter(second)
+    writer = ShardWriter(second)
     writer.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
     writer.close()
 
@@ -243,9 +245,9 @@ def test_a_part_that_never_comes_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_that_the_other_host_does_not_have_is_explained(tmp_path: Path) -> None:
     mail = Box()
-    first, second = (Parts(index=index, count=2, mail=mail, timeout_s=30.0) for index in range(2))
+    first, second = (WriterGroup(index=index, count=2, mail=mail, timeout_s=30.0) for index in range(2))
     first.begin(1, tmp_path / "only_there")
-    writer = PartWriter(second)
+    writer = ShardWriter(second)
     writer.save({"w": WHOLE["w"][3:].clone()}, ROWS[1])
     with pytest.raises(CheckpointError, match="run_dir on a disk that all hosts share"):
         writer.close()

@@ -20,9 +20,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.reader import find, open_checkpoint
 from paceline.checkpoint.staging import Staging
-from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointSaved, Event
 
@@ -50,7 +50,7 @@ def some_tensors() -> dict[str, Tensor]:
 
 
 def save(directory: Path, step: int = 100, tensors: dict[str, Tensor] | None = None, **about: Any) -> Path:
-    writer = Writer(directory, keep=3, on_event=lambda event: None)
+    writer = AsyncWriter(directory, keep=3, on_event=lambda event: None)
     writer.save(step, some_tensors() if tensors is None else tensors, STATE, about)
     path = writer.close()
     assert path is not None
@@ -158,7 +158,7 @@ def test_warm_gets_the_memory_that_the_first_save_uses(tmp_path: Path) -> None:
     block = staging._block
     staging.stage(tensors)
     assert block is not None and staging._block is block
-    writer = Writer(tmp_path, keep=1, on_event=lambda event: None)
+    writer = AsyncWriter(tmp_path, keep=1, on_event=lambda event: None)
     writer.warm(tensors)
     writer.save(1, tensors, {}, {})
     path = writer.close()
@@ -203,7 +203,7 @@ def test_reading_works_without_numpy_and_imports_no_distributed_checkpoint(saved
     program = (
         "import sys; sys.modules['numpy'] = None; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path; from paceline.checkpoint.reader import open_checkpoint\n"
-        "from paceline.checkpoint.writer import Writer\n"
+        "from paceline.checkpoint.async_writer import AsyncWriter\n"
         "assert len(open_checkpoint(Path(sys.argv[1])).load()) == 12\n"
         "assert 'torch.distributed.checkpoint' not in sys.modules\n"
     )
@@ -212,7 +212,8 @@ def test_reading_works_without_numpy_and_imports_no_distributed_checkpoint(saved
 
 def test_looking_for_checkpoints_imports_no_torch() -> None:
     program = (
-        "import sys; sys.path[:0] = sys.argv[1:]; import paceline.checkpoint.folder; assert 'torch' not in sys.modules"
+        "import sys; sys.path[:0] = sys.argv[1:]; import paceline.checkpoint.checkpoint_dir; "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, *sys.path], check=True, timeout=60)
 
@@ -340,7 +341,7 @@ def test_any_damaged_file_is_named(tmp_path: Path, name: str, harm: Callable[[Pa
 
 def test_the_newest_complete_one_is_found_and_the_others_are_named(tmp_path: Path) -> None:
     events: list[Event] = []
-    writer = Writer(tmp_path, keep=9, on_event=events.append)
+    writer = AsyncWriter(tmp_path, keep=9, on_event=events.append)
     for step in (1, 2, 3, 4):
         writer.save(step, {"x": torch.full((10,), float(step))}, {}, {})
     writer.close()

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import folder
-from paceline.checkpoint import writer as writer_module
+from paceline.checkpoint import async_writer as writer_module
+from paceline.checkpoint import checkpoint_dir
+from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.reader import find, open_checkpoint
-from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointFailed, CheckpointSaved, Event, Warned
 
@@ -51,8 +51,8 @@ def assert_loadable(path: Path | None, step: int) -> None:
 
 
 @contextlib.contextmanager
-def writing(directory: Path, events: list[Event], keep: int = 3) -> Iterator[Writer]:
-    writer = Writer(directory, keep=keep, on_event=events.append)
+def writing(directory: Path, events: list[Event], keep: int = 3) -> Iterator[AsyncWriter]:
+    writer = AsyncWriter(directory, keep=keep, on_event=events.append)
     try:
         yield writer
     finally:
@@ -95,7 +95,7 @@ def test_the_writing_thread_has_low_priority_and_ends_with_close(tmp_path: Path)
         seen.append((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    writer = Writer(tmp_path, keep=1, on_event=note)
+    writer = AsyncWriter(tmp_path, keep=1, on_event=note)
     writer.save(1, tensors_of(1), {}, {})
     writer.close()
     writer.close()  # once more does no harm
@@ -211,7 +211,7 @@ def test_a_kill_between_any_two_calls_that_change_the_disk_leaves_a_good_newest(
             patched.setattr(os, "unlink", counted(os.unlink))
             patched.setattr(os, "rmdir", counted(os.rmdir))
             patched.setattr(Path, "mkdir", counted(Path.mkdir))
-            writer = Writer(directory, keep=1, on_event=lambda event: None)
+            writer = AsyncWriter(directory, keep=1, on_event=lambda event: None)
             writer.save(step, tensors_of(step), {"step": step}, {})
             try:
                 writer.close()
@@ -251,7 +251,7 @@ def test_what_another_writer_of_the_run_may_still_be_writing_is_left_alone(tmp_p
         writer.save(1, tensors_of(1), {"step": 1}, {})
     other = tmp_path / "step_00000002.partial-77"
     other.mkdir()
-    successor = Writer(tmp_path, keep=1, on_event=[].append, tidies=False)
+    successor = AsyncWriter(tmp_path, keep=1, on_event=[].append, tidies=False)
     successor.save(3, tensors_of(3), {"step": 3}, {})
     successor.close()
     assert other.is_dir()
@@ -263,11 +263,11 @@ def test_a_run_that_starts_over_can_discard_what_lies_ahead(tmp_path: Path) -> N
         for step in (1, 2, 3):
             writer.save(step, tensors_of(step), {"step": step}, {})
     (tmp_path / "step_00000009.partial-77").mkdir()
-    folder.discard(tmp_path, after_step=1, keeping={2})
+    checkpoint_dir.discard(tmp_path, after_step=1, keeping={2})
     assert steps_in(tmp_path) == ["0001", "0002"]
-    folder.discard(tmp_path, after_step=1)
+    checkpoint_dir.discard(tmp_path, after_step=1)
     assert steps_in(tmp_path) == ["0001"]
-    folder.discard(tmp_path, after_step=-1)
+    checkpoint_dir.discard(tmp_path, after_step=-1)
     assert steps_in(tmp_path) == []
 
 
@@ -281,7 +281,7 @@ def test_a_value_that_cannot_be_stored_is_refused_before_anything_is_written(tmp
         assert writer.wait() is None
     assert list(tmp_path.iterdir()) == [] and events == []
     with pytest.raises(ValueError, match="keep is 0"):
-        Writer(tmp_path, keep=0, on_event=events.append)
+        AsyncWriter(tmp_path, keep=0, on_event=events.append)
 
 
 # ------------------------------------------------------------------------------------------------------- a full disk
@@ -355,7 +355,7 @@ def test_no_room_for_the_copy_fails_the_save_alone(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     events: list[Event] = []
-    writer = Writer(tmp_path / "all", keep=3, on_event=events.append, staging=tmp_path)
+    writer = AsyncWriter(tmp_path / "all", keep=3, on_event=events.append, staging=tmp_path)
     with monkeypatch.context() as full:
         full.setattr(os, "posix_fallocate", refuse)
         if is_warm:
@@ -419,14 +419,14 @@ def test_one_that_cannot_be_deleted_keeps_no_other_one(tmp_path: Path, monkeypat
     with writing(tmp_path, []) as writer:
         for step in (1, 2, 3):
             writer.save(step, tensors_of(step), {"step": step}, {})
-    remove = folder.remove
+    remove = checkpoint_dir.remove
 
     def refuse(path: Path) -> None:
         if path.name == "step_00000002":
             raise OSError(errno.EBUSY, "Device or resource busy")
         remove(path)
 
-    monkeypatch.setattr(folder, "remove", refuse)
+    monkeypatch.setattr(checkpoint_dir, "remove", refuse)
     with pytest.raises(OSError, match="busy"):
-        folder.discard(tmp_path, after_step=0)
+        checkpoint_dir.discard(tmp_path, after_step=0)
     assert steps_in(tmp_path) == ["0002"]

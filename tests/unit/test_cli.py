@@ -15,7 +15,7 @@ import pytest
 
 from paceline.cli import main as cli
 from paceline.cli.arguments import Parser, split_script
-from paceline.cli.parity import Request
+from paceline.cli.parity.request import ParityRequest
 from paceline.cli.run import OPTIONS
 from paceline.errors import CheckpointError, LaunchError, PlanError
 from paceline.plan import Batch, Cast, Job, Layout, Plan
@@ -359,24 +359,24 @@ def test_plan_refuses_what_is_no_plan(capsys: pytest.CaptureFixture[str]) -> Non
 # -------------------------------------------------------------------------------------------- the other commands
 
 PASSED_ON: list[tuple[list[str], str, str, tuple[Any, ...], dict[str, Any]]] = [
-    (["status", "R"], "paceline.monitor.status", "main_status", (Path("R"),), {"json": False}),
-    (["status", "R", "--json"], "paceline.monitor.status", "main_status", (Path("R"),), {"json": True}),
+    (["status", "R"], "paceline.monitor.status.status", "main_status", (Path("R"),), {"json": False}),
+    (["status", "R", "--json"], "paceline.monitor.status.status", "main_status", (Path("R"),), {"json": True}),
     (
         ["logs", "R", "--worker", "2", "--stream", "stderr", "-f"],
-        "paceline.monitor.logs",
+        "paceline.monitor.status.logs",
         "main_logs",
         (Path("R"),),
         {"worker": 2, "stream": "stderr", "follow": True},
     ),
     (
         ["logs", "R"],
-        "paceline.monitor.logs",
+        "paceline.monitor.status.logs",
         "main_logs",
         (Path("R"),),
         {"worker": None, "stream": None, "follow": False},
     ),
-    (["stop", "R"], "paceline.monitor.stop", "main_stop", (Path("R"),), {}),
-    (["audit", "R", "--json"], "paceline.monitor.audit", "main_audit", (Path("R"),), {"json": True}),
+    (["stop", "R"], "paceline.monitor.status.stop", "main_stop", (Path("R"),), {}),
+    (["audit", "R", "--json"], "paceline.monitor.audit.audit", "main_audit", (Path("R"),), {"json": True}),
     (
         ["export", "R", "m.st"],
         "paceline.checkpoint.export",
@@ -405,10 +405,10 @@ PASSED_ON: list[tuple[list[str], str, str, tuple[Any, ...], dict[str, Any]]] = [
             "--w",
             "8",
         ],
-        "paceline.cli.parity_run",
+        "paceline.cli.parity.run",
         "main_parity",
         (
-            Request(
+            ParityRequest(
                 script=Path("train.py"),
                 args=("--w", "8"),
                 plans=(Plan(wire=Cast(dtype="bf16")),),
@@ -419,9 +419,9 @@ PASSED_ON: list[tuple[list[str], str, str, tuple[Any, ...], dict[str, Any]]] = [
     ),
     (
         ["parity", "train.py", "--float64", "--steps", "3", "--width", "4"],
-        "paceline.cli.parity_run",
+        "paceline.cli.parity.run",
         "main_parity",
-        (Request(script=Path("train.py"), args=("--width", "4"), steps=3, float64=True),),
+        (ParityRequest(script=Path("train.py"), args=("--width", "4"), steps=3, float64=True),),
         {},
     ),
 ]
@@ -483,7 +483,7 @@ def test_an_error_is_one_message_and_its_exit_status(
     takes_the_place_of: Callable[..., Record],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    takes_the_place_of("paceline.monitor.stop", "main_stop", raises=error)
+    takes_the_place_of("paceline.monitor.status.stop", "main_stop", raises=error)
     assert run(capsys, "stop", "R") == (status, "", says)
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.schedule.clock import Clock, Over, Pause, Save, Turn
+from paceline.schedule.staleness_clock import DealtBatch, Pause, Save, StalenessClock, StreamEnd
 
 
 class Pretended:
@@ -20,7 +20,7 @@ class Pretended:
     def __init__(self, seed: int, *, staleness: int | None, workers: int, limit: int) -> None:
         self.chance, self.limit = random.Random(seed), limit
         self.saves = set(self.chance.sample(range(1, limit + 1), k=3))
-        self.clock = Clock(staleness=staleness, limit=limit, workers=range(workers), saves=self.saves)
+        self.clock = StalenessClock(staleness=staleness, limit=limit, workers=range(workers), saves=self.saves)
         self.alive, self.num_ever = set(range(workers)), workers
         self.has_lost = False
         self.slow = dict[int, int]()
@@ -109,7 +109,7 @@ class Pretended:
 
     def ask(self, worker: int, deaths: float) -> None:
         match self.clock.ask(worker):
-            case Turn(number=number):
+            case DealtBatch(number=number):
                 assert not self.paused and number not in self.batches[0]
                 self.hand[worker] = number, [set(one) for one in self.on]
             case Save(number=number):
@@ -125,7 +125,7 @@ class Pretended:
                 self.group = self.group or set(self.alive)
                 self.pauses += [number] if not self.paused else []
                 self.paused.add(worker)
-            case Over():
+            case StreamEnd():
                 assert not self.paused
                 self.expect_all_before(self.limit)
                 self.over.add(worker)
@@ -180,8 +180,8 @@ def test_all_pause_where_one_wishes_it_and_each_batch_is_done_once_all_the_same(
 
 
 def test_in_the_last_batch_a_wish_changes_nothing() -> None:
-    clock = Clock(staleness=None, limit=2, workers=range(2))
-    assert [clock.ask(0), clock.ask(1)] == [Turn(0, 0), Turn(1, 0)]
+    clock = StalenessClock(staleness=None, limit=2, workers=range(2))
+    assert [clock.ask(0), clock.ask(1)] == [DealtBatch(0, 0), DealtBatch(1, 0)]
     clock.permit(1)
     clock.finish(1)
     clock.wish()
@@ -191,12 +191,12 @@ def test_in_the_last_batch_a_wish_changes_nothing() -> None:
     clock.noted(0)
     assert clock.ask(0) is None  # 1 has it not in its books yet
     clock.noted(1)
-    assert [clock.ask(0), clock.ask(1)] == [Over(), Over()]
+    assert [clock.ask(0), clock.ask(1)] == [StreamEnd(), StreamEnd()]
 
 
 def test_a_wish_comes_before_a_save_and_after_it_the_save_is_made() -> None:
-    clock = Clock(staleness=None, limit=2, workers=range(2), saves=[1])
-    assert clock.ask(0) == Turn(0, 0)
+    clock = StalenessClock(staleness=None, limit=2, workers=range(2), saves=[1])
+    assert clock.ask(0) == DealtBatch(0, 0)
     assert clock.ask(1) is None
     clock.permit(0)
     clock.finish(0)
@@ -210,19 +210,19 @@ def test_a_wish_comes_before_a_save_and_after_it_the_save_is_made() -> None:
 
 
 def test_where_the_writer_has_left_nobody_waits_for_a_save() -> None:
-    clock = Clock(staleness=None, limit=2, workers=range(2), saves=[1, 2])
-    assert clock.ask(0) == Turn(0, 0)
+    clock = StalenessClock(staleness=None, limit=2, workers=range(2), saves=[1, 2])
+    assert clock.ask(0) == DealtBatch(0, 0)
     clock.left(0)
-    assert clock.ask(1) == Turn(0, 0)
+    assert clock.ask(1) == DealtBatch(0, 0)
     clock.permit(1)
     clock.finish(1)
-    assert clock.ask(1) == Turn(1, 1)
+    assert clock.ask(1) == DealtBatch(1, 1)
 
 
 @pytest.mark.parametrize("is_skipped", [False, True])
 def test_nobody_saves_before_all_have_noted_what_is_done(is_skipped: bool) -> None:
-    clock = Clock(staleness=None, limit=3, workers=range(2), saves=[2])
-    assert [clock.ask(0), clock.ask(1)] == [Turn(0, 0), Turn(1, 0)]
+    clock = StalenessClock(staleness=None, limit=3, workers=range(2), saves=[2])
+    assert [clock.ask(0), clock.ask(1)] == [DealtBatch(0, 0), DealtBatch(1, 0)]
     clock.permit(0)
     clock.finish(0)
     if is_skipped:
@@ -238,8 +238,8 @@ def test_nobody_saves_before_all_have_noted_what_is_done(is_skipped: bool) -> No
 
 
 def test_where_the_writer_is_lost_another_one_saves() -> None:
-    clock = Clock(staleness=None, limit=2, workers=range(2), saves=[1])
-    assert clock.ask(0) == Turn(0, 0)
+    clock = StalenessClock(staleness=None, limit=2, workers=range(2), saves=[1])
+    assert clock.ask(0) == DealtBatch(0, 0)
     clock.permit(0)
     clock.finish(0)
     clock.noted(0)
@@ -248,49 +248,49 @@ def test_where_the_writer_is_lost_another_one_saves() -> None:
     clock.lost(0)
     assert clock.ask(1) == Save(1)
     clock.saved(1)
-    assert clock.ask(1) == Turn(1, 1)
+    assert clock.ask(1) == DealtBatch(1, 1)
 
 
 def test_what_was_permitted_to_a_lost_worker_counts_and_its_batch_is_dealt_again() -> None:
     """One of the servers may have the update, another one not: whoever computes without it is behind by it."""
-    clock = Clock(staleness=1, limit=9, workers=range(2))
-    assert clock.ask(0) == Turn(0, 0)
-    assert clock.ask(1) == Turn(1, 0)
+    clock = StalenessClock(staleness=1, limit=9, workers=range(2))
+    assert clock.ask(0) == DealtBatch(0, 0)
+    assert clock.ask(1) == DealtBatch(1, 0)
     assert clock.permit(0) == 0
     clock.lost(0)
     assert clock.permit(1) == 1
     clock.finish(1)
-    assert clock.ask(1) == Turn(0, 2)
+    assert clock.ask(1) == DealtBatch(0, 2)
 
 
 def test_nothing_is_dealt_to_who_joins_until_all_have_come_back_from_a_pause() -> None:
-    clock = Clock(staleness=None, limit=4, workers=range(2))
-    assert [clock.ask(0), clock.ask(1)] == [Turn(0, 0), Turn(1, 0)]
+    clock = StalenessClock(staleness=None, limit=4, workers=range(2))
+    assert [clock.ask(0), clock.ask(1)] == [DealtBatch(0, 0), DealtBatch(1, 0)]
     clock.wish()
     assert [clock.ask(0), clock.ask(1), clock.ask(0)] == [None, Pause(2), Pause(2)]
     clock.join(2)
     assert [clock.ask(2), clock.ask(0), clock.ask(2)] == [None, None, None]
-    assert clock.ask(1) == Turn(2, 0)
-    assert clock.ask(2) == Turn(3, 0)
+    assert clock.ask(1) == DealtBatch(2, 0)
+    assert clock.ask(2) == DealtBatch(3, 0)
 
 
 def test_nobody_comes_to_the_end_before_who_has_joined_has_asked() -> None:
-    clock = Clock(staleness=None, limit=1, workers=range(1))
-    assert clock.ask(0) == Turn(0, 0)
+    clock = StalenessClock(staleness=None, limit=1, workers=range(1))
+    assert clock.ask(0) == DealtBatch(0, 0)
     clock.join(1)
     clock.permit(0)
     clock.finish(0)
     clock.noted(0)
     assert clock.ask(0) is None and not clock.is_over
-    assert [clock.ask(1), clock.ask(0)] == [Over(), Over()]
+    assert [clock.ask(1), clock.ask(0)] == [StreamEnd(), StreamEnd()]
     assert clock.is_over
 
 
 def test_without_a_bound_nobody_waits_for_the_slow_one() -> None:
-    clock = Clock(staleness=None, limit=100, workers=range(2))
-    assert clock.ask(0) == Turn(0, 0)
+    clock = StalenessClock(staleness=None, limit=100, workers=range(2))
+    assert clock.ask(0) == DealtBatch(0, 0)
     for number in range(1, 100):
-        assert clock.ask(1) == Turn(number, number - 1)
+        assert clock.ask(1) == DealtBatch(number, number - 1)
         assert clock.permit(1) == 0
         clock.finish(1)
     assert clock.ask(1) is None  # the last batch is still in the slow one's hands
@@ -298,13 +298,13 @@ def test_without_a_bound_nobody_waits_for_the_slow_one() -> None:
 
 
 def test_with_a_bound_the_fast_one_waits_when_the_slow_one_would_be_too_far_behind() -> None:
-    clock = Clock(staleness=2, limit=100, workers=range(2))
-    assert clock.ask(0) == Turn(0, 0)
+    clock = StalenessClock(staleness=2, limit=100, workers=range(2))
+    assert clock.ask(0) == DealtBatch(0, 0)
     for number in (1, 2):
-        assert clock.ask(1) == Turn(number, number - 1)
+        assert clock.ask(1) == DealtBatch(number, number - 1)
         assert clock.permit(1) == 0
         clock.finish(1)
-    assert clock.ask(1) == Turn(3, 2)
+    assert clock.ask(1) == DealtBatch(3, 2)
     assert clock.permit(1) is None
     assert clock.permit(0) == 2
     clock.finish(0)
@@ -312,13 +312,13 @@ def test_with_a_bound_the_fast_one_waits_when_the_slow_one_would_be_too_far_behi
 
 
 def test_an_update_on_its_way_is_not_overtaken_by_more_than_it_may_be_behind() -> None:
-    clock = Clock(staleness=2, limit=100, workers=range(3))
-    assert [clock.ask(worker) for worker in range(3)] == [Turn(0, 0), Turn(1, 0), Turn(2, 0)]
+    clock = StalenessClock(staleness=2, limit=100, workers=range(3))
+    assert [clock.ask(worker) for worker in range(3)] == [DealtBatch(0, 0), DealtBatch(1, 0), DealtBatch(2, 0)]
     assert clock.permit(0) == 0  # and then its connection is slow
     for worker, number in ((1, 3), (2, 4)):
         assert clock.permit(worker) is not None
         clock.finish(worker)
-        assert clock.ask(worker) == Turn(number, number - 2)
+        assert clock.ask(worker) == DealtBatch(number, number - 2)
     assert clock.permit(1) is None and clock.permit(2) is None
     assert clock.finish(0) == 2
     assert clock.permit(1) == 2 and clock.permit(2) is None  # which would be the third one before that of worker 1
@@ -327,10 +327,10 @@ def test_an_update_on_its_way_is_not_overtaken_by_more_than_it_may_be_behind() -
 
 
 def test_a_batch_without_an_update_is_passed_over() -> None:
-    clock = Clock(staleness=0, limit=2, workers=range(1))
-    assert clock.ask(0) == Turn(0, 0)
-    assert clock.ask(0) == Turn(1, 0)
+    clock = StalenessClock(staleness=0, limit=2, workers=range(1))
+    assert clock.ask(0) == DealtBatch(0, 0)
+    assert clock.ask(0) == DealtBatch(1, 0)
     clock.skip(0)
     assert clock.ask(0) is None
     clock.noted(0)
-    assert clock.ask(0) == Over()
+    assert clock.ask(0) == StreamEnd()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_runs import exchanged, telescoped
-from paceline.codec.base import Codec, Replica
+from paceline.codec.base import Codec, CodecContext
 from paceline.codec.build import build_codec
 from paceline.plan import Cast, Int8, OneBit, PowerSGD, Raw, Sparse, TopK, Wire
 
@@ -100,7 +100,7 @@ def test_a_step_that_is_dropped_and_taken_again_gives_the_same_bits(wire: Wire) 
             codec.settle([True, True])
         if is_disturbed:
             exchanged(codecs, drawn(1605, replicas=2, seed=9), seed=6)
-            replicas = [Replica(index=k, count=2, seed=6 + k) for k in range(2)]
+            replicas = [CodecContext(index=k, count=2, seed=6 + k) for k in range(2)]
             running = [codecs[k].exchange(second[k].clone(), replicas[k]) for k in range(2)]
             for rounds, codec in zip(running, codecs, strict=True):
                 next(rounds)

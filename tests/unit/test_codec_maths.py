@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from codec_runs import exchanged
-from paceline.codec.blocks import bits_of, signs_in
-from paceline.codec.feedback import ErrorFeedback
+from paceline.codec.byte_packing import bits_of, signs_in
+from paceline.codec.error_feedback import ErrorFeedback
 from paceline.codec.int8 import Int8Codec
 from paceline.codec.one_bit import OneBitCodec
 from paceline.codec.power_sgd import PowerSGDCodec

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.errors import PlanError
-from paceline.parallel.offload import state as offloaded_state
+from paceline.parallel.offload import optimizer_state as offloaded_state
 from paceline.parallel.offload.memory import EXTENT_BYTES, HostMemory, MappedMemory, room_for
-from paceline.parallel.offload.state import OffloadedState, state_bytes
+from paceline.parallel.offload.optimizer_state import OffloadedState, state_bytes
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from paceline import config
 from paceline.errors import PlanError
-from paceline.parallel.offload.choose import memory_for, refuse_useless, why_no_disk
-from paceline.parallel.offload.memory import HostMemory, MappedMemory
+from paceline.parallel.offload.memory import HostMemory, MappedMemory, memory_for, refuse_useless, why_no_disk
 from paceline.plan import Compute, Layout, Plan
 
 SAFE = set(string.ascii_letters + string.digits + "+-_.,=()%~")
@@ -75,7 +74,7 @@ def test_the_hosts_memory_gains_only_beside_another_one(tmp_path: Path) -> None:
 def test_a_path_in_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\ntmpfs {tmp_path}/in\\040memory tmpfs rw 0 0\n")
-    monkeypatch.setattr("paceline.parallel.offload.choose.MOUNTS", mounts)
+    monkeypatch.setattr("paceline.parallel.offload.memory.MOUNTS", mounts)
     inside = Compute(offload="optimizer", offload_path=f"{tmp_path}/in memory/deep")
     assert "is on a tmpfs, which is memory" in str(why_no_disk(inside))
     assert why_no_disk(Compute(offload="optimizer", offload_path=f"{tmp_path}/elsewhere")) is None

@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.parallel.context import ring
-from paceline.parallel.context.group import EmulatedContext, emulated
-from paceline.parallel.context.rules import rule_of
-from paceline.parallel.context.team import ContextTeam, Kind
-from paceline.parallel.tensor.cut import Cut
+from paceline.parallel.context import ring_attention
+from paceline.parallel.context.collectives import EmulatedContextCollectives, emulated
+from paceline.parallel.context.group_ops import AttentionKind, ContextGroupOps
+from paceline.parallel.context.op_rules import rule_of
+from paceline.parallel.tensor.split_tensor import SplitTensor
 from tensor_models import seeded
 
 BATCH, WIDTH = 2, 4
 
 
-class Counting(ContextTeam):
+class Counting(ContextGroupOps):
     """Notes which kinds were used, and operations for which tokens were gathered."""
 
-    def __init__(self, group: EmulatedContext, kind: Kind) -> None:
+    def __init__(self, group: EmulatedContextCollectives, kind: AttentionKind) -> None:
         super().__init__(group, rules=rule_of, kind=kind)
         self.is_told = False
         self.kinds: list[str] = []
@@ -40,7 +40,7 @@ def both(
     size: int,
     heads: tuple[int, int],
     lengths: tuple[int, int],
-    kind: Kind,
+    kind: AttentionKind,
     mask: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     **options: Any,
@@ -52,20 +52,20 @@ def both(
         leaves.append(mask)
     weights = seeded((BATCH, heads[0], lengths[0], WIDTH), dtype, 9)
 
-    def run(team: ContextTeam | None) -> list[Tensor]:
+    def run(team: ContextGroupOps | None) -> list[Tensor]:
         given = [one if team is None else team.sliced(one, dim=2, site="q") for one in leaves[:3]]
         if heads[0] != heads[1]:
             options["enable_gqa"] = True
         out = F.scaled_dot_product_attention(*given, attn_mask=mask, **options)
         if team is not None:
-            assert isinstance(out, Cut)
+            assert isinstance(out, SplitTensor)
             out = team.plain(out)
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
     expected = run(None)
     teams: list[Counting] = []
 
-    def work(group: EmulatedContext) -> list[Tensor]:
+    def work(group: EmulatedContextCollectives) -> list[Tensor]:
         team = Counting(group, kind)
         teams.append(team)
         out, *grads = run(team)
@@ -82,7 +82,7 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("length", [8, 16, 17, 23])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_any_length_and_number_of_workers(size: int, length: int, is_causal: bool, kind: Kind) -> None:
+def test_any_length_and_number_of_workers(size: int, length: int, is_causal: bool, kind: AttentionKind) -> None:
     expected, everybody, teams = both(size, (12, 12), (length, length), kind, is_causal=is_causal)
     assert all(close(found, expected) for found in everybody)
     assert {one for team in teams for one in team.kinds} == {kind}
@@ -101,7 +101,7 @@ def test_fewer_heads_of_keys(heads: tuple[int, int], used: str, is_causal: bool)
 
 @pytest.mark.parametrize("kind", ["heads", "ring"])
 @pytest.mark.parametrize("shape", [(13, 9), (1, 1, 13, 9), (BATCH, 1, 13, 9), (BATCH, 1, 1, 9), (1, 4, 13, 9)])
-def test_masks_of_all_shapes_and_cross_attention(shape: tuple[int, ...], kind: Kind) -> None:
+def test_masks_of_all_shapes_and_cross_attention(shape: tuple[int, ...], kind: AttentionKind) -> None:
     added = seeded(shape, torch.float64, 3)
     shown = added > -0.5
     shown[..., 0] = True
@@ -120,7 +120,7 @@ def test_a_query_that_meets_no_key_is_nought_in_a_ring() -> None:
 
 @pytest.mark.parametrize("kind", ["heads", "ring"])
 @pytest.mark.parametrize("shape", [(1, 4, 13, 9), (13, 9), (BATCH, 1, 1, 9)])
-def test_a_learned_mask_gets_its_gradient_from_all_workers(shape: tuple[int, ...], kind: Kind) -> None:
+def test_a_learned_mask_gets_its_gradient_from_all_workers(shape: tuple[int, ...], kind: AttentionKind) -> None:
     mask = seeded(shape, torch.float64, 3).requires_grad_()
     expected, everybody, teams = both(2, (4, 4), (13, 9), kind, mask)
     assert len(expected) == 5
@@ -138,13 +138,13 @@ def test_bf16_in_a_ring_is_as_close_as_torch_is() -> None:
 
 
 @pytest.mark.parametrize("kind", ["heads", "ring"])
-def test_dropout_is_the_same_forward_and_backward_and_keeps_the_mean(kind: Kind) -> None:
+def test_dropout_is_the_same_forward_and_backward_and_keeps_the_mean(kind: AttentionKind) -> None:
     """The result is linear in the values, so grad(values) . values is the result that the loss saw."""
     value = torch.ones(1, 4, 64, 2, dtype=torch.float64, requires_grad=True)
     query = seeded((1, 4, 64, 2), torch.float64)
     weights = seeded((1, 4, 64, 2), torch.float64, 4)
 
-    def work(group: EmulatedContext) -> tuple[Tensor, Tensor]:
+    def work(group: EmulatedContextCollectives) -> tuple[Tensor, Tensor]:
         team = Counting(group, kind)
         q, k, v = (team.sliced(one, dim=2, site="q") for one in (query, query, value))
         out = team.plain(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
@@ -164,7 +164,7 @@ def test_gradients_of_a_ring_with_dropout_are_those_of_what_it_computes(is_causa
     leaves = [seeded((1, heads, 6, 2), torch.float64, heads).requires_grad_() for heads in (6, 3, 3)]
     mask = seeded((6, 6), torch.float64, 7).requires_grad_()
 
-    def work(group: EmulatedContext) -> bool:
+    def work(group: EmulatedContextCollectives) -> bool:
         team = Counting(group, "ring")
 
         def attended(*tensors: Tensor) -> Tensor:
@@ -184,14 +184,14 @@ def test_causal_work_is_the_same_for_all_workers_of_a_ring(size: int) -> None:
     """Scores that are computed: those of hidden blocks are not, and half of all blocks are hidden."""
     computed: dict[int, int] = {}
 
-    class Measuring(ring._Ring):
+    class Measuring(ring_attention._Ring):
         def scores(self, query: Tensor, key: Tensor, mask: Tensor | None, block: Any) -> Tensor:
             found = super().scores(query, key, mask, block)
             computed[self.group.index] = computed.get(self.group.index, 0) + found.numel()
             return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "_Ring", Measuring)
+        patch.setattr(ring_attention, "_Ring", Measuring)
         expected, everybody, _ = both(size, (3, 3), (64, 64), "ring", is_causal=True)
     assert all(close(found, expected) for found in everybody)
     assert len(set(computed.values())) == 1

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from context_models import Own, TimeFirst, build
 from paceline.errors import PlanError
-from paceline.parallel.context import attention, crossings, prove
+from paceline.parallel.context import attention_rules, collectives, verify
 from paceline.parallel.context.apply import apply_plan
-from paceline.parallel.context.find import find_plan
-from paceline.parallel.context.group import EmulatedContext, emulated
+from paceline.parallel.context.collectives import EmulatedContextCollectives, emulated
+from paceline.parallel.context.find_plan import find_plan
 from paceline.parallel.context.plan import ContextPlan
-from paceline.parallel.tensor.cut import Cut
-from paceline.parallel.tensor.sample import Sample
+from paceline.parallel.sample_input import SampleInput
+from paceline.parallel.tensor.split_tensor import SplitTensor
 from tensor_models import TOKENS, SkipMLP, tokens
 
 
@@ -124,14 +124,14 @@ def test_a_change_in_place_of_some_tokens_is_refused_with_the_remedy() -> None:
 @pytest.mark.parametrize("broken", ["heads", "slice", "sum"])
 def test_a_wrong_rule_leads_to_a_refusal(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "heads":
-        right = crossings.by_tokens
-        monkeypatch.setattr(attention.crossings, "by_tokens", lambda *a, **k: right(*a, **k).roll(1, -2))
+        right = collectives.by_tokens
+        monkeypatch.setattr(attention_rules.collectives, "by_tokens", lambda *a, **k: right(*a, **k).roll(1, -2))
     elif broken == "slice":
-        monkeypatch.setattr(crossings, "slice_from", lambda whole, *, dim, ranges: _first(whole, dim, ranges))
+        monkeypatch.setattr(collectives, "slice_from", lambda whole, *, dim, ranges: _first(whole, dim, ranges))
     else:  # gradients of what was gathered are not summed
-        right = crossings.gathered
+        right = collectives.gathered
         monkeypatch.setattr(
-            crossings, "gathered", lambda tensor, *a, **k: right(tensor, *a, **k).detach() + 0 * tensor.sum()
+            collectives, "gathered", lambda tensor, *a, **k: right(tensor, *a, **k).detach() + 0 * tensor.sum()
         )
     with pytest.raises(PlanError, match=r"does not compute what it does on the whole \(.* off by"):
         find_plan(build("own" if broken != "sum" else "nano", torch.float32), size=2)
@@ -154,8 +154,8 @@ def test_the_model_and_the_random_state_are_left_as_they_were() -> None:
 
 
 def test_trials_share_the_weights_of_one_copy() -> None:
-    whole = prove.run_whole(build("own", torch.float32), [Sample(args=(tokens(8),))])
-    copied = prove._sharing(whole.model)
+    whole = verify.run_whole(build("own", torch.float32), [SampleInput(args=(tokens(8),))])
+    copied = verify._sharing(whole.model)
     assert [id(one) for one in copied.parameters()] == [id(one) for one in whole.model.parameters()]
 
 
@@ -164,15 +164,19 @@ def test_outputs_are_whole_without_gradients_and_slices_with_them() -> None:
     plan = find_plan(model, size=2)
     expected = model(tokens(9)).detach()
 
-    def work(group: EmulatedContext) -> tuple[bool, bool, bool]:
-        own = prove._sharing(model)
+    def work(group: EmulatedContextCollectives) -> tuple[bool, bool, bool]:
+        own = verify._sharing(model)
         shared = apply_plan(own, plan, group)
         sliced = own(tokens(9))
-        is_sliced = isinstance(sliced, Cut) and sliced.shape == expected.shape
+        is_sliced = isinstance(sliced, SplitTensor) and sliced.shape == expected.shape
         is_equal = bool(torch.allclose(shared.whole({"out": [sliced]})["out"][0], expected, atol=1e-12))
         with torch.no_grad():
             whole = own(tokens(9))
-        return is_sliced, is_equal, not isinstance(whole, Cut) and bool(torch.allclose(whole, expected, atol=1e-12))
+        return (
+            is_sliced,
+            is_equal,
+            not isinstance(whole, SplitTensor) and bool(torch.allclose(whole, expected, atol=1e-12)),
+        )
 
     assert emulated(2, work) == [(True, True, True)] * 2
 
@@ -227,8 +231,8 @@ def test_a_micro_batch_with_fewer_tokens_than_workers_is_right() -> None:
     loss = F.cross_entropy(model(tokens(3)).view(-1, TOKENS), tokens(3, seed=6).view(-1))
     expected = torch.autograd.grad(loss, list(model.parameters()))
 
-    def work(group: EmulatedContext) -> bool:
-        own = prove._sharing(model)
+    def work(group: EmulatedContextCollectives) -> bool:
+        own = verify._sharing(model)
         apply_plan(own, plan, group)
         out = F.cross_entropy(own(tokens(3)).view(-1, TOKENS), tokens(3, seed=6).view(-1))
         found = torch.autograd.grad(out, list(own.parameters()))

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import PlanError
-from paceline.parallel.context.group import EmulatedContext, emulated
-from paceline.parallel.context.rules import rule_of
-from paceline.parallel.context.team import ContextTeam
-from paceline.parallel.tensor.cut import Cut
+from paceline.parallel.context.collectives import EmulatedContextCollectives, emulated
+from paceline.parallel.context.group_ops import ContextGroupOps
+from paceline.parallel.context.op_rules import rule_of
+from paceline.parallel.tensor.split_tensor import SplitTensor
 from tensor_models import seeded
 
 BATCH, LENGTH, WIDTH = 2, 13, 6
@@ -26,8 +26,8 @@ OTHER = seeded((BATCH, LENGTH, WIDTH), torch.float64, 6)
 PICKED = torch.tensor([1, 5])
 
 
-class Counting(ContextTeam):
-    def __init__(self, group: EmulatedContext) -> None:
+class Counting(ContextGroupOps):
+    def __init__(self, group: EmulatedContextCollectives) -> None:
         super().__init__(group, rules=rule_of, kind="heads")
         self.is_told = False
         self.gathers: list[str] = []
@@ -51,7 +51,7 @@ def check(function: Callable[[Tensor], Tensor], size: int) -> list[str]:
 
     expected = run(None)
 
-    def work(group: EmulatedContext) -> tuple[Tensor, Tensor, list[str]]:
+    def work(group: EmulatedContextCollectives) -> tuple[Tensor, Tensor, list[str]]:
         team = Counting(group)
         out, grad = run(team)
         return out, group.all_reduce(grad) / size, team.gathers
@@ -148,8 +148,8 @@ def test_what_needs_all_tokens_gathers_them_and_is_right(name: str, size: int) -
 
 
 def test_a_warning_says_once_what_gathers_and_why() -> None:
-    def work(group: EmulatedContext) -> None:
-        team = ContextTeam(group, rules=rule_of, kind="heads")
+    def work(group: EmulatedContextCollectives) -> None:
+        team = ContextGroupOps(group, rules=rule_of, kind="heads")
         x = team.sliced(torch.ones(BATCH, LENGTH, WIDTH), dim=1, site="x")
         for _ in range(2):
             x.flip(1)
@@ -160,8 +160,8 @@ def test_a_warning_says_once_what_gathers_and_why() -> None:
 
 
 def test_a_change_in_place_that_cannot_be_followed_is_refused_with_the_remedy() -> None:
-    def work(group: EmulatedContext) -> None:
-        x = ContextTeam(group, rules=rule_of, kind="heads").sliced(torch.ones(2, 8, 4), dim=1, site="block.0")
+    def work(group: EmulatedContextCollectives) -> None:
+        x = ContextGroupOps(group, rules=rule_of, kind="heads").sliced(torch.ones(2, 8, 4), dim=1, site="block.0")
         x[:, ::2] = 0
 
     with pytest.raises(PlanError, match=r"setitem changes a tensor in place.*block\.0.*Layout\(context=1\)"):
@@ -169,9 +169,9 @@ def test_a_change_in_place_that_cannot_be_followed_is_refused_with_the_remedy() 
 
 
 def test_fewer_tokens_than_workers_stay_whole() -> None:
-    def work(group: EmulatedContext) -> bool:
-        team = ContextTeam(group, rules=rule_of, kind="heads")
-        return isinstance(team.sliced(torch.ones(2, 3, 4), dim=1, site="x"), Cut)
+    def work(group: EmulatedContextCollectives) -> bool:
+        team = ContextGroupOps(group, rules=rule_of, kind="heads")
+        return isinstance(team.sliced(torch.ones(2, 3, 4), dim=1, site="x"), SplitTensor)
 
     assert emulated(3, work) == [True] * 3
     assert emulated(4, work) == [False] * 4

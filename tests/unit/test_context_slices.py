@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from paceline.parallel.context.slices import (
+from paceline.parallel.context.token_slices import (
     agree,
     folded,
     head_ranges,

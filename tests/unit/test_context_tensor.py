@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from context_models import HUGGING_FACE, Own, build
 from paceline.errors import PlanError
-from paceline.parallel.context.find import find_plan
+from paceline.parallel.context.find_plan import find_plan
 from paceline.parallel.context.plan import ContextPlan
-from paceline.parallel.tensor import twice
-from paceline.parallel.tensor.cut import Cut, Sliced, whole, wrap
-from paceline.parallel.tensor.find import find_plan as find_layers
-from paceline.parallel.tensor.shapes import NotCut
+from paceline.parallel.tensor import tensor_context_ops
+from paceline.parallel.tensor.find_plan import find_plan as find_layers
+from paceline.parallel.tensor.split_shapes import CannotSplit
+from paceline.parallel.tensor.split_tensor import SplitTensor, TokenSplitTensor, whole, wrap
 from tensor_models import tokens
 
 
@@ -66,26 +66,32 @@ def test_operations_that_no_rule_knows_see_the_whole_along_their_own_cut() -> No
 @pytest.mark.parametrize("broken", ["crossed", "under", "in_layer"])
 def test_a_wrong_order_of_rules_leads_to_a_refusal(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "crossed":  # what crosses between cut layers loses its slices
-        monkeypatch.setattr(twice, "_way", lambda _: None)
+        monkeypatch.setattr(tensor_context_ops, "_way", lambda _: None)
     elif broken == "under":  # heads are exchanged as if they were all there
-        monkeypatch.setattr(twice.Both, "along_tokens", lambda self, func, args, kwargs: func(*args, **kwargs))
+        monkeypatch.setattr(
+            tensor_context_ops.TensorContextOps, "along_tokens", lambda self, func, args, kwargs: func(*args, **kwargs)
+        )
     else:
-        monkeypatch.setattr(twice.Both, "in_layer", lambda self, forward, args, kwargs: forward(*args, **kwargs))
+        monkeypatch.setattr(
+            tensor_context_ops.TensorContextOps,
+            "in_layer",
+            lambda self, forward, args, kwargs: forward(*args, **kwargs),
+        )
     with pytest.raises(PlanError, match=r"does not compute what it does on the whole|it cannot be tried"):
         shared(Own())
 
 
 def test_a_tensor_is_cut_twice_along_two_dims_and_put_together_by_each_team() -> None:
     found: list[tuple[Any, ...]] = []
-    real = twice.Both.__init__
+    real = tensor_context_ops.TensorContextOps.__init__
 
-    def noted(self: twice.Both, features: Any, tokens_: Any) -> None:
+    def noted(self: tensor_context_ops.TensorContextOps, features: Any, tokens_: Any) -> None:
         real(self, features, tokens_)
         x = torch.arange(2.0 * 6 * 8).view(2, 6, 8)
         part = features.scatter(tokens_.scatter(x, dim=1, sections=(6,)), dim=2, sections=(8,)).clone()
         cut: Any = wrap(part, team=features, dim=2, sections=(8,), site="a")
         wrap(cut, team=tokens_, dim=1, sections=(6,), site="b")
-        with pytest.raises(NotCut, match="in one dim"):
+        with pytest.raises(CannotSplit, match="in one dim"):
             wrap(
                 wrap(x.clone(), team=features, dim=1, sections=(6,), site="a"),
                 team=tokens_,
@@ -95,14 +101,14 @@ def test_a_tensor_is_cut_twice_along_two_dims_and_put_together_by_each_team() ->
             )
         of_features, of_tokens = whole(cut, features), whole(cut, tokens_)
         found.append((x, cut.shape, whole(cut), of_features, of_tokens, whole(of_features), whole(of_tokens)))
-        assert type(cut) is Cut and cut.under is not None and cut.under.dim == 1
+        assert type(cut) is SplitTensor and cut.under is not None and cut.under.dim == 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(twice.Both, "__init__", noted)
+        patch.setattr(tensor_context_ops.TensorContextOps, "__init__", noted)
         shared(Own())
     assert len(found) >= 4
     for x, shape, both, of_features, of_tokens, *again in found:
         assert shape == x.shape and type(both) is Tensor and torch.equal(both, x)
-        assert isinstance(of_features, Cut) and of_features.dim_cut == 1
-        assert isinstance(of_tokens, Cut) and of_tokens.dim_cut == 2
-        assert all(torch.equal(one, x) for one in again) and not isinstance(of_features, Sliced)
+        assert isinstance(of_features, SplitTensor) and of_features.split_dim == 1
+        assert isinstance(of_tokens, SplitTensor) and of_tokens.split_dim == 2
+        assert all(torch.equal(one, x) for one in again) and not isinstance(of_features, TokenSplitTensor)

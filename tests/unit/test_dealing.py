@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.comm.messages import Message
-from paceline.schedule.clock import Dealt
-from paceline.sync.dealing import DealingServer
-from paceline.sync.serving import Part
+from paceline.comm.messages.tensor_messages import TensorMessage
+from paceline.schedule.staleness_clock import DealtStream
+from paceline.sync.parameter_server.async_server import AsyncServer
+from paceline.sync.parameter_server.server import ServerParameters
 
-DEALT = Dealt(stream="train", limit=3, workers=(0, 1), saves=(4, 4, 1), step=0, epoch=0, position=0)
+DEALT = DealtStream(stream="train", limit=3, workers=(0, 1), saves=(4, 4, 1), step=0, epoch=0, position=0)
 LATER: dict[str, Any] = {"stream": "later", "saves": (1, 4, 1)}  # another loop over batches
 
 
@@ -38,13 +38,13 @@ class Pair:
 
     def __init__(self) -> None:
         self.listeners = [Listener(), Listener()]
-        self.servers = list[DealingServer]()
+        self.servers = list[AsyncServer]()
         for place, listener in enumerate(self.listeners):
             number = Parameter(torch.zeros(1))
-            part = Part({place: number}, [torch.optim.SGD([number], lr=1.0)])
+            part = ServerParameters({place: number}, [torch.optim.SGD([number], lr=1.0)])
             made: Any = listener
             self.servers.append(
-                DealingServer(
+                AsyncServer(
                     part, made, is_deserted=lambda: False, staleness=None, buffers=[torch.tensor([True, False, False])]
                 )
             )
@@ -54,7 +54,7 @@ class Pair:
         heard = self.listeners[server].told.setdefault(name.encode(), [])
         num_heard = len(heard)
         header = {"op": op, "call": 1, "worker": int(name[0]), "name": name, **DEALT.plain(), **fields}
-        self.servers[server]._take(name.encode(), Message(header, tensors))
+        self.servers[server]._take(name.encode(), TensorMessage(header, tensors))
         return heard[-1] if len(heard) > num_heard else None
 
     def ask(self, name: str, *, num_losses: int = 0, **fields: Any) -> Mapping[str, Any] | None:
@@ -183,7 +183,7 @@ def test_a_batch_that_was_passed_over_is_not_taken_again() -> None:
 def test_who_comes_in_the_place_of_a_lost_worker_is_told_what_is_dealt_and_gets_its_batch() -> None:
     pair = begun()  # nobody has seen the connection of 0a close
     assert pair.say("0b", "hello") is not None
-    assert Dealt.from_plain((pair.say("0b", "about") or {})["dealt"]) == DEALT
+    assert DealtStream.from_plain((pair.say("0b", "about") or {})["dealt"]) == DEALT
     told = pair.ask("0b") or {}
     assert (told["number"], told["losses"]) == (0, [{"name": "0a", "unnoted": None}])
     assert (pair.update("0a", 0, 1.0, server=0) or {})["is_lost"] is True
@@ -238,7 +238,7 @@ def test_who_comes_before_anything_is_dealt_waits() -> None:
     assert pair.say("2a", "about") is None
     pair.say("0a", "hello")
     pair.ask("0a")
-    assert Dealt.from_plain(pair.listeners[0].told[b"2a"][-1]["dealt"]) == DEALT
+    assert DealtStream.from_plain(pair.listeners[0].told[b"2a"][-1]["dealt"]) == DEALT
 
 
 def test_who_says_twice_that_it_is_there_is_no_other_one() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.plan import ParameterServer, Plan
-from paceline.schedule.clock import Over, Turn
-from paceline.worker.dealt import DealtBatches
+from paceline.schedule.staleness_clock import DealtBatch, StreamEnd
+from paceline.worker.loop.async_batches import AsyncBatches
 
 BATCH = SimpleNamespace(micros=(), chosen=None, stream="train")
 
@@ -20,7 +20,7 @@ class Pretended:
 
     def __init__(self, **answers: Any) -> None:
         self.called: list[str] = []
-        self._answers = {"next": iter([Turn(0, 0), Turn(1, 1), Over()]), **answers}
+        self._answers = {"next": iter([DealtBatch(0, 0), DealtBatch(1, 1), StreamEnd()]), **answers}
         self.step, self.behind, self.bequests, self.is_sent, self.ranks = 0, None, [], False, (0,)
         self.max_steps = self.save_every = None
         self.is_newcomer = False
@@ -43,7 +43,7 @@ class Pretended:
 
     def batches(self) -> Iterator[Any]:
         other: Any = self
-        whole = DealtBatches(
+        whole = AsyncBatches(
             Plan(sync=ParameterServer(staleness=None)),
             place=other,
             everybody=other,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.group import Alone, Disrupted, Landed
-from paceline.comm.messages import Message
+from paceline.comm.group import CompletedTransfer, Disrupted, SingleWorkerGroup
+from paceline.comm.messages.tensor_messages import TensorMessage
 from paceline.plan import AllReduce, Int8, ParameterServer, Raw, Wire
-from paceline.sync.allreduce import GradientSum
-from paceline.sync.served import ServedGradients
-from paceline.sync.servers import Servers
+from paceline.sync.allreduce.gradient_reducer import GradientReducer
+from paceline.sync.parameter_server.client import ServerClient
+from paceline.sync.parameter_server.sync_updates import SyncServerGradients
 
 ONE_LAYER = 4 * 8 * 8  # bytes: a bucket for each
 
@@ -23,14 +23,14 @@ def net() -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
 
 
-def walk(model: nn.Module, gradients: GradientSum) -> None:
+def walk(model: nn.Module, gradients: GradientReducer) -> None:
     """A walk of one micro-batch, up to its end."""
     gradients.begin(0)
     gradients.arm()
     model(torch.ones(1, 8)).sum().backward()
 
 
-class Losing(Alone):
+class Losing(SingleWorkerGroup):
     """A group of three, of whom one is lost after the first transfer."""
 
     size = 3
@@ -38,20 +38,20 @@ class Losing(Alone):
     def __init__(self) -> None:
         self.loses, self.num_begun = True, 0
 
-    def all_reduce(self, tensor: Tensor, *, what: str) -> Landed:
+    def all_reduce(self, tensor: Tensor, *, what: str) -> CompletedTransfer:
         return self._begun()
 
-    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Landed:
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> CompletedTransfer:
         return self._begun()
 
-    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Landed:
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> CompletedTransfer:
         return self._begun()
 
-    def _begun(self) -> Landed:
+    def _begun(self) -> CompletedTransfer:
         self.num_begun += 1
         if self.loses and self.num_begun > 1:
             raise Disrupted("worker 2 was killed by signal 9")
-        return Landed()
+        return CompletedTransfer()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ class Losing(Alone):
 )
 def test_a_bucket_that_cannot_leave_is_told_at_the_end_of_the_walk(sync: AllReduce, wire: Wire) -> None:
     model, group = net(), Losing()
-    gradients = GradientSum(model.named_parameters(), group=group, sync=sync, wire=wire)
+    gradients = GradientReducer(model.named_parameters(), group=group, sync=sync, wire=wire)
     walk(model, gradients)
     assert all(parameter.grad is not None for parameter in model.parameters()), "backward has come to its end"
     with pytest.raises(Disrupted, match="worker 2 was killed by signal 9"):
@@ -78,7 +78,7 @@ def test_a_bucket_that_cannot_leave_is_told_at_the_end_of_the_walk(sync: AllRedu
     assert group.num_begun >= 2 + 4
 
 
-class Taking(Servers):
+class Taking(ServerClient):
     """One server that takes what is pushed, as long as no worker is lost."""
 
     def __init__(self) -> None:
@@ -94,8 +94,8 @@ class Taking(Servers):
     def push(self, number: int, header: Mapping[str, Any], *tensors: Tensor) -> Callable[[], None]:
         return self._wait
 
-    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[Message]:
-        return [Message({"squared": 1.0}) for _ in questions]
+    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[TensorMessage]:
+        return [TensorMessage({"squared": 1.0}) for _ in questions]
 
     def _wait(self) -> None:
         if self.is_lost:
@@ -104,9 +104,9 @@ class Taking(Servers):
 
 def test_so_it_is_where_a_push_waits_for_the_one_before() -> None:
     model, servers = net(), Taking()
-    gradients = ServedGradients(
+    gradients = SyncServerGradients(
         model.named_parameters(),
-        group=Alone(),
+        group=SingleWorkerGroup(),
         sync=ParameterServer(bucket_bytes=ONE_LAYER),
         wire=Raw(),
         servers=servers,

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.worker.comparing import Voice, judged
-from paceline.worker.digest import WORDS, Digester, combined
+from paceline.worker.health.replica_comparison import WeightReport, majority_verdict
+from paceline.worker.health.weight_digest import WORDS, WeightDigester, combined_digest
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
 
 
 def digest(tensor: Tensor) -> int:
-    return Digester().digests([tensor])[0]
+    return WeightDigester().digests([tensor])[0]
 
 
 def flipped(tensor: Tensor, bit: int) -> Tensor:
@@ -76,32 +76,32 @@ def test_nothing_and_scalars_have_digests() -> None:
 
 def test_many_tensors_are_the_same_as_each_alone() -> None:
     tensors = [numbers(count) for count in (1, WORDS, 0, WORDS + 1, 5)]
-    assert Digester().digests(tensors) == list(map(digest, tensors))
+    assert WeightDigester().digests(tensors) == list(map(digest, tensors))
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=6), st.data())
 def test_digests_are_combined_in_their_order(digests: list[int], data: st.DataObject) -> None:
     other = data.draw(st.permutations(digests))
-    assert 0 <= combined(digests) < 2**64
-    assert (combined(other) == combined(digests)) == (other == digests)
+    assert 0 <= combined_digest(digests) < 2**64
+    assert (combined_digest(other) == combined_digest(digests)) == (other == digests)
 
 
-def voices(*digests: tuple[int, ...]) -> list[Voice]:
-    return [Voice(worker_rank=10 + place, host="h", pid=1, digests=told) for place, told in enumerate(digests)]
+def voices(*digests: tuple[int, ...]) -> list[WeightReport]:
+    return [WeightReport(worker_rank=10 + place, host="h", pid=1, digests=told) for place, told in enumerate(digests)]
 
 
 def test_the_minority_is_named_and_the_first_tensor_that_differs() -> None:
-    found = judged(voices((1, 2, 3), (1, 9, 8), (1, 2, 3)))
+    found = majority_verdict(voices((1, 2, 3), (1, 9, 8), (1, 2, 3)))
     assert (found.differing, found.source, found.num_alike, found.first) == ((1,), 0, 2, 1)
 
 
 def test_the_first_worker_may_be_the_odd_one() -> None:
-    found = judged(voices((7,), (1,), (1,), (2,), (1,)))
+    found = majority_verdict(voices((7,), (1,), (1,), (2,), (1,)))
     assert (found.differing, found.source, found.num_alike) == ((0, 3), 1, 3)
 
 
 @pytest.mark.parametrize("digests", [(1, 2), (1, 1, 2, 2), (1, 2, 3), (1, 1, 2, 3)])
 def test_without_more_than_half_nobody_is_believed(digests: tuple[int, ...]) -> None:
-    found = judged(voices(*((digest,) for digest in digests)))
+    found = majority_verdict(voices(*((digest,) for digest in digests)))
     assert found.source is None
     assert found.differing == tuple(range(len(digests)))

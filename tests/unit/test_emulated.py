@@ -6,7 +6,7 @@ import ctypes
 import threading
 from pathlib import Path
 
-from paceline.parallel.tensor.emulated import EmulatedGroup, emulate
+from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
 
 LIBC = ctypes.CDLL(None)
 END_US = 100_000  # that each thread takes to end

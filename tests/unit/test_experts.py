@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from expert_models import ListedExperts, MoeNet, RoutedBlock, StackedExperts
 from paceline.errors import PlanError, SyncError
-from paceline.parallel.experts.apply import SpreadModel, spread_experts
-from paceline.parallel.experts.find import find_experts
-from paceline.parallel.tensor.emulated import EmulatedGroup, emulate
+from paceline.parallel.expert.apply import ExpertParallelModel, distribute_experts
+from paceline.parallel.expert.find_experts import find_experts
+from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
 
 
 class Exchange:
@@ -35,7 +35,7 @@ class Exchange:
         return torch.cat(came)
 
 
-Result = tuple[SpreadModel, nn.Module, Tensor, Exchange]
+Result = tuple[ExpertParallelModel, nn.Module, Tensor, Exchange]
 
 
 def each_on(size: int, model: nn.Module, inputs: Sequence[Tensor], run: Any = None) -> list[Result]:
@@ -43,7 +43,7 @@ def each_on(size: int, model: nn.Module, inputs: Sequence[Tensor], run: Any = No
 
     def work(group: EmulatedGroup) -> Result:
         mine, exchange = copy.deepcopy(model), Exchange(group)
-        spread = spread_experts(mine, find_experts(mine, size=size), exchange)
+        spread = distribute_experts(mine, find_experts(mine, size=size), exchange)
         out = (run or (lambda one, x: one(x)))(mine, inputs[group.index])
         loss_of(mine, out).backward()
         return spread, mine, out.detach(), exchange
@@ -134,7 +134,7 @@ def test_a_token_travels_once_to_a_worker_with_several_of_its_experts() -> None:
 
     def work(group: EmulatedGroup) -> None:
         experts = StackedExperts(4)
-        spread_experts(experts, find_experts(experts, size=2), Counting(group))
+        distribute_experts(experts, find_experts(experts, size=2), Counting(group))
         tokens, weights = torch.randn(3, 16), torch.rand(3, 2)
         experts(tokens, torch.tensor([[0, 1], [1, 2], [3, 2]]), weights)
 
@@ -146,7 +146,7 @@ def test_numbers_of_no_expert_go_nowhere_and_no_gradients_are_kept_without_need(
     def work(group: EmulatedGroup) -> tuple[Tensor, int]:
         torch.manual_seed(1)
         experts, exchange = StackedExperts(2), Exchange(group)
-        spread_experts(experts, find_experts(experts, size=2), exchange)
+        distribute_experts(experts, find_experts(experts, size=2), exchange)
         with torch.no_grad():
             out = experts(torch.ones(2, 3, 16), torch.full((2, 3, 1), 2), weights=torch.ones(2, 3, 1))
         return out, exchange.calls
@@ -158,7 +158,7 @@ def test_numbers_of_no_expert_go_nowhere_and_no_gradients_are_kept_without_need(
 def test_workers_in_different_blocks_are_told_so() -> None:
     def work(group: EmulatedGroup) -> None:
         model = MoeNet(drop=0.0)
-        spread_experts(model, find_experts(model, size=2), Exchange(group))
+        distribute_experts(model, find_experts(model, size=2), Exchange(group))
         block: Any = model.blocks[group.index]
         block(torch.randn(1, 8, 16))
 
@@ -282,7 +282,7 @@ class Centres(StackedExperts):
 def test_experts_that_depend_on_each_other_or_on_other_tokens_are_refused(kind: type[nn.Module], size: int) -> None:
     model = kind()
     with pytest.raises(PlanError, match="than the sum of what each of its experts makes of it alone"):
-        spread_experts(model, find_experts(model, size=size), First(size))
+        distribute_experts(model, find_experts(model, size=size), First(size))
     assert all(len(parameter) == 4 for parameter in model.parameters()) and model.training
 
 
@@ -291,14 +291,14 @@ def test_weights_that_are_no_numbers_prove_nothing_and_that_is_said() -> None:
     model = StackedExperts()
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
-    spread = spread_experts(model, find_experts(model, size=2), First(2))
+    spread = distribute_experts(model, find_experts(model, size=2), First(2))
     assert "whether their experts depend on each other could not be tried" in spread.headline
 
 
 def test_a_wrong_call_says_what_experts_take() -> None:
     def work(group: EmulatedGroup) -> None:
         experts = StackedExperts()
-        spread_experts(experts, find_experts(experts, size=2), Exchange(group))
+        distribute_experts(experts, find_experts(experts, size=2), Exchange(group))
         experts(torch.ones(3, 16), torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 4))
 
     with pytest.raises(PlanError, match=r"called with tokens \(3, 16\), index \(3, 2\), weights \(3, 4\)"):

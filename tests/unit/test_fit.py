@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import PlanError
-from paceline.parallel.check.look import look_at
-from paceline.parallel.fit import require_open
+from paceline.parallel.check.model_check import check_model
+from paceline.parallel.check.model_support import require_open
 from paceline.plan import Compute, Layout, Plan
 
 CPU = torch.device("cpu")
@@ -106,14 +106,14 @@ def test_it_is_refused_by_name_where_it_would_be_taken_apart_and_nowhere_else(ca
         if layout not in refused:
             require_open(model, Plan(layout=layout))
             continue
-        found = look_at(model, Plan(layout=layout), device=CPU)
+        found = check_model(model, Plan(layout=layout), device=CPU)
         assert found.refusals[0].module == module
         assert re.search(says, str(found.error()))
 
 
 def test_parameters_that_are_split_already_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
-    monkeypatch.setattr("paceline.parallel.fit.is_split", lambda tensor: tensor is model[0].weight)
+    monkeypatch.setattr("paceline.parallel.check.model_support.is_sharded", lambda tensor: tensor is model[0].weight)
     with pytest.raises(PlanError, match=r"0 has parameters that are split already .* before anything splits it"):
         require_open(model, Plan())
 

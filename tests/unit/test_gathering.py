@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from listening import PretendedListener
-from paceline.comm.messages import Message
+from paceline.comm.messages.tensor_messages import TensorMessage
 from paceline.plan import ParameterServer, Raw
-from paceline.schedule.backups import DealtShares, Share
-from paceline.sync.backups import BackupGradients
-from paceline.sync.gathering import GatheringServer
-from paceline.sync.servers import Servers
-from paceline.sync.serving import Part, options_of
-from paceline.sync.turns import Bequest
+from paceline.schedule.backup_workers import BackupShare, DealtShares
+from paceline.sync.parameter_server.async_updates import PendingCommit
+from paceline.sync.parameter_server.backup_server import BackupWorkersServer
+from paceline.sync.parameter_server.backup_workers import BackupWorkerGradients
+from paceline.sync.parameter_server.client import ServerClient
+from paceline.sync.parameter_server.server import ServerParameters, options_of
 
 DEALT = {"stream": "train", "limit": 10, "epochs": [10, 10], "micros": [8, 8, 8]}
 
@@ -34,8 +34,8 @@ class Told:
         self._optimizer = torch.optim.SGD([self.weight], lr=1.0)
         self._listener = PretendedListener([])
         self._workers, self._saves, self._calls = workers, saves, 0
-        self.server = GatheringServer(
-            Part({0: self.weight} if has_weight else {}, [self._optimizer]),
+        self.server = BackupWorkersServer(
+            ServerParameters({0: self.weight} if has_weight else {}, [self._optimizer]),
             self._listener,
             is_deserted=lambda: True,
             drop=drop,
@@ -53,7 +53,7 @@ class Told:
             "call": self._calls,
             **fields,
         }
-        self.server._take(b"%d" % worker, Message(header, tuple(tensors)))
+        self.server._take(b"%d" % worker, TensorMessage(header, tuple(tensors)))
         return self._calls
 
     def answer(self, call: int) -> Mapping[str, Any] | None:
@@ -262,20 +262,20 @@ class PretendedCaller:
         self._servers.asked.append(header["op"])
         return 0
 
-    def answer(self, call: int, **_: Any) -> Message:
+    def answer(self, call: int, **_: Any) -> TensorMessage:
         match self._servers.asked[-1]:
             case "synced":
-                return Message({})
+                return TensorMessage({})
             case "arrive":
                 record = {"shares": [0, 2], "numbers": [3.0, 0.0, 2.0, 0.0], "used": [0], "norm": 7.0, "verdict": None}
-                return Message({"closes": False, **record})
+                return TensorMessage({"closes": False, **record})
             case _:
                 number, version = next(self._servers.turns)
                 share = {"number": number, "index": 1, "count": 3, "walk": [0, number, 0]}
-                return Message({"turn": "share", "version": version, "passed_over": [2], **share})
+                return TensorMessage({"turn": "share", "version": version, "passed_over": [2], **share})
 
 
-class PretendedServers(Servers):
+class PretendedServers(ServerClient):
     """Two servers, of which the second takes a step between the two answers of one look at the weights."""
 
     def __init__(self) -> None:
@@ -291,30 +291,30 @@ class PretendedServers(Servers):
     def caller(self, number: int) -> Any:
         return PretendedCaller(self)
 
-    def ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = (), **_: Any) -> Message:
+    def ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = (), **_: Any) -> TensorMessage:
         return PretendedCaller(self).answer(PretendedCaller(self).begin(question, tensors))
 
     def push(self, number: int, header: Mapping[str, Any], *tensors: Tensor) -> Callable[[], None]:
         self.asked.append(f"push to {number}")
         return lambda: None
 
-    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[Message]:
+    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[TensorMessage]:
         self.asked.append(questions[0]["op"])
         first, second = next(self.versions)
         weights = [torch.tensor([float(first)]), torch.tensor([float(second)])]
         return [
-            Message({"version": version, "buffers": []}, (weight,))
+            TensorMessage({"version": version, "buffers": []}, (weight,))
             for version, weight in zip((first, second), weights, strict=True)
         ]
 
 
-def backed_by(servers: Servers, weights: Sequence[Parameter]) -> BackupGradients:
+def backed_by(servers: ServerClient, weights: Sequence[Parameter]) -> BackupWorkerGradients:
     named = [(f"weight_{number}", weight) for number, weight in enumerate(weights)]
     sync = ParameterServer(servers=2, drop=1)
-    return BackupGradients(named, models=[], sync=sync, wire=Raw(), servers=servers, worker_rank=1)
+    return BackupWorkerGradients(named, models=[], sync=sync, wire=Raw(), servers=servers, worker_rank=1)
 
 
-def next_of(gradients: BackupGradients) -> Any:
+def next_of(gradients: BackupWorkerGradients) -> Any:
     about = {"workers": (0, 1, 2), "saves": (10, 10, 1), "step": 0, "epoch": 0, "position": 0}
     dealt = DealtShares(stream="train", limit=9, **about, epochs=(9, 9), micros=(8, 8, 8))
     return gradients.next(dealt, wants_pause=lambda: False)
@@ -324,9 +324,9 @@ def test_weights_of_two_versions_are_not_computed_on_their_share_is_late() -> No
     weights, servers = [Parameter(torch.zeros(1)) for _ in range(2)], PretendedServers()
     gradients = backed_by(servers, weights)
     gradients.begin(0)
-    assert next_of(gradients) == Share(4, 1, 3)
+    assert next_of(gradients) == BackupShare(4, 1, 3)
     assert servers.asked == ["turn", "weights"] * 2
-    assert gradients.bequests == [Bequest("train", 2, is_skipped=True)]  # of which it was told again
+    assert gradients.bequests == [PendingCommit("train", 2, is_skipped=True)]  # of which it was told again
     assert [weight.item() for weight in weights] == [5.0, 5.0]
 
 

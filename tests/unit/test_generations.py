@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.group import Alone, Disrupted
-from paceline.comm.ring import Ring
-from paceline.elastic.notices import Form
+from paceline.comm.flight_recorder import FlightRecorder
+from paceline.comm.group import Disrupted, SingleWorkerGroup
+from paceline.elastic.membership_messages import MembershipView
 from paceline.plan import Layout, Plan
-from paceline.worker import place
+from paceline.worker.membership import join_run
 
 
-class Built(Alone):
+class Built(SingleWorkerGroup):
     """Stands for a group over gloo; `open` are all that nobody has closed."""
 
     size = 2
@@ -42,22 +42,22 @@ def test_a_group_that_breaks_while_memory_is_shared_is_closed_with_the_one_befor
             raise Disrupted("worker 2 was killed by signal 9")
         return group, None
 
-    monkeypatch.setattr(place, "assemble", lambda *_, **__: None)
-    monkeypatch.setattr(place, "GenerationGroup", Built)
-    monkeypatch.setattr(place, "share", share)
-    monkeypatch.setattr(place, "on_its_way", lambda group, *_, **__: group)
+    monkeypatch.setattr(join_run, "connect_gloo", lambda *_, **__: None)
+    monkeypatch.setattr(join_run, "GenerationGroup", Built)
+    monkeypatch.setattr(join_run, "with_shared_memory", share)
+    monkeypatch.setattr(join_run, "with_selected_algorithm", lambda group, *_, **__: group)
     assignment = SimpleNamespace(rank=0, host_index=0, host="a", hosts=1, incarnation=0)
     arrival: Any = SimpleNamespace(
         assignment=assignment,
         plan=Plan(layout=Layout(replicas=(1, 2), shard=2)),
         job=SimpleNamespace(timeout_s=1.0),
         device=torch.device("cpu"),
-        ring=Ring.unread(),
+        ring=FlightRecorder.unread(),
         tell=lambda _: None,
     )
     nobody: Any = SimpleNamespace()
-    generations = place._Generations(arrival, nobody, nobody, across=nobody)
-    form = Form(generation=0, members=(0, 1, 2, 3), planned=False, holds=False, reason="the run begins")
+    generations = join_run._GenerationBuilder(arrival, nobody, nobody, across=nobody)
+    form = MembershipView(generation=0, members=(0, 1, 2, 3), planned=False, holds=False, reason="the run begins")
     with pytest.raises(Disrupted, match="worker 2"):
         generations.build(form, False)
     assert num_shared == breaks_at and not Built.open

@@ -29,11 +29,11 @@ from paceline.events import (
     WorkerLost,
     WorkerStarted,
 )
-from paceline.monitor.goodput import ACCOUNTS, Ledger, keep_ledger
-from paceline.monitor.goodput_log import AttemptLog, StepTime, read_attempts
-from paceline.monitor.report import cost_text, incident_text
-from paceline.monitor.run_record import RunRecord
-from paceline.monitor.wording import spike_cause, spike_text
+from paceline.monitor.console.event_lines import spike_cause, spike_text
+from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.report.attempt_log import AttemptLog, StepTime, read_attempts
+from paceline.monitor.report.goodput import ACCOUNTS, GoodputLedger, goodput_ledger
+from paceline.monitor.report.report import cost_text, incident_text
 
 SECONDS = {"data": 0.1, "compute": 0.6, "communication": 0.2, "optimizer": 0.05}  # of a step of one second
 NO_SECONDS = dict.fromkeys(ACCOUNTS, 0.0)
@@ -78,7 +78,7 @@ def log(records: Sequence[Record], told: Mapping[int, Sequence[StepTime]], **fie
     return AttemptLog(**{**values, **fields})
 
 
-def assert_whole(ledger: Ledger, *, places: float) -> None:
+def assert_whole(ledger: GoodputLedger, *, places: float) -> None:
     """Nothing is booked twice and nothing is left out."""
     assert sum(ledger.worker_s.values()) == pytest.approx(places)
     assert sum(ledger.wall_s.values()) == pytest.approx(ledger.duration_s)
@@ -90,7 +90,7 @@ def assert_whole(ledger: Ledger, *, places: float) -> None:
 def test_an_undisturbed_run_is_start_up_steps_and_what_comes_after() -> None:
     told = {worker: steps(1, 10, 3.0) for worker in (0, 1)}  # the first step began at the third second
     records = [started(2.0, 0), started(2.0, 1), finished(14.0, 0, 10), finished(13.5, 1, 10)]
-    ledger = keep_ledger([log(records, told, ended=15.0)])
+    ledger = goodput_ledger([log(records, told, ended=15.0)])
     assert_whole(ledger, places=30.0)
     assert dict(ledger.workers[0]) == pytest.approx(
         NO_SECONDS
@@ -116,7 +116,7 @@ def test_evaluation_and_saves_are_taken_out_of_the_step_in_which_they_fall() -> 
         record(6.5, evaluated, 1),
         record(7.0, saved, 0),
     ]
-    ledger = keep_ledger([log([*records, finished(8.0, 0, 3), finished(8.0, 1, 3)], told, ended=8.0)])
+    ledger = goodput_ledger([log([*records, finished(8.0, 0, 3), finished(8.0, 1, 3)], told, ended=8.0)])
     assert_whole(ledger, places=16.0)
     assert [ledger.workers[worker]["evaluation"] for worker in (0, 1)] == pytest.approx([2.0, 2.0])
     assert [ledger.workers[worker]["checkpoint"] for worker in (0, 1)] == pytest.approx([0.75, 0.75])
@@ -129,7 +129,7 @@ def test_the_last_save_and_evaluation_come_after_the_last_step() -> None:
     saved = CheckpointSaved(step=1, path="", num_bytes=1, stall_s=0.5, write_s=1.0)
     evaluated = Evaluated(step=1, num_samples=8, metrics={}, duration_s=2.0)
     records = [started(2.0, 0), record(5.0, evaluated, 0), record(6.8, saved, 0), finished(7.0, 0, 1)]
-    ledger = keep_ledger([log(records, {0: steps(1, 1, 2.0)}, workers=1, ended=7.5)])
+    ledger = goodput_ledger([log(records, {0: steps(1, 1, 2.0)}, workers=1, ended=7.5)])
     assert_whole(ledger, places=7.5)
     booked = {account: ledger.worker_s[account] for account in ("evaluation", "checkpoint", "idle")}
     assert booked == pytest.approx({"evaluation": 2.0, "checkpoint": 1.5, "idle": 1.0})
@@ -152,7 +152,7 @@ def loss_of_worker_1(*, joined_at: float = 9.0) -> AttemptLog:
 
 
 def test_a_loss_costs_what_the_survivors_step_took_longer_and_the_place_until_its_successor_takes_part() -> None:
-    ledger = keep_ledger([loss_of_worker_1()])
+    ledger = goodput_ledger([loss_of_worker_1()])
     assert_whole(ledger, places=26.0)
     (incident,) = ledger.incidents
     assert (incident.kind, incident.workers, incident.step, incident.members) == ("loss", [1], 4, (0,))
@@ -171,7 +171,7 @@ def test_a_place_that_nobody_takes_stays_empty_to_the_end() -> None:
     records = [one for one in whole.records if one.worker != 1 or one.time < 6]
     records = [one for one in records if not isinstance(one.event, WorkerJoined)]
     told = {0: list(whole.steps(0)), 1: steps(1, 4, 2.0)}
-    ledger = keep_ledger([log(records, told, ended=13.0)])
+    ledger = goodput_ledger([log(records, told, ended=13.0)])
     assert_whole(ledger, places=26.0)
     assert ledger.workers[1]["vacant"] == pytest.approx(6.5)
 
@@ -180,7 +180,7 @@ def test_who_hung_took_no_part_from_the_beginning_of_the_stall_on_and_the_incide
     whole = loss_of_worker_1()
     hung = WorkerLost(rank=1, host="a", step=4, reason="worker 1 was hanging", silent_s=0.4)
     records = [record(one.time, hung) if isinstance(one.event, WorkerLost) else one for one in whole.records]
-    ledger = keep_ledger([log(records, {0: list(whole.steps(0)), 1: list(whole.steps(1))}, ended=13.0)])
+    ledger = goodput_ledger([log(records, {0: list(whole.steps(0)), 1: list(whole.steps(1))}, ended=13.0)])
     assert ledger.incidents[0].began == pytest.approx(6.1)
     assert ledger.members[-5] == (pytest.approx(6.1), 1)
     assert_whole(ledger, places=26.0)
@@ -192,7 +192,7 @@ def test_losses_before_the_others_have_formed_again_are_one_incident() -> None:
     records = [started(2.0, worker) for worker in range(3)] + [finished(5.0, 0, 3)]
     records += [record(3.2, lost[0]), record(3.3, lost[1]), record(3.5, formed)]
     told = {0: steps(1, 3, 2.0), 1: steps(1, 1, 2.0), 2: steps(1, 1, 2.0)}
-    ledger = keep_ledger([log(records, told, workers=3, ended=5.0)])
+    ledger = goodput_ledger([log(records, told, workers=3, ended=5.0)])
     assert_whole(ledger, places=15.0)
     assert [(incident.workers, incident.causes) for incident in ledger.incidents] == [
         ([1, 2], ["worker 1", "worker 2"])
@@ -206,7 +206,7 @@ def test_steps_that_are_taken_again_are_repeated_and_the_time_between_attempts_i
     again = {worker: steps(5, 8, 14.0) for worker in (0, 1)}
     records = [started(13.0, worker, startup_s=1.0, resumed_from_step=4) for worker in (0, 1)]
     records += [finished(18.0, worker, 8) for worker in (0, 1)]
-    ledger = keep_ledger([first, log(records, again, attempt=2, began=12.0, ended=18.0)])
+    ledger = goodput_ledger([first, log(records, again, attempt=2, began=12.0, ended=18.0)])
     assert_whole(ledger, places=36.0)
     (incident,) = ledger.incidents
     assert (incident.kind, incident.causes, incident.step, incident.steps_lost) == ("end", [failed.reason], 4, 2)
@@ -242,7 +242,7 @@ def test_what_it_takes_until_all_have_begun_again_is_recovery_and_their_snapshot
         began=9.0,  # as the supervisor counts
         ended=18.0,
     )
-    ledger = keep_ledger([first, again])
+    ledger = goodput_ledger([first, again])
     assert_whole(ledger, places=36.0)
     (incident,) = ledger.incidents
     assert ledger.num_lost == 1
@@ -263,7 +263,7 @@ def test_a_snapshot_in_memory_is_taken_out_of_the_step_after_it() -> None:
     told = {worker: steps(1, 4, 2.0) for worker in (0, 1)}
     kept = StateKept(step=2, every=2, seconds=0.04, num_bytes=10)
     records = [started(2.0, 0), started(2.0, 1), record(4.1, kept, 0), finished(6.0, 0, 4), finished(6.0, 1, 4)]
-    ledger = keep_ledger([log(records, told, ended=6.0)])
+    ledger = goodput_ledger([log(records, told, ended=6.0)])
     for worker in (0, 1):
         assert ledger.workers[worker]["checkpoint"] == pytest.approx(0.04)
         assert ledger.workers[worker]["other"] == pytest.approx(3 * 0.05 - 0.04)
@@ -274,7 +274,7 @@ def test_the_cause_of_an_end_is_the_first_error_and_not_its_echo() -> None:
     told = {worker: steps(1, 3, 2.0) for worker in (0, 1)}
     records = [started(2.0, 0), started(2.0, 1), *failed]
     fields: dict[str, Any] = {"ended": 5.5, "state": "failed", "exit_code": 1, "echoes": frozenset({0})}
-    (incident,) = keep_ledger([log(records, told, **fields)]).incidents
+    (incident,) = goodput_ledger([log(records, told, **fields)]).incidents
     assert (incident.causes, incident.workers) == (["worker 1"], [1])
 
 
@@ -283,7 +283,7 @@ def test_steps_that_a_loss_threw_away_are_repeated_for_everybody() -> None:
     formed = Regrouped(causes=["worker 1"], members=[0], step=2, detected_s=0, regrouped_s=0, steps_lost=2, holds=False)
     records = [started(2.0, 0), started(2.0, 1), record(6.1, lost), record(6.2, formed), finished(10.0, 0, 6)]
     told = {0: [*steps(1, 4, 2.0), *steps(3, 6, 6.0)], 1: steps(1, 4, 2.0)}
-    ledger = keep_ledger([log(records, told, ended=10.0)])
+    ledger = goodput_ledger([log(records, told, ended=10.0)])
     assert_whole(ledger, places=20.0)
     assert [ledger.workers[worker]["repeated"] for worker in (0, 1)] == pytest.approx([2.0, 2.0])
 
@@ -292,7 +292,7 @@ def test_a_run_continued_from_its_own_end_has_no_incident() -> None:
     first = log([started(2.0, 0), finished(5.0, 0, 3)], {0: steps(1, 3, 2.0)}, workers=1, ended=5.0)
     records = [started(8.0, 0, startup_s=1.0, resumed_from_step=3), finished(10.0, 0, 5)]
     second = log(records, {0: steps(4, 5, 8.0)}, workers=1, attempt=2, began=7.0, ended=10.0)
-    ledger = keep_ledger([first, second])
+    ledger = goodput_ledger([first, second])
     assert ledger.incidents == ()
     assert ledger.worker_s["down"] == 2.0
     assert_whole(ledger, places=10.0)
@@ -300,13 +300,13 @@ def test_a_run_continued_from_its_own_end_has_no_incident() -> None:
 
 def test_a_worker_that_left_before_the_others_has_no_place_after_that() -> None:
     records = [started(2.0, 0), started(2.0, 1), finished(4.0, 1, 2), finished(12.0, 0, 10)]
-    ledger = keep_ledger([log(records, {0: steps(1, 10, 2.0), 1: steps(1, 2, 2.0)}, ended=12.0)])
+    ledger = goodput_ledger([log(records, {0: steps(1, 10, 2.0), 1: steps(1, 2, 2.0)}, ended=12.0)])
     assert_whole(ledger, places=12.0 + 4.0)
     assert ledger.workers[1]["idle"] == 0.0
 
 
 def test_the_place_of_a_worker_that_was_asked_to_leave_is_vacant_and_the_others_take_as_much_of_the_wall() -> None:
-    ledger = keep_ledger([one_that_left(resized=False)])
+    ledger = goodput_ledger([one_that_left(resized=False)])
     assert_whole(ledger, places=24.0)
     (incident,) = ledger.incidents
     assert (incident.kind, incident.began, incident.step) == ("left", 4.5, 2)
@@ -317,7 +317,7 @@ def test_the_place_of_a_worker_that_was_asked_to_leave_is_vacant_and_the_others_
 
 
 def test_a_place_that_a_resize_gave_up_is_gone_and_takes_nothing_of_the_wall() -> None:
-    ledger = keep_ledger([one_that_left(resized=True)])
+    ledger = goodput_ledger([one_that_left(resized=True)])
     assert_whole(ledger, places=12.0 + 4.0)
     assert ledger.worker_s["vacant"] == 0.0
     assert ledger.wall_s["start_up"] == pytest.approx(2.05)  # both started for as long: the wall is not theirs twice
@@ -336,23 +336,23 @@ def one_that_left(*, resized: bool) -> AttemptLog:
 def test_a_worker_that_was_added_later_has_a_place_from_then_on() -> None:
     records = [started(2.0, 0), started(6.0, 1, startup_s=1.0), finished(12.0, 0, 10), finished(12.0, 1, 10)]
     told = {0: steps(1, 10, 2.0), 1: steps(6, 10, 7.0)}
-    ledger = keep_ledger([log(records, told, workers=1, ended=12.0)])
+    ledger = goodput_ledger([log(records, told, workers=1, ended=12.0)])
     assert_whole(ledger, places=12.0 + 7.0)
     assert ledger.workers[1]["start_up"] == pytest.approx(2.05)
 
 
 def test_a_running_run_is_booked_up_to_now_and_one_that_never_started_is_start_up() -> None:
-    running = keep_ledger([log([started(2.0, 0)], {0: steps(1, 3, 2.0)}, workers=1, ended=6.0, state="running")])
+    running = goodput_ledger([log([started(2.0, 0)], {0: steps(1, 3, 2.0)}, workers=1, ended=6.0, state="running")])
     assert_whole(running, places=6.0)
     assert running.incidents == ()
-    nothing = keep_ledger([log([], {}, ended=3.0, state="failed", exit_code=1)])
+    nothing = goodput_ledger([log([], {}, ended=3.0, state="failed", exit_code=1)])
     assert nothing.worker_s["start_up"] == 6.0
     assert nothing.incidents[0].went_on is None
 
 
 def test_without_an_attempt_there_is_nothing_to_book() -> None:
     with pytest.raises(ValueError, match="no attempt"):
-        keep_ledger([])
+        goodput_ledger([])
 
 
 def spike(when: float, step: int, action: str, to_step: int | None = None) -> list[Record]:
@@ -367,7 +367,7 @@ def left_out(told: Sequence[StepTime], *numbers: int) -> list[StepTime]:
 def test_steps_that_a_rollback_undid_are_not_useful_and_its_incident_has_cost_them() -> None:
     told = left_out(steps(1, 10, 2.0), 7)
     records = [started(2.0, 0), started(2.0, 1), *spike(8.5, 7, "rollback", 4), finished(12.0, 0, 10)]
-    ledger = keep_ledger([log([*records, finished(12.0, 1, 10)], {0: told, 1: told}, ended=12.0)])
+    ledger = goodput_ledger([log([*records, finished(12.0, 1, 10)], {0: told, 1: told}, ended=12.0)])
     assert_whole(ledger, places=24.0)
     # Steps 5 and 6 were taken, and are undone; step 7, the spike's own, was taken by nobody.
     assert [ledger.workers[worker]["undone"] for worker in (0, 1)] == pytest.approx([3.0, 3.0])
@@ -382,7 +382,7 @@ def test_steps_that_a_rollback_undid_are_not_useful_and_its_incident_has_cost_th
 def test_the_start_of_a_run_stays_its_start_when_its_first_step_is_undone_or_taken_again() -> None:
     told = left_out(steps(1, 10, 2.0), 7)
     records = [started(2.0, 0), started(2.0, 1), *spike(8.5, 7, "rollback", 0), finished(12.0, 0, 10)]
-    ledger = keep_ledger([log([*records, finished(12.0, 1, 10)], {0: told, 1: told}, ended=12.0)])
+    ledger = goodput_ledger([log([*records, finished(12.0, 1, 10)], {0: told, 1: told}, ended=12.0)])
     assert_whole(ledger, places=24.0)
     assert [ledger.workers[worker]["start_up"] for worker in (0, 1)] == pytest.approx(
         [2.05, 2.05]
@@ -395,7 +395,7 @@ def test_the_start_of_a_run_stays_its_start_when_its_first_step_is_undone_or_tak
     first = log([started(2.0, 0), started(2.0, 1), record(9.0, failed)], told, ended=9.0, state="failed", exit_code=1)
     records = [started(13.0, worker, startup_s=1.0) for worker in (0, 1)]
     again = {worker: steps(1, 8, 14.0) for worker in (0, 1)}
-    ledger = keep_ledger([first, log(records, again, attempt=2, began=12.0, ended=22.0)])
+    ledger = goodput_ledger([first, log(records, again, attempt=2, began=12.0, ended=22.0)])
     assert ledger.worker_s["repeated"] == pytest.approx(2 * 5.95)
     assert ledger.worker_s["start_up"] == pytest.approx(2 * (2.05 + 2.05))
 
@@ -404,7 +404,7 @@ def test_where_all_are_lost_the_incident_is_after_the_last_step_that_anybody_too
     told = {worker: steps(1, 6, 2.0) for worker in (0, 1)}
     records = [started(2.0, 0), started(2.0, 1)]
     records += [record(8.5, WorkerLost(rank=worker, host="a", step=4, reason="killed")) for worker in (0, 1)]
-    ledger = keep_ledger([log(records, told, ended=9.0, state="stopped", exit_code=76)])
+    ledger = goodput_ledger([log(records, told, ended=9.0, state="stopped", exit_code=76)])
     assert [(incident.kind, incident.step) for incident in ledger.incidents] == [("loss", 6), ("end", 6)]
 
 
@@ -426,7 +426,7 @@ def test_a_spike_is_told_as_what_it_was(loss: float, expected: float | None, tex
 def test_a_step_that_nobody_took_is_not_useful() -> None:
     told = left_out(steps(1, 6, 2.0), 3, 5)
     records = [started(2.0, 0), started(2.0, 1), *spike(4.5, 3, "skip"), finished(8.0, 0, 6), finished(8.0, 1, 6)]
-    ledger = keep_ledger([log(records, {0: told, 1: told}, ended=8.0)])
+    ledger = goodput_ledger([log(records, {0: told, 1: told}, ended=8.0)])
     assert_whole(ledger, places=16.0)
     assert ledger.worker_s["undone"] == pytest.approx(4.0)
     (incident,) = ledger.incidents  # step 5 was left out without a guard: a warning told of it
@@ -437,7 +437,7 @@ def test_a_step_that_nobody_took_is_not_useful() -> None:
 def test_a_second_rollback_to_the_same_snapshot_undoes_what_was_done_since() -> None:
     told = left_out(steps(1, 8, 2.0), 4, 6)
     records = [started(2.0, 0), *spike(5.5, 4, "rollback", 2), *spike(7.5, 6, "rollback", 2), finished(10.0, 0, 8)]
-    ledger = keep_ledger([log(records, {0: told}, workers=1, ended=10.0)])
+    ledger = goodput_ledger([log(records, {0: told}, workers=1, ended=10.0)])
     assert ledger.worker_s["undone"] == pytest.approx(4.0)  # steps 3 to 6
     assert sum(incident.costs["undone"] for incident in ledger.incidents) == pytest.approx(4.0)
 
@@ -447,7 +447,7 @@ def test_weights_that_were_healed_are_an_incident() -> None:
     differ = WeightsDiffer(workers=[1], who=who, step=4, since_step=2, first="model.weight", source=0, num_alike=2)
     records = [started(2.0, 0), started(2.0, 1), record(6.0, differ, 0), record(6.1, differ, 1), finished(8.0, 0, 6)]
     told = steps(1, 6, 2.0)
-    ledger = keep_ledger([log([*records, finished(8.0, 1, 6)], {0: told, 1: told}, ended=8.0)])
+    ledger = goodput_ledger([log([*records, finished(8.0, 1, 6)], {0: told, 1: told}, ended=8.0)])
     (incident,) = ledger.incidents
     assert "worker 1 (host a, pid 7) differed from 2 others' in model.weight; healed" in incident_text(incident)
     assert_whole(ledger, places=16.0)
@@ -472,7 +472,7 @@ def test_workers_of_other_hosts_are_named_and_not_booked_and_their_losses_are_to
     head.close()
     (one,) = read_attempts(RunRecord.load(tmp_path))
     assert [step.skipped for step in one.steps(0)] == [True]
-    ledger = keep_ledger([one])
+    ledger = goodput_ledger([one])
     assert list(ledger.workers) == [0, 1] and ledger.elsewhere == (2, 3)
     assert [(incident.kind, incident.workers, incident.causes) for incident in ledger.incidents] == [
         ("loss", [2, 3], [reason])
@@ -527,7 +527,7 @@ def test_whatever_happens_the_books_add_up_to_the_wall_time(seed: int) -> None:
     for attempt in range(draw.randrange(1, 4)):
         attempts.append(any_attempt(draw, attempt + 1, began))
         began = attempts[-1].ended + draw.uniform(-1.0, 5.0)  # clocks may have been set back
-    ledger = keep_ledger(attempts)
+    ledger = goodput_ledger(attempts)
     assert sum(ledger.wall_s.values()) == pytest.approx(ledger.duration_s, rel=1e-9, abs=1e-9)
     for book in ledger.attempts:
         for worker in range(2):  # these have a place from the beginning; it may be given up before the end

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import PlanError
 from paceline.plan import Gossip, Plan
-from paceline.schedule.gossip import mixing_row
+from paceline.schedule.gossip_mixing import mixing_row
 
 Peers = Literal["ring", "random"]
 

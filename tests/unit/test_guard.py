@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from paceline.errors import PlanError
 from paceline.plan import Guard, Plan
-from paceline.worker.guard import LossGuard, Spike, limit_of
+from paceline.worker.step.loss_spikes import LossSpike, LossSpikeDetector, spike_limit
 
 SKIP = Guard(on_spike="skip", window=32)
 
 
 def judged(losses: Iterable[float], guard: Guard = SKIP) -> list[int]:
     """The places of the losses that are spikes."""
-    watch, found = LossGuard(guard), []
+    watch, found = LossSpikeDetector(guard), []
     for place, loss in enumerate(losses):
         spike = watch.judge("train", loss, finite=True)
         watch.settled("train", loss, spike)
@@ -75,8 +75,8 @@ def test_what_is_not_finite_is_a_spike_from_the_first_step_on(bad: float) -> Non
 
 
 def test_gradients_that_are_not_finite_make_a_spike_of_a_good_loss() -> None:
-    spike = LossGuard(SKIP).judge("train", 1.5, finite=False)
-    assert spike == Spike(loss=1.5, limit=None, in_a_row=1)
+    spike = LossSpikeDetector(SKIP).judge("train", 1.5, finite=False)
+    assert spike == LossSpike(loss=1.5, limit=None, in_a_row=1)
     assert str(spike) == "loss 1.5, but its gradients are not finite"
 
 
@@ -90,13 +90,13 @@ def test_spikes_do_not_raise_what_is_expected() -> None:
 
 
 def test_a_step_without_a_loss_is_none() -> None:
-    watch = LossGuard(SKIP)
+    watch = LossSpikeDetector(SKIP)
     assert watch.judge("train", None, finite=True) is None
     assert watch.judge("train", None, finite=False) is not None
 
 
 def test_each_series_is_measured_by_itself() -> None:
-    watch = LossGuard(SKIP)
+    watch = LossSpikeDetector(SKIP)
     for _ in range(40):
         for series, loss in (("a", 1.0), ("b", 30.0)):
             assert watch.judge(series, loss, finite=True) is None
@@ -105,7 +105,7 @@ def test_each_series_is_measured_by_itself() -> None:
 
 
 def test_spikes_in_a_row_are_counted_until_a_good_step() -> None:
-    watch, counts = LossGuard(SKIP), []
+    watch, counts = LossSpikeDetector(SKIP), []
     for loss in [*[1.0] * 20, 9.0, 9.0, 9.0, 1.0, 9.0]:
         spike = watch.judge("train", loss, finite=True)
         watch.settled("train", loss, spike)
@@ -120,7 +120,7 @@ def test_without_a_guard_nothing_is_judged() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=16, max_size=64), st.floats(-1e6, 1e6))
 def test_what_it_knows_survives_being_sent(losses: list[float], following: float) -> None:
-    one, other = LossGuard(SKIP), LossGuard(SKIP)
+    one, other = LossSpikeDetector(SKIP), LossSpikeDetector(SKIP)
     for loss in losses:
         one.settled("train", loss, one.judge("train", loss, finite=True))
     other.fill(one.plain())
@@ -129,9 +129,9 @@ def test_what_it_knows_survives_being_sent(losses: list[float], following: float
 
 @given(st.lists(st.floats(0.1, 10), min_size=8, max_size=40))
 def test_the_limit_is_above_the_median_and_does_not_depend_on_the_order(losses: list[float]) -> None:
-    limit = limit_of(losses, factor=10)
+    limit = spike_limit(losses, factor=10)
     assert limit > sorted(losses)[len(losses) // 2 - 1]
-    assert limit == limit_of(sorted(losses), factor=10)
+    assert limit == spike_limit(sorted(losses), factor=10)
 
 
 def test_the_guard_is_a_part_of_the_plan_with_a_text_form() -> None:

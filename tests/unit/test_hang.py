@@ -18,25 +18,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from paceline.comm.generation import Members
-from paceline.comm.group import Alone
-from paceline.comm.lines import is_users
-from paceline.comm.ring import NUM_CALLS, STACK_SIGNAL, Call, GroupEntry, Ring, Work, read_ring
-from paceline.monitor.doing import Doing, look
-from paceline.monitor.failure import Failure, explain
-from paceline.monitor.hang import (
+from paceline.comm.call_site import is_user_code
+from paceline.comm.elastic.generation_group import ElasticGroup
+from paceline.comm.flight_recorder import (
+    NUM_CALLS,
+    STACK_SIGNAL,
+    FlightRecorder,
+    RecordedCollective,
+    RecordedGroup,
+    WorkTotals,
+    read_flight_record,
+)
+from paceline.comm.group import SingleWorkerGroup
+from paceline.monitor.hang.hang_detection import (
     FIRST_S,
     MARGIN_S,
-    Finding,
     HangDetector,
+    HangFinding,
     absences,
-    cause,
+    cause_text,
+    finding_text,
     mismatches,
-    outlook,
-    sentence,
+    outlook_text,
 )
-from paceline.monitor.stacks import StackFile, newest, place_of, stack_text
-from paceline.worker.foreign import COLLECTIVES, KEYWORDS, followed
+from paceline.monitor.hang.stack_dumps import StackFile, newest_dump, place_of, stack_text
+from paceline.monitor.hang.worker_activity import WorkerActivity, read_activity
+from paceline.monitor.records.failure import Failure, explain
+from paceline.worker.record.flight_recording import COLLECTIVES, KEYWORDS, recording_user_collectives
 
 OWN, USERS = 7, 8  # ids of the run's own group, and of one that the user's code has made
 EVERYBODY = (0, 1, 2, 3)
@@ -50,8 +58,8 @@ def call(
     what: str = "all_reduce of layers.4.weight",
     numel: int = 100,
     line: str = "train.py:30 in train",
-) -> Call:
-    return Call(
+) -> RecordedCollective:
+    return RecordedCollective(
         serial=sequence + group * 1000,
         sequence=sequence,
         group=group,
@@ -67,16 +75,16 @@ def call(
 
 def doing(
     worker: int,
-    *calls: Call,
+    *calls: RecordedCollective,
     waited_s: float = 0.0,
     idle_s: float = 0.0,
     step_s: float = 1.0,
     generation: int = 0,
     **fields: object,
-) -> Doing:
+) -> WorkerActivity:
     """A worker that has entered these calls, and waits for the last one if it has waited at all."""
     entered = {group: max((c.sequence for c in calls if c.group == group), default=0) for group in (OWN, USERS)}
-    made = Doing(
+    made = WorkerActivity(
         worker=worker,
         host="a",
         pid=4700 + worker,
@@ -87,26 +95,26 @@ def doing(
         phase="forward and backward",
         phase_s=waited_s,
         line="train.py:30 in train",
-        work=Work(),
+        work=WorkTotals(),
         run_delay_s=None,
         idle_s=max(idle_s, waited_s),
         waits_for=calls[-1].serial if calls and waited_s else 0,
         waited_s=waited_s,
         groups=(
-            GroupEntry(id=OWN, name=f"generation {generation}", members=EVERYBODY, entered=entered[OWN]),
-            GroupEntry(id=USERS, name="torch group 0", members=EVERYBODY, entered=entered[USERS]),
+            RecordedGroup(id=OWN, name=f"generation {generation}", members=EVERYBODY, entered=entered[OWN]),
+            RecordedGroup(id=USERS, name="torch group 0", members=EVERYBODY, entered=entered[USERS]),
         ),
         calls=calls,
     )
     return dataclasses.replace(made, **fields)
 
 
-def one_is_missing(waited_s: float, **fields: object) -> dict[int, Doing]:
+def one_is_missing(waited_s: float, **fields: object) -> dict[int, WorkerActivity]:
     waiting = {k: doing(k, call(416), call(417), waited_s=waited_s, **fields) for k in (0, 1, 3)}  # type: ignore[arg-type]  # the values are of many types
     return {**waiting, 2: doing(2, call(416), idle_s=waited_s, **fields)}  # type: ignore[arg-type]  # the values are of many types
 
 
-def only(findings: list[Finding]) -> Finding:
+def only(findings: list[HangFinding]) -> HangFinding:
     assert len(findings) == 1
     return findings[0]
 
@@ -115,13 +123,13 @@ def only(findings: list[Finding]) -> Finding:
 
 
 def test_a_ring_tells_what_was_written_to_it(tmp_path: Path) -> None:
-    ring = Ring.create(tmp_path / "doing", worker=2, limit_s=600.0)
+    ring = FlightRecorder.create(tmp_path / "doing", worker=2, limit_s=600.0)
     ring.join("generation 3", [0, 2, 5, 6, 7], is_main=True)
     ring.begin("forward and backward", 812)
     ring.enter("all_reduce", "all_reduce of layers.4", dtype="torch.float32", numel=1234)
     serial = ring.enter("barrier", "")
     ring.wait(serial)
-    image = read_ring(tmp_path / "doing")
+    image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert (image.worker, image.pid) == (2, os.getpid())
     assert (image.step, image.phase, image.limit_s) == (812, "forward and backward", 600.0)
@@ -133,31 +141,31 @@ def test_a_ring_tells_what_was_written_to_it(tmp_path: Path) -> None:
     assert first.line.startswith("test_hang.py:") and first.line.endswith("in test_a_ring_tells_what_was_written_to_it")
     assert image.waits_for == second.serial == serial
     ring.leave()
-    image = read_ring(tmp_path / "doing", with_calls=False)
+    image = read_flight_record(tmp_path / "doing", with_calls=False)
     assert image is not None
     assert (image.waits_for, image.calls) == (0, ())
 
 
 def test_a_ring_keeps_the_newest_calls_and_counts_all(tmp_path: Path) -> None:
-    ring = Ring.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    ring = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
     ring.join("generation 0", [0, 1], is_main=True)
     for _ in range(NUM_CALLS + 10):
         ring.enter("all_reduce", "x")
-    image = read_ring(tmp_path / "doing")
+    image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert [one.sequence for one in image.calls] == list(range(11, NUM_CALLS + 11))
     assert image.groups[0].entered == NUM_CALLS + 10
 
 
 def test_a_new_generation_counts_from_the_beginning_and_other_groups_stay(tmp_path: Path) -> None:
-    ring = Ring.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    ring = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
     ring.join("generation 0", [0, 1], is_main=True)
     ring.join("torch group 0", [0, 1])
     ring.enter("all_reduce", "x")
     ring.enter("all_gather", "", group="torch group 0")
     ring.join("generation 1", [0, 2], is_main=True)
     ring.enter("all_reduce", "x")
-    image = read_ring(tmp_path / "doing")
+    image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert [(group.name, group.members, group.entered) for group in image.groups] == [
         ("generation 1", (0, 2), 1),
@@ -166,42 +174,42 @@ def test_a_new_generation_counts_from_the_beginning_and_other_groups_stay(tmp_pa
 
 
 def test_steps_and_work_are_told_without_the_first_step(tmp_path: Path) -> None:
-    ring = Ring.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    ring = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
     for step in (1, 2, 3):
         ring.begin("waiting for data", step)
     ring.add_work(3, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
     ring.add_work(2, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
-    image = read_ring(tmp_path / "doing")
+    image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert len(image.steps_s) == 2 and all(0 < seconds < 1 for seconds in image.steps_s)
-    assert image.work == Work(steps=2, micros=5, data_s=2, compute_s=4, communication_s=6, optimizer_s=8)
+    assert image.work == WorkTotals(steps=2, micros=5, data_s=2, compute_s=4, communication_s=6, optimizer_s=8)
 
 
 @pytest.mark.parametrize("content", [b"", b"PACERNG1", b"x" * 100_000])
 def test_what_is_no_ring_is_not_read(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "doing").write_bytes(content)
-    assert read_ring(tmp_path / "doing") is None
-    assert read_ring(tmp_path / "absent") is None
+    assert read_flight_record(tmp_path / "doing") is None
+    assert read_flight_record(tmp_path / "absent") is None
 
 
 def test_a_look_says_how_the_process_is_and_travels_as_json(tmp_path: Path) -> None:
-    ring = Ring.create(tmp_path / "doing", worker=1, limit_s=1.0)
+    ring = FlightRecorder.create(tmp_path / "doing", worker=1, limit_s=1.0)
     ring.join("generation 0", [0, 1], is_main=True)
     ring.enter("all_reduce", "x")
-    seen = look(tmp_path, 1, host="a")
+    seen = read_activity(tmp_path, 1, host="a")
     assert seen is not None
     assert (seen.state, seen.pid, seen.entered(seen.groups[0].id)) == ("running", os.getpid(), 1)
-    assert Doing.from_json(json.loads(json.dumps(seen.to_json()))) == seen
-    assert look(tmp_path, 2, host="a") is None, "the file is another worker's"
+    assert WorkerActivity.from_json(json.loads(json.dumps(seen.to_json()))) == seen
+    assert read_activity(tmp_path, 2, host="a") is None, "the file is another worker's"
 
 
 # --------------------------------------------------------------------------------------------------------- the detector
 
 
 def test_who_has_not_come_is_named_with_the_call_the_place_and_who_waits() -> None:
-    doings = one_is_missing(21.0)
-    finding = only(HangDetector().look(doings))
-    assert sentence(finding, doings, {2: "train.py:88 in load_image"}) == (
+    activities = one_is_missing(21.0)
+    finding = only(HangDetector().look(activities))
+    assert finding_text(finding, activities, {2: "train.py:88 in load_image"}) == (
         "worker 2 (a, pid 4702) has not entered all_reduce 417 (layers.4.weight, called at train.py:30 in train, step "
         "812); it is at train.py:88 in load_image; workers 0, 1, 3 have waited 21.0 s"
     )
@@ -232,33 +240,33 @@ def test_nobody_is_named_while_all_are_in_the_same_call() -> None:
 
 
 def test_the_one_that_is_furthest_behind_is_named() -> None:
-    doings = one_is_missing(30.0)
-    doings[1] = doing(1, *(call(number) for number in (415,)), idle_s=30.0)
-    assert only(absences(doings)).named == (1,)
+    activities = one_is_missing(30.0)
+    activities[1] = doing(1, *(call(number) for number in (415,)), idle_s=30.0)
+    assert only(absences(activities)).named == (1,)
 
 
 def test_who_has_launched_a_collective_and_does_nothing_more_waits_too() -> None:
     """As with accelerators, where waiting for a collective does not block the host."""
-    doings = {k: doing(k, call(416), call(417), idle_s=30.0) for k in (0, 1, 3)} | {2: doing(2, call(416))}
-    finding = only(HangDetector().look(doings))
+    activities = {k: doing(k, call(416), call(417), idle_s=30.0) for k in (0, 1, 3)} | {2: doing(2, call(416))}
+    finding = only(HangDetector().look(activities))
     assert (finding.named, finding.waiting, finding.waited_s) == ((2,), (0, 1, 3), 30.0)
 
 
 def test_nobody_is_awaited_for_what_members_entered_before_they_parted(tmp_path: Path) -> None:
     """Worker 0 has come in the place of another one, was in none of it, and trains; worker 1 has a long batch."""
-    members = list[Members]()
+    members = list[ElasticGroup]()
     for worker in (0, 1, 2):
         (tmp_path / f"worker_{worker}").mkdir()
-        ring = Ring.create(tmp_path / f"worker_{worker}" / "doing", worker=worker, limit_s=8.0)
-        group = None if worker == 0 else Alone()
-        members.append(Members(group, generation=0, ranks=() if worker == 0 else (0, 1, 2), ring=ring))
+        ring = FlightRecorder.create(tmp_path / f"worker_{worker}" / "doing", worker=worker, limit_s=8.0)
+        group = None if worker == 0 else SingleWorkerGroup()
+        members.append(ElasticGroup(group, generation=0, ranks=() if worker == 0 else (0, 1, 2), ring=ring))
         if worker > 0:
             ring.join("generation 0", (0, 1, 2), is_main=True)
             ring.wait(ring.enter("broadcast_object", ""))
             ring.leave()
 
-    def seen() -> dict[int, Doing]:
-        found = [look(tmp_path / f"worker_{worker}", worker, host="a") for worker in (0, 1, 2)]
+    def seen() -> dict[int, WorkerActivity]:
+        found = [read_activity(tmp_path / f"worker_{worker}", worker, host="a") for worker in (0, 1, 2)]
         return {one.worker: one for one in found if one is not None}
 
     assert only(absences(seen())).named == (0,)  # as long as they are together
@@ -271,50 +279,50 @@ def test_nobody_is_awaited_for_what_members_entered_before_they_parted(tmp_path:
 
 
 def test_the_outlook_says_when_the_wait_ends_and_what_ends_it_now() -> None:
-    doings = one_is_missing(21.0)
-    (finding,) = absences(doings)
+    activities = one_is_missing(21.0)
+    (finding,) = absences(activities)
 
-    def said(finding: Finding = finding, *, limit_s: float = 600.0, goes_on: bool = True, host: str = "a") -> str:
-        return outlook(finding, doings, limit_s=limit_s, goes_on=goes_on, host=host)
+    def said(finding: HangFinding = finding, *, limit_s: float = 600.0, goes_on: bool = True, host: str = "a") -> str:
+        return outlook_text(finding, activities, limit_s=limit_s, goes_on=goes_on, host=host)
 
-    pid = doings[2].pid
+    pid = activities[2].pid
     assert said() == f". The run gives it up in 579 s (timeout_s) and goes on; `kill -9 {pid}` does it now"
     assert said(host="other").endswith(f"`kill -9 {pid}` on a does it now")
     assert said(goes_on=False) == ". The job ends in 579 s (timeout_s) if that does not change"
     certain = dataclasses.replace(finding, kind="mismatch")
     assert said(certain).startswith(". The job ends in 579 s")
     assert said(limit_s=21.5) == said(limit_s=float("inf")) == ""
-    stopped = {**doings, 2: dataclasses.replace(doings[2], state="stopped")}
-    assert outlook(finding, stopped, limit_s=600.0, goes_on=True, host="a") == ""
+    stopped = {**activities, 2: dataclasses.replace(activities[2], state="stopped")}
+    assert outlook_text(finding, stopped, limit_s=600.0, goes_on=True, host="a") == ""
 
 
 def test_the_cause_names_the_place_and_how_long_everybody_stood_still() -> None:
-    doings = one_is_missing(25.3)
-    (finding,) = absences(doings)
-    assert cause(finding, doings, {2: "train.py:88 in load_image"}, 25.0) == (
+    activities = one_is_missing(25.3)
+    (finding,) = absences(activities)
+    assert cause_text(finding, activities, {2: "train.py:88 in load_image"}, 25.0) == (
         "worker 2 (a, pid 4702) was hanging at train.py:88 in load_image and was ended: the others had stood still "
         "for 25.3 s (timeout_s is 25)"
     )
 
 
 def test_a_stopped_worker_is_called_stopped() -> None:
-    doings = one_is_missing(21.0)
-    doings[2] = dataclasses.replace(doings[2], state="stopped")
-    text = sentence(only(HangDetector().look(doings)), doings, {})
+    activities = one_is_missing(21.0)
+    activities[2] = dataclasses.replace(activities[2], state="stopped")
+    text = finding_text(only(HangDetector().look(activities)), activities, {})
     assert text.startswith("worker 2 (a, pid 4702) is stopped (SIGSTOP, or a debugger) and has not entered all_reduce")
     assert "last seen at train.py:30 in train; workers 0, 1, 3 have waited 21.0 s" in text
 
 
 def test_a_worker_that_has_ended_is_not_named() -> None:
-    doings = one_is_missing(21.0)
-    doings[2] = dataclasses.replace(doings[2], state="gone")
-    assert HangDetector().look(doings) == []
+    activities = one_is_missing(21.0)
+    activities[2] = dataclasses.replace(activities[2], state="gone")
+    assert HangDetector().look(activities) == []
 
 
 def test_a_worker_that_has_not_begun_is_named() -> None:
-    doings = one_is_missing(60.0)
-    del doings[2]
-    text = sentence(only(HangDetector().look(doings)), doings, {})
+    activities = one_is_missing(60.0)
+    del activities[2]
+    text = finding_text(only(HangDetector().look(activities)), activities, {})
     assert text.startswith("worker 2 has not entered") and "has not come to paceline.run() yet" in text
 
 
@@ -333,13 +341,13 @@ def test_members_of_a_generation_that_is_over_do_not_count() -> None:
 @pytest.mark.parametrize(
     "other", [call(417, numel=2), call(417, kind="barrier"), call(417, what="evaluation")], ids=["size", "kind", "what"]
 )
-def test_different_calls_under_one_number_are_told_at_the_second_look(other: Call) -> None:
-    doings = {k: doing(k, call(417), waited_s=0.5) for k in (0, 1, 3)} | {2: doing(2, other, waited_s=0.5)}
+def test_different_calls_under_one_number_are_told_at_the_second_look(other: RecordedCollective) -> None:
+    activities = {k: doing(k, call(417), waited_s=0.5) for k in (0, 1, 3)} | {2: doing(2, other, waited_s=0.5)}
     detector = HangDetector()
-    assert detector.look(doings) == []
-    finding = only(detector.look(doings))
+    assert detector.look(activities) == []
+    finding = only(detector.look(activities))
     assert (finding.kind, finding.named, finding.waiting) == ("mismatch", (2,), (0, 1, 3))
-    text = sentence(finding, doings, {})
+    text = finding_text(finding, activities, {})
     assert "number 417 is " in text and "for worker 2, and all_reduce of 100 float32 (layers.4.weight" in text
 
 
@@ -351,7 +359,7 @@ def test_the_first_mismatch_counts_and_equal_calls_are_none() -> None:
 
 
 def test_who_has_sent_more_than_was_taken_waits_for_that_only_where_it_says_so() -> None:
-    def of_two(made: Doing) -> Doing:
+    def of_two(made: WorkerActivity) -> WorkerActivity:
         return dataclasses.replace(made, groups=tuple(dataclasses.replace(g, members=(0, 1)) for g in made.groups))
 
     sent = [call(1, group=USERS, kind="transfer"), call(2, group=USERS, kind="transfer")]
@@ -364,12 +372,14 @@ def test_who_has_sent_more_than_was_taken_waits_for_that_only_where_it_says_so()
 
 def test_two_groups_whose_members_wait_for_each_other_are_a_circle_told_without_delay() -> None:
     users = call(1, group=USERS, kind="torch.distributed.all_gather", what="", line="train.py:31 in train")
-    doings = {k: doing(k, call(418), waited_s=3.0) for k in (0, 2, 3)} | {1: doing(1, call(417), users, waited_s=3.0)}
+    activities = {k: doing(k, call(418), waited_s=3.0) for k in (0, 2, 3)} | {
+        1: doing(1, call(417), users, waited_s=3.0)
+    }
     detector = HangDetector()
-    detector.look(doings)
-    finding = only(detector.look(doings))
+    detector.look(activities)
+    finding = only(detector.look(activities))
     assert finding.kind == "circle" and finding.named == (1,)
-    assert sentence(finding, doings, {}).startswith(
+    assert finding_text(finding, activities, {}).startswith(
         "worker 1 (a, pid 4701) waits in torch.distributed.all_gather 1 (called at train.py:31 in train, step 812), "
         "which workers 0, 2, 3 have not entered; workers 0, 2, 3 wait in all_reduce 418 ("
     )
@@ -387,17 +397,17 @@ def lonely_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("lonely_group")
 def test_the_users_own_collectives_are_noted_while_a_run_lasts_and_put_back_afterwards(tmp_path: Path) -> None:
-    ring = Ring.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    ring = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
     names: dict[str, Any] = {"reduce_them": dist.all_reduce, "dist": dist}  # as after an import by name
     exec(compile("def train(x):\n    reduce_them(x)\n    dist.barrier()", "train.py", "exec"), names)
     before = {name: getattr(dist, name) for name in COLLECTIVES}
-    with followed(ring, names["train"]):
+    with recording_user_collectives(ring, names["train"]):
         names["train"](torch.ones(3))
         assert names["reduce_them"] is dist.all_reduce is not before["all_reduce"]
         distributed_c10d.all_reduce(torch.ones(4))  # torch's own way
     assert {name: getattr(dist, name) for name in COLLECTIVES} == before
     assert names["reduce_them"] is before["all_reduce"]
-    image = read_ring(tmp_path / "doing")
+    image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert [(one.kind, one.sequence, one.numel, one.dtype) for one in image.calls] == [
         ("torch.distributed.all_reduce", 1, 3, "float32"),
@@ -428,7 +438,7 @@ DUMP = """Stack (most recent call first):
 
 
 def test_the_users_innermost_line_is_found_in_a_dump() -> None:
-    frames = newest(DUMP)
+    frames = newest_dump(DUMP)
     assert place_of(frames) == "train.py:88 in load_image"
     assert stack_text(frames).splitlines() == [
         '  File "/home/u/train.py", line 20, in <module>',
@@ -436,8 +446,8 @@ def test_the_users_innermost_line_is_found_in_a_dump() -> None:
         '  File "/home/u/train.py", line 88, in load_image',
         "  ... 1 frame in libraries, the last: Image.py:3 in open",
     ]
-    assert newest(DUMP + DUMP.replace("line 88 in load_image", "line 99 in load_image"))[1].line == 99
-    assert place_of(newest("")) == ""
+    assert newest_dump(DUMP + DUMP.replace("line 88 in load_image", "line 99 in load_image"))[1].line == 99
+    assert place_of(newest_dump("")) == ""
 
 
 def test_a_dump_is_read_when_it_is_whole(tmp_path: Path) -> None:
@@ -458,7 +468,7 @@ def test_a_dump_is_read_when_it_is_whole(tmp_path: Path) -> None:
 
 BUSY = """
 import sys, threading
-from paceline.worker.watched import answer_stacks
+from paceline.worker.record.flight_recording import dump_stacks_on_signal
 
 def deep(depth):
     return depth and deep(depth - 1)
@@ -470,7 +480,7 @@ def turn():
 def aside():
     turn()
 
-answer_stacks(sys.argv[1])
+dump_stacks_on_signal(sys.argv[1])
 threading.Thread(target=aside, daemon=True).start()
 print("ready", flush=True)
 turn()
@@ -508,7 +518,7 @@ def test_a_process_of_busy_threads_lives_through_any_number_of_requests(tmp_path
     ],
 )
 def test_whose_file_it_is(path: str, expected: bool) -> None:
-    assert is_users(path) is expected
+    assert is_user_code(path) is expected
 
 
 def test_a_hang_is_explained_by_its_sentence_and_everybodys_stack() -> None:

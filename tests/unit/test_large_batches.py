@@ -10,7 +10,7 @@ import torch
 from pytorch_optimizer import LARS, DAdaptAdam, Lamb, Prodigy
 
 import paceline
-from paceline.parallel.check.whole import needs_all_parameters, needs_whole_parameters
+from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_whole_parameters
 
 
 def made(kind: Any, **fields: Any) -> torch.optim.Optimizer:

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from paceline.elastic.lease import lease_s, lost_s
-from paceline.elastic.notices import TOO_FEW
+from paceline.elastic.membership_messages import TOO_FEW
 from paceline.events import Restarted
-from paceline.launch.again import Again
-from paceline.launch.outcome import Broken, Outcome
-from paceline.launch.stock import HostLeft, Kept
+from paceline.launch.job.outcome import JobOutcome, RecoverableLoss
+from paceline.launch.job.restart_plan import RemainingHost, RestartPlan, StoredSnapshot
 from pretended_hosts import HeadAndMember, MemberAndHead, ended, heard, told
 
 SILENCE_S, GRACE_S = 60.0, 20.0
-STOCK = (Kept(worker=2, step=10), Kept(worker=0, step=10, is_copy=True))
+STOCK = (StoredSnapshot(worker=2, step=10), StoredSnapshot(worker=0, step=10, is_copy=True))
 
 
 @pytest.fixture
@@ -37,18 +36,18 @@ def lose_host(both: HeadAndMember) -> None:
     """The other host is lost, and the head's own workers have been ended."""
     both.member.close()
     both.loop.turn(1.0)
-    assert both.crew.told[-1] == "kill"
+    assert both.local_workers.told[-1] == "kill"
     for worker in (0, 1):
         both.head.exited(ended(worker, None, signal=9, sent_by_us=True))
-    both.crew.is_gone = True
+    both.local_workers.is_gone = True
 
 
-def gone(both: HeadAndMember, index: int, *workers: int, stock: tuple[Kept, ...] = ()) -> dict[str, Any]:
-    left = HostLeft(index=index, slots=1, workers=workers, stock=stock)
+def gone(both: HeadAndMember, index: int, *workers: int, stock: tuple[StoredSnapshot, ...] = ()) -> dict[str, Any]:
+    left = RemainingHost(index=index, slots=1, workers=workers, stock=stock)
     return {"op": "gone", "left": dataclasses.asdict(left)}
 
 
-def outcome_of(both: HeadAndMember) -> Outcome:
+def outcome_of(both: HeadAndMember) -> JobOutcome:
     both.head.tick(time.monotonic())
     assert both.head.outcome is not None
     return both.head.outcome
@@ -56,17 +55,17 @@ def outcome_of(both: HeadAndMember) -> Outcome:
 
 def test_a_lost_worker_has_all_hosts_end_theirs_and_say_what_they_have(both: HeadAndMember) -> None:
     both.head.exited(ended(1, None, signal=9, pid=11))
-    assert both.crew.told[-1] == "kill" and both.ops() == ["again"]
+    assert both.local_workers.told[-1] == "kill" and both.ops() == ["again"]
     both.head.exited(ended(0, None, signal=9, sent_by_us=True))
-    both.crew.is_gone = True
+    both.local_workers.is_gone = True
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9, sent_by_us=True)))
     assert both.state() == "going on"  # a process of the other host may still be there
     both.member._sock.setblocking(True)
     both.say(**gone(both, 1, 2, stock=STOCK))
     broken = outcome_of(both).broken
-    left = (HostLeft(index=0, slots=2, workers=(0, 1)), HostLeft(index=1, slots=1, workers=(2,), stock=STOCK))
+    left = (RemainingHost(index=0, slots=2, workers=(0, 1)), RemainingHost(index=1, slots=1, workers=(2,), stock=STOCK))
     causes = ("worker 1 (pid 11) killed by signal 9",)
-    assert broken == Broken(causes=causes, lost=(1,), workers=3, hosts=left)
+    assert broken == RecoverableLoss(causes=causes, lost=(1,), workers=3, hosts=left)
 
 
 def test_a_lost_hosts_place_is_taken_by_one_that_comes(both: HeadAndMember) -> None:
@@ -74,8 +73,8 @@ def test_a_lost_hosts_place_is_taken_by_one_that_comes(both: HeadAndMember) -> N
     assert both.state() == "going on"
     assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers: waiting up to 60 s")
     assert both.head.refusal() is None
-    guest, other = both.come("c", index=2)
-    both.head.join(guest)
+    remote_host, other = both.come("c", index=2)
+    both.head.join(remote_host)
     assert both.said[-1] == "host c (10.0.0.3) has come" and told(other) == {"op": "again"}
     assert both.state() == "going on" and len(both.said) == 3
     other.send(gone(both, 2))
@@ -108,7 +107,7 @@ def test_without_snapshots_a_lost_host_ends_the_job_at_once() -> None:
             both.notice(worker, "begun")
         both.member.close()
         both.loop.turn(1.0)
-        assert "kill" not in both.crew.told
+        assert "kill" not in both.local_workers.told
         for worker in (0, 1):
             both.head.exited(ended(worker, None, sent_by_us=True))
         assert both.state() == "failed"
@@ -117,7 +116,7 @@ def test_without_snapshots_a_lost_host_ends_the_job_at_once() -> None:
 def test_a_host_that_does_not_end_its_workers_is_lost_too(both: HeadAndMember) -> None:
     both.head.exited(ended(1, None, signal=9))
     both.head.exited(ended(0, None, signal=9, sent_by_us=True))
-    both.crew.is_gone = True
+    both.local_workers.is_gone = True
     both.head.tick(time.monotonic() + 5)
     assert "host b (10.0.0.2) was lost: it was told to end its workers and did not report their ends" in both.said
     assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers")
@@ -135,7 +134,7 @@ def lose_connection(both: HeadAndMember) -> None:
 
 def end_successors(both: HeadAndMember) -> None:
     """Those that were on their way."""
-    both.crew.is_gone = True
+    both.local_workers.is_gone = True
     for worker in (0, 1):
         both.head.exited(ended(worker, None, signal=9, sent_by_us=True))
 
@@ -181,8 +180,8 @@ def test_a_host_that_says_nothing_is_waited_for_from_its_last_word_on() -> None:
         both.say(op="ping", asked=1234.5)
         assert heard(both.member) == [{"op": "ping", "asked": 1234.5, "for_s": lease_s(SILENCE_S, GRACE_S)}]
         lose_own_workers(both)
-        word = both.guest.link.heard
-        both.guest.link.heard -= SILENCE_S + 1
+        word = both.remote_host.link.heard
+        both.remote_host.link.heard -= SILENCE_S + 1
         both.head.tick(time.monotonic())
         assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 60 s"]
         end_successors(both)
@@ -214,8 +213,8 @@ def test_an_elastic_run_with_too_little_room_ends_unless_the_lost_host_comes_bac
         assert both.state() == "going on"
         assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers: waiting up to 30 s")
         if comes:
-            guest, other = both.come("b", index=2)
-            both.head.join(guest)
+            remote_host, other = both.come("b", index=2)
+            both.head.join(remote_host)
             other.send(gone(both, 2))
             both.loop.turn(1.0)
             broken = outcome_of(both).broken
@@ -234,24 +233,24 @@ def test_a_member_ends_its_workers_and_says_what_it_has() -> None:
         pair.lead()
         pair.head.send({"op": "again"})
         pair.loop.turn(1.0)
-        assert pair.crew.told == ["kill"]
+        assert pair.local_workers.told == ["kill"]
         pair.member.tick(time.monotonic())
         assert [message["op"] for message in heard(pair.head)] == ["ping"]  # not before all processes are gone
-        pair.crew.is_gone, pair.crew.stock = True, STOCK
+        pair.local_workers.is_gone, pair.local_workers.stock = True, STOCK
         pair.member.tick(time.monotonic())
         pair.member.tick(time.monotonic())
         (only,) = heard(pair.head)
-        assert HostLeft.from_json(only["left"]) == HostLeft(index=1, slots=1, workers=(2,), stock=STOCK)
+        assert RemainingHost.from_json(only["left"]) == RemainingHost(index=1, slots=1, workers=(2,), stock=STOCK)
 
 
 def test_a_member_is_told_how_all_begin_again() -> None:
     restarted = Restarted(
         causes=["it broke"], lost=[1], workers=3, at_step=12, step=10, source="memory", lost_at=0.0, hosts=2, lent=[]
     )
-    again = Again(restarted=restarted, ranks={0: (0, 1), 1: (2,)}, slots={0: 2, 1: 1}, most=3)
+    again = RestartPlan(restarted=restarted, ranks={0: (0, 1), 1: (2,)}, slots={0: 2, 1: 1}, most=3)
     with closing(MemberAndHead()) as pair:
         pair.lead()
-        outcome = Outcome(state="failed", exit_code=1, again=again)
+        outcome = JobOutcome(state="failed", exit_code=1, again=again)
         pair.head.send({"op": "end", "outcome": outcome.to_json()})
         pair.loop.turn(1.0)
         assert pair.member.outcome is not None and pair.member.outcome.again == again

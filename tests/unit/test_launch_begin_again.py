@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from paceline.events import Event
-from paceline.launch.another_start import GONE_S
-from paceline.launch.head import Head
-from paceline.launch.outcome import Broken
-from paceline.launch.stock import HostLeft
+from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.restart import GONE_S
+from paceline.launch.job.outcome import RecoverableLoss
+from paceline.launch.job.restart_plan import RemainingHost
 from paceline.plan.job import Job
 from pretended_hosts import PretendedCrew, ended
 
@@ -26,18 +26,18 @@ class OneHost:
 
     def __init__(self, run_dir: Path, *, replicas: int = 2) -> None:
         workers = range(2 * replicas)
-        self.crew, self.said, self.events = PretendedCrew(*workers), list[str](), list[Event]()
-        self.head = Head(
+        self.local_workers, self.said, self.events = PretendedCrew(*workers), list[str](), list[Event]()
+        self.head = Coordinator(
             host="a",
             address="127.0.0.1",
             job=Job(workers=len(workers)),
-            guests=[],
+            remote_hosts=[],
             door=None,
             attempt=1,
             run_dir=str(run_dir),
             say=self.said.append,
         )
-        self.head.lead(self.crew, self.events.append)  # type: ignore[arg-type]  # a pretended crew
+        self.head.lead(self.local_workers, self.events.append)  # type: ignore[arg-type]  # a pretended crew
         for worker in workers:
             self.head.request(worker, {"op": "elastic", "least": 1, "most": 2, "workers_each": 2})
         for worker in workers:
@@ -64,11 +64,11 @@ def one(tmp_path: Path) -> Iterator[OneHost]:
 def test_all_begin_again_when_every_process_is_gone(one: OneHost) -> None:
     one.keep()
     one.lose_all()
-    told = one.crew.told
+    told = one.local_workers.told
     assert told[-1] == "kill" and ("kill_worker", 0) in told and ("kill_worker", 3) in told
     one.head.tick(time.monotonic())
     assert one.head.outcome is None  # a worker that was killed may still write into the memory
-    one.crew.is_gone = True
+    one.local_workers.is_gone = True
     for worker in (0, 1):  # successors that were on their way
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
@@ -77,8 +77,8 @@ def test_all_begin_again_when_every_process_is_gone(one: OneHost) -> None:
         "worker 1 (pid 11) killed by signal 9, and with it replica 0 (workers 0, 1)",
         "worker 2 (pid 12) killed by signal 9, and with it replica 1 (workers 2, 3)",
     )
-    left = (HostLeft(index=0, slots=4, workers=(0, 1, 2, 3)),)
-    assert one.head.outcome.broken == Broken(causes=causes, lost=(1, 2), workers_each=2, workers=4, hosts=left)
+    left = (RemainingHost(index=0, slots=4, workers=(0, 1, 2, 3)),)
+    assert one.head.outcome.broken == RecoverableLoss(causes=causes, lost=(1, 2), workers_each=2, workers=4, hosts=left)
     assert one.said == []
 
 
@@ -101,7 +101,7 @@ def test_a_signal_while_all_are_being_ended_ends_the_run(one: OneHost) -> None:
     one.keep()
     one.lose_all()
     one.head.interrupted(signal.SIGINT)
-    one.crew.is_gone = True
+    one.local_workers.is_gone = True
     for worker in (0, 1):
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
@@ -124,21 +124,21 @@ SERVER = "parameter server 1 (pid 5 on a) killed by signal 9"
 def test_a_lost_server_has_all_begin_again_though_nothing_is_in_memory(one: OneHost) -> None:
     one.head.request(2, {"op": "unserved", "cause": SERVER})
     one.head.request(1, {"op": "unserved", "cause": "the same, told later"})
-    assert one.crew.told == ["kill"]
-    one.crew.is_gone = True
+    assert one.local_workers.told == ["kill"]
+    one.local_workers.is_gone = True
     for worker in range(4):
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
     assert one.head.outcome is not None
-    left = (HostLeft(index=0, slots=4, workers=(0, 1, 2, 3)),)
-    lost = Broken(causes=(SERVER,), lost=(), keeps=False, workers_each=2, workers=4, hosts=left)
+    left = (RemainingHost(index=0, slots=4, workers=(0, 1, 2, 3)),)
+    lost = RecoverableLoss(causes=(SERVER,), lost=(), keeps=False, workers_each=2, workers=4, hosts=left)
     assert one.head.outcome.broken == lost
 
 
 def test_a_lost_server_ends_a_run_that_nobody_can_begin_again(one: OneHost) -> None:
     one.head.judge = lambda _: None
     one.head.request(2, {"op": "unserved", "cause": SERVER})
-    one.crew.is_gone = True
+    one.local_workers.is_gone = True
     for worker in range(4):
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
@@ -157,15 +157,15 @@ def test_a_lost_server_changes_nothing_where_the_run_ends_anyway(one: OneHost, b
     else:
         one.head.interrupted(signal.SIGTERM)
     one.head.request(2, {"op": "unserved", "cause": SERVER})
-    assert "kill" not in one.crew.told
+    assert "kill" not in one.local_workers.told
 
 
 def test_an_error_of_the_program_counts_though_the_others_are_lost_after_it(one: OneHost) -> None:
     one.keep()
     one.head.exited(ended(0, 1, error={"message": "the user's"}))
     one.lose_all()
-    one.crew.is_gone = True
-    assert one.crew.told == ["kill"]  # and nobody is started in their place
+    one.local_workers.is_gone = True
+    assert one.local_workers.told == ["kill"]  # and nobody is started in their place
     one.head.exited(ended(3, None, signal=15, sent_by_us=True))
     one.head.tick(time.monotonic())
     assert one.head.outcome is not None
@@ -177,13 +177,13 @@ def test_who_hangs_in_the_only_replica_is_no_end_either(tmp_path: Path) -> None:
         one.keep()
         hang = {"worker": 1, "host": "a", "pid": 11, "kind": "Hang", "message": "it hangs", "cause": "worker 1 hangs"}
         one.head.stuck([1], {**hang, "waited_s": 5.0}, goes_on=one.head.can_do_without([0, 1]))
-        one.crew.is_gone = True
+        one.local_workers.is_gone = True
         for worker in range(2):
             one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
         one.head.tick(time.monotonic())
         assert one.head.outcome is not None
-        left = (HostLeft(index=0, slots=2, workers=(0, 1)),)
-        broken = Broken(causes=("worker 1 hangs",), lost=(1,), workers_each=2, workers=2, hosts=left)
+        left = (RemainingHost(index=0, slots=2, workers=(0, 1)),)
+        broken = RecoverableLoss(causes=("worker 1 hangs",), lost=(1,), workers_each=2, workers=2, hosts=left)
         assert one.head.outcome.broken == broken
 
 
@@ -194,4 +194,4 @@ def test_what_has_left_for_good_keeps_no_memory(one: OneHost) -> None:
         head.request(worker, {"op": "formed", "step": 1, "generation": 1, "noticed": time.time()})
     for worker in (2, 3):
         head.exited(ended(worker, 0))
-    assert ("drop_state", 2) in one.crew.told and ("drop_state", 3) in one.crew.told
+    assert ("drop_state", 2) in one.local_workers.told and ("drop_state", 3) in one.local_workers.told

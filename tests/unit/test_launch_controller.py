@@ -8,8 +8,8 @@ import pytest
 
 from paceline.elastic.decisions import Limits
 from paceline.events import Event, WorkerLost
-from paceline.launch.controller import Controller
-from paceline.launch.outcome import lost
+from paceline.launch.coordinator.elastic_controller import ElasticController
+from paceline.launch.job.outcome import lost
 
 
 class Scene:
@@ -19,9 +19,9 @@ class Scene:
         self.events: list[Event] = []
         self.killed: list[int] = []
         self.told: list[tuple[int, dict[str, Any]]] = []
-        crews: Any = self
+        worker_actions: Any = self
         limits = Limits(least=1, most=2, workers_each=2)
-        self.controller = Controller(limits, workers=4, crews=crews, emit=self.events.append)
+        self.controller = ElasticController(limits, workers=4, worker_actions=worker_actions, emit=self.events.append)
         for worker in range(4):
             self.controller.heard(worker, {"op": "formed", "generation": 0, "step": 0, "noticed": 0.0})
         self.controller.lost([lost(3, host="a", pid=7, kind="Killed", message="by signal 9")])

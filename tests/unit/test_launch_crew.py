@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.crew import LAST_S, Crew
-from paceline.launch.loop import Loop
-from paceline.launch.outcome import STUCK, WorkerExit
-from paceline.launch.place import assign, template
+from paceline.launch.fork.local_workers import LAST_S, LocalWorkers
+from paceline.launch.io.event_loop import EventLoop
+from paceline.launch.job.outcome import STUCK, WorkerExit
+from paceline.launch.job.placement import assign, assignment_template
 from paceline.plan.job import Assignment, Job
 
 
@@ -31,10 +31,10 @@ class PretendedParent:
         self.says: Callable[[dict[str, Any]], None]
         self.ends: Callable[[str], None]
 
-    def attach(self, loop: Loop, *, on_message: Callable[..., None], on_lost: Callable[[str], None]) -> None:
+    def attach(self, loop: EventLoop, *, on_message: Callable[..., None], on_lost: Callable[[str], None]) -> None:
         self.says, self.ends = on_message, on_lost
 
-    def fork(self, assignment: Assignment, channel: socket.socket, *, vault: Sequence[int] = ()) -> None:
+    def fork(self, assignment: Assignment, channel: socket.socket, *, memory_checkpoint: Sequence[int] = ()) -> None:
         channel.close()
         if not self.has_files:
             raise OSError(errno.EMFILE, "Too many open files")
@@ -74,13 +74,13 @@ class Scene:
     """A crew that begins with the workers `ranks` of a job of 4 on 2 hosts."""
 
     def __init__(self, run_dir: Path, *ranks: int, begins_at: int | None = None) -> None:
-        self.loop, self.parent, self.notes = Loop(), PretendedParent(), Notes()
+        self.loop, self.parent, self.notes = EventLoop(), PretendedParent(), Notes()
         about: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "attempt": 1, "command_started": 0.0}
         job = Job(workers=4, hosts=2, head="a:29500")
-        alike = template(job, host_index=1, slots=2, run_dir=run_dir, begins_at=begins_at, **about)
+        alike = assignment_template(job, host_index=1, slots=2, run_dir=run_dir, begins_at=begins_at, **about)
         fields: dict[str, Any] = {"parent": self.parent, "listener": self.notes, "say": self.notes.heard.append}
-        self.crew = Crew(assign(alike, ranks), template=alike, loop=self.loop, **fields)
-        self.crew.start()
+        self.local_workers = LocalWorkers(assign(alike, ranks), template=alike, loop=self.loop, **fields)
+        self.local_workers.start()
 
     def ready(self) -> None:
         self.parent.says({"op": "ready", "threads": [], "devices_touched": False})
@@ -90,7 +90,7 @@ class Scene:
         return [(one.rank, one.local_rank, one.local_workers, one.joins) for one in self.parent.forked]
 
     def close(self) -> None:
-        self.crew.close()
+        self.local_workers.close()
         self.loop.close()
 
 
@@ -110,8 +110,8 @@ def late(tmp_path: Path) -> Iterator[Scene]:
 
 def test_who_comes_later_is_told_the_lowest_free_number_of_its_host(began: Scene) -> None:
     began.parent.says({"op": "exited", "worker": 2, "pid": 7, "exit_code": 0, "signal": None, "peak_memory_bytes": 1})
-    began.crew.add(9, workers=5, incarnation=1)
-    began.crew.add(5, workers=6, incarnation=1)
+    began.local_workers.add(9, workers=5, incarnation=1)
+    began.local_workers.add(5, workers=6, incarnation=1)
     assert began.forked == [(2, 0, 2, False), (3, 1, 2, False), (9, 0, 2, True), (5, 2, 3, True)]
     assert began.parent.forked[2].workers == 5
     assert began.parent.forked[2].worker_dir.endswith("attempt_1/worker_9")
@@ -120,7 +120,7 @@ def test_who_comes_later_is_told_the_lowest_free_number_of_its_host(began: Scene
 def test_who_comes_later_begins_with_what_the_others_send_not_with_what_they_began_with(tmp_path: Path) -> None:
     with closing(Scene(tmp_path, begins_at=7)) as scene:
         scene.ready()
-        scene.crew.add(2, workers=3, incarnation=1)
+        scene.local_workers.add(2, workers=3, incarnation=1)
         assert scene.parent.forked[-1].begins_at is None
 
 
@@ -130,31 +130,31 @@ def test_a_crew_is_gone_when_also_those_have_ended_that_were_killed_one_by_one(b
         began.parent.says({"op": op, "worker": worker, "pid": 10 + worker, **about})
 
     says("started", 2)
-    began.crew.kill_worker(2)
-    began.crew.kill_worker(3)  # before it was heard of
-    assert not began.crew.alive and not began.crew.is_gone
+    began.local_workers.kill_worker(2)
+    began.local_workers.kill_worker(3)  # before it was heard of
+    assert not began.local_workers.alive and not began.local_workers.is_gone
     says("exited", 2)
     says("started", 3)
-    assert not began.crew.is_gone
+    assert not began.local_workers.is_gone
     says("exited", 3)
-    assert began.crew.is_gone
+    assert began.local_workers.is_gone
 
 
 def test_who_is_started_before_the_warm_parent_is_ready_is_forked_when_it_is(late: Scene) -> None:
-    late.crew.add(4, workers=6, incarnation=1)
-    late.crew.add(5, workers=6, incarnation=1)
+    late.local_workers.add(4, workers=6, incarnation=1)
+    late.local_workers.add(5, workers=6, incarnation=1)
     assert late.forked == []
     late.ready()
     assert late.forked == [(4, 0, 2, True), (5, 1, 2, True)]
 
 
 def test_who_is_killed_before_it_was_forked_never_is(late: Scene) -> None:
-    late.crew.add(4, workers=6, incarnation=1)
-    late.crew.add(5, workers=6, incarnation=1)
-    late.crew.kill_worker(4)
+    late.local_workers.add(4, workers=6, incarnation=1)
+    late.local_workers.add(5, workers=6, incarnation=1)
+    late.local_workers.kill_worker(4)
     late.ready()
     assert [rank for rank, *_ in late.forked] == [5]
-    late.crew.kill_worker(5)
+    late.local_workers.kill_worker(5)
     assert late.parent.signalled == [(5, signal.SIGKILL)]
 
 
@@ -164,8 +164,8 @@ def test_a_successor_may_be_killed_before_its_start_is_heard_of(began: Scene) ->
 
     began.parent.says({"op": "started", "worker": 2, "pid": 70})
     began.parent.says(ended(70))
-    began.crew.add(2, workers=4, incarnation=1)
-    began.crew.kill_worker(2)
+    began.local_workers.add(2, workers=4, incarnation=1)
+    began.local_workers.kill_worker(2)
     began.parent.says({"op": "started", "worker": 2, "pid": 71})
     began.parent.says(ended(71))
     assert began.notes.heard == [(2, None)], "only of the first one nobody knew"
@@ -176,9 +176,9 @@ def test_a_host_whose_warm_parent_is_lost_says_that_it_can_start_nobody_before_i
 ) -> None:
     began.parent.ends("was killed by signal 9")
     assert began.notes.heard == ["barren", (2, "WarmParentLost"), (3, "WarmParentLost")]
-    began.crew.add(2, workers=4, incarnation=1)
+    began.local_workers.add(2, workers=4, incarnation=1)
     assert len(began.notes.heard) == 3, "whoever asks has to be done with asking"
-    began.crew.tick(0.0)
+    began.local_workers.tick(0.0)
     assert began.notes.heard[3:] == [(2, "WarmParentLost")]
     assert len(began.forked) == 2
 
@@ -194,19 +194,19 @@ def not_started(scene: Scene, worker: int) -> None:
 
 def no_files(scene: Scene, worker: int) -> None:
     scene.parent.has_files = False
-    scene.crew.add(worker, workers=6, incarnation=1)
+    scene.local_workers.add(worker, workers=6, incarnation=1)
     scene.parent.has_files = True
 
 
 def no_directory(scene: Scene, worker: int) -> None:
-    directory = Path(scene.crew.alive[2].worker_dir).with_name(f"worker_{worker}")
+    directory = Path(scene.local_workers.alive[2].worker_dir).with_name(f"worker_{worker}")
     directory.write_text("in the way")
-    scene.crew.add(worker, workers=6, incarnation=1)
+    scene.local_workers.add(worker, workers=6, incarnation=1)
     directory.unlink()
 
 
 def no_process(scene: Scene, worker: int) -> None:
-    scene.crew.add(worker, workers=6, incarnation=1)
+    scene.local_workers.add(worker, workers=6, incarnation=1)
     not_started(scene, worker)
 
 
@@ -225,11 +225,11 @@ def test_who_comes_later_and_cannot_be_started_is_lost_and_the_others_go_on(
     fails(began, 5)
     (said,) = began.notes.heard
     assert says in said
-    began.crew.tick(0.0)
+    began.local_workers.tick(0.0)
     assert began.notes.heard[1:] == [(5, "NotStarted")]
-    assert sorted(began.crew.alive) == [2, 3] and not began.parent.signalled
-    began.crew.add(5, workers=6, incarnation=2)
-    began.crew.tick(0.0)
+    assert sorted(began.local_workers.alive) == [2, 3] and not began.parent.signalled
+    began.local_workers.add(5, workers=6, incarnation=2)
+    began.local_workers.tick(0.0)
     assert began.forked[-1] == (5, 2, 3, True) and len(began.notes.heard) == 2, "it is tried again as ever"
 
 
@@ -243,40 +243,40 @@ def test_a_replica_that_cannot_be_started_is_lost_once_and_nobody_of_it_is_waite
 
     def on_exit(ended: WorkerExit) -> None:
         for other in {4, 5} - {ended.worker}:
-            began.crew.kill_worker(other)
+            began.local_workers.kill_worker(other)
         for worker in (4, 5):
-            began.crew.add(worker, workers=6, incarnation=2)
+            began.local_workers.add(worker, workers=6, incarnation=2)
 
     no_files(began, 4)
     no_files(began, 5)
     began.notes.heard.clear()
     began.notes.on_exit = on_exit  # type: ignore[method-assign]  # another listener for this test
-    began.crew.tick(0.0)
+    began.local_workers.tick(0.0)
     assert began.notes.heard == [(4, "NotStarted")]
     assert [one.rank for one in began.parent.forked[2:]] == [4, 5] and not began.parent.signalled
-    assert sorted(began.crew.alive) == [2, 3, 4, 5]
-    began.crew.kill_worker(4)
-    assert not began.crew.is_gone
+    assert sorted(began.local_workers.alive) == [2, 3, 4, 5]
+    began.local_workers.kill_worker(4)
+    assert not began.local_workers.is_gone
     not_started(began, 4)  # killed before this was heard: nobody is lost by it
-    began.crew.tick(0.0)
+    began.local_workers.tick(0.0)
     assert began.notes.heard == [(4, "NotStarted")]
 
 
 def test_when_the_warm_parent_is_lost_nobody_is_told_twice_whom_the_head_has_ended_with_another_one(
     began: Scene,
 ) -> None:
-    began.notes.on_exit = lambda ended: began.crew.kill_worker(5 - ended.worker)  # type: ignore[method-assign]  # as above
+    began.notes.on_exit = lambda ended: began.local_workers.kill_worker(5 - ended.worker)  # type: ignore[method-assign]  # as above
     began.parent.ends("was killed by signal 9")
     assert began.notes.heard == ["barren", (2, "WarmParentLost")]
-    assert not began.crew.alive
+    assert not began.local_workers.alive
 
 
 def test_a_worker_that_ends_after_it_was_given_up_as_stuck_is_no_news(began: Scene) -> None:
     for worker in (2, 3):
         began.parent.says({"op": "started", "worker": worker, "pid": 10 + worker})
-    began.crew.kill()
-    began.crew.tick(time.monotonic() + LAST_S + 1.0)
+    began.local_workers.kill()
+    began.local_workers.tick(time.monotonic() + LAST_S + 1.0)
     assert began.notes.heard == [(2, STUCK), (3, STUCK)]
     about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1}
     began.parent.says({"op": "exited", "worker": 2, "pid": 12, **about})
-    assert len(began.notes.heard) == 2 and began.crew.is_gone
+    assert len(began.notes.heard) == 2 and began.local_workers.is_gone

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.notices import PREEMPTED
+from paceline.elastic.membership_messages import PREEMPTED
 from paceline.events import WorkerJoined, WorkerLost
-from paceline.launch import controller
-from paceline.launch.guests import Guest
-from paceline.launch.head import STOP_S
-from paceline.launch.outcome import lost
+from paceline.launch.coordinator import elastic_controller
+from paceline.launch.coordinator.coordinator import STOP_S
+from paceline.launch.coordinator.remote_hosts import RemoteHost
+from paceline.launch.job.outcome import lost
 from pretended_hosts import HeadAndMember, ended, heard
 
 
@@ -42,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(controller, "time", clock)
+    monkeypatch.setattr(elastic_controller, "time", clock)
     return clock
 
 
@@ -63,9 +63,9 @@ def test_a_second_signal_on_a_host_of_a_run_with_a_fixed_number_of_replicas_ends
 ) -> None:
     both.notice(0, "begun")
     both.say(op="leaving", signal=int(signal.SIGTERM), reason="")
-    assert not [told for told in both.crew.told if told[0] == "terminate"], "it saves first"
+    assert not [told for told in both.local_workers.told if told[0] == "terminate"], "it saves first"
     both.say(op="leaving", signal=int(signal.SIGTERM), reason="", at_once=True)
-    assert both.crew.told[-1] == ("terminate", STOP_S)
+    assert both.local_workers.told[-1] == ("terminate", STOP_S)
     for worker in range(3):
         both.head.exited(ended(worker, None, signal=9))
     assert both.state() == "stopped"
@@ -81,7 +81,7 @@ def test_a_second_signal_on_a_host_of_an_elastic_run_is_the_loss_of_its_workers(
     both.say(op="leaving", signal=int(again), reason="", at_once=True)
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9, sent_by_us=True)))
     assert both.state() == "going on"
-    assert not [told for told in both.crew.told if told[0] == "terminate"]
+    assert not [told for told in both.local_workers.told if told[0] == "terminate"]
     assert [event.rank for event in both.events if isinstance(event, WorkerLost)] == [2]
     (last,) = [message for message in heard(both.member) if message["op"] == "end"]
     assert last["outcome"]["exit_code"] == PREEMPTED, "the host itself knows better"
@@ -132,12 +132,12 @@ def test_who_is_lost_with_its_host_is_started_where_slots_are_spare(both: HeadAn
     assert isinstance(joined, WorkerJoined) and joined.after_s is not None
 
 
-def silence(both: HeadAndMember, clock: Clock, *heard_of: Guest, until: float) -> None:
+def silence(both: HeadAndMember, clock: Clock, *heard_of: RemoteHost, until: float) -> None:
     """Time passes, and of everybody but these hosts and the head's own workers nothing is heard."""
     while clock.now < until:
         clock.now += 0.5
-        for guest in heard_of:
-            guest.link.heard = clock.now
+        for remote_host in heard_of:
+            remote_host.link.heard = clock.now
         for worker in (0, 1):
             both.notice(worker, "alive")
         both.head.tick(clock.now)
@@ -150,7 +150,7 @@ def test_who_is_silent_with_its_host_is_lost_with_it_and_started_elsewhere_once(
     both.say(op="ping", asked=0.0)
     c, to_c = both.come("c", index=2)
     both.head.join(c)
-    both.guest.link.heard = clock.now + 0.9  # later than any word of its worker
+    both.remote_host.link.heard = clock.now + 0.9  # later than any word of its worker
     silence(both, clock, c, until=clock.now + 14.0)
     assert "start" not in both.ops(), "nobody is started on a host that is lost"
     assert [message["worker"] for message in heard(to_c) if message["op"] == "start"] == [2]
@@ -161,7 +161,7 @@ def test_who_is_silent_with_its_host_is_lost_with_it_and_started_elsewhere_once(
 
 def test_a_worker_that_alone_is_silent_is_lost_alone(both: HeadAndMember, clock: Clock) -> None:
     both.begin(least=1, most=3)
-    silence(both, clock, both.guest, until=clock.now + 14.0)
+    silence(both, clock, both.remote_host, until=clock.now + 14.0)
     assert [message["worker"] for message in heard(both.member) if message["op"] == "start"] == [2]
     (lost,) = [event for event in both.events if isinstance(event, WorkerLost)]
     assert lost.reason == "worker 2 said nothing for 10 s"
@@ -171,10 +171,10 @@ def test_of_two_hosts_that_are_lost_neither_gets_the_others_workers(both: HeadAn
     both.begin(least=1, most=3)
     both.say(op="ping", asked=0.0)
     (c, to_c), (d, to_d) = both.come("c", index=2), both.come("d", index=3)
-    for guest in (c, d):
-        both.head.join(guest)
-        guest.has_spoken = True
-    both.guest.link.heard, c.link.heard = clock.now + 0.2, clock.now + 3.0
+    for remote_host in (c, d):
+        both.head.join(remote_host)
+        remote_host.has_spoken = True
+    both.remote_host.link.heard, c.link.heard = clock.now + 0.2, clock.now + 3.0
     silence(both, clock, d, until=clock.now + 14.0)
     assert [message["op"] for message in heard(to_c)].count("start") == 0
     assert [message["worker"] for message in heard(to_d) if message["op"] == "start"] == [2]
@@ -187,7 +187,7 @@ def test_where_no_slot_is_free_who_is_lost_with_its_host_is_not_replaced_until_a
     both.member.close()
     both.loop.turn(1.0)
     both.head.tick(time.monotonic())
-    assert not any(said[0] == "add" for said in both.crew.told)
+    assert not any(said[0] == "add" for said in both.local_workers.told)
     c, to_c = both.come("c", index=2)
     both.head.join(c)
     assert [message["worker"] for message in heard(to_c)] == [2]
@@ -201,7 +201,7 @@ def test_a_host_that_can_fork_no_more_workers_is_given_none_and_its_lost_ones_co
     both.say(op="barren")
     both.head.exited(ended(1, None, signal=signal.SIGKILL))
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=int(signal.SIGKILL))))
-    assert not any(said[0] == "add" for said in both.crew.told)
+    assert not any(said[0] == "add" for said in both.local_workers.told)
     assert "start" not in both.ops()
     c, to_c = both.come("c", index=2)
     both.head.join(c)
@@ -212,14 +212,14 @@ def test_the_generation_that_takes_a_worker_of_another_host_in_knows_that_it_is_
     both.begin(least=1, most=4)
     both.member.close()
     both.loop.turn(1.0)
-    forms = [said[1] for said in both.crew.told if said[0] == 0 and said[1].get("op") == "form"]
+    forms = [said[1] for said in both.local_workers.told if said[0] == 0 and said[1].get("op") == "form"]
     assert [(form["members"], form["is_spread"]) for form in forms] == [((0, 1), False)]
     for worker in (0, 1):
         both.notice(worker, "formed", generation=1, noticed=time.time())
     c, _ = both.come("c", index=2)
     both.head.join(c)
     both.notice(2, "ready", generation=-1)
-    newest = [said[1] for said in both.crew.told if said[0] == 0 and said[1].get("op") == "form"][-1]
+    newest = [said[1] for said in both.local_workers.told if said[0] == 0 and said[1].get("op") == "form"][-1]
     assert (newest["members"], newest["is_spread"]) == ((0, 1, 2), True)
 
 
@@ -253,7 +253,7 @@ def test_a_host_that_is_asked_to_leave_leaves_alone_and_may_come_again(both: Hea
     both.member.close()
     both.loop.turn(1.0)
     assert len(both.said) == 1 and both.state() == "going on"  # it is not lost, and nobody is replaced
-    assert not any(said[0] == "add" for said in both.crew.told)
+    assert not any(said[0] == "add" for said in both.local_workers.told)
     again, to_again = both.come("b", index=2)
     both.head.join(again)
     assert [message["worker"] for message in heard(to_again)] == [2]
@@ -283,8 +283,8 @@ def test_workers_that_do_not_leave_with_their_host_in_time_are_killed_and_lost(b
     sigterm(both)
     both.head.tick(time.monotonic())
     assert "kill" not in both.ops()
-    assert both.guest.leave_by is not None and 10 < both.guest.leave_by - time.monotonic() <= 30
-    both.guest.leave_by = time.monotonic()
+    assert both.remote_host.leave_by is not None and 10 < both.remote_host.leave_by - time.monotonic() <= 30
+    both.remote_host.leave_by = time.monotonic()
     both.head.tick(time.monotonic())
     assert "kill" in both.ops()
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=int(signal.SIGKILL))))
@@ -292,7 +292,7 @@ def test_workers_that_do_not_leave_with_their_host_in_time_are_killed_and_lost(b
     assert (lost.rank, lost.host) == (2, "b")
     both.head.tick(time.monotonic())
     assert "end" in both.ops()
-    assert not any(said[0] == "add" for said in both.crew.told)
+    assert not any(said[0] == "add" for said in both.local_workers.told)
 
 
 def test_a_host_without_workers_leaves_at_once_and_takes_its_spare_slots_with_it(both: HeadAndMember) -> None:
@@ -306,7 +306,7 @@ def test_a_host_without_workers_leaves_at_once_and_takes_its_spare_slots_with_it
     assert both.said[-1] == "SIGTERM came on host c (10.0.0.3): the run goes on without this host"
     both.member.close()
     both.loop.turn(1.0)
-    assert not any(said[0] == "add" for said in both.crew.told)  # no slot is free
+    assert not any(said[0] == "add" for said in both.local_workers.told)  # no slot is free
 
 
 def test_the_free_slots_of_a_host_that_leaves_replace_nobody(both: HeadAndMember) -> None:
@@ -358,7 +358,7 @@ def test_the_last_words_of_a_worker_that_has_moved_do_not_count(both: HeadAndMem
     assert [message["worker"] for message in heard(to_c)] == [2]
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=int(signal.SIGKILL))))
     assert not any(isinstance(event, WorkerLost) for event in both.events)
-    assert both.head.guests.host_of(2) == "c"
+    assert both.head.remote_hosts.host_of(2) == "c"
 
 
 def test_the_last_words_of_a_worker_do_not_count_for_its_successor_on_the_same_host(both: HeadAndMember) -> None:
@@ -382,4 +382,4 @@ def test_a_replacement_that_cannot_be_started_is_lost_before_it_had_joined_and_t
     both.head.exited(lost(1, host="a", pid=0, kind="NotStarted", message=why))
     assert both.state() == "going on"
     assert [event.reason for event in both.events if isinstance(event, WorkerLost)][1:] == [why]
-    assert both.crew.told.count(("add", 1, 3)) == 2
+    assert both.local_workers.told.count(("add", 1, 3)) == 2

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.notices import TOO_FEW
+from paceline.elastic.membership_messages import TOO_FEW
 from paceline.events import WorkerLost
-from paceline.launch.guests import SILENCE_S
-from paceline.launch.head import GATHER_S, REPORT_S, STOP_S, TERMINATE_S
-from paceline.launch.outcome import Outcome
+from paceline.launch.coordinator.coordinator import GATHER_S, REPORT_S, STOP_S, TERMINATE_S
+from paceline.launch.coordinator.remote_hosts import SILENCE_S
+from paceline.launch.job.outcome import JobOutcome
 from pretended_hosts import WELL, HeadAndMember, ended, told
 
 
@@ -33,34 +33,34 @@ def test_the_job_has_finished_when_all_workers_of_all_hosts_have(both: HeadAndMe
     assert both.state() == "finished"
     message = told(both.member)
     assert message["op"] == "end"
-    assert Outcome.from_json(message["outcome"]) == both.head.outcome
+    assert JobOutcome.from_json(message["outcome"]) == both.head.outcome
     assert [one["host"] for one in message["outcome"]["exits"]] == ["a", "a", "b"]
-    assert both.crew.told == []
+    assert both.local_workers.told == []
 
 
 def test_after_a_failure_the_others_have_a_moment_and_are_ended(both: HeadAndMember) -> None:
     now = time.monotonic()
     both.head.exited(ended(1, 1))
     both.head.tick(now + GATHER_S / 2)
-    assert both.crew.told == []
+    assert both.local_workers.told == []
     both.head.tick(now + GATHER_S + 0.5)
     both.head.tick(now + GATHER_S + 0.6)
-    assert both.crew.told == [("terminate", TERMINATE_S)]
+    assert both.local_workers.told == [("terminate", TERMINATE_S)]
     assert told(both.member) == {"op": "stop", "grace_s": TERMINATE_S}
 
 
 def test_the_board_serves_members_workers_too(both: HeadAndMember) -> None:
     both.head.request(0, {"id": 1, "op": "add", "key": "n", "amount": 2})
     both.say(op="said", worker=2, request={"id": 7, "op": "add", "key": "n", "amount": 3})
-    assert both.crew.told == [(0, {"id": 1, "value": 2})]
+    assert both.local_workers.told == [(0, {"id": 1, "value": 2})]
     assert told(both.member) == {"op": "tell", "worker": 2, "message": {"id": 7, "value": 5}}
 
 
 def test_a_first_signal_stops_and_a_second_one_kills(both: HeadAndMember) -> None:
     both.head.interrupted(signal.SIGINT)
-    assert both.crew.told == [("terminate", STOP_S)]
+    assert both.local_workers.told == [("terminate", STOP_S)]
     both.head.interrupted(signal.SIGINT)
-    assert both.crew.told == [("terminate", STOP_S), "kill"]
+    assert both.local_workers.told == [("terminate", STOP_S), "kill"]
     assert both.ops() == ["stop", "kill"]
     for worker in range(3):
         both.head.exited(ended(worker, None, sent_by_us=True))
@@ -71,7 +71,7 @@ def test_a_first_signal_stops_and_a_second_one_kills(both: HeadAndMember) -> Non
 def test_a_signal_to_a_member_stops_the_job_once(both: HeadAndMember) -> None:
     both.say(op="leaving", signal=int(signal.SIGTERM), reason="")
     both.head.interrupted(signal.SIGTERM)  # the cluster tells all hosts at once: this is not impatience
-    assert both.crew.told == [("terminate", STOP_S)]
+    assert both.local_workers.told == [("terminate", STOP_S)]
     for worker in range(3):
         both.head.exited(ended(worker, None, sent_by_us=True))
     assert both.state() == "stopped"
@@ -90,7 +90,7 @@ def test_a_signal_that_workers_got_too_is_a_stop_and_no_failure(both: HeadAndMem
 def test_a_signal_after_a_failure_does_not_hide_it(both: HeadAndMember) -> None:
     both.head.exited(ended(0, 1))
     both.head.interrupted(signal.SIGINT)
-    assert both.crew.told == [("terminate", STOP_S)]
+    assert both.local_workers.told == [("terminate", STOP_S)]
     both.head.exited(ended(1, None, sent_by_us=True))
     both.head.exited(ended(2, None, sent_by_us=True))
     assert both.state() == "failed"
@@ -164,7 +164,7 @@ def test_a_member_that_talks_nonsense_is_lost_and_the_head_goes_on(
     assert len(both.said) == 1
     assert both.said[0].startswith("host b (10.0.0.2) was lost: it said something that makes no sense")
     both.head.tick(time.monotonic() + GATHER_S + 1)
-    assert both.crew.told == [("terminate", TERMINATE_S)]
+    assert both.local_workers.told == [("terminate", TERMINATE_S)]
 
 
 def test_workers_that_left_as_too_few_are_known_as_such_where_none_has_spoken_since_it_was_told_to() -> None:
@@ -174,7 +174,9 @@ def test_workers_that_left_as_too_few_are_known_as_such_where_none_has_spoken_si
         now = time.monotonic()
         for later_s in (0.0, 0.2, 0.4):
             both.head.tick(now + later_s)
-        assert (0, "finish") in [(told[0], told[1]["op"]) for told in both.crew.told if isinstance(told[1], dict)]
+        assert (0, "finish") in [
+            (told[0], told[1]["op"]) for told in both.local_workers.told if isinstance(told[1], dict)
+        ]
         both.head.exited(ended(0, TOO_FEW))
         both.head.exited(ended(2, TOO_FEW))
         both.head.tick(now + 0.5)
@@ -192,7 +194,7 @@ def pass_time(both: HeadAndMember, seconds: float) -> None:
     """All hosts are heard of, and no worker."""
     began = time.monotonic()
     for number in range(int(2 * seconds)):
-        both.guest.link.heard = began + number / 2
+        both.remote_host.link.heard = began + number / 2
         both.head.tick(began + number / 2)
 
 
@@ -204,7 +206,7 @@ def test_what_workers_do_behind_the_training_is_neither_silence_nor_a_loss(behin
         for worker in {0, 1, 2} - set(behind):
             both.head.exited(ended(worker))
         pass_time(both, 20.0)
-        assert both.head.outcome is None and both.crew.told == [] and both.events == []
+        assert both.head.outcome is None and both.local_workers.told == [] and both.events == []
         for worker in behind:
             both.head.exited(ended(worker))
         assert both.state() == "finished"
@@ -223,7 +225,7 @@ def test_a_worker_that_is_lost_behind_the_training_has_failed_and_the_others_com
     else:
         both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9)))
     both.head.tick(time.monotonic() + 2 * GATHER_S)
-    assert both.crew.told == [] and not [event for event in both.events if isinstance(event, WorkerLost)]
+    assert both.local_workers.told == [] and not [event for event in both.events if isinstance(event, WorkerLost)]
     for worker in (0, 1):
         both.head.exited(ended(worker))
     assert both.state() == "failed"
@@ -236,7 +238,7 @@ def test_an_error_behind_the_training_ends_the_others_as_any_error_does(both: He
     come_to_the_end(both, 0, 1, 2)
     both.head.exited(ended(0, 1))
     both.head.tick(time.monotonic() + 2 * GATHER_S)
-    assert both.crew.told == [("terminate", TERMINATE_S)]
+    assert both.local_workers.told == [("terminate", TERMINATE_S)]
 
 
 def test_a_host_that_is_lost_takes_nothing_of_the_run_but_who_is_still_at_work(both: HeadAndMember) -> None:
@@ -245,7 +247,7 @@ def test_a_host_that_is_lost_takes_nothing_of_the_run_but_who_is_still_at_work(b
     both.member.close()
     both.loop.turn(1.0)
     assert [event.rank for event in both.events if isinstance(event, WorkerLost)] == [2]
-    forms = [message["members"] for worker, message in both.crew.told if worker == 1]
+    forms = [message["members"] for worker, message in both.local_workers.told if worker == 1]
     assert forms == [(1,)], "nobody waits for worker 0, which is past all that they do together"
     come_to_the_end(both, 1)
     for worker in (0, 1):

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.head import Head
-from paceline.launch.hosts import meet
-from paceline.launch.loop import Loop
-from paceline.launch.member import Member
-from paceline.launch.signals import Interrupted, Signals
-from paceline.launch.terms import mismatch
+from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.host_agent import HostAgent
+from paceline.launch.coordinator.join_request import mismatch
+from paceline.launch.coordinator.rendezvous import join_hosts
+from paceline.launch.io.event_loop import EventLoop
+from paceline.launch.io.signals import Interrupted, StopSignals
 from paceline.plan.job import Job
 
 
@@ -40,18 +40,18 @@ def port() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-def attend(said: list[str], signals: Signals | None = None, **fields: Any) -> Head | Member:
+def attend(said: list[str], signals: StopSignals | None = None, **fields: Any) -> Coordinator | HostAgent:
     """Hold the meeting for one host; the side comes back closed."""
     job = Job(**{"workers": 3, "hosts": 2, "timeout_s": 10.0, **fields})
-    with closing(Loop()) as loop:
+    with closing(EventLoop()) as loop:
         about: dict[str, Any] = {"plan": None, "attempt": 4, "run_dir": "runs/r", "loop": loop, "say": said.append}
-        with closing(meet(job, signals=signals or Signals(), **about)) as side:
+        with closing(join_hosts(job, signals=signals or StopSignals(), **about)) as side:
             return side
 
 
 def test_one_host_meets_nobody() -> None:
     side = attend([], hosts=1)
-    assert isinstance(side, Head)
+    assert isinstance(side, Coordinator)
     assert (side.host_index, side.address, side.attempt) == (0, "127.0.0.1", 4)
 
 
@@ -62,7 +62,7 @@ def test_whoever_comes_first_is_the_head_and_numbers_the_attempt(host: str, port
     fields: dict[str, Any] = {"head": f"{host}:{port}", "token_file": token_file, "hosts": 3}
     with ThreadPoolExecutor(3) as threads:
         sides = list(threads.map(lambda _: attend([], **fields), range(3)))
-    assert sorted(type(side).__name__ for side in sides) == ["Head", "Member", "Member"]
+    assert sorted(type(side).__name__ for side in sides) == ["Coordinator", "HostAgent", "HostAgent"]
     assert sorted(side.host_index for side in sides) == [0, 1, 2]
     assert {side.attempt for side in sides} == {4}
     assert {side.address for side in sides} <= {"127.0.0.1", "::1"}
@@ -96,7 +96,7 @@ def test_a_port_where_something_else_listens_is_said_at_once(token_file: str) ->
 
 
 def test_a_signal_ends_the_waiting(port: int, token_file: str) -> None:
-    signals = Signals()
+    signals = StopSignals()
     signals.note(signal.SIGTERM)
     with pytest.raises(Interrupted) as interrupted:
         attend([], signals, head=f"127.0.0.1:{port}", token_file=token_file)

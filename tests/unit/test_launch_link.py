@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.channel import encode
-from paceline.comm.token import HANDSHAKE_TIMEOUT_S
-from paceline.launch.door import MOST_AT_ONCE, SHOWN, Door, Introduction
-from paceline.launch.link import Link
-from paceline.launch.loop import READ, Loop
+from paceline.comm.messages.json_channel import encode
+from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S
+from paceline.launch.io.authentication import MOST_AT_ONCE, SHOWN, AuthenticatedListener, TokenExchange
+from paceline.launch.io.event_loop import READ, EventLoop, MessageStream
 
 TOKEN = b"a token of sufficient length"
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    with closing(Loop()) as made:
+def loop() -> Iterator[EventLoop]:
+    with closing(EventLoop()) as made:
         yield made
 
 
-def turn_until(loop: Loop, done: Callable[[], bool], *, limit_s: float = 30.0) -> None:
+def turn_until(loop: EventLoop, done: Callable[[], bool], *, limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < deadline, "nothing more happens"
@@ -36,13 +35,13 @@ def turn_until(loop: Loop, done: Callable[[], bool], *, limit_s: float = 30.0) -
 class Party:
     """A link that keeps what it hears."""
 
-    def __init__(self, sock: socket.socket, loop: Loop) -> None:
+    def __init__(self, sock: socket.socket, loop: EventLoop) -> None:
         self.messages: list[dict[str, Any]] = []
         self.ends: list[Exception] = []
-        self.link = Link(sock, loop, on_message=self.messages.append, on_close=self.ends.append)
+        self.link = MessageStream(sock, loop, on_message=self.messages.append, on_close=self.ends.append)
 
 
-def test_large_messages_pass_both_ways_at_once_without_blocking(loop: Loop) -> None:
+def test_large_messages_pass_both_ways_at_once_without_blocking(loop: EventLoop) -> None:
     one, other = (Party(sock, loop) for sock in socket.socketpair())
     text = "x" * (3 << 20)  # more than the sockets hold
     for party in (one, other):
@@ -57,7 +56,7 @@ def test_large_messages_pass_both_ways_at_once_without_blocking(loop: Loop) -> N
     assert (one.ends, other.link.closed) == ([], True)
 
 
-def test_what_was_said_before_the_end_is_heard_first(loop: Loop) -> None:
+def test_what_was_said_before_the_end_is_heard_first(loop: EventLoop) -> None:
     ours, theirs = socket.socketpair()
     party = Party(ours, loop)
     theirs.sendall(encode({"last": "words"}))
@@ -66,7 +65,7 @@ def test_what_was_said_before_the_end_is_heard_first(loop: Loop) -> None:
     assert party.messages == [{"last": "words"}]
 
 
-def test_sending_to_one_who_has_gone_ends_in_one_close(loop: Loop) -> None:
+def test_sending_to_one_who_has_gone_ends_in_one_close(loop: EventLoop) -> None:
     ours, theirs = socket.socketpair()
     party = Party(ours, loop)
     theirs.close()
@@ -77,7 +76,7 @@ def test_sending_to_one_who_has_gone_ends_in_one_close(loop: Loop) -> None:
     assert len(party.ends) == 1
 
 
-def test_nonsense_closes_the_link_with_a_value_error(loop: Loop) -> None:
+def test_nonsense_closes_the_link_with_a_value_error(loop: EventLoop) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         party = Party(ours, loop)
@@ -87,7 +86,7 @@ def test_nonsense_closes_the_link_with_a_value_error(loop: Loop) -> None:
         assert theirs.recv(1) == b""
 
 
-def test_sockets_are_handed_over_in_order_and_closed_here(loop: Loop) -> None:
+def test_sockets_are_handed_over_in_order_and_closed_here(loop: EventLoop) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         party = Party(ours, loop)
@@ -106,7 +105,7 @@ def test_sockets_are_handed_over_in_order_and_closed_here(loop: Loop) -> None:
         party.link.close()
 
 
-def test_a_socket_that_a_callback_closed_is_not_served_in_the_same_turn(loop: Loop) -> None:
+def test_a_socket_that_a_callback_closed_is_not_served_in_the_same_turn(loop: EventLoop) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     served: list[int] = []
 
@@ -129,11 +128,11 @@ def test_a_socket_that_a_callback_closed_is_not_served_in_the_same_turn(loop: Lo
 class Entrance:
     """A door on loopback, and what comes through it."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self.loop, self.said, self.proved = loop, list[str](), list[socket.socket]()
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.door = Door(listener, TOKEN, loop, on_proved=self.proved.append, say=self.said.append)
+        self.door = AuthenticatedListener(listener, TOKEN, loop, on_proved=self.proved.append, say=self.said.append)
 
     def close(self) -> None:
         self.door.close()
@@ -142,15 +141,15 @@ class Entrance:
 
 
 @pytest.fixture
-def entrance(loop: Loop) -> Iterator[Entrance]:
+def entrance(loop: EventLoop) -> Iterator[Entrance]:
     with closing(Entrance(loop)) as made:
         yield made
 
 
-def test_the_door_opens_for_the_token(loop: Loop, entrance: Entrance) -> None:
+def test_the_door_opens_for_the_token(loop: EventLoop, entrance: Entrance) -> None:
     proved: list[socket.socket] = []
     sock = socket.create_connection(entrance.address)
-    Introduction(
+    TokenExchange(
         sock, TOKEN, loop, is_head=False, on_proved=proved.append, on_refused=lambda *why: pytest.fail(str(why))
     )
     turn_until(loop, lambda: len(proved) == len(entrance.proved) == 1)
@@ -158,9 +157,9 @@ def test_the_door_opens_for_the_token(loop: Loop, entrance: Entrance) -> None:
     sock.close()
 
 
-def test_another_token_is_a_final_no_on_both_sides(loop: Loop, entrance: Entrance) -> None:
+def test_another_token_is_a_final_no_on_both_sides(loop: EventLoop, entrance: Entrance) -> None:
     refused: list[tuple[str, bool]] = []
-    Introduction(
+    TokenExchange(
         socket.create_connection(entrance.address),
         b"another token",
         loop,
@@ -174,7 +173,7 @@ def test_another_token_is_a_final_no_on_both_sides(loop: Loop, entrance: Entranc
     assert entrance.proved == []
 
 
-def test_who_says_nothing_is_sent_away_in_time(loop: Loop, entrance: Entrance) -> None:
+def test_who_says_nothing_is_sent_away_in_time(loop: EventLoop, entrance: Entrance) -> None:
     with socket.create_connection(entrance.address) as sock:
         sock.settimeout(10)
         loop.turn(1.0)
@@ -186,7 +185,7 @@ def test_who_says_nothing_is_sent_away_in_time(loop: Loop, entrance: Entrance) -
     assert entrance.said == ["refused a connection from 127.0.0.1: it did not prove the job's token within 5 s"]
 
 
-def test_a_crowd_of_strangers_is_kept_small_and_told_in_few_words(loop: Loop, entrance: Entrance) -> None:
+def test_a_crowd_of_strangers_is_kept_small_and_told_in_few_words(loop: EventLoop, entrance: Entrance) -> None:
     crowd = [socket.create_connection(entrance.address) for _ in range(MOST_AT_ONCE + 10)]
     turn_until(loop, lambda: len(entrance.said) == SHOWN)
     for _ in range(len(crowd)):
@@ -201,12 +200,12 @@ def test_a_crowd_of_strangers_is_kept_small_and_told_in_few_words(loop: Loop, en
     assert entrance.said[-1] == "refused 10 connections from 127.0.0.1 in all"
 
 
-def test_a_heads_door_that_speaks_another_language_is_a_final_no(loop: Loop) -> None:
+def test_a_heads_door_that_speaks_another_language_is_a_final_no(loop: EventLoop) -> None:
     refused: list[tuple[str, bool]] = []
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-        Introduction(
+        TokenExchange(
             ours,
             TOKEN,
             loop,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerError, WorkersLostError
-from paceline.launch.outcome import STUCK, Outcome, WorkerExit, interrupted, lost, read_error, verdict
+from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit, interrupted, lost, read_error, verdict
 
 WELL = WorkerExit(
     worker=0, host="a", pid=10, exit_code=0, signal=None, peak_memory_bytes=1, error=None, sent_by_us=False
@@ -92,7 +92,7 @@ def test_a_stopped_job_has_no_failures_and_the_shells_exit_code(signum: int, cod
 
 def test_outcomes_travel_as_json() -> None:
     outcome = verdict([WELL, lost(1, host="b", pid=7, kind="HostLost", message="gone"), ended(2, kind="ValueError")])
-    again = Outcome.from_json(json.loads(json.dumps(outcome.to_json())))
+    again = JobOutcome.from_json(json.loads(json.dumps(outcome.to_json())))
     assert again.failures == outcome.failures
     assert [one.worker for one in again.exits] == [0, 1, 2]
     assert dataclasses.replace(again, exits=()) == dataclasses.replace(outcome, exits=())

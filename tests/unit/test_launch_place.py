@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.place import assign, deal, share_of, template
+from paceline.launch.job.placement import assign, assignment_template, ranks_by_host, slots_per_host
 from paceline.plan.job import Job
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_ranks_are_contiguous_even_and_complete(hosts: int, more: int) -> None:
     workers = hosts + more - 1
-    dealt = deal(workers, hosts)
+    dealt = ranks_by_host(workers, hosts)
     assert [rank for ranks in dealt for rank in ranks] == list(range(workers))
     sizes = [len(ranks) for ranks in dealt]
     assert len(sizes) == hosts
@@ -26,12 +26,12 @@ def test_ranks_are_contiguous_even_and_complete(hosts: int, more: int) -> None:
 @pytest.mark.parametrize(("workers", "hosts"), [(1, 2), (0, 1), (3, 0)])
 def test_no_host_stays_without_a_worker(workers: int, hosts: int) -> None:
     with pytest.raises(ValueError, match=f"{workers} workers cannot be dealt to {hosts} hosts"):
-        deal(workers, hosts)
+        ranks_by_host(workers, hosts)
 
 
 def test_each_worker_of_a_host_is_told_its_place() -> None:
     job = Job(workers=5, hosts=2, head="node1:29500")
-    alike = template(
+    alike = assignment_template(
         job,
         host="b",
         host_index=1,
@@ -42,7 +42,7 @@ def test_each_worker_of_a_host_is_told_its_place() -> None:
         command_started=1.5,
         plan="replicas=5",
     )
-    told = assign(alike, deal(5, 2)[1])
+    told = assign(alike, ranks_by_host(5, 2)[1])
     assert [(one.rank, one.local_rank, one.local_workers, one.workers) for one in told] == [(3, 0, 2, 5), (4, 1, 2, 5)]
     assert {(one.host, one.host_index, one.hosts, one.address) for one in told} == {("b", 1, 2, "10.0.0.2")}
     assert told[1].worker_dir == "/runs/r/attempt_3/worker_4"
@@ -53,9 +53,11 @@ def test_each_worker_of_a_host_is_told_its_place() -> None:
 
 def test_the_number_of_workers_has_to_be_known() -> None:
     with pytest.raises(ValueError, match=r"job\.workers is None"):
-        template(Job(), host="a", host_index=0, slots=1, address="", run_dir=Path(), attempt=1, command_started=0.0)
+        assignment_template(
+            Job(), host="a", host_index=0, slots=1, address="", run_dir=Path(), attempt=1, command_started=0.0
+        )
 
 
 @pytest.mark.parametrize(("workers", "hosts", "share"), [(4, 2, 2), (5, 2, 2), (2, 1, 2), (1, 1, 1)])
 def test_a_host_that_comes_later_has_room_for_its_share(workers: int, hosts: int, share: int) -> None:
-    assert share_of(Job(workers=workers, hosts=hosts, head="a:29500")) == share
+    assert slots_per_host(Job(workers=workers, hosts=hosts, head="a:29500")) == share

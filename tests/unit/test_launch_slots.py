@@ -6,18 +6,18 @@ from collections.abc import Collection
 
 import pytest
 
-from paceline.launch.slots import Slots
+from paceline.launch.job.placement import HostSlots
 
 
-def made(*hosts: tuple[int, list[int]]) -> Slots:
+def made(*hosts: tuple[int, list[int]]) -> HostSlots:
     """Hosts with so many slots, and these workers on them."""
-    slots = Slots()
+    slots = HostSlots()
     for host_index, (number, workers) in enumerate(hosts):
         slots.open(host_index, number, workers)
     return slots
 
 
-def placed(slots: Slots, *workers: int, quiet: Collection[int] = ()) -> list[int | None]:
+def placed(slots: HostSlots, *workers: int, quiet: Collection[int] = ()) -> list[int | None]:
     slots.place(workers, quiet=quiet)
     return [slots.host_of(worker) for worker in workers]
 

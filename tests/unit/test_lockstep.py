@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.generation import Members
-from paceline.comm.group import Alone, Disrupted, Landed, Transfer
-from paceline.comm.lockstep import Across, InStep, Lockstep
-from paceline.comm.ring import Ring
+from paceline.comm.elastic.generation_group import ElasticGroup
+from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep, LockstepGroup
+from paceline.comm.flight_recorder import FlightRecorder
+from paceline.comm.group import CompletedTransfer, Disrupted, SingleWorkerGroup, Transfer
 
 LIMIT_S = 10.0
 
 
-class Inside(Alone):
+class Inside(SingleWorkerGroup):
     """One end of a replica of two, in two threads."""
 
     def __init__(self, index: int, barrier: threading.Barrier, told: list[float]) -> None:
@@ -30,10 +30,10 @@ class Inside(Alone):
         self._barrier.wait(LIMIT_S)
         tensor.fill_(sum(self._told))
         self._barrier.wait(LIMIT_S)
-        return Landed()
+        return CompletedTransfer()
 
 
-class Between(Alone):
+class Between(SingleWorkerGroup):
     """A group of others, whose next transfers fail in the wait, or at once."""
 
     size = 2
@@ -44,7 +44,7 @@ class Between(Alone):
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         if self.fails == "begin":
             raise Disrupted("lost at the beginning")
-        return self if self.fails == "wait" else Landed()
+        return self if self.fails == "wait" else CompletedTransfer()
 
     def wait(self) -> None:
         raise Disrupted("lost in the wait")
@@ -59,9 +59,12 @@ class Worker:
     def __init__(self, inside: Inside) -> None:
         self.lockstep = Lockstep(inside)
         self.run, self.place = Between(), Between()
-        self.whole, self.across = InStep(self.lockstep, ring=Ring.unread()), Across(self.lockstep, ring=Ring.unread())
+        self.whole, self.replica_group = (
+            LockstepGroup(self.lockstep, ring=FlightRecorder.unread()),
+            CrossReplicaGroup(self.lockstep, ring=FlightRecorder.unread()),
+        )
         self.whole.take(self.run, 0, ranks=(0, 1))
-        self.across.take(self.place, 0, ranks=(0, 1))
+        self.replica_group.take(self.place, 0, ranks=(0, 1))
 
 
 def both(story: Callable[[Worker, int], Any]) -> list[Any]:
@@ -83,7 +86,7 @@ def both(story: Callable[[Worker, int], Any]) -> list[Any]:
     return found
 
 
-def summed(group: Members) -> None:
+def summed(group: ElasticGroup) -> None:
     group.all_reduce(torch.ones(1), what="a sum").wait()
 
 
@@ -104,7 +107,7 @@ def test_a_sum_between_replicas_that_fails_is_kept_until_the_whole_run_does_some
     def story(worker: Worker, index: int) -> str:
         worker.place.fails = how if index else None
         for _ in range(1 + index):
-            summed(worker.across)
+            summed(worker.replica_group)
         reached.append(index)
         summed(worker.whole)
         return "done"
@@ -118,12 +121,12 @@ def test_anything_else_between_replicas_that_fails_is_raised_at_once_and_the_oth
     def story(worker: Worker, index: int) -> str:
         worker.place.fails = "wait" if index else None
         try:
-            worker.across.gather_objects(1)
+            worker.replica_group.gather_objects(1)
             summed(worker.whole)
         except Disrupted as disruption:
             worker.lockstep.part(disruption)
             worker.place.fails = None
-            summed(worker.across)
+            summed(worker.replica_group)
             summed(worker.whole)  # and in the next generation all is well
             return "left, and went on"
         return "done"
@@ -133,7 +136,7 @@ def test_anything_else_between_replicas_that_fails_is_raised_at_once_and_the_oth
 
 def test_what_goes_well_returns_and_all_have_to_say_yes() -> None:
     def story(worker: Worker, index: int) -> Any:
-        summed(worker.across)
+        summed(worker.replica_group)
         summed(worker.whole)
         return worker.whole.gather_objects(5), worker.lockstep.all_say(True), worker.lockstep.all_say(index == 0)
 
@@ -141,7 +144,7 @@ def test_what_goes_well_returns_and_all_have_to_say_yes() -> None:
 
 
 def test_a_newcomer_asks_nobody_and_a_worker_alone_is_always_of_one_mind() -> None:
-    newcomer = InStep(Lockstep(Inside(0, threading.Barrier(2), [0.0, 0.0])), ring=Ring.unread())
+    newcomer = LockstepGroup(Lockstep(Inside(0, threading.Barrier(2), [0.0, 0.0])), ring=FlightRecorder.unread())
     summed(newcomer)
     assert newcomer.gather_objects(3) == [3]
     alone = Lockstep()

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from paceline.comm.away import away, is_away
+from paceline.comm.remote_tensors import is_remote, remote_tensor
 from paceline.errors import PlanError
-from paceline.parallel.check.rows import why_not_by_rows
-from paceline.parallel.fit import require_fit
-from paceline.parallel.lookups import look_rows_up
+from paceline.parallel.check.model_support import require_fit
+from paceline.parallel.check.optimizer_requirements import why_not_by_rows
+from paceline.parallel.remote_embeddings import use_remote_tables
 from paceline.plan import Compute, ParameterServer, Plan
 
 SERVED = Plan(sync=ParameterServer())
@@ -38,7 +38,7 @@ class Held:
     def leave(self) -> None:
         for one in self._tables:
             self.whole_of[id(one)] = one.detach().clone()
-            one.data = away(one)
+            one.data = remote_tensor(one)
 
     def rows(self, parameter: Parameter, numbers: Tensor) -> Tensor:
         self.asked.append(numbers.tolist())
@@ -50,7 +50,7 @@ class Held:
 
 def elsewhere(model: nn.Module) -> Held:
     held = Held()
-    look_rows_up(model, held)
+    use_remote_tables(model, held)
     held.leave()
     return held
 
@@ -134,7 +134,7 @@ def test_the_state_of_a_model_has_whole_tables_and_a_class_of_ones_own_stays() -
     twin = copy.deepcopy(model)
     elsewhere(model)
     table = dict(model.named_parameters())["words.weight"]
-    assert is_away(table) and table.shape == (ROWS, WIDTH) and table.untyped_storage().nbytes() == 4
+    assert is_remote(table) and table.shape == (ROWS, WIDTH) and table.untyped_storage().nbytes() == 4
     torch.testing.assert_close(dict(model.state_dict()), before)
     torch.testing.assert_close(dict(twin.state_dict()), before)
     words: Any = model["words"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import paceline.comm.meet as meeting
-from paceline.comm.meet import BoardThread, meet
+from paceline.comm.rendezvous import external_launch as meeting
+from paceline.comm.rendezvous.external_launch import KeyValueServer, join_external_launch
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_worker_0_takes_others_in_also_after_it_could_not_once(
     monkeypatch.setattr(socket.socket, "accept", failing)
     monkeypatch.setattr(meeting, "PAUSE_S", 0.01)
     address = f"\0paceline-test-{os.getpid()}"
-    board = BoardThread(address, None, said.append)
+    board = KeyValueServer(address, None, said.append)
     try:
-        channel, _ = meet(worker_rank=1, address=address, token=None, timeout_s=20.0, log=said.append)
+        channel, _ = join_external_launch(worker_rank=1, address=address, token=None, timeout_s=20.0, log=said.append)
         channel._sock.settimeout(20.0)
         assert channel.call("add", key="n", amount=3) == 3
         channel.close()

@@ -6,13 +6,13 @@ import dataclasses
 
 from membership_scenes import form, join, made, only, the, ticked
 from paceline.elastic.membership import EndWorker, GiveUp, StartReplica
-from paceline.elastic.notices import PREEMPTED, TOO_FEW, Finish, Form
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW, Finish, MembershipView
 
 
 def test_who_is_asked_to_leave_goes_between_two_steps_and_is_not_replaced() -> None:
     membership = made(3)
     decisions = membership.leaving(1, 1.0)
-    formed = the(decisions, Form)
+    formed = the(decisions, MembershipView)
     assert (formed.members, formed.planned) == ((0, 2), True)
     assert membership.left_out == {1}
     assert membership.ended(1, 1.1) == [dataclasses.replace(formed, after=-1)]  # all have agreed: nobody waits for it
@@ -33,20 +33,20 @@ def test_who_leaves_while_a_generation_forms_leaves_with_the_next() -> None:
     membership.lost([3], 1.0, reason="killed")
     assert membership.leaving(1, 1.0) == []
     assert membership.form.members == (0, 1, 2)
-    assert the(form(membership), Form).members == (0, 2)
+    assert the(form(membership), MembershipView).members == (0, 2)
 
 
 def test_a_leaver_that_dies_within_a_step_interrupts_the_others() -> None:
     membership = made(3)
     membership.leaving(1, 1.0)
-    formed = the(membership.lost([1], 1.1, reason="killed"), Form)
+    formed = the(membership.lost([1], 1.1, reason="killed"), MembershipView)
     assert (formed.members, formed.planned) == ((0, 2), False)
 
 
 def test_a_leaver_whom_the_others_may_have_left_behind_is_not_gone_on_with() -> None:
     membership = made(3)
     membership.leaving(1, 1.0)
-    assert the(membership.lost([2], 1.1, reason="killed"), Form).members == (0,)
+    assert the(membership.lost([2], 1.1, reason="killed"), MembershipView).members == (0,)
     assert 1 in membership.left_out
 
 
@@ -59,7 +59,7 @@ def test_when_only_those_are_left_who_were_asked_to_go_everything_is_saved() -> 
     membership = made(2, formed=False)
     membership.leaving(1, 1.0)
     decisions = membership.lost([0], 1.1, reason="killed")
-    assert the(decisions, Form).members == (1,)
+    assert the(decisions, MembershipView).members == (1,)
     assert the(decisions, Finish).exit_code == PREEMPTED
 
 
@@ -79,8 +79,8 @@ def test_a_newcomer_that_is_asked_to_leave_is_ended() -> None:
 
 def test_a_leaver_that_does_not_hear_of_it_is_told_again_once_the_others_stand() -> None:
     membership = made(3)
-    planned = the(membership.leaving(1, 1.0), Form)
-    again = the(form(membership), Form)
+    planned = the(membership.leaving(1, 1.0), MembershipView)
+    again = the(form(membership), MembershipView)
     assert (again.generation, again.members) == (planned.generation, planned.members)
     assert again.interrupts(0)
     assert membership.left_out == {1}
@@ -88,11 +88,11 @@ def test_a_leaver_that_does_not_hear_of_it_is_told_again_once_the_others_stand()
 
 def test_who_has_come_to_its_end_is_not_counted_on_when_those_who_leave_are_told_again() -> None:
     membership = made(3)
-    planned = the(membership.leaving(1, 1.0), Form)
+    planned = the(membership.leaving(1, 1.0), MembershipView)
     assert planned.members == (0, 2)
     membership.formed(2, planned.generation, 1.1)
     assert membership.ended(2, 1.2) == []
-    again = the(membership.formed(0, planned.generation, 1.3), Form)
+    again = the(membership.formed(0, planned.generation, 1.3), MembershipView)
     assert (again.members, again.generation) == ((0,), planned.generation + 1)
     assert membership.left_out == {1}
 
@@ -100,7 +100,7 @@ def test_who_has_come_to_its_end_is_not_counted_on_when_those_who_leave_are_told
 def test_workers_that_are_asked_to_leave_together_go_with_one_generation() -> None:
     membership = made(4)
     decisions = membership.leave([1, 3], 1.0, reason="SIGTERM came on host b", room=0)
-    formed = the(decisions, Form)
+    formed = the(decisions, MembershipView)
     assert (formed.members, formed.planned, formed.holds) == ((0, 2), True, False)
     assert membership.left_out == {1, 3}
     form(membership)
@@ -118,7 +118,7 @@ def test_the_least_is_judged_for_all_who_leave_together() -> None:
 def test_slots_elsewhere_keep_the_least_and_replace_those_who_leave() -> None:
     membership = made(3, least=3)
     decisions = membership.leave([1, 2], 1.0, reason="SIGTERM came on host b", room=2)
-    formed = the(decisions, Form)
+    formed = the(decisions, MembershipView)
     assert (formed.members, formed.holds) == ((0,), True)  # it waits for the others
     assert [start.workers for start in only(decisions, StartReplica)] == [(3,), (4,)]
     form(membership)
@@ -130,7 +130,7 @@ def test_slots_elsewhere_keep_the_least_and_replace_those_who_leave() -> None:
 
 def test_replicas_with_one_worker_on_a_host_that_leaves_go_whole() -> None:
     membership = made(3, each=2)
-    formed = the(membership.leave([1, 2], 1.0, reason="SIGTERM came on host b", room=0), Form)
+    formed = the(membership.leave([1, 2], 1.0, reason="SIGTERM came on host b", room=0), MembershipView)
     assert formed.members == (4, 5)
 
 
@@ -140,7 +140,7 @@ def test_newcomers_on_a_host_that_leaves_are_ended_and_started_elsewhere() -> No
     form(membership)
     decisions = membership.leave([1, 2], 1.1, reason="SIGTERM came on host b", room=1)
     assert the(decisions, EndWorker).worker == 2
-    assert the(decisions, Form).members == (0,)
+    assert the(decisions, MembershipView).members == (0,)
     assert the(decisions, StartReplica).workers == (2,)
     assert membership.target == 2
 
@@ -159,7 +159,7 @@ def test_finish_is_said_once_and_ends_who_is_not_in_yet() -> None:
     membership.ready(1, 1.1)
     decisions = membership.finish(PREEMPTED, "SIGTERM came")
     assert sorted(end.worker for end in only(decisions, EndWorker)) == [1, 2]
-    assert the(decisions, Form).members == (0,)
+    assert the(decisions, MembershipView).members == (0,)
     assert the(decisions, Finish).exit_code == PREEMPTED
     assert membership.finish(TOO_FEW, "again") == []
     assert membership.workers == (0,)
@@ -169,7 +169,7 @@ def test_a_loss_while_the_run_ends_is_not_replaced_and_the_others_go_on_to_save(
     membership = made(3)
     membership.finish(PREEMPTED, "SIGTERM came")
     decisions = membership.lost([1], 1.0, reason="killed")
-    assert the(decisions, Form).members == (0, 2)
+    assert the(decisions, MembershipView).members == (0, 2)
     assert only(decisions, StartReplica) == []
 
 
@@ -199,7 +199,7 @@ def test_a_worker_whose_program_is_at_its_end_is_not_ended_with_the_rest_of_its_
     membership.over(0, 1.0)
     decisions = membership.lost([1], 1.1, reason="killed")
     assert only(decisions, EndWorker) == []
-    assert the(decisions, Form).members == (2, 3)
+    assert the(decisions, MembershipView).members == (2, 3)
 
 
 def test_who_is_over_is_missed_by_nobody_before_its_process_ends() -> None:
@@ -218,7 +218,7 @@ def test_who_is_over_is_missed_by_nobody_before_its_process_ends() -> None:
 def test_who_has_ended_is_not_waited_for_by_those_who_regroup() -> None:
     membership = made(3)
     membership.lost([2], 1.0, reason="killed")
-    assert the(membership.ended(0, 1.1), Form).members == (1,)
+    assert the(membership.ended(0, 1.1), MembershipView).members == (1,)
 
 
 def test_a_newcomer_that_comes_when_the_program_is_at_its_end_is_ended() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from membership_scenes import form, join, made, only, quiet, the
 from paceline.elastic.membership import EndWorker, GiveUp, StartReplica
-from paceline.elastic.notices import TOO_FEW, Finish, Form
+from paceline.elastic.membership_messages import TOO_FEW, Finish, MembershipView
 
 
 def test_a_loss_forms_a_generation_of_the_others_at_once_and_starts_a_replacement() -> None:
     decisions = made().lost([2], 1.0, reason="killed")
-    formed = the(decisions, Form)
+    formed = the(decisions, MembershipView)
     assert (formed.generation, formed.members, formed.planned, formed.holds) == (1, (0, 1, 3), False, False)
     assert the(decisions, StartReplica) == StartReplica(replica=2, workers=(2,))
     assert decisions.index(formed) < decisions.index(the(decisions, StartReplica))  # those who stand still come first
@@ -17,7 +17,7 @@ def test_a_loss_forms_a_generation_of_the_others_at_once_and_starts_a_replacemen
 
 def test_two_lost_together_make_one_generation() -> None:
     decisions = made().lost([1, 2], 1.0, reason="a host is gone")
-    assert the(decisions, Form).members == (0, 3)
+    assert the(decisions, MembershipView).members == (0, 3)
     assert [start.replica for start in only(decisions, StartReplica)] == [1, 2]
 
 
@@ -25,7 +25,7 @@ def test_a_loss_while_a_generation_forms_replaces_that_one() -> None:
     membership = made()
     membership.lost([1], 1.0, reason="killed")
     membership.formed(0, 1, 1.0)
-    newer = the(membership.lost([3], 1.0, reason="killed"), Form)
+    newer = the(membership.lost([3], 1.0, reason="killed"), MembershipView)
     assert (newer.generation, newer.members, newer.planned) == (2, (0, 2), False)
     assert membership.formed(2, 1, 1.0) == []  # of the old one: too late
     assert membership.formed(0, 1, 1.0) == []
@@ -43,7 +43,7 @@ def test_a_replica_is_replaced_once_however_often_its_loss_is_told() -> None:
 def test_the_other_workers_of_a_lost_replica_are_ended_each_once() -> None:
     decisions = made(2, each=3).lost([1, 2], 1.0, reason="killed")
     assert [end.worker for end in only(decisions, EndWorker)] == [0]
-    assert the(decisions, Form).members == (3, 4, 5)
+    assert the(decisions, MembershipView).members == (3, 4, 5)
 
 
 def test_three_members_lost_at_once_are_all_replaced() -> None:
@@ -54,7 +54,7 @@ def test_a_newcomer_is_taken_in_between_two_steps() -> None:
     membership = made(2)
     membership.lost([1], 1.0, reason="killed")
     form(membership)
-    planned = the(membership.ready(1, 2.0), Form)
+    planned = the(membership.ready(1, 2.0), MembershipView)
     assert (planned.members, planned.planned, planned.after) == ((0, 1), True, 1)
     assert not planned.interrupts(1)
     assert planned.interrupts(0)  # who has got no further goes over at once
@@ -64,16 +64,16 @@ def test_a_newcomer_waits_until_the_others_have_formed() -> None:
     membership = made(2)
     membership.lost([1], 1.0, reason="killed")
     assert membership.ready(1, 2.0) == []
-    assert the(form(membership), Form).members == (0, 1)
+    assert the(form(membership), MembershipView).members == (0, 1)
 
 
 def test_newcomers_that_come_meanwhile_are_taken_in_by_the_next_generation() -> None:
     membership = made(4)
     membership.lost([1, 2], 1.0, reason="killed")
     form(membership)
-    assert the(membership.ready(1, 2.0), Form).members == (0, 1, 3)
+    assert the(membership.ready(1, 2.0), MembershipView).members == (0, 1, 3)
     assert membership.ready(2, 2.0) == []
-    assert the(form(membership), Form).members == (0, 1, 2, 3)
+    assert the(form(membership), MembershipView).members == (0, 1, 2, 3)
 
 
 def test_a_newcomer_lost_before_it_is_taken_in_interrupts_nobody() -> None:
@@ -81,7 +81,7 @@ def test_a_newcomer_lost_before_it_is_taken_in_interrupts_nobody() -> None:
     membership.lost([2], 1.0, reason="killed")
     form(membership)
     membership.ready(2, 2.0)
-    formed = the(membership.lost([2], 2.1, reason="killed"), Form)
+    formed = the(membership.lost([2], 2.1, reason="killed"), MembershipView)
     assert (formed.members, formed.planned) == ((0, 1), True)
     assert not formed.interrupts(1)
     assert formed.interrupts(2)  # but whoever waits for it, or steps with it already, does so no longer
@@ -93,13 +93,13 @@ def test_a_newcomer_is_not_counted_on_when_a_member_is_lost_before_it_has_said_t
     form(membership)
     membership.ready(2, 2.0)
     membership.formed(0, 2, 2.1)
-    formed = the(membership.lost([1], 2.2, reason="killed"), Form)
+    formed = the(membership.lost([1], 2.2, reason="killed"), MembershipView)
     assert (formed.members, formed.planned) == ((0,), False)
     assert 2 in membership.left_out  # it has to hear of it
     form(membership)
     assert membership.generation == 3  # and to say that it has no state, before it is taken in again
     assert membership.ready(2, 2.3, generation=2) == []  # said before it knew
-    assert the(membership.ready(2, 2.4, generation=3), Form).members == (0, 2)
+    assert the(membership.ready(2, 2.4, generation=3), MembershipView).members == (0, 2)
 
 
 def test_a_newcomer_that_has_said_that_it_has_the_state_is_counted_on() -> None:
@@ -108,7 +108,7 @@ def test_a_newcomer_that_has_said_that_it_has_the_state_is_counted_on() -> None:
     form(membership)
     membership.ready(1, 2.0)
     membership.formed(1, 2, 2.1)
-    formed = the(membership.lost([0], 2.2, reason="killed"), Form)
+    formed = the(membership.lost([0], 2.2, reason="killed"), MembershipView)
     assert (formed.members, formed.planned) == ((1,), False)
 
 
@@ -117,7 +117,7 @@ def test_where_nobody_is_known_to_have_the_state_those_are_asked_who_may() -> No
     membership.lost([1], 1.0, reason="killed")
     form(membership)
     membership.ready(1, 2.0)
-    formed = the(membership.lost([0], 2.2, reason="killed"), Form)
+    formed = the(membership.lost([0], 2.2, reason="killed"), MembershipView)
     assert (formed.members, formed.planned) == ((1,), False)
     assert only(membership.ready(1, 2.3, generation=formed.generation), GiveUp)
 
@@ -144,7 +144,7 @@ def test_newcomers_alone_cannot_go_on() -> None:
 
 def test_below_the_least_the_others_wait_and_end_after_their_patience() -> None:
     membership = made(2, least=2)
-    assert the(membership.lost([1], 1.0, reason="killed"), Form).holds
+    assert the(membership.lost([1], 1.0, reason="killed"), MembershipView).holds
     form(membership, now=1.0)
     assert quiet(membership, until=60.9) == []
     finish = the(quiet(membership, until=61.5), Finish)

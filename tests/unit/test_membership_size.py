@@ -9,7 +9,7 @@ import pytest
 
 from membership_scenes import form, join, made, only, quiet, the
 from paceline.elastic.membership import EndWorker, StartReplica
-from paceline.elastic.notices import PREEMPTED, Finish, Form
+from paceline.elastic.membership_messages import PREEMPTED, Finish, MembershipView
 
 DECIDED_S = 0.1
 
@@ -26,7 +26,7 @@ def test_resize_starts_what_is_missing_and_lets_the_highest_go() -> None:
     membership = made(2)
     assert [start.replica for start in only(membership.resize(4, 1.0), StartReplica)] == [2, 3]
     join(membership, 2, 3)
-    assert the(membership.resize(2, 2.0), Form).members == (0, 1)
+    assert the(membership.resize(2, 2.0), MembershipView).members == (0, 1)
     assert membership.left_out == {2, 3}
 
 
@@ -38,7 +38,7 @@ def test_resize_ends_newcomers_before_it_sends_members_away() -> None:
     membership.resize(4, 1.2)  # and another one on its way
     decisions = membership.resize(2, 1.3)
     assert sorted(end.worker for end in only(decisions, EndWorker)) == [0, 3]
-    formed = the(decisions, Form)
+    formed = the(decisions, MembershipView)
     assert (formed.members, formed.planned) == ((1, 2), True)
     assert only(decisions, StartReplica) == []
 
@@ -119,7 +119,7 @@ def test_a_host_that_comes_back_is_given_what_was_lost_with_it() -> None:
 
 def test_a_host_that_comes_ends_the_wait_for_the_least() -> None:
     membership = made(2, least=2)
-    assert the(membership.lost([1], 1.0, reason="host gone", room=0), Form).holds
+    assert the(membership.lost([1], 1.0, reason="host gone", room=0), MembershipView).holds
     form(membership, now=1.0)
     quiet(membership, until=30.0)
     membership.grow(1, 30.0)

@@ -8,7 +8,7 @@ import pytest
 
 from membership_scenes import form, made, only, quiet, the, ticked
 from paceline.elastic.membership import EndWorker, StartReplica
-from paceline.elastic.notices import FROM_WORKERS, Form
+from paceline.elastic.membership_messages import FROM_WORKERS, MembershipView
 
 
 @pytest.mark.parametrize("state", ["member", "leaver", "newcomer on its way", "newcomer that waits"])
@@ -27,7 +27,7 @@ def test_who_is_silent_is_fenced_whatever_it_is(state: str) -> None:
     decisions = ticked(membership, until=30.0, silent={1})
     end = the(decisions, EndWorker)
     assert (end.worker, end.reason, end.silent_s) == (1, "worker 1 said nothing for 10 s", 10.5)
-    assert bool(only(decisions, Form)) == (state != "newcomer on its way")
+    assert bool(only(decisions, MembershipView)) == (state != "newcomer on its way")
 
 
 def test_a_worker_that_is_never_heard_of_is_given_up_after_a_long_time() -> None:
@@ -59,17 +59,17 @@ def test_one_that_does_not_join_in_time_is_fenced() -> None:
     form(membership, besides=1)
     decisions = ticked(membership, until=30.0, silent=set())
     assert the(decisions, EndWorker).worker == 1
-    assert the(decisions, Form).members == (0, 2)
+    assert the(decisions, MembershipView).members == (0, 2)
 
 
 def test_when_all_are_late_they_try_again_and_then_one_is_given_up() -> None:
     membership = made(4)
     membership.lost([3], 0.0, reason="killed")
-    again = the(ticked(membership, until=30.0, silent=set()), Form)
+    again = the(ticked(membership, until=30.0, silent=set()), MembershipView)
     assert (again.members, again.planned) == ((0, 1, 2), False)
     decisions = quiet(membership, until=45.0)
     assert the(decisions, EndWorker).worker == 2
-    assert the(decisions, Form).members == (0, 1)
+    assert the(decisions, MembershipView).members == (0, 1)
 
 
 def test_the_state_may_take_longer_to_hand_over_than_a_generation_to_form() -> None:
@@ -85,7 +85,7 @@ def test_a_broken_connection_is_made_anew_after_a_second() -> None:
     membership = made(4)
     assert membership.stuck(2, 0, 1.0) == []
     assert membership.tick(1.5) == []
-    again = the(membership.tick(2.0), Form)
+    again = the(membership.tick(2.0), MembershipView)
     assert (again.generation, again.members, again.planned) == (1, (0, 1, 2, 3), False)
     form(membership)
     assert membership.tick(10.0) == []
@@ -116,7 +116,7 @@ def test_a_connection_that_breaks_again_costs_the_one_that_most_point_at(
             membership.stuck(worker, generation, generation * 1.0, peer=peer)
         decisions = membership.tick(generation + 1.0)
     assert [end.worker for end in only(decisions, EndWorker)] == [guilty]
-    assert guilty not in the(decisions, Form).members
+    assert guilty not in the(decisions, MembershipView).members
 
 
 def test_a_committed_step_forgives_the_connections() -> None:
@@ -137,19 +137,19 @@ def test_a_newcomer_that_cannot_be_reached_is_given_up_before_any_member() -> No
         membership.stuck(2, membership.generation, number * 2.0, peer=0)
         decisions = membership.tick(number * 2.0 + 1.0)
         if number == 1:
-            assert (the(decisions, Form).members, only(decisions, EndWorker)) == ((1, 2), [])
+            assert (the(decisions, MembershipView).members, only(decisions, EndWorker)) == ((1, 2), [])
             form(membership)
             membership.committed(1, 3.5)
             membership.ready(0, 3.5, generation=membership.generation)
     assert the(decisions, EndWorker).worker == 0
-    assert the(decisions, Form).planned
+    assert the(decisions, MembershipView).planned
 
 
 def test_who_is_stuck_before_a_planned_generation_is_not_forgotten_by_it() -> None:
     membership = made(3)
     membership.stuck(1, 0, 1.0, peer=0)
     membership.leaving(2, 1.1)
-    assert not the(membership.tick(2.1), Form).planned
+    assert not the(membership.tick(2.1), MembershipView).planned
 
 
 def test_replacements_that_keep_dying_are_started_with_pauses_but_never_given_up() -> None:
@@ -200,6 +200,8 @@ def test_who_forms_last_is_known_before() -> None:
 
 
 def test_a_form_survives_the_wire() -> None:
-    planned = Form(generation=7, members=(0, 2), planned=True, holds=False, reason="replica 2 to join", after=6)
-    assert Form.from_json(planned.to_json()) == planned
+    planned = MembershipView(
+        generation=7, members=(0, 2), planned=True, holds=False, reason="replica 2 to join", after=6
+    )
+    assert MembershipView.from_json(planned.to_json()) == planned
     assert "stuck" in FROM_WORKERS

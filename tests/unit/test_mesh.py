@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.split import rows_of
+from paceline.comm.sharded_tensors import rows_of
 from paceline.parallel.mesh import Mesh, mesh_of
 from paceline.plan import Layout
-from paceline.schedule.share import deal, deal_to_replicas
+from paceline.schedule.micro_batches import deal, deal_to_replicas
 
 counts = st.integers(1, 6)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 import zmq
 
-from paceline.comm import messages
-from paceline.comm.messages import Caller, Listener, Lost
+from paceline.comm.messages import tensor_messages
+from paceline.comm.messages.tensor_messages import ServerLost, TensorClient, TensorServer
 from paceline.errors import SyncError
 
 SECRET = b"s" * 32
@@ -37,7 +37,7 @@ def echo(
     secret: bytes = SECRET, *, silence_s: float | None = None
 ) -> Iterator[tuple[str, list[Mapping[str, Any]], threading.Event]]:
     """A listener in a thread that sends back what it is sent: its endpoint, what it was told, and its end."""
-    listener, told, ends = Listener("127.0.0.1", secret, silence_s=silence_s), [], threading.Event()
+    listener, told, ends = TensorServer("127.0.0.1", secret, silence_s=silence_s), [], threading.Event()
 
     def listen() -> None:
         while not ends.is_set():
@@ -74,7 +74,7 @@ def test_tensors_of_every_kind_come_back_with_the_same_bits() -> None:
         torch.tensor([-3, 4], dtype=torch.int8),
         torch.tensor([-300, 400], dtype=torch.int16),
     ]
-    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
         answer = caller.answer(caller.begin({"op": "x", "number": 0.1}, tensors))
     assert answer.header["number"] == 0.1
     for sent, came in zip(tensors, answer.tensors, strict=True):
@@ -83,12 +83,12 @@ def test_tensors_of_every_kind_come_back_with_the_same_bits() -> None:
 
 def test_a_tensor_of_another_kind_is_refused_by_name() -> None:
     error = pytest.raises(TypeError, match=r"a tensor of torch.float8_e4m3fn .* only float64, ")
-    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller, error:
+    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller, error:
         caller.send({"op": "x"}, [torch.zeros(2, dtype=torch.float8_e4m3fn)])
 
 
 def test_an_answer_that_nobody_wants_any_more_is_passed_over() -> None:
-    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
         caller.begin({"op": "first"})
         assert caller.answer(caller.begin({"op": "second"})).header["op"] == "second"
 
@@ -96,13 +96,13 @@ def test_an_answer_that_nobody_wants_any_more_is_passed_over() -> None:
 def test_who_does_not_know_the_secret_is_not_heard() -> None:
     with echo() as (endpoint, told, _):
         with pytest.raises(SyncError, match="it does not take this worker in: it holds another token"):
-            Caller(endpoint, b"t" * 32, name="it", timeout_s=10)
+            TensorClient(endpoint, b"t" * 32, name="it", timeout_s=10)
         context = zmq.Context()
         stranger = context.socket(zmq.DEALER)
         stranger.connect(endpoint)
         stranger.send_multipart([b'{"op": "steal", "call": 1}', b"x" * 1000])
         stranger.send(b'{"op": "steal", "call": 1}')
-        with closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+        with closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
             caller.answer(caller.begin({"op": "mine"}))
         assert stranger.poll(100) == 0, "it gets no answer"
         context.destroy(linger=0)
@@ -110,20 +110,23 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
 
 
 def test_a_listener_that_ends_is_lost_and_a_wait_may_be_ended() -> None:
-    with echo() as (endpoint, _, ends), closing(Caller(endpoint, SECRET, name="server 3", timeout_s=10)) as caller:
+    with (
+        echo() as (endpoint, _, ends),
+        closing(TensorClient(endpoint, SECRET, name="server 3", timeout_s=10)) as caller,
+    ):
         caller.answer(caller.begin({"op": "x"}))
         ends.set()
-        with pytest.raises(Lost, match="server 3 was lost"):
+        with pytest.raises(ServerLost, match="server 3 was lost"):
             caller.answer(10**6)
 
-    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
         caller._check = enough
         with pytest.raises(Enough):
             caller.answer(10**6)
 
 
 def test_an_answer_can_be_waited_for_whatever_a_check_says() -> None:
-    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
         caller._check = enough
         assert caller.answer(caller.begin({"op": "slow"}), checks=False).header["op"] == "slow"
         with pytest.raises(Enough):
@@ -133,7 +136,10 @@ def test_an_answer_can_be_waited_for_whatever_a_check_says() -> None:
 def test_a_wait_for_what_does_not_leave_ends() -> None:
     never, done = zmq.MessageTracker(threading.Event()), threading.Event()
     done.set()
-    with echo() as (endpoint, _, ends), closing(Caller(endpoint, SECRET, name="server 3", timeout_s=10)) as caller:
+    with (
+        echo() as (endpoint, _, ends),
+        closing(TensorClient(endpoint, SECRET, name="server 3", timeout_s=10)) as caller,
+    ):
         caller.wait_sent(None)
         caller.wait_sent(zmq.MessageTracker(done))
         caller._check = enough
@@ -144,14 +150,14 @@ def test_a_wait_for_what_does_not_leave_ends() -> None:
             caller.wait_sent(never)
         caller._timeout_s = 10
         ends.set()
-        with pytest.raises(Lost, match="server 3 was lost"):
+        with pytest.raises(ServerLost, match="server 3 was lost"):
             caller.wait_sent(never)
 
 
 def test_a_connection_that_nobody_closes_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "LINGER_MS", 0)
+    monkeypatch.setattr(tensor_messages, "LINGER_MS", 0)
     with echo() as (endpoint, _, _):
-        caller = Caller(endpoint, SECRET, name="it", timeout_s=10)
+        caller = TensorClient(endpoint, SECRET, name="it", timeout_s=10)
     caller.send({"op": "x"}, [torch.zeros(1 << 20)])  # nobody is there to take it
     collected = threading.Thread(target=caller._context.destroy, daemon=True)  # as a collection of garbage does
     collected.start()
@@ -161,7 +167,7 @@ def test_a_connection_that_nobody_closes_is_not_waited_for_without_end(monkeypat
 
 
 def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:
-    listener = Listener("127.0.0.1", SECRET)
+    listener = TensorServer("127.0.0.1", SECRET)
     address = ("127.0.0.1", int(listener.endpoint.rpartition(":")[2]))
 
     def greeted() -> socket.socket:
@@ -172,7 +178,7 @@ def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:
     with closing(listener), ThreadPoolExecutor(1) as pool:
         staying = greeted()
         assert listener.receive(0.01) is None and listener.num_connected == 0
-        making = pool.submit(Caller, listener.endpoint, SECRET, name="it", timeout_s=10)
+        making = pool.submit(TensorClient, listener.endpoint, SECRET, name="it", timeout_s=10)
         while not making.done():
             listener.receive(0.01)
         caller = making.result()
@@ -195,9 +201,9 @@ def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:
 
 
 def test_who_takes_the_name_of_somebody_who_has_gone_is_a_stranger() -> None:
-    listener = Listener("127.0.0.1", SECRET)
+    listener = TensorServer("127.0.0.1", SECRET)
     with closing(listener), ThreadPoolExecutor(1) as pool:
-        making = pool.submit(Caller, listener.endpoint, SECRET, name="it", timeout_s=10)
+        making = pool.submit(TensorClient, listener.endpoint, SECRET, name="it", timeout_s=10)
         while not making.done():
             listener.receive(0.01)
         (name,) = listener._known
@@ -215,11 +221,11 @@ def test_who_takes_the_name_of_somebody_who_has_gone_is_a_stranger() -> None:
 
 
 def test_who_is_stopped_is_cut_off_where_the_listener_does_not_wait_for_it() -> None:
-    with closing(Listener("127.0.0.1", SECRET, silence_s=2.0)) as listener:
+    with closing(TensorServer("127.0.0.1", SECRET, silence_s=2.0)) as listener:
         child = os.fork()
         if child == 0:
             try:
-                caller = Caller(listener.endpoint, SECRET, name="it", timeout_s=20.0)
+                caller = TensorClient(listener.endpoint, SECRET, name="it", timeout_s=20.0)
                 caller.send({"op": "here"})
                 signal.pause()
             finally:
@@ -243,7 +249,7 @@ def test_a_listener_that_stands_still_is_lost_where_its_caller_does_not_wait_for
     child = os.fork()
     if child == 0:
         try:
-            listener = Listener("127.0.0.1", SECRET)
+            listener = TensorServer("127.0.0.1", SECRET)
             os.write(theirs, listener.endpoint.encode())
             while True:
                 if (got := listener.receive(0.05)) is not None:
@@ -252,10 +258,10 @@ def test_a_listener_that_stands_still_is_lost_where_its_caller_does_not_wait_for
             os._exit(0)
     try:
         endpoint = os.read(ours, 100).decode()
-        with closing(Caller(endpoint, SECRET, name="it", timeout_s=60, silence_s=1.0)) as caller:
+        with closing(TensorClient(endpoint, SECRET, name="it", timeout_s=60, silence_s=1.0)) as caller:
             caller.answer(caller.begin({"op": "here"}))
             os.kill(child, signal.SIGSTOP)
-            with pytest.raises(Lost, match="it was lost: the connection was closed"):
+            with pytest.raises(ServerLost, match="it was lost: the connection was closed"):
                 caller.answer(caller.begin({"op": "x"}))
     finally:
         os.kill(child, signal.SIGKILL)
@@ -265,15 +271,15 @@ def test_a_listener_that_stands_still_is_lost_where_its_caller_does_not_wait_for
 
 
 def test_a_message_that_is_too_large_ends_its_connection() -> None:
-    lost = pytest.raises(Lost, match="it was lost")
-    with echo() as (endpoint, _, _), closing(Caller(endpoint, SECRET, name="it", timeout_s=10)) as caller, lost:
-        caller.answer(caller.begin({"op": "x", "text": "x" * messages.HEADER_BYTES}))
+    lost = pytest.raises(ServerLost, match="it was lost")
+    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller, lost:
+        caller.answer(caller.begin({"op": "x", "text": "x" * tensor_messages.HEADER_BYTES}))
 
 
 def test_whose_message_takes_longer_than_the_silence_is_heard_all_the_while() -> None:
     with echo(silence_s=0.5) as (endpoint, _, _), slow_way(endpoint, bytes_per_s=12e6) as way:
         began, sent = time.monotonic(), torch.randn(6_000_000)
-        with closing(Caller(way, SECRET, name="it", timeout_s=20, silence_s=0.5)) as caller:
+        with closing(TensorClient(way, SECRET, name="it", timeout_s=20, silence_s=0.5)) as caller:
             answer = caller.answer(caller.begin({"op": "x"}, [sent]))
         assert time.monotonic() - began > 3 * 0.5, "it did take longer"
         assert torch.equal(answer.tensors[0], sent)
@@ -307,7 +313,7 @@ def slow_way(endpoint: str, *, bytes_per_s: float) -> Iterator[str]:
             joined.result(LIMIT_S)
 
 
-def heard(listener: Listener) -> object:
+def heard(listener: TensorServer) -> object:
     while (got := listener.receive(10)) is None:
         pass
     return got[1].header["op"]

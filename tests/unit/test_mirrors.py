@@ -16,14 +16,14 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 
 from listening import PretendedListener
-from paceline.comm.messages import Listener, Message
+from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
 from paceline.errors import PlanError
 from paceline.events import Event, ServerReplaced
 from paceline.plan import ParameterServer
-from paceline.sync import mirrored, mirrors, servers
-from paceline.sync.mirrored import MirroredServer
-from paceline.sync.mirrors import MirroredServers, starter_of
-from paceline.sync.serving import MakeServer, Part, options_of
+from paceline.sync.parameter_server import client, mirrored_client, mirrored_server
+from paceline.sync.parameter_server.mirrored_client import MirroredServerClient, starter_of
+from paceline.sync.parameter_server.mirrored_server import MirroredServer
+from paceline.sync.parameter_server.server import ServerFactory, ServerParameters, options_of
 
 SIZES = [3, 5, 2, 4]  # of the parameters; even ones are on server 0, odd ones on server 1
 SERVERS, WORKERS, STEPS, FACTOR = 2, 3, 12, 0.25
@@ -56,14 +56,16 @@ class Threads:
         self._pids, self._all = itertools.count(1), list[threading.Thread]()
         self.failed: list[BaseException] = []
 
-    def fork(self, make: Callable[[], Part], *, address: str, secret: bytes, server: MakeServer) -> tuple[int, str]:
-        listener = Listener(address, secret)
+    def fork(
+        self, make: Callable[[], ServerParameters], *, address: str, secret: bytes, server: ServerFactory
+    ) -> tuple[int, str]:
+        listener = TensorServer(address, secret)
         one = threading.Thread(target=self._serve, args=(server(make(), listener, is_deserted=lambda: False), listener))
         self._all.append(one)
         one.start()
         return next(self._pids), listener.endpoint
 
-    def _serve(self, server: MirroredServer, listener: Listener) -> None:
+    def _serve(self, server: MirroredServer, listener: TensorServer) -> None:
         try:
             server.serve()
         except Killed:
@@ -116,8 +118,11 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Sequence[tuple
     def begin(deaths: Sequence[tuple[int, str, str]], *, until: threading.Event | None = None) -> Threads:
         threads = Threads(deaths, until=until)
         made.append(threads)
-        monkeypatch.setattr(mirrors, "fork_server", threads.fork)
-        for module in (mirrors, servers):  # a thread cannot be killed from outside, and has nobody to wait for it
+        monkeypatch.setattr(mirrored_client, "fork_server", threads.fork)
+        for module in (
+            mirrored_client,
+            client,
+        ):  # a thread cannot be killed from outside, and has nobody to wait for it
             monkeypatch.setattr(module, "reaped", lambda pid, within_s: "killed by signal 9")
             monkeypatch.setattr(module, "end_server", lambda pid: None)
         for name in METHODS:
@@ -133,10 +138,10 @@ def parameters() -> list[Parameter]:
     return [Parameter(torch.arange(size, dtype=torch.float64) / 8) for size in SIZES]
 
 
-def part_of(number: int) -> Part:
+def part_of(number: int) -> ServerParameters:
     model = parameters()
     here = {place: one for place, one in enumerate(model) if place % SERVERS == number}
-    return Part(
+    return ServerParameters(
         here, [Counting(model, lr=0.1)], elsewhere=[one for place, one in enumerate(model) if place not in here]
     )
 
@@ -169,7 +174,7 @@ class Worker(threading.Thread):
         self._model = parameters()
         self._vote = vote
         self._options = [options_of(Counting(parameters(), lr=0.1))]
-        self.servers = MirroredServers(
+        self.servers = MirroredServerClient(
             SERVERS,
             tell=self.told.append,
             store=store,
@@ -257,7 +262,7 @@ def train(threads: Threads, *, timeout_s: float = LIMIT_S) -> list[Worker]:
     return workers
 
 
-def server(part: Part | None = None, said: Sequence[tuple[bytes, Message]] = ()) -> MirroredServer:
+def server(part: ServerParameters | None = None, said: Sequence[tuple[bytes, TensorMessage]] = ()) -> MirroredServer:
     listener = PretendedListener(said)
     return MirroredServer(
         part or part_of(0), listener, is_deserted=lambda: True, secret=b"s", timeout_s=1.0, silence_s=None
@@ -267,7 +272,7 @@ def server(part: Part | None = None, said: Sequence[tuple[bytes, Message]] = ())
 def told(one: MirroredServer, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Mapping[str, Any]:
     """What it answers."""
     assert isinstance(one.listener, PretendedListener)
-    one._take(b"somebody", Message({"call": 1, **header}, tuple(tensors)))
+    one._take(b"somebody", TensorMessage({"call": 1, **header}, tuple(tensors)))
     return one.listener.told[-1][1]
 
 
@@ -298,8 +303,8 @@ class Refusing:
     def begin(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> int:
         return 1
 
-    def answer(self, call: int) -> Message:
-        return Message({"call": call, "refused": True})
+    def answer(self, call: int) -> TensorMessage:
+        return TensorMessage({"call": call, "refused": True})
 
     def send(self, header: Mapping[str, Any]) -> None: ...
 
@@ -309,8 +314,8 @@ class Refusing:
 def test_who_was_only_cut_off_ends_without_a_word() -> None:
     push = {"op": "push", "walk": (0, 1, 0), "places": [0], "replica": 0}
     asked = {"op": "sum", "walk": (0, 1, 0), "places": [0], "replicas": 1, "call": 1}
-    said = [(b"one", Message(push, (torch.ones(3, dtype=torch.float64),))), (b"one", Message(asked))]
-    one = server(said=[*said, (b"one", Message({"op": "nonsense"}))])
+    said = [(b"one", TensorMessage(push, (torch.ones(3, dtype=torch.float64),))), (b"one", TensorMessage(asked))]
+    one = server(said=[*said, (b"one", TensorMessage({"op": "nonsense"}))])
     one._mirror = mirrors_of(Refusing())
     one.serve()
     assert isinstance(one.listener, PretendedListener)
@@ -322,16 +327,16 @@ class Failing(Refusing):
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def answer(self, call: int) -> Message:
+    def answer(self, call: int) -> TensorMessage:
         raise RuntimeError("its mirror failed: no memory")
 
 
 def test_a_mirror_that_fails_while_it_copies_leaves_its_server_as_it_was_and_is_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mirrored, "Caller", Failing)
-    begin = Message({"op": "mirror", "number": 1, "endpoint": "tcp://nowhere", "name": "its mirror"})
-    asked = Message({"op": "take_over", "version": 0, "call": 1})
+    monkeypatch.setattr(mirrored_server, "TensorClient", Failing)
+    begin = TensorMessage({"op": "mirror", "number": 1, "endpoint": "tcp://nowhere", "name": "its mirror"})
+    asked = TensorMessage({"op": "take_over", "version": 0, "call": 1})
     one = server(said=[(b"one", begin), (b"one", begin), (b"one", asked)])
     one._mirror, gone = mirrors_of(Refusing()), list[Any]()
     monkeypatch.setattr(one, "_let_go", lambda: gone.append(None))
@@ -362,7 +367,7 @@ def test_a_mirror_is_started_on_another_host_where_there_is_one(
     assert starter_of(number, hosts=hosts, of_server=of_server) == starter
 
 
-class Board(MirroredServers):
+class Board(MirroredServerClient):
     """One that notes which mirrors it begins."""
 
     def __init__(self, store: dist.Store, host: str) -> None:
@@ -408,7 +413,7 @@ def test_who_comes_later_asks_for_a_mirror_only_where_it_was_told_that_there_is_
 
 
 def mirrors_of(caller: Any) -> Any:
-    from paceline.sync.mirrored import _Mirror
+    from paceline.sync.parameter_server.mirrored_server import _Mirror
 
     return _Mirror(1, caller)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.memory import memory_limit_bytes, oom_kills, oom_likely
-from paceline.monitor.failure import Failure, explain, headline, root
+from paceline.host_memory import memory_limit_bytes, oom_kills, oom_likely
+from paceline.monitor.records.failure import Failure, explain, headline, root_cause
 
 GiB = 1 << 30
 OURS = Path(paceline.__file__).parent
@@ -42,11 +42,11 @@ def test_the_first_own_error_is_the_root_before_echoes_and_before_those_we_ended
         failed(3, "late", time=3.0),
         failed(2, "early", time=2.0),
     ]
-    assert root(failures).worker == 2
-    assert root(failures[:2]).worker == 1
-    assert root([failed(1, echo=True), killed(4, signal.SIGKILL)]).worker == 4
+    assert root_cause(failures).worker == 2
+    assert root_cause(failures[:2]).worker == 1
+    assert root_cause([failed(1, echo=True), killed(4, signal.SIGKILL)]).worker == 4
     with pytest.raises(ValueError, match="no failure"):
-        root([])
+        root_cause([])
 
 
 def test_the_traceback_comes_first_and_once_and_the_others_are_one_line() -> None:
@@ -85,7 +85,7 @@ def test_frames_of_ours_above_the_user_s_are_left_out() -> None:
     )
     text = explain([failed(0, traceback=trace)])
     assert "worker/main.py" not in text and "runpy" not in text and "^^^^^" not in text
-    assert "worker/stepper.py" not in text
+    assert "worker/loop/stepper.py" not in text
     assert 'train.py", line 7, in train\n    step(batch)\n  ... 1 frame in paceline\n  File "/home/me/train.py"' in text
     assert text.endswith('    raise ValueError("bad")\nValueError: bad\nsecond line')
 

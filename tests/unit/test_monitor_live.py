@@ -20,7 +20,7 @@ from paceline.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from paceline.monitor.live import LiveConsole
+from paceline.monitor.console.live import LiveConsole
 from paceline.monitor.watch import Watch
 from paceline.plan.job import Job
 from pretended import JOB, SECONDS, Workers, lose

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.events import CheckpointSaved, EventLog, SpikeSeen, WorkerLost
-from paceline.monitor.retold import again_text
+from paceline.monitor.records.attempt_history import repeated_steps_text
 from paceline.monitor.watch import Watch
 from paceline.plan.job import Job
 from pretended import Workers
@@ -85,8 +85,8 @@ def test_the_next_start_says_which_steps_are_taken_again(workers: Workers, resum
     for number in range(1, 8):
         workers.step(number)
     (workers.run / "attempt_2" / "worker_0").mkdir(parents=True)  # it did not come to a step
-    assert again_text(workers.run, before_attempt=3, resumed_from=resumed_from) == text
-    assert again_text(workers.run, before_attempt=1, resumed_from=resumed_from) is None, "it is the first"
+    assert repeated_steps_text(workers.run, before_attempt=3, resumed_from=resumed_from) == text
+    assert repeated_steps_text(workers.run, before_attempt=1, resumed_from=resumed_from) is None, "it is the first"
 
 
 @pytest.mark.parametrize(("fresh", "is_said"), [(False, True), (True, False)])
@@ -132,4 +132,4 @@ def test_steps_of_an_attempt_that_led_nowhere_are_not_taken_again(
         workers.close()
         head = {"attempt": 1, "from_step": 0, "of_attempt": None, **place}
         (workers.directories[0] / "ledger.jsonl").write_text(json.dumps(head) + "\n")
-    assert again_text(tmp_path / "run", before_attempt=3, resumed_from=resumed_from) == text
+    assert repeated_steps_text(tmp_path / "run", before_attempt=3, resumed_from=resumed_from) == text

@@ -24,10 +24,11 @@ from paceline.events import (
     WorkerLeft,
     WorkerLost,
 )
-from paceline.monitor.status import status
-from paceline.monitor.summary import shares
+from paceline.monitor.console.event_lines import event_line
+from paceline.monitor.console.progress import idle_texts, shares_text
+from paceline.monitor.records.steps import shares
+from paceline.monitor.status.status import status
 from paceline.monitor.watch import Watch
-from paceline.monitor.wording import event_line, idle_texts, shares_text
 from paceline.plan.job import Job
 from pretended import JOB, SECONDS, Workers, lose
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.monitor.output import SURVIVED_S, Output
+from paceline.monitor.console.worker_output import SURVIVED_S, WorkerOutput
 
 WARNING = '/home/me/train.py:12: UserWarning: odd data\n  warnings.warn("odd data")\n'
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in f\n    g(x)\nValueError: bad\n'
@@ -20,7 +20,7 @@ class Desk:
         self.directory, self.shown, self.now = run / "attempt_1", list[str](), 0.0
         for worker in range(workers):
             (self.directory / f"worker_{worker}").mkdir(parents=True)
-        self.output = Output(self.directory, range(workers), everyone=everyone, show=self.shown.append)
+        self.output = WorkerOutput(self.directory, range(workers), everyone=everyone, show=self.shown.append)
 
     def write(self, worker: int, stream: str, text: str) -> None:
         with open(self.directory / f"worker_{worker}" / f"{stream}.log", "a", newline="") as file:

@@ -27,15 +27,15 @@ from paceline.events import (
     WorkerLost,
     WorkerStarted,
 )
-from paceline.monitor.logs import main_logs
-from paceline.monitor.process import is_same_process, process_started_s
-from paceline.monitor.run_record import RunRecord
-from paceline.monitor.status import main_status, status
-from paceline.monitor.stop import main_stop
+from paceline.monitor.records.processes import is_same_process, process_started_s
+from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.status.logs import main_logs
+from paceline.monitor.status.status import main_status, status
+from paceline.monitor.status.stop import main_stop
 
 SUPERVISOR = """
 import signal, sys
-from paceline.monitor.run_record import RunRecord
+from paceline.monitor.records.run_record import RunRecord
 record = RunRecord.begin_attempt(sys.argv[1], job={}, workers=1)
 def end(number, frame):
     record.end_attempt("stopped", 143)
@@ -307,7 +307,7 @@ def test_following_ends_with_the_run_and_prints_what_came_meanwhile(
         if text is None:
             logged.end_attempt("finished", 0)
 
-    monkeypatch.setattr("paceline.monitor.logs.time.sleep", pause)
+    monkeypatch.setattr("paceline.monitor.status.logs.time.sleep", pause)
     assert main_logs(run, worker=0, stream="stdout", follow=True) == 0
     assert capfd.readouterr().out == "out 0\nrestmore\nlast\n"
 
@@ -316,7 +316,7 @@ def test_ctrl_c_ends_following(run: Path, logged: RunRecord, monkeypatch: pytest
     def pause(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.monitor.logs.time.sleep", pause)
+    monkeypatch.setattr("paceline.monitor.status.logs.time.sleep", pause)
     assert main_logs(run, follow=True) == 130
 
 
@@ -347,7 +347,7 @@ def test_stop_does_not_touch_another_process_of_the_same_number(run: Path, super
 def test_a_supervisor_that_does_not_end_is_said_to_go_on(
     run: Path, supervisor: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.monitor.stop.PATIENCE_S", 0.2)
+    monkeypatch.setattr("paceline.monitor.status.stop.PATIENCE_S", 0.2)
     os.kill(supervisor.pid, signal.SIGSTOP)
     assert main_stop(run) == 1
     assert "still runs after 0 s" in capsys.readouterr().err
@@ -385,7 +385,7 @@ def test_stop_says_what_is_saved(
 def test_stop_says_meanwhile_what_the_run_waits_for_and_in_the_end_who_had_to_be_ended(
     run: Path, supervisor: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.monitor.stop.SOON_S", 0.2)
+    monkeypatch.setattr("paceline.monitor.status.stop.SOON_S", 0.2)
     os.kill(supervisor.pid, signal.SIGSTOP)
     write_summary(run)
     (run / "attempt_1").mkdir()

@@ -25,12 +25,12 @@ from paceline.events import (
     WorkerFinished,
     WorkerStarted,
 )
-from paceline.monitor.metrics import MetricsFile
-from paceline.monitor.prometheus import PrometheusEndpoint
-from paceline.monitor.steps import Step
-from paceline.monitor.summary import Summary
-from paceline.monitor.tensorboard import EVERY_S, TensorBoardFile
-from paceline.monitor.wording import closing_table
+from paceline.monitor.console.closing_table import closing_table
+from paceline.monitor.export.metrics_jsonl import MetricsFile
+from paceline.monitor.export.prometheus import PrometheusEndpoint
+from paceline.monitor.export.summary_json import Summary
+from paceline.monitor.export.tensorboard import EVERY_S, TensorBoardFile
+from paceline.monitor.records.steps import Step
 
 SECONDS = {"data": 0.1, "compute": 1.3, "communication": 0.4, "optimizer": 0.1, "total": 2.0}
 
@@ -287,7 +287,7 @@ def test_writing_tensorboard_files_starts_no_thread_and_imports_neither_torch_no
         "import sys, threading\n"
         "from pathlib import Path\n"
         "from paceline.events import Evaluated, Record\n"
-        "from paceline.monitor.tensorboard import TensorBoardFile\n"
+        "from paceline.monitor.export.tensorboard import TensorBoardFile\n"
         "assert 'tensorboard' not in sys.modules\n"
         "sink = TensorBoardFile(Path('tb'))\n"
         "sink.accept(Record(1.0, 0, Evaluated(step=1, num_samples=1, metrics={'a': 1.0}, duration_s=1.0)))\n"

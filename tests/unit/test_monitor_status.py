@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from paceline.events import EventLog, Restarted, StreamOpened, Warned, WorkerFailed, WorkerStarted
-from paceline.monitor.failure import Failure, follows
-from paceline.monitor.process import this_host
-from paceline.monitor.run_record import RunRecord
-from paceline.monitor.status import main_status, status
+from paceline.monitor.records.failure import Failure, is_consequence
+from paceline.monitor.records.processes import this_host
+from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.status.status import main_status, status
 from pretended import Workers
 
 
@@ -135,7 +135,7 @@ def test_who_failed_first_is_told_from_those_who_only_followed(
         Failure(worker=0, host="a", pid=10, signal=15, sent_by_us=True),
         Failure(worker=1, host="a", pid=11, exit_code=1, error=error),
     ]
-    told = [follows(failure, failures) for failure in failures]
+    told = [is_consequence(failure, failures) for failure in failures]
     assert told == [True, False]
     log = EventLog(workers.attempt / "events.jsonl", worker=None)
     for failure, only in zip(failures, told, strict=True):
@@ -144,4 +144,4 @@ def test_who_failed_first_is_told_from_those_who_only_followed(
     RunRecord.load(workers.run).end_attempt("failed", 1)
     assert [worker.state for worker in status(workers.run).workers] == ["stopped", "failed"]
     assert "\n  end 1\n" in shown(workers.run, capsys)
-    assert not follows(failures[0], failures[:1]), "it is alone"
+    assert not is_consequence(failures[0], failures[:1]), "it is alone"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from paceline.events import EventLog, Note, Record, StepDone, Warned, decode
-from paceline.monitor.files import Growing, last_lines, replace_text
-from paceline.monitor.metrics import metrics_line
-from paceline.monitor.once import Once, tag
-from paceline.monitor.steps import StepMerger
-from paceline.monitor.stream import Tail
+from paceline.monitor.console.deduplication import Deduplicator, tag
+from paceline.monitor.export.metrics_jsonl import metrics_line
+from paceline.monitor.records.event_reader import EventTail
+from paceline.monitor.records.run_files import GrowingFile, last_lines, replace_text
+from paceline.monitor.records.steps import StepMerger
 
 
 def done(step: int, worker: int, *, when: float | None = None, **fields: object) -> Record:
@@ -32,7 +32,7 @@ def worker_log(run: Path, worker: int) -> EventLog:
 
 
 def test_a_growing_file_gives_lines_only_when_they_are_complete(tmp_path: Path) -> None:
-    file = Growing(tmp_path / "log")
+    file = GrowingFile(tmp_path / "log")
     assert file.poll() == []  # it does not exist yet
     with open(tmp_path / "log", "wb", buffering=0) as out:
         assert file.poll() == []
@@ -51,7 +51,7 @@ def test_a_growing_file_gives_lines_only_when_they_are_complete(tmp_path: Path) 
 def test_a_growing_file_is_read_in_portions_and_loses_nothing(tmp_path: Path) -> None:
     lines = [f"{number} " + "x" * 997 for number in range(3000)]
     (tmp_path / "log").write_text("\n".join(lines) + "\n")
-    file = Growing(tmp_path / "log")
+    file = GrowingFile(tmp_path / "log")
     first = file.poll()
     assert 0 < len(first) < 3000
     assert first + file.poll(limit_bytes=None) == lines
@@ -75,7 +75,7 @@ def test_replacing_a_text_leaves_no_other_file(tmp_path: Path) -> None:
 
 
 def test_events_of_files_that_appear_later_are_found_and_sorted_by_time(tmp_path: Path) -> None:
-    tail = Tail(tmp_path, 1)
+    tail = EventTail(tmp_path, 1)
     assert tail.poll() == []
     one = worker_log(tmp_path, 1)
     one.emit(Note(text="first"))
@@ -104,7 +104,7 @@ def test_a_damaged_line_is_reported_once_a_file_and_the_rest_is_read(tmp_path: P
         file.write('{"event": "Note", "ti\n[1]\n{"event": "Note", "time": 1, "worker": 0, "unknown": 1}\n')
     log.emit(Note(text="after"))
     log.close()
-    tail = Tail(tmp_path, 1)
+    tail = EventTail(tmp_path, 1)
     events = [record.event for record in tail.poll()]
     assert [event.text for event in events if isinstance(event, Note)] == ["before", "after"]
     (warning,) = [event.text for event in events if isinstance(event, Warned)]
@@ -247,7 +247,7 @@ def test_a_reported_loss_is_the_loss_where_the_step_has_none_and_is_not_said_twi
 
 def test_equal_texts_of_several_workers_are_shown_once_with_all_of_them() -> None:
     shown: list[tuple[str, tuple[int, ...]]] = []
-    once = Once(range(4), lambda text, workers: shown.append((text, workers)))
+    once = Deduplicator(range(4), lambda text, workers: shown.append((text, workers)))
     for worker in (2, 0, 1):
         once.add("same", worker, now=0.0)
     once.add("own", 3, now=0.1)
@@ -262,7 +262,7 @@ def test_equal_texts_of_several_workers_are_shown_once_with_all_of_them() -> Non
 
 def test_what_all_have_said_waits_no_longer() -> None:
     shown: list[str] = []
-    once = Once(range(2), lambda text, _: shown.append(text))
+    once = Deduplicator(range(2), lambda text, _: shown.append(text))
     once.add("same", 0, now=0.0)
     once.add("same", 1, now=0.0)
     once.release(now=0.0)
@@ -271,7 +271,7 @@ def test_what_all_have_said_waits_no_longer() -> None:
 
 def test_rank_and_time_before_a_line_make_no_difference() -> None:
     shown: list[str] = []
-    once = Once(range(2), lambda text, _: shown.append(text))
+    once = Deduplicator(range(2), lambda text, _: shown.append(text))
     once.add("[rank0]:[W1121 05:21:00.123456789 Group.cpp:12] Warning: odd", 0, now=0.0)
     once.add("[rank1]:[W1121 05:21:01.000000001 Group.cpp:12] Warning: odd", 1, now=0.0)
     once.add("[E5] one", 0, now=0.0)

@@ -25,13 +25,14 @@ from paceline.events import (
     Warned,
     WorkerFinished,
 )
-from paceline.launch.outcome import lost
-from paceline.monitor.books import Books
-from paceline.monitor.console import PlainConsole
-from paceline.monitor.failure import Failure
-from paceline.monitor.run_record import RunRecord
+from paceline.launch.job.outcome import lost
+from paceline.monitor.attempt_end import AttemptEnd
+from paceline.monitor.console.closing_table import closing_table
+from paceline.monitor.console.plain import PlainConsole
+from paceline.monitor.console.progress import number_text
+from paceline.monitor.records.failure import Failure
+from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.watch import Watch
-from paceline.monitor.wording import closing_table, number_text
 from paceline.plan.job import Job
 from pretended import JOB, Workers
 
@@ -164,7 +165,7 @@ def test_the_event_of_a_killed_worker_has_its_last_step(workers: Workers) -> Non
     workers.start()
     workers.step(6)
     failure = Failure(worker=1, host="a", pid=11, signal=9)
-    Books(workers.attempt, log=log, watch=watch, record=None, since=0.0).close("failed", 1, (failure,))
+    AttemptEnd(workers.attempt, log=log, watch=watch, record=None, since=0.0).close("failed", 1, (failure,))
     (told,) = [json.loads(line) for line in (workers.attempt / "events.jsonl").read_text().splitlines()][:1]
     assert (told["event"], told["step"], told["follows"]) == ("WorkerFailed", 6, False)
     assert told["reason"] == "worker 1 (host a, pid 11) was killed by signal 9 (SIGKILL) after step 6"

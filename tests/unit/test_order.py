@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule.order import mix, sample_indices
+from paceline.schedule.sample_order import mix, sample_indices
 
 
 def order(n: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = True) -> list[int]:

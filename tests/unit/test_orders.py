@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.channel import Channel
+from paceline.comm.messages.json_channel import Channel
 from paceline.elastic.lease import clock
-from paceline.worker import orders
-from paceline.worker.orders import Orders
+from paceline.worker.membership import coordinator_client
+from paceline.worker.membership.coordinator_client import CoordinatorClient
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -63,10 +63,10 @@ class Worker:
 
 def _be_a_worker(channel: socket.socket, said: int) -> None:
     try:
-        orders = Orders(Channel(channel), 0, silence_s=4.0)
-        orders.begin(hears_sigterm=True)
-        orders.tell("begun")
-        orders.wait_for_change(0)  # nobody forms anything: it returns when the supervisor has gone
+        coordinator_client = CoordinatorClient(Channel(channel), 0, silence_s=4.0)
+        coordinator_client.begin(hears_sigterm=True)
+        coordinator_client.tell("begun")
+        coordinator_client.wait_for_change(0)  # nobody forms anything: it returns when the supervisor has gone
         os.write(said, b"o")
         signal.pause()  # as if it were in the middle of a long save
     finally:
@@ -109,10 +109,10 @@ def test_a_worker_goes_on_as_long_as_it_may_and_then_ends_itself(worker: Worker)
 
 def test_who_has_done_with_the_run_goes_on_as_long_as_its_program_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(orders.os, "kill", lambda pid, signum: killed.append(signum))
+    monkeypatch.setattr(coordinator_client.os, "kill", lambda pid, signum: killed.append(signum))
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours):
-        one = Orders(Channel(theirs), 0, silence_s=4.0)
+        one = CoordinatorClient(Channel(theirs), 0, silence_s=4.0)
         one._take({"op": "until", "until": clock() - 1.0})
         one.end_if_overdue()
         assert killed == [signal.SIGKILL]
@@ -155,9 +155,9 @@ def test_whoever_is_alive_is_heard_of_several_times_within_the_silence_that_ends
     """Also where its training thread has spoken right after its last sign of life."""
     clock = Clock(0.01, 1.37)
     selector = SimpleNamespace(register=lambda *_: None, select=clock.select)
-    monkeypatch.setattr(orders, "time", clock)
-    monkeypatch.setattr(orders.selectors, "DefaultSelector", lambda: contextlib.nullcontext(selector))
-    clock.orders = one = Orders(clock, 0, silence_s=silence_s)  # type: ignore[arg-type]  # the clock is its channel
+    monkeypatch.setattr(coordinator_client, "time", clock)
+    monkeypatch.setattr(coordinator_client.selectors, "DefaultSelector", lambda: contextlib.nullcontext(selector))
+    clock.orders = one = CoordinatorClient(clock, 0, silence_s=silence_s)  # type: ignore[arg-type]  # the clock is its channel
     one._listen(0)
     assert len(clock.told) > 12
     assert max(later - told for told, later in itertools.pairwise(clock.told)) <= silence_s / 4 + 1e-3

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from paceline.sync.own_look import OwnLook, is_finite
+from paceline.sync.allreduce.gradient_norm import NonFiniteCheck, is_finite
 
 
 def rows(value: float) -> torch.Tensor:
@@ -15,7 +15,7 @@ def rows(value: float) -> torch.Tensor:
 
 
 def test_names_come_in_the_order_in_which_backward_made_what_is_broken() -> None:
-    look = OwnLook()
+    look = NonFiniteCheck()
     for name, value in {"head": 1.0, "b": math.nan, "a": math.inf}.items():
         look.at(name, torch.tensor([0.0, value]))
     look.at("none", torch.empty(0))
@@ -25,7 +25,7 @@ def test_names_come_in_the_order_in_which_backward_made_what_is_broken() -> None
 
 
 def test_a_sparse_gradient_is_judged_by_the_rows_that_it_has() -> None:
-    look = OwnLook()
+    look = NonFiniteCheck()
     look.at("whole", rows(1.0))
     look.at("broken", rows(-math.inf))
     look.at("no_rows", torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.long), torch.empty(0, 1), (4, 1)))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from paceline.schedule.balance import cut_evenly, part_costs
+from paceline.schedule.balanced_partition import cut_evenly, part_costs
 from paceline.schedule.pipeline import (
     BACKWARD,
     FORWARD,
     SCHEDULES,
     Action,
-    Message,
+    StageMessage,
     build,
     in_flight_bound,
     messages,
@@ -24,7 +24,7 @@ from paceline.schedule.pipeline import (
     problems,
     proofs,
 )
-from paceline.schedule.timeline import StageCost, ideal_bubble_share, simulate
+from paceline.schedule.pipeline_timeline import StageCost, ideal_bubble_share, simulate
 
 
 def kinds() -> list[tuple[str, int]]:
@@ -101,12 +101,12 @@ def test_the_simulator_waits_for_messages_and_for_the_slowest_stage() -> None:
 
 def test_messages_come_in_the_order_in_which_they_are_made_and_answers_prove_them() -> None:
     pipeline = build("1f1b", num_workers=2, num_micro=3)
-    assert messages(pipeline, 0, 1) == tuple(Message(FORWARD, 0, 1, micro) for micro in range(3))
-    assert messages(pipeline, 1, 0) == tuple(Message(BACKWARD, 1, 0, micro) for micro in range(3))
-    assert proofs(pipeline, 0)[Message(FORWARD, 0, 1, 1)] == Message(BACKWARD, 1, 0, 1)
+    assert messages(pipeline, 0, 1) == tuple(StageMessage(FORWARD, 0, 1, micro) for micro in range(3))
+    assert messages(pipeline, 1, 0) == tuple(StageMessage(BACKWARD, 1, 0, micro) for micro in range(3))
+    assert proofs(pipeline, 0)[StageMessage(FORWARD, 0, 1, 1)] == StageMessage(BACKWARD, 1, 0, 1)
     both_first = build("gpipe", num_workers=2, num_micro=2)
-    assert set(proofs(both_first, 0).values()) == {Message(BACKWARD, 1, 0, 0)} and len(proofs(both_first, 0)) == 2
-    assert proofs(pipeline, 1) == {Message(BACKWARD, 1, 0, 0): Message(FORWARD, 0, 1, 2)}
+    assert set(proofs(both_first, 0).values()) == {StageMessage(BACKWARD, 1, 0, 0)} and len(proofs(both_first, 0)) == 2
+    assert proofs(pipeline, 1) == {StageMessage(BACKWARD, 1, 0, 0): StageMessage(FORWARD, 0, 1, 2)}
 
 
 @pytest.mark.parametrize(

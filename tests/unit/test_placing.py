@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule.placing import in_turn, placed_on
+from paceline.schedule.parameter_placement import in_turn, placed_on
 
 sizes = st.dictionaries(st.text(max_size=4), st.integers(0, 10**6), max_size=40)
 

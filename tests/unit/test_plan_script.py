@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.dry_run import show
+from paceline.cli.run import show_dry_run
 from paceline.errors import PlanError
 from paceline.plan import Job
-from paceline.plan.script import workers_of_script
+from paceline.plan.script_scan import workers_of_script
 
 ELASTIC = "Plan(layout=Layout(replicas=(2, 4), shard=2), batch=Batch(size=b))"
 
@@ -93,5 +93,5 @@ def test_overrides_of_the_layout_count(tmp_path: Path, text: str, workers: int) 
 
 def test_a_dry_run_knows_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(f"paceline.run(train, plan={ELASTIC})")
-    assert show(Job(program=str(tmp_path / "train.py")), plan=None, overrides=()) == 0
+    assert show_dry_run(Job(program=str(tmp_path / "train.py")), plan=None, overrides=()) == 0
     assert "start  8 workers on this host" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import torch
 from paceline.errors import PlanError
 from paceline.plan import Layout, ParameterServer, Plan
 from paceline.plan.job import Job
-from paceline.worker.place import _refuse_where_fixed
+from paceline.worker.membership.join_run import _refuse_where_fixed
 from paceline.worker.worker import _servers
 
 ELASTIC = Plan(layout=Layout(replicas=(2, 4)))

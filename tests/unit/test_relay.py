@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from paceline.comm.group import Disrupted
-from paceline.sync.buckets import Bucket
-from paceline.sync.relay import Relay
+from paceline.sync.allreduce.bucket_pipeline import BucketPipeline
+from paceline.sync.allreduce.buckets import Bucket
 
 
 class Pretended:
@@ -39,9 +39,9 @@ class Pretended:
         return True
 
 
-def relayed(*num_rounds: int, names: str = "abcdef") -> tuple[list[str], Relay]:
+def relayed(*num_rounds: int, names: str = "abcdef") -> tuple[list[str], BucketPipeline]:
     log: list[str] = []
-    relay = Relay()
+    relay = BucketPipeline()
     relay.begin()
     for name, count in zip(names, num_rounds, strict=False):
         bucket = Pretended(name, count, log)
@@ -66,7 +66,7 @@ def test_nobody_waits_in_backward_for_the_answer_of_a_last_round(count: int) -> 
 
 
 def test_what_was_waited_for_where_a_bucket_left_counts_as_waiting() -> None:
-    relay, bucket = Relay(), Pretended("a", 1, [])
+    relay, bucket = BucketPipeline(), Pretended("a", 1, [])
     bucket.depart()
     bucket.waited_s = 0.5
     relay.begin()

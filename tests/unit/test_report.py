@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 import pytest
 
 from paceline.cli.main import main
-from paceline.monitor.page_plots import number_ticks, time_ticks
-from paceline.monitor.report import read_report
-from paceline.monitor.report_curves import NUM_COLUMNS, read_curves, thinned
+from paceline.monitor.report.curves import NUM_COLUMNS, read_curves, thinned
+from paceline.monitor.report.report import read_report
+from paceline.monitor.report.svg_plots import number_ticks, time_ticks
 
 BEGAN = 1_700_000_000.0
 CAUSE = "worker 1 (pid 7) killed by <signal> 9"

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "paceline"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WITHOUT_TORCH = ["", "errors", "events", "environment", "worlds", "config", "units", "run", "attempt", "__main__"]
 WITHOUT_TORCH_FOLDERS = ["plan", "schedule", "launch", "monitor", "cli"]
-WITHOUT_TORCH_FILES = ["comm/channel.py", "comm/board.py"]
+WITHOUT_TORCH_FILES = ["comm/messages/json_channel.py", "comm/rendezvous/kv_store.py"]
 
 
 def sources() -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.ring import FILE_NAME, NOW, NOW_AT, Ring, read_ring
+from paceline.comm.flight_recorder import FILE_NAME, NOW, NOW_AT, FlightRecorder, read_flight_record
 
 LOOKS = 4000
 LONG_S = 60.0  # longer than anything here takes, shorter than any machine has been up that boots and runs tests
@@ -19,7 +19,7 @@ LONG_S = 60.0  # longer than anything here takes, shorter than any machine has b
 def busy(tmp_path: Path) -> Iterator[Path]:
     """The ring of a process that enters, waits and leaves without a pause."""
     path = tmp_path / FILE_NAME
-    ring = Ring.create(path, worker=0, limit_s=600.0)
+    ring = FlightRecorder.create(path, worker=0, limit_s=600.0)
     ring.join("generation 0", range(4), is_main=True)
     ring.begin("forward and backward", 1)
     ring.wait(ring.enter("all_reduce", "gradients"))
@@ -38,7 +38,7 @@ def test_a_reader_never_sees_a_time_or_a_count_that_is_only_half_written(busy: P
     seen: list[tuple[float, float, float]] = []
     counts: list[int] = []
     while len(seen) < LOOKS or counts[-1] == counts[0]:  # at least until the other process has had its turn
-        image = read_ring(busy, with_calls=False)
+        image = read_flight_record(busy, with_calls=False)
         assert image is not None
         seen.append((image.waited_s, image.idle_s, image.phase_s))
         counts += [group.entered for group in image.groups]
@@ -48,11 +48,11 @@ def test_a_reader_never_sees_a_time_or_a_count_that_is_only_half_written(busy: P
 
 def test_a_wait_whose_beginning_is_not_written_yet_begins_now(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
-    ring = Ring.create(path, worker=0, limit_s=600.0)
+    ring = FlightRecorder.create(path, worker=0, limit_s=600.0)
     serial = ring.enter("all_reduce", "gradients")
     with open(path, "r+b") as file:  # as a writer leaves it that has lost its core between two numbers
         file.seek(NOW_AT)
         file.write(NOW.pack(0, serial, 0, 0, 1, b"forward"))
-    image = read_ring(path)
+    image = read_flight_record(path)
     assert image is not None and image.waits_for == serial
     assert (image.waited_s, image.idle_s, image.phase_s) == (0.0, 0.0, 0.0)

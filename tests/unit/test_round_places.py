@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
-from paceline.comm.group import Alone, Landed, Transfer, total
+from paceline.comm.group import CompletedTransfer, SingleWorkerGroup, Transfer, total
 from paceline.errors import SyncError
 from paceline.plan import Gossip, Layout, LocalSGD, Plan
-from paceline.worker.gossiping import GossipRounds
-from paceline.worker.rounds import ByItself, Rounds, Stand
+from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint, ReplicaVote
+from paceline.worker.loop.gossip_rounds import GossipRounds
 
 LIMIT_S = 20.0
 STEPS = 6
@@ -30,7 +30,7 @@ class Sums:
         self.whats, self.values = [""] * size, cast("list[Tensor]", [None] * size)
 
 
-class Seat(Alone):
+class Seat(SingleWorkerGroup):
     """One replica's end."""
 
     def __init__(self, sums: Sums, index: int) -> None:
@@ -43,7 +43,7 @@ class Seat(Alone):
         assert len(set(sums.whats)) == 1, f"replicas do different things: {sums.whats}"
         tensor.copy_(cast("Tensor", sum(sums.values)))
         sums.barrier.wait(LIMIT_S)
-        return Landed()
+        return CompletedTransfer()
 
 
 class Replica:
@@ -56,13 +56,13 @@ class Replica:
         self.step, self.wants_change, self.is_urgent, self.holds = 0, False, False, False
         self.rank, self.ranks = seat.index, tuple(range(seat.size))
         self.generation, self.is_behind = 0, False
-        made = GossipRounds if isinstance(sync, Gossip) else Rounds
+        made = GossipRounds if isinstance(sync, Gossip) else CommunicationRounds
         self.rounds = made(
             Plan(layout=Layout(replicas=(1, 4)), sync=sync),
             group=cast("Any", seat),
-            axes=cast("Any", SimpleNamespace(is_split=False, twins=seat)),
+            axes=cast("Any", SimpleNamespace(is_split=False, expert_replica_group=seat)),
             agreement=cast("Any", self),
-            by_itself=ByItself(cast("Any", self)),
+            by_itself=ReplicaVote(cast("Any", self)),
             models=cast("Any", SimpleNamespace(stepped=lambda: None)),
             weights_changed=lambda: None,
         )
@@ -93,31 +93,31 @@ class Replica:
 
     # The loop.
 
-    def walk(self, operations: Callable[[int, Stand], bool]) -> None:
+    def walk(self, operations: Callable[[int, LoopPoint], bool]) -> None:
         rounds = self.rounds
         for number in range(1, STEPS + 1):
-            rounds.stand = Stand.WAITING
+            rounds.stand = LoopPoint.WAITING
             if not rounds.is_open and self._is_change_due:
                 total(self._seat, [1.0], what="a change of the members")
                 self._note("left")
                 return
-            rounds.stand = Stand.IN_HAND
-            if operations(number, Stand.IN_HAND):
+            rounds.stand = LoopPoint.IN_HAND
+            if operations(number, LoopPoint.IN_HAND):
                 self.operate()
             self.is_urgent = self.wants_change = self._called_at is not None and number >= self._called_at
             if self.is_urgent:  # the walk's tally has told so
                 rounds._by_itself.is_called = True
             self.step = number
             rounds.stepped(cast("Any", SimpleNamespace(step=number, dealt={})))
-            if operations(number, Stand.STEPPED):
+            if operations(number, LoopPoint.STEPPED):
                 self.operate()
-            rounds.stand = Stand.FOLLOWING
+            rounds.stand = LoopPoint.FOLLOWING
             if rounds.is_over(lambda _: False):
                 self.end_round(is_wanted=True)
             elif rounds.is_mixing_due(self.step):
                 self.end_round(is_wanted=False)
             rounds.followed()
-        rounds.stand = Stand.WAITING
+        rounds.stand = LoopPoint.WAITING
         self.end_round(is_wanted=True)
 
     def operate(self) -> None:
@@ -135,14 +135,14 @@ class Replica:
 
 
 def together(
-    sync: Any, called_at: Sequence[int | None], *operations: Callable[[int, Stand], bool]
+    sync: Any, called_at: Sequence[int | None], *operations: Callable[[int, LoopPoint], bool]
 ) -> list[list[tuple[str, int, str]]]:
     """What each of some replicas, in threads, has done with the others."""
     sums = Sums(len(called_at))
     replicas = [Replica(Seat(sums, index), sync, called) for index, called in enumerate(called_at)]
     errors: list[BaseException] = []
 
-    def live(replica: Replica, operations: Callable[[int, Stand], bool]) -> None:
+    def live(replica: Replica, operations: Callable[[int, LoopPoint], bool]) -> None:
         try:
             replica.walk(operations)
         except BaseException as error:  # of whatever kind: it is raised in the test
@@ -161,12 +161,12 @@ def together(
     return [replica.did for replica in replicas]
 
 
-def each(every: int, stand: Stand, number: int, at: Stand) -> bool:
+def each(every: int, stand: LoopPoint, number: int, at: LoopPoint) -> bool:
     """Whether there is an operation: at this place of every so many steps."""
     return at == stand and number % every == 0
 
 
-@pytest.mark.parametrize("stand", [Stand.STEPPED, Stand.IN_HAND], ids=["after the step", "before it"])
+@pytest.mark.parametrize("stand", [LoopPoint.STEPPED, LoopPoint.IN_HAND], ids=["after the step", "before it"])
 @pytest.mark.parametrize(
     "sync",
     [
@@ -178,7 +178,7 @@ def each(every: int, stand: Stand, number: int, at: Stand) -> bool:
     ],
     ids=str,
 )
-def test_all_do_the_same_at_the_same_places_whoever_is_called_when(sync: Any, stand: Stand) -> None:
+def test_all_do_the_same_at_the_same_places_whoever_is_called_when(sync: Any, stand: LoopPoint) -> None:
     steps = range(1, STEPS + 1)
     for called, operates in itertools.product(steps, steps):
         for others in ((None,), (None, min(called + 2, STEPS))):
@@ -187,7 +187,7 @@ def test_all_do_the_same_at_the_same_places_whoever_is_called_when(sync: Any, st
 
 
 def test_a_round_does_not_end_where_the_others_wait_with_the_next_batch_in_hand() -> None:
-    did = together(LocalSGD(every=4), (2, None), lambda number, at: number == 3 and at == Stand.IN_HAND)
+    did = together(LocalSGD(every=4), (2, None), lambda number, at: number == 3 and at == LoopPoint.IN_HAND)
     assert did[0] == [("operation", 2, "IN_HAND"), ("ended", 3, "FOLLOWING"), ("left", 3, "WAITING")]
 
 
@@ -196,7 +196,7 @@ def test_who_comes_to_an_operation_that_another_has_gone_past_is_told_so() -> No
         together(
             LocalSGD(every=4),
             (None, None),
-            lambda number, at: number == 2 and at == Stand.STEPPED,
+            lambda number, at: number == 2 and at == LoopPoint.STEPPED,
             lambda number, at: False,
         )
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.group import Alone
+from paceline.comm.group import SingleWorkerGroup
 from paceline.plan import Int8, Layout, LocalSGD, Nesterov, Plan, Raw
-from paceline.schedule.share import deal, micro_batches
-from paceline.sync.local_sgd import OuterStep
-from paceline.sync.memory import Memory
-from paceline.worker.batch import StepBatch
-from paceline.worker.rounds import ByItself, Portion, Rounds, Stand
+from paceline.schedule.micro_batches import deal, micro_batches
+from paceline.sync.allreduce.codec_memory import CodecMemory
+from paceline.sync.local.local_sgd import OuterStep
+from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint, ReplicaVote, RoundShare
 
 MICROS = micro_batches(0, 40, 2)
 
@@ -28,12 +28,12 @@ class Replica:
         self.agreement = SimpleNamespace(rank=number, ranks=(0, 1, 2, 3), holds=False, generation=0, is_behind=False)
         self.others: tuple[Replica, ...] = ()
         self.told: Any = None
-        self.rounds = Rounds(
+        self.rounds = CommunicationRounds(
             Plan(layout=Layout(replicas=(1, 4)), sync=LocalSGD(every=8)),
             group=cast("Any", self),
             axes=cast("Any", None),
             agreement=cast("Any", self.agreement),
-            by_itself=ByItself(cast("Any", self.agreement)),
+            by_itself=ReplicaVote(cast("Any", self.agreement)),
             models=cast("Any", SimpleNamespace(stepped=lambda: None)),
             weights_changed=lambda: None,
         )
@@ -60,14 +60,14 @@ class Replica:
 
     def share_out(self, ranks: tuple[int, ...], *others: Replica) -> None:
         self.agreement.ranks, self.others = ranks, others
-        self.rounds._share_out_lost(self._run)
+        self.rounds._redistribute_lost(self._run)
 
     def tell(self) -> None:
         """What this one is about to tell in the next generation."""
         more = self.rounds._more.items()
         self.told = [(number, micro.index) for number, micros in more for micro in micros]
 
-    def _run(self, portion: Portion) -> None:
+    def _run(self, portion: RoundShare) -> None:
         self.ran += [micro.index for micro in portion.micros]
 
 
@@ -96,9 +96,15 @@ def test_in_a_round_those_who_are_present_weigh_one_together() -> None:
 
 def test_one_replica_alone_takes_what_the_wire_had_still_to_send() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    outer = OuterStep([("w", parameter)], group=Alone(), everybody=Alone(), sync=LocalSGD(every=2), wire=Int8())
+    outer = OuterStep(
+        [("w", parameter)],
+        group=SingleWorkerGroup(),
+        everybody=SingleWorkerGroup(),
+        sync=LocalSGD(every=2),
+        wire=Int8(),
+    )
     owed = torch.tensor([0.5, 0.0, -0.25])
-    outer.sums.remember(Memory({"w": owed}, {}))
+    outer.sums.remember(CodecMemory({"w": owed}, {}))
 
     def round_to(weights: Tensor) -> Tensor:
         outer.begin()
@@ -118,7 +124,9 @@ def test_one_replica_alone_takes_what_the_wire_had_still_to_send() -> None:
 )
 def test_what_one_replica_alone_moves_by_while_it_sends_counts_once(sync: LocalSGD) -> None:
     parameter = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(1)))
-    outer = OuterStep([("w", parameter)], group=Alone(), everybody=Alone(), sync=sync, wire=Raw())
+    outer = OuterStep(
+        [("w", parameter)], group=SingleWorkerGroup(), everybody=SingleWorkerGroup(), sync=sync, wire=Raw()
+    )
     outer.begin()
     for step in (4, 8):
         for is_under_way in (False, True):
@@ -136,7 +144,7 @@ def test_what_is_thawed_in_a_round_is_agreed_on_at_its_end() -> None:
     sync = LocalSGD(every=4, outer=Nesterov(lr=0.5, momentum=0.0))
     frozen, other = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
     named = [("frozen", frozen), ("other", other)]
-    outer = OuterStep(named, group=Alone(), everybody=Alone(), sync=sync, wire=Raw())
+    outer = OuterStep(named, group=SingleWorkerGroup(), everybody=SingleWorkerGroup(), sync=sync, wire=Raw())
     outer.begin()
     frozen.requires_grad_(True)
     with torch.no_grad():
@@ -155,8 +163,8 @@ def test_a_round_ends_where_too_few_are_left() -> None:
         return operation()
 
     agreement.do, agreement.wants_change, agreement.ranks = regroup, False, (0,)
-    replica.rounds._group = cast("Any", Alone())
-    replica.rounds._axes = cast("Any", SimpleNamespace(is_split=False, twins=Alone()))
+    replica.rounds._group = cast("Any", SingleWorkerGroup())
+    replica.rounds._axes = cast("Any", SimpleNamespace(is_split=False, expert_replica_group=SingleWorkerGroup()))
     replica.rounds._agreeing = [
         cast(
             "Any",
@@ -168,7 +176,7 @@ def test_a_round_ends_where_too_few_are_left() -> None:
         )
     ]
     assert not replica.rounds.is_over(lambda _: False)
-    replica.rounds.stand = Stand.FOLLOWING
+    replica.rounds.stand = LoopPoint.FOLLOWING
     assert replica.rounds.end(1, run_more=lambda _: None, is_wanted=False)
     assert agreed == [1]
     other = Replica(0)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.away import sparse_rows
-from paceline.comm.messages import Message
-from paceline.schedule.placing import rows_on
-from paceline.sync.rows import added_up
-from paceline.sync.serving import Part, Server, options_of
+from paceline.comm.messages.tensor_messages import TensorMessage
+from paceline.comm.remote_tensors import sparse_rows
+from paceline.schedule.parameter_placement import rows_on
+from paceline.sync.parameter_server.embedding_rows import summed_rows
+from paceline.sync.parameter_server.server import Server, ServerParameters, options_of
 from unit.test_serving import WALK, PretendedListener
 
 SERVERS, ROWS, WIDTH = 3, 8, 2
@@ -25,9 +25,9 @@ def trained() -> tuple[Parameter, torch.optim.Optimizer]:
     return table, optimizer
 
 
-def part(server: int) -> Part:
+def part(server: int) -> ServerParameters:
     table, optimizer = trained()
-    return Part({4: table}, [optimizer], rows={4: rows_on(server, servers=SERVERS)})
+    return ServerParameters({4: table}, [optimizer], rows={4: rows_on(server, servers=SERVERS)})
 
 
 def test_whatever_the_servers_have_of_a_table_is_the_table_again() -> None:
@@ -58,24 +58,26 @@ def test_rows_are_added_up_in_the_order_of_the_replicas() -> None:
         sparse_rows(torch.tensor([*some]), torch.tensor([*some.values()]).view(-1, 1), (7, 1))
         for some in of_rows.values()
     ]
-    total = added_up(gradients)
+    total = summed_rows(gradients)
     assert total.indices().tolist() == [[1, 3, 5]] and total.values().view(-1).tolist() == [2.0, 0.0, 1.0]
-    assert added_up([gradients[0], gradients[2], gradients[1]]).values().view(-1).tolist() == [2.0, 1.0, 1.0]
+    assert summed_rows([gradients[0], gradients[2], gradients[1]]).values().view(-1).tolist() == [2.0, 1.0, 1.0]
 
 
 def test_rows_are_pushed_summed_and_stepped_on_once() -> None:
     table = Parameter(torch.zeros(ROWS, WIDTH))
     optimizer = torch.optim.SGD([table], lr=1.0)
-    second = Part({0: table}, [optimizer], rows={0: rows_on(1, servers=SERVERS)})  # rows 1, 4, 7
+    second = ServerParameters({0: table}, [optimizer], rows={0: rows_on(1, servers=SERVERS)})  # rows 1, 4, 7
 
-    def pushed(replica: int, *numbers: int) -> Message:
+    def pushed(replica: int, *numbers: int) -> TensorMessage:
         about = {"op": "push_rows", "walk": WALK, "place": 0, "replica": replica}
-        return Message(about, (torch.tensor(numbers, dtype=torch.int32), torch.ones(len(numbers), WIDTH)))
+        return TensorMessage(about, (torch.tensor(numbers, dtype=torch.int32), torch.ones(len(numbers), WIDTH)))
 
     ask = {"walk": WALK, "places": [], "tables": [0]}
-    wants_sum = Message({**ask, "op": "sum", "replicas": 2, "call": 1}, ())
-    has_it_taken = Message({**ask, "op": "step", "factor": 0.5, "options": [options_of(optimizer)], "call": 2}, ())
-    wants_rows = Message({"op": "rows", "place": 0, "call": 3}, (torch.tensor([0, 1, 2]),))
+    wants_sum = TensorMessage({**ask, "op": "sum", "replicas": 2, "call": 1}, ())
+    has_it_taken = TensorMessage(
+        {**ask, "op": "step", "factor": 0.5, "options": [options_of(optimizer)], "call": 2}, ()
+    )
+    wants_rows = TensorMessage({"op": "rows", "place": 0, "call": 3}, (torch.tensor([0, 1, 2]),))
     said = [pushed(0, 0, 2), wants_sum, pushed(1, 2), wants_sum, has_it_taken, has_it_taken, wants_rows]
     listener = PretendedListener([(b"one", message) for message in said])
     Server(second, listener, is_deserted=lambda: True).serve()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
-from paceline.checkpoint.writer import Writer
-from paceline.comm.group import Alone
+from paceline.comm.group import SingleWorkerGroup
 from paceline.errors import CheckpointError
-from paceline.worker.saving import Registry, load_model
-from paceline.worker.snapshot import Snapshot
+from paceline.worker.state.snapshot import Snapshot
+from paceline.worker.state.state_dict import StateRegistry, load_model
 
 
 class TwoNames(nn.Module):
@@ -31,7 +31,7 @@ class TwoNames(nn.Module):
 
 def saved(directory: Path, model: nn.Module, *, without: set[str]) -> Checkpoint:
     tensors = {f"model.{name}": value for name, value in model.state_dict().items() if name not in without}
-    writer = Writer(directory, keep=1, on_event=lambda event: None)
+    writer = AsyncWriter(directory, keep=1, on_event=lambda event: None)
     writer.save(1, tensors, {}, {})
     path = writer.close()
     assert path is not None
@@ -41,7 +41,7 @@ def saved(directory: Path, model: nn.Module, *, without: set[str]) -> Checkpoint
 @pytest.mark.parametrize("without", ["bias", "inner.bias"])
 def test_of_two_names_of_one_tensor_a_checkpoint_may_have_either(tmp_path: Path, without: str) -> None:
     model, other = TwoNames(), TwoNames()
-    load_model("model", other, {"extra": {}}, saved(tmp_path, model, without={without}), Alone(), {}, {})
+    load_model("model", other, {"extra": {}}, saved(tmp_path, model, without={without}), SingleWorkerGroup(), {}, {})
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
 
@@ -49,7 +49,7 @@ def test_of_two_names_of_one_tensor_a_checkpoint_may_have_either(tmp_path: Path,
 def test_a_tensor_that_a_checkpoint_has_under_no_name_is_told_by_all_of_them(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, TwoNames(), without={"bias", "inner.bias"})
     with pytest.raises(CheckpointError, match=r"model\.bias: in the model, but not .*\n.*model\.inner\.bias: in the m"):
-        load_model("model", TwoNames(), {"extra": {}}, checkpoint, Alone(), {}, {})
+        load_model("model", TwoNames(), {"extra": {}}, checkpoint, SingleWorkerGroup(), {}, {})
 
 
 class Odd(nn.Module):
@@ -74,8 +74,8 @@ def used() -> nn.ModuleDict:
     return model
 
 
-def saved_of(directory: Path, registry: Registry) -> Checkpoint:
-    writer = Writer(directory, keep=1, on_event=lambda event: None)
+def saved_of(directory: Path, registry: StateRegistry) -> Checkpoint:
+    writer = AsyncWriter(directory, keep=1, on_event=lambda event: None)
     writer.save(1, registry.tensors(), {"run": registry.plain()}, {})
     path = writer.close()
     assert path is not None
@@ -83,11 +83,11 @@ def saved_of(directory: Path, registry: Registry) -> Checkpoint:
 
 
 def test_a_tensor_as_extra_state_and_a_buffer_that_was_none_come_back_from_a_checkpoint(tmp_path: Path) -> None:
-    registry = Registry()
+    registry = StateRegistry()
     registry.models["model"] = used()
     checkpoint, model = saved_of(tmp_path, registry), nn.ModuleDict({"odd": Odd()})
     plain = checkpoint.state["run"]
-    load_model("model", model, plain, checkpoint, Alone(), {}, {})
+    load_model("model", model, plain, checkpoint, SingleWorkerGroup(), {}, {})
     odd: Any = model["odd"]
     assert (odd.scale.tolist(), odd.kept.tolist()) == ([3.0, 3.0], [1.0, 1.0])
     odd.scale.zero_()
@@ -97,21 +97,23 @@ def test_a_tensor_as_extra_state_and_a_buffer_that_was_none_come_back_from_a_che
 def test_an_extra_state_that_was_stored_among_the_tensors_is_given_back(tmp_path: Path) -> None:
     model, other = Odd(3.0), Odd()
     other.scale = torch.ones(7)  # of another size, as what is pickled may be
-    load_model("model", other, {"extra": {"model": {}}}, saved(tmp_path, model, without=set()), Alone(), {}, {})
+    load_model(
+        "model", other, {"extra": {"model": {}}}, saved(tmp_path, model, without=set()), SingleWorkerGroup(), {}, {}
+    )
     assert other.scale.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(("there", "here"), [(nn.Linear(2, 2), Odd()), (Odd(), nn.Linear(2, 2))])
 def test_an_extra_state_that_only_one_side_has_is_refused(tmp_path: Path, there: nn.Module, here: nn.Module) -> None:
-    registry = Registry()
+    registry = StateRegistry()
     registry.models["model"] = nn.Sequential(there)
     checkpoint = saved_of(tmp_path, registry)
     with pytest.raises(CheckpointError, match=r"model\.0\._extra_state: in the .*, but not in the "):
-        load_model("model", nn.Sequential(here), checkpoint.state["run"], checkpoint, Alone(), {}, {})
+        load_model("model", nn.Sequential(here), checkpoint.state["run"], checkpoint, SingleWorkerGroup(), {}, {})
 
 
 def test_a_snapshot_has_a_tensor_as_extra_state_and_buffers_as_they_were() -> None:
-    registry = Registry()
+    registry = StateRegistry()
     registry.models["model"] = model = used()
     odd: Any = model["odd"]
     snapshot = Snapshot.take(registry, step=1)
@@ -135,7 +137,7 @@ def test_a_snapshot_has_a_tensor_as_extra_state_and_buffers_as_they_were() -> No
 def test_names_by_which_tensors_could_not_be_told_apart_are_refused(
     known: tuple[str, str], new: tuple[str, str | None]
 ) -> None:
-    registry, model = Registry(), nn.Linear(1, 1)
+    registry, model = StateRegistry(), nn.Linear(1, 1)
     name = registry.name_for(*known)
     if known[0] == "model":
         registry.models[name] = model
@@ -146,7 +148,7 @@ def test_names_by_which_tensors_could_not_be_told_apart_are_refused(
 
 
 def test_other_names_may_have_dots() -> None:
-    registry, model = Registry(), nn.Linear(1, 1)
+    registry, model = StateRegistry(), nn.Linear(1, 1)
     registry.models[registry.name_for("model", "gan")] = model
     registry.optimizers[registry.name_for("optimizer", "gan_optim.a")] = torch.optim.SGD(model.parameters())
     assert registry.name_for("scheduler", "gan.schedule") == "gan.schedule", "schedulers have no tensors"

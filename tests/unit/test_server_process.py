@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.sync import server_process
-from paceline.sync.serving import Part, Server
+from paceline.sync.parameter_server import server_process
+from paceline.sync.parameter_server.server import Server, ServerParameters
 
 
 def test_a_server_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "BEGIN_S", 0.1)
 
-    def make() -> Part:
+    def make() -> ServerParameters:
         (tmp_path / "pid").write_text(str(os.getpid()))
         signal.pause()
         raise AssertionError("nobody wakes it")

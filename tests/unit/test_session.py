@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.channel import ChannelClosed
+from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import SyncError
-from paceline.worker.session import LEFT, _called
+from paceline.worker.session import LEFT, _call_function
 
 
 class Store:
@@ -33,7 +33,7 @@ def call(store: Any) -> None:
 
     agreement = SimpleNamespace(ranks=(0, 2), present=(), await_end=lambda: None)  # worker 1 was lost before
     worker = SimpleNamespace(workers=2, blames_server=lambda error: False)
-    _called(function, worker, SimpleNamespace(agreement=agreement, shared=store))  # type: ignore[arg-type]  # what it asks of them
+    _call_function(function, worker, SimpleNamespace(agreement=agreement, shared=store))  # type: ignore[arg-type]  # what it asks of them
 
 
 def test_who_left_early_is_found_by_its_rank_where_others_were_lost_before() -> None:

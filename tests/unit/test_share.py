@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule.share import deal, micro_batches, step_ranges
+from paceline.schedule.micro_batches import deal, micro_batches, step_ranges
 
 
 @given(st.integers(0, 10_000), st.integers(1, 300), st.integers(1, 70))

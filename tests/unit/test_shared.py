@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.arena import MARKS, Arena, refusal
-from paceline.comm.group import Disrupted, Landed, Transfer
-from paceline.comm.pieces import MOVED_BYTES, NUM_MOVED, SMALL_BYTES
-from paceline.comm.shared import SharedGroup, share
-from paceline.comm.sums import SUMMED
+from paceline.comm.group import CompletedTransfer, Disrupted, Transfer
+from paceline.comm.shared_memory.arena import MARKS, Arena, why_unsupported
+from paceline.comm.shared_memory.collectives import MOVED_BYTES, NUM_MOVED, SMALL_BYTES
+from paceline.comm.shared_memory.shared_group import SharedGroup, with_shared_memory
+from paceline.comm.shared_memory.summation import SUMMED
 from paceline.errors import SyncError
 
-pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+pytestmark = pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
 
 CPU = torch.device("cpu")
 LIMIT_S = 10.0
@@ -48,7 +48,7 @@ class Underneath:
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         self.calls.append(what)
-        return Landed()
+        return CompletedTransfer()
 
     def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
         self.calls.append(what)
@@ -56,13 +56,13 @@ class Underneath:
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
         self.calls.append(what)
 
-    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Landed:
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> CompletedTransfer:
         self.calls.append(what)
-        return Landed()
+        return CompletedTransfer()
 
-    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Landed:
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> CompletedTransfer:
         self.calls.append(what)
-        return Landed()
+        return CompletedTransfer()
 
     def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
         self.calls.append(what)
@@ -509,12 +509,12 @@ def test_memory_that_is_not_to_be_had_is_an_error_that_says_how_much() -> None:
 
 def test_processors_that_reorder_stores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert "x86-64 only" in (refusal() or "")
+    assert "x86-64 only" in (why_unsupported() or "")
 
 
 def test_a_limit_on_files_is_a_reason_not_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
-    assert "ulimit -f" in (refusal() or "")
+    assert "ulimit -f" in (why_unsupported() or "")
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -531,7 +531,7 @@ def test_a_member_that_is_lost_while_memory_is_shared_leaves_none_open(index: in
 
     before = num_arenas()
     with pytest.raises(Disrupted, match="worker 2"):
-        share(Breaking(index, 2), timeout_s=LIMIT_S)
+        with_shared_memory(Breaking(index, 2), timeout_s=LIMIT_S)
     assert num_arenas() == before
     owner.close()
 

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 import stage_models
 from paceline.errors import PlanError
-from paceline.parallel.stages.costs import operation_costs
-from paceline.parallel.stages.cut import closed_places, cut_units, route
-from paceline.parallel.stages.drawing import may_draw
-from paceline.parallel.stages.halves import Halves
-from paceline.parallel.stages.record import record
-from paceline.parallel.stages.replay import Part, Replayer
-from paceline.parallel.stages.run import bubble_share
-from paceline.parallel.stages.tape import Tape
-from paceline.parallel.units import find_units, names_matching, seeded_units
+from paceline.parallel.model_units import find_units, names_matching, seeded_units
+from paceline.parallel.pipeline.find_stages import operation_costs
+from paceline.parallel.pipeline.random_draws import may_draw
+from paceline.parallel.pipeline.split_backward import SplitBackward
+from paceline.parallel.pipeline.stage_partition import closed_boundaries, partition_units, route
+from paceline.parallel.pipeline.stage_replay import StageOutput, StageReplayer
+from paceline.parallel.pipeline.stage_worker import bubble_share
+from paceline.parallel.pipeline.tape import Tape
+from paceline.parallel.pipeline.tape_recorder import record
 from paceline.schedule.pipeline import SCHEDULES, build
-from paceline.schedule.timeline import StageCost, ideal_bubble_share, simulate
+from paceline.schedule.pipeline_timeline import StageCost, ideal_bubble_share, simulate
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def test_two_halves_of_a_backward_give_the_gradients_of_a_whole_one(code: Callab
     inputs = {4: x.grad, 9: y.grad}
     model.zero_grad()
     x, y = (t.detach().requires_grad_() for t in (x, y))
-    halves = Halves(code(model, x, y), arriving, {4: x, 9: y})
+    halves = SplitBackward(code(model, x, y), arriving, {4: x, 9: y})
     found = halves.do_inputs()
     for number, gradient in inputs.items():
         torch.testing.assert_close(found[number], gradient)
@@ -120,7 +120,7 @@ def test_weights_of_products_wait_for_the_second_half_and_hooks_run_there() -> N
     arrived: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
-    halves = Halves([model(x)], [torch.ones(2, 4)], {0: x})
+    halves = SplitBackward([model(x)], [torch.ones(2, 4)], {0: x})
     halves.do_inputs()
     assert sorted(arrived) == ["1.bias", "1.weight"]
     halves.do_weights()
@@ -134,7 +134,7 @@ def test_operations_find_the_heavy_unit() -> None:
     operations = operation_costs(model, forward, micro, units=units, device=CPU)
     assert operations == [2 * 2 * 256 * 64 * width for width in (8, 8, 2048, 8)]
     tape = record(model, forward, micro, units=units, device=CPU)
-    cut = cut_units(model, tape, units=units, num_stages=3, costs=operations)
+    cut = partition_units(model, tape, units=units, num_stages=3, costs=operations)
     assert cut.stages == (("0", "1"), ("2",), ("3",))
 
 
@@ -146,16 +146,16 @@ def stages_of(
     seed: tuple[int, ...] | None = None,
     *,
     tape: Tape | None = None,
-) -> tuple[Tape, list[Part]]:
+) -> tuple[Tape, list[StageOutput]]:
     """Run all stages of one model, whole, one after the other; gradients are added up in it."""
     units = find_units(model)
     tape = tape or record(model, forward, micro, units=units, device=CPU)
-    way = route(tape, cut_units(model, tape, units=units, num_stages=num_stages, costs=[1.0] * len(tape.units)))
-    parts: list[tuple[dict[int, Tensor], Part]] = []
+    way = route(tape, partition_units(model, tape, units=units, num_stages=num_stages, costs=[1.0] * len(tape.units)))
+    parts: list[tuple[dict[int, Tensor], StageOutput]] = []
     arrived: dict[int, Tensor] = {}
     for stage in range(num_stages):
         received = {n: t.detach().requires_grad_(tape.values[n].has_gradient) for n, t in arrived.items()}
-        replayer = Replayer(units, device=CPU)
+        replayer = StageReplayer(units, device=CPU)
         part = replayer.replay(forward, micro, tape=tape, route=way, stage=stage, received=received, seed=seed)
         parts.append((received, part))
         arrived = part.values
@@ -303,7 +303,7 @@ def test_unused_parts_have_a_home_and_no_gradient() -> None:
 
     model = Partly()
     tape, _ = stages_of(model, model, torch.randn(5, 6), 2)
-    cut = cut_units(model, tape, units=find_units(model), num_stages=2)
+    cut = partition_units(model, tape, units=find_units(model), num_stages=2)
     assert route(tape, cut).crossing == ((0,),) and route(tape, cut).with_gradient == ((),)
     assert tape.unused == {"spare": 0} and cut.stages == (("a", "spare"), ("b",))
     assert model.a.weight.grad is None and model.b.inner.weight.grad is not None
@@ -332,7 +332,7 @@ def test_seeds_make_draws_depend_on_the_call_alone() -> None:
         assert torch.equal(model(x), first)
     with seeded_units(units, 1, 3):
         assert not torch.equal(model(x), first)
-    assert not closed_places(record(model, lambda m: model(m).sum(), x, units=units, device=CPU))
+    assert not closed_boundaries(record(model, lambda m: model(m).sum(), x, units=units, device=CPU))
 
 
 def test_draws_between_units_are_those_of_one_process_also_after_another_stages_unit() -> None:
@@ -427,7 +427,7 @@ def test_what_an_idle_dropout_hands_back_may_be_changed_in_place_by_a_later_unit
 
     x = torch.randn(5, 6)
     tape = record(model, forward, x, units=find_units(model), device=CPU)
-    assert not closed_places(tape)
+    assert not closed_boundaries(tape)
 
 
 def test_nothing_is_seeded_again_where_nobody_draws_between_units() -> None:
@@ -494,8 +494,8 @@ def test_a_replay_holds_nothing_that_the_forward_has_let_go_of() -> None:
     with torch.no_grad():
         tape = record(model, forward, x, units=units, device=CPU)
         made.clear()
-        way = route(tape, cut_units(model, tape, units=units, num_stages=1))
-        Replayer(units, device=CPU).replay(forward, x, tape=tape, route=way, stage=0, received={})
+        way = route(tape, partition_units(model, tape, units=units, num_stages=1))
+        StageReplayer(units, device=CPU).replay(forward, x, tape=tape, route=way, stage=0, received={})
     assert alive[-1] == 1
 
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
-from paceline.parallel.stages.cut import cut_units, route
-from paceline.parallel.stages.record import record
-from paceline.parallel.stages.replay import Replayer
-from paceline.parallel.stages.tape import Tape
-from paceline.parallel.units import find_units
+from paceline.parallel.model_units import find_units
+from paceline.parallel.pipeline.stage_partition import partition_units, route
+from paceline.parallel.pipeline.stage_replay import StageReplayer
+from paceline.parallel.pipeline.tape import Tape
+from paceline.parallel.pipeline.tape_recorder import record
 
 CPU = torch.device("cpu")
 X = torch.randn(4, 6)
@@ -147,7 +147,7 @@ def hidden(net: Any, x: Tensor) -> Tensor:
 
 
 def stages(model: nn.Module, num_stages: int, **more: Any) -> Any:
-    return cut_units(model, tape_of(model), units=find_units(model), num_stages=num_stages, **more)
+    return partition_units(model, tape_of(model), units=find_units(model), num_stages=num_stages, **more)
 
 
 def test_too_many_stages_are_refused_with_the_number_that_can_be() -> None:
@@ -206,7 +206,7 @@ def test_what_a_hook_inside_a_unit_hands_out_travels_unless_it_changes_it(return
     tape = tape_of(model)
     ((name, _),) = tape.calls[0].told
     assert name == "inner"
-    crossing = route(tape, cut_units(model, tape, units=find_units(model), num_stages=3)).crossing
+    crossing = route(tape, partition_units(model, tape, units=find_units(model), num_stages=3)).crossing
     assert [len(numbers) for numbers in crossing] == [2, 2], "the hidden value, and what was handed out"
 
 
@@ -244,16 +244,18 @@ def test_a_forward_that_goes_another_way_than_the_first_is_an_error_not_a_wrong_
     units = find_units(model)
     forward = lambda m: F.mse_loss(model(m), m)  # noqa: E731  # as it is written where it is passed
     tape = record(model, forward, X.abs(), units=units, device=CPU)
-    cut = cut_units(model, tape, units=units, num_stages=1)
+    cut = partition_units(model, tape, units=units, num_stages=1)
     with pytest.raises(PlanError, match=r"another way .* c\(\) came where b\(\) was expected"):
-        Replayer(units, device=CPU).replay(forward, -X.abs(), tape=tape, route=route(tape, cut), stage=0, received={})
+        StageReplayer(units, device=CPU).replay(
+            forward, -X.abs(), tape=tape, route=route(tape, cut), stage=0, received={}
+        )
 
 
 def test_a_unit_whose_output_changes_its_shape_is_an_error() -> None:
     grown = Holds(lambda unit, x: unit.inner(x)[: 4 if unit.training else 2])
     model = nn.Sequential(nn.Linear(6, 6), grown, nn.Linear(6, 6))
     units, tape = find_units(model), tape_of(model)
-    way = route(tape, cut_units(model, tape, units=units, num_stages=1))
+    way = route(tape, partition_units(model, tape, units=units, num_stages=1))
     model.eval()
     with pytest.raises(PlanError, match=r"an output of 1 is float32 \[2, 6\], but float32 \[4, 6\] was expected"):
-        Replayer(units, device=CPU).replay(lambda m: model(m).sum(), X, tape=tape, route=way, stage=0, received={})
+        StageReplayer(units, device=CPU).replay(lambda m: model(m).sum(), X, tape=tape, route=way, stage=0, received={})

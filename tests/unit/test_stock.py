@@ -6,29 +6,42 @@ import json
 
 import pytest
 
-from paceline.launch.again import Again
-from paceline.launch.another_start import Needs
-from paceline.launch.outcome import Broken, Outcome
-from paceline.launch.stock import Errand, HostLeft, Kept, deal_again, newest_step, workers_that_fit
-from paceline.restarts import begin_again
+from paceline.launch.coordinator.restart import RestartRequirement
+from paceline.launch.job.outcome import JobOutcome, RecoverableLoss
+from paceline.launch.job.restart_plan import (
+    RemainingHost,
+    RestartPlan,
+    SnapshotTransfer,
+    StoredSnapshot,
+    newest_step,
+    reassign_ranks,
+    workers_that_fit,
+)
+from paceline.runs.restart_loop import restart_decision
 
 
-def kept(worker: int, *steps: int, **more: bool) -> list[Kept]:
-    return [Kept(worker=worker, step=step, **more) for step in steps]
+def kept(worker: int, *steps: int, **more: bool) -> list[StoredSnapshot]:
+    return [StoredSnapshot(worker=worker, step=step, **more) for step in steps]
 
 
-def copied(worker: int, *steps: int) -> list[Kept]:
+def copied(worker: int, *steps: int) -> list[StoredSnapshot]:
     return kept(worker, *steps, is_copy=True)
 
 
-def host(index: int, workers: range | tuple[int, ...], *stock: list[Kept], slots: int | None = None) -> HostLeft:
+def host(
+    index: int, workers: range | tuple[int, ...], *stock: list[StoredSnapshot], slots: int | None = None
+) -> RemainingHost:
     room = len(workers) if slots is None else slots
-    return HostLeft(index=index, slots=room, workers=tuple(workers), stock=tuple(one for some in stock for one in some))
+    return RemainingHost(
+        index=index, slots=room, workers=tuple(workers), stock=tuple(one for some in stock for one in some)
+    )
 
 
-def again(*hosts: HostLeft, workers: int, workers_each: int | None = None, on_disk: int | None = None) -> Again:
-    broken = Broken(causes=("it broke",), lost=(1,), workers=workers, workers_each=workers_each, hosts=hosts)
-    return begin_again(broken, most=workers, on_disk=on_disk, at_step=29)
+def again(
+    *hosts: RemainingHost, workers: int, workers_each: int | None = None, on_disk: int | None = None
+) -> RestartPlan:
+    broken = RecoverableLoss(causes=("it broke",), lost=(1,), workers=workers, workers_each=workers_each, hosts=hosts)
+    return restart_decision(broken, most=workers, on_disk=on_disk, at_step=29)
 
 
 def test_a_worker_lost_while_all_hosts_stay_begins_with_what_its_own_host_has() -> None:
@@ -51,7 +64,7 @@ def test_a_lost_hosts_part_comes_from_its_neighbour_and_only_a_step_that_all_hav
     )
     assert found.begins_at == 10
     assert found.ranks == {0: (0, 1), 2: (4, 5), 3: (2, 3)}
-    assert found.errands == (Errand(worker=2, source=2, to=3), Errand(worker=3, source=2, to=3))
+    assert found.errands == (SnapshotTransfer(worker=2, source=2, to=3), SnapshotTransfer(worker=3, source=2, to=3))
     assert found.restarted.lent == (2, 3)
 
 
@@ -70,7 +83,7 @@ def test_fewer_replicas_begin_on_the_hosts_that_are_left_and_places_are_found_by
         host(2, (2,), kept(2, 10), copied(1, 10)),
         host(3, (3,), kept(3, 10)),
     )
-    needs = Needs(most=4, workers_each=2, least=1)
+    needs = RestartRequirement(most=4, workers_each=2, least=1)
     assert needs.fit(hosts) == 2
     found = again(*hosts, workers=2, workers_each=2)
     assert found.ranks == {0: (0,), 2: (1,), 3: ()} and (found.workers, found.num_hosts) == (2, 2)
@@ -80,37 +93,37 @@ def test_fewer_replicas_begin_on_the_hosts_that_are_left_and_places_are_found_by
 def test_a_place_whose_host_has_nothing_gets_its_own_snapshot_where_there_is_a_copy_of_it() -> None:
     found = again(host(0, range(0, 1), kept(0, 10), copied(1, 10)), host(3, (), slots=2), workers=3, workers_each=1)
     assert found.ranks == {0: (0,), 3: (1, 2)}
-    assert found.errands == (Errand(worker=1, source=0, to=3), Errand(worker=0, source=0, to=3))
+    assert found.errands == (SnapshotTransfer(worker=1, source=0, to=3), SnapshotTransfer(worker=0, source=0, to=3))
 
 
 def test_where_one_has_written_for_all_it_goes_to_every_host_that_lacks_it() -> None:
     stock = kept(0, 10, is_for_all=True)
     found = again(host(0, range(0, 2), stock), host(1, range(2, 4)), workers=4, workers_each=1)
     assert found.begins_at == 10
-    assert found.errands == (Errand(worker=0, source=0, to=1),)
+    assert found.errands == (SnapshotTransfer(worker=0, source=0, to=1),)
 
 
 def test_a_fixed_number_of_workers_needs_room_for_all_and_an_elastic_one_for_the_least() -> None:
     hosts = (host(0, range(0, 2)), host(1, range(2, 4)))
-    assert Needs(most=6, workers_each=None, least=1).fit(hosts) == 0
-    assert Needs(most=4, workers_each=None, least=1).fit(hosts) == 4
-    assert Needs(most=6, workers_each=2, least=3).fit(hosts) == 0
-    assert Needs(most=6, workers_each=2, least=2).fit(hosts) == 4
+    assert RestartRequirement(most=6, workers_each=None, least=1).fit(hosts) == 0
+    assert RestartRequirement(most=4, workers_each=None, least=1).fit(hosts) == 4
+    assert RestartRequirement(most=6, workers_each=2, least=3).fit(hosts) == 0
+    assert RestartRequirement(most=6, workers_each=2, least=2).fit(hosts) == 4
     assert workers_that_fit(hosts, most=9, workers_each=3) == 3
 
 
 def test_who_is_left_stays_and_newcomers_get_neighbouring_ranks() -> None:
     left = (host(0, range(0, 2)), host(3, range(6, 8)), host(4, (), slots=2), host(5, (), slots=2))
-    assert deal_again(left, 8, workers_each=None) == {0: (0, 1), 3: (6, 7), 4: (2, 3), 5: (4, 5)}
-    assert deal_again(left[:2], 4, workers_each=2) == {0: (0, 1), 3: (2, 3)}
+    assert reassign_ranks(left, 8, workers_each=None) == {0: (0, 1), 3: (6, 7), 4: (2, 3), 5: (4, 5)}
+    assert reassign_ranks(left[:2], 4, workers_each=2) == {0: (0, 1), 3: (2, 3)}
 
 
 @pytest.mark.parametrize("workers_each", [None, 2])
 def test_what_every_host_is_told_survives_the_way(workers_each: int | None) -> None:
     hosts = (host(0, range(0, 2), kept(0, 10), kept(1, 10)), host(1, (), slots=2))
     found = again(*hosts, workers=2, workers_each=workers_each)
-    sent = Outcome(state="failed", exit_code=1, broken=Broken(causes=(), lost=(), hosts=hosts), again=found)
-    back = Outcome.from_json(json.loads(json.dumps(sent.to_json())))
+    sent = JobOutcome(state="failed", exit_code=1, broken=RecoverableLoss(causes=(), lost=(), hosts=hosts), again=found)
+    back = JobOutcome.from_json(json.loads(json.dumps(sent.to_json())))
     assert back.may_begin_again and back.again is not None
     assert json.dumps(back.again.to_json()) == json.dumps(found.to_json())
     assert newest_step(hosts[0].stock, 2, workers_each=workers_each) == 10

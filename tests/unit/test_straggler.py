@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from paceline.comm.ring import Work
-from paceline.monitor.doing import Doing
-from paceline.monitor.straggler import LONG_S, StragglerDetector, looks_apart_s
+from paceline.comm.flight_recorder import WorkTotals
+from paceline.monitor.hang.straggler_detection import LONG_S, StragglerDetector, look_interval_s
+from paceline.monitor.hang.worker_activity import WorkerActivity
 
 WITHIN, WITHIN_S = 20, 2.0  # steps, or seconds, whichever is later: the promise
 POLL_S = 0.2  # supervisors look no oftener
@@ -19,7 +19,7 @@ class Run:
 
     def __init__(self, workers: int = 4, every: int = 1, *, scale: float = 1.0) -> None:
         self.detector, self._every, self._scale = StragglerDetector(), every, scale
-        self._work = {worker: Work() for worker in range(workers)}
+        self._work = {worker: WorkTotals() for worker in range(workers)}
         self._delays = dict.fromkeys(range(workers), 0.0)
         self.now = 0.0
         self.step = 0
@@ -47,7 +47,7 @@ class Run:
             self.now += slowest * self._scale
             for worker, work in self._work.items():
                 self._delays[worker] += (delayed or {}).get(worker, 0.0) * slowest * self._scale
-                self._work[worker] = Work(
+                self._work[worker] = WorkTotals(
                     steps=work.steps + 1,
                     micros=work.micros + (micros or {}).get(worker, 2),
                     data_s=work.data_s + (data_s or {}).get(worker, 0.01) * self._scale,
@@ -60,16 +60,16 @@ class Run:
         return said
 
     def look(self, step_s: float = 0.3) -> list[str]:
-        return self.detector.look(self.doings(step_s), self.now)
+        return self.detector.look(self.activities(step_s), self.now)
 
-    def doings(self, step_s: float) -> dict[int, Doing]:
+    def activities(self, step_s: float) -> dict[int, WorkerActivity]:
         return {worker: self._doing(worker, step_s * self._scale) for worker in self._work}
 
     def replace(self, worker: int) -> None:
-        self._work[worker], self._delays[worker] = Work(), 0.0
+        self._work[worker], self._delays[worker] = WorkTotals(), 0.0
 
-    def _doing(self, worker: int, step_s: float) -> Doing:
-        return Doing(
+    def _doing(self, worker: int, step_s: float) -> WorkerActivity:
+        return WorkerActivity(
             worker=worker,
             host="a",
             pid=4700 + worker,
@@ -154,7 +154,7 @@ def test_looks_come_so_often_that_it_is_named_in_time(step_s: float, late: int) 
         while run.step < last and not said:
             run.steps(1, compute_s)
             if run.now >= next_at[0]:
-                next_at[0] = run.now + math.ceil(looks_apart_s(run.doings(0.43), 1.0) / POLL_S) * POLL_S - 1e-9
+                next_at[0] = run.now + math.ceil(look_interval_s(run.activities(0.43), 1.0) / POLL_S) * POLL_S - 1e-9
                 said = run.look(0.43)
         return said
 

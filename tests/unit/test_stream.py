@@ -11,18 +11,18 @@ from typing import Any, cast
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from paceline.comm.generation import Members
-from paceline.comm.group import Alone, Disrupted
-from paceline.comm.lockstep import Lockstep
-from paceline.elastic.notices import Form
+from paceline.comm.elastic.generation_group import ElasticGroup
+from paceline.comm.elastic.lockstep_group import Lockstep
+from paceline.comm.group import Disrupted, SingleWorkerGroup
+from paceline.elastic.membership_messages import MembershipView
 from paceline.plan import Batch
-from paceline.worker.agreement import Agreement, Elastic, Standing
-from paceline.worker.axes import unsplit
-from paceline.worker.balance import Balance
-from paceline.worker.batch import StepBatch
-from paceline.worker.cursor import Cursor
-from paceline.worker.loop import Loop
-from paceline.worker.stream import Source, Stream
+from paceline.worker.data.batch_stream import BatchStream, StreamSource
+from paceline.worker.data.load_balancing import LoadBalancer
+from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.data.stream_position import StreamPosition
+from paceline.worker.loop.training_loop import TrainingLoop
+from paceline.worker.membership.consensus import Consensus, ElasticMembership, MemberProgress
+from paceline.worker.topology.parallel_groups import single_worker_replicas
 
 NUM = 30
 
@@ -44,7 +44,7 @@ class Data(list[int]):
     """Of a micro-batch."""
 
 
-class Place(Alone):
+class Place(SingleWorkerGroup):
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
 
@@ -56,18 +56,18 @@ def stream_of(
     micro: int = 2,
     data: Any = None,
     replicas: Callable[[], Sequence[int]] | None = None,
-) -> Stream:
+) -> BatchStream:
     """Batches of 10, of this worker of replicas of `each`, all of which run different micro-batches."""
-    return Stream(
-        Source(dataset=data or Numbers(), epochs=1, collate=Data, loaders=0, prefetch=2, pin=False, name="train"),
+    return BatchStream(
+        StreamSource(dataset=data or Numbers(), epochs=1, collate=Data, loaders=0, prefetch=2, pin=False, name="train"),
         Batch(size=10, micro=micro, shuffle=False),
-        cursor=Cursor(),
+        cursor=StreamPosition(),
         group=group,
         walk=lambda batch: iter(()),
         together=cast("Any", lambda operation: operation()),
-        balance=Balance(is_on=False),
+        balance=LoadBalancer(is_on=False),
         timeout_s=10.0,
-        axes=dataclasses.replace(unsplit(group), inside=Place(group.index % each, each)),
+        axes=dataclasses.replace(single_worker_replicas(group), shard_group=Place(group.index % each, each)),
         replicas=replicas,
     )
 
@@ -119,12 +119,12 @@ def test_where_replicas_take_steps_by_themselves_no_share_of_the_lost_one_is_lef
     assert sorted(one.index for share in batch.dealt.values() for one in share) == [*range(10 // micro)]
 
 
-class Pair(Alone):
+class Pair(SingleWorkerGroup):
     """With another one, who is past the operation."""
 
     size = 2
 
-    def __init__(self, other: Standing) -> None:
+    def __init__(self, other: MemberProgress) -> None:
         self._other = other
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -138,7 +138,7 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
     """Two of three have come to the end of an operation before the round's first step, and one has gone on from it."""
     stream = stream_of(Place(0, 3), replicas=lambda: (0, 1, 2))
     next(stream.steps(lambda: 1))  # as it was dealt to all three
-    form = Form(generation=1, members=(0, 1), planned=False, holds=False, reason="worker 2 was lost")
+    form = MembershipView(generation=1, members=(0, 1), planned=False, holds=False, reason="worker 2 was lost")
     head = SimpleNamespace(
         newest=1,
         acknowledges=False,
@@ -146,23 +146,23 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
         tell=lambda op, **told: None,
         wait_for=lambda *_, **__: form,
     )
-    agreement = Agreement(
-        Members(Alone(), generation=0, ranks=(0, 1, 2)),
+    agreement = Consensus(
+        ElasticGroup(SingleWorkerGroup(), generation=0, ranks=(0, 1, 2)),
         rank=0,
         orders=cast("Any", head),
         timeout_s=10.0,
-        elastic=Elastic(
-            build=lambda form, is_hurry: Pair(Standing(position=1, holds_result=False, step=others_step)),
+        elastic=ElasticMembership(
+            build=lambda form, is_hurry: Pair(MemberProgress(position=1, holds_result=False, step=others_step)),
             has_formed=lambda generation, has_formed: has_formed,
             lockstep=Lockstep(),
             workers_each=1,
         ),
     )
-    loop = Loop.__new__(Loop)
+    loop = TrainingLoop.__new__(TrainingLoop)
     loop.streams = {"train": stream}
     loop._models = cast("Any", SimpleNamespace(members_changed=lambda: None))
     loop._rounds = cast("Any", SimpleNamespace(is_local=True, is_open=False, members_changed=lambda: None))
-    loop._agreement, loop._balance = agreement, Balance(is_on=False)
+    loop._agreement, loop._balance = agreement, LoadBalancer(is_on=False)
     agreement.attach(cast("Any", SimpleNamespace(step=0, regrouped=loop.members_changed)))
     agreement._position = 0
     assert agreement.drop(Disrupted("worker 2 was lost"), holds_result=True)
@@ -173,10 +173,10 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
 def test_who_ends_a_round_when_others_are_in_the_next_one_deals_anew_after_that(is_left_behind: bool) -> None:
     stream = stream_of(Place(0, 3), replicas=lambda: (0, 1, 2))
     next(stream.steps(lambda: 1))  # as it was dealt to all three
-    loop = Loop.__new__(Loop)
+    loop = TrainingLoop.__new__(TrainingLoop)
     loop.streams, loop.books = {"train": stream}, cast("Any", SimpleNamespace(step=1))
     rounds = SimpleNamespace(is_open=True, is_left_behind=is_left_behind, end=lambda *_, **__: True)
-    loop._rounds, loop._balance = cast("Any", rounds), Balance(is_on=False)
+    loop._rounds, loop._balance = cast("Any", rounds), LoadBalancer(is_on=False)
     loop._files = cast("Any", SimpleNamespace(ledger=SimpleNamespace(settle=lambda: None)))
     loop._takers, loop._is_deal_due = {}, True  # a member was lost meanwhile
     loop._try_to_end_round(is_wanted=False)

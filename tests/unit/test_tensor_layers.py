@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.tensor import team as team_module
-from paceline.parallel.tensor.apply import cut_layers
-from paceline.parallel.tensor.emulated import EmulatedGroup, emulate
+from paceline.parallel.tensor import split_tensor as team_module
+from paceline.parallel.tensor.apply import split_layers
+from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
 from paceline.parallel.tensor.layers import Layer
-from paceline.parallel.tensor.rules import rule_of
-from paceline.parallel.tensor.team import Team
+from paceline.parallel.tensor.op_rules import rule_of
+from paceline.parallel.tensor.split_tensor import TensorGroupOps
 
 
 def test_a_parameter_that_gets_the_number_of_one_that_is_gone_is_not_taken_for_it(
@@ -20,9 +20,9 @@ def test_a_parameter_that_gets_the_number_of_one_that_is_gone_is_not_taken_for_i
     monkeypatch.setattr(team_module, "id", lambda _: 7, raising=False)  # objects may follow each other in one place
 
     def work(group: EmulatedGroup) -> tuple[Tensor | None, Tensor | None]:
-        team = Team(group, rules=rule_of)
+        team = TensorGroupOps(group, rules=rule_of)
         gone, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        team.leave_gradients([gone])
+        team.owner_sums_gradients_of([gone])
         team.spread(gone).sum().backward()
         partial = gone.grad
         del gone
@@ -55,5 +55,5 @@ def test_numbers_of_no_word_are_refused_as_by_the_whole_table(word: int, size: i
 def _cut(table: nn.Embedding, group: EmulatedGroup) -> nn.Module:
     """This worker's rows of a table."""
     model = nn.Sequential(nn.Embedding.from_pretrained(table.weight.detach().clone(), freeze=False))
-    cut_layers(model, [Layer(name="0", role="vocabulary", sections=(7,))], Team(group, rules=rule_of))
+    split_layers(model, [Layer(name="0", role="vocabulary", sections=(7,))], TensorGroupOps(group, rules=rule_of))
     return model

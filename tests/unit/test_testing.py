@@ -14,20 +14,32 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paceline import config
-from paceline.cli import drill_run
 from paceline.cli.arguments import Parser
-from paceline.cli.drill import Request, add, request_of
-from paceline.cli.drill_report import ALWAYS, ELASTIC, FIXED, LOCAL, Judged, promise, report
-from paceline.cli.drill_run import Terms, guards, programmes, terms_of, waits_for_servers
+from paceline.cli.drill import run
+from paceline.cli.drill.command import add
+from paceline.cli.drill.report import ALWAYS, ELASTIC, FIXED, LOCAL, DrillVerdict, drill_text, promise
+from paceline.cli.drill.request import DrillRequest, drill_request
+from paceline.cli.drill.run import DrillTerms, drill_terms, guard_overrides, programmes_of, waits_for_servers
 from paceline.errors import LaunchError, PlanError
 from paceline.events import Note, Record, Restarted, StepDone, WeightsDiffer
-from paceline.monitor.audit import AuditResult
+from paceline.monitor.audit.audit import AuditResult
 from paceline.plan import Guard, Layout, OneBit, ParameterServer, Plan, Sparse
-from paceline.testing import KINDS, Came, Fault, Programme, Report, Start, assert_unharmed, injection, network, runs
+from paceline.testing import (
+    KINDS,
+    Came,
+    Fault,
+    Programme,
+    Report,
+    Start,
+    assert_unharmed,
+    injection,
+    network_namespaces,
+    runs,
+)
+from paceline.testing.corruption import ModelCalls, flip_a_bit, poisoned
 from paceline.testing.disk import complete
+from paceline.testing.drill_folder import DrillFolder
 from paceline.testing.faults import OF_SERVERS
-from paceline.testing.notes import Notes
-from paceline.testing.numbers import Calls, flip_a_bit, poisoned
 from paceline.testing.report import recovery_s, resumed_from
 from paceline.testing.runs import run_with
 
@@ -130,8 +142,8 @@ def test_a_fault_beyond_the_run_is_refused() -> None:
 
 
 def test_notes_tell_of_a_fault_once_and_of_what_is_asked(tmp_path: Path) -> None:
-    notes = Notes.begin(tmp_path, Programme.parse("cut:worker=1,step=4"), outside=["cut"])
-    other = Notes(notes.path)
+    notes = DrillFolder.begin(tmp_path, Programme.parse("cut:worker=1,step=4"), outside=["cut"])
+    other = DrillFolder(notes.path)
     assert other.programme == notes.programme and other.asks_for("cut") and not other.asks_for("full_disk")
     assert notes.when(0) is None
     assert other.came(0, step=4, place="sum") and not notes.came(0, step=5, place="sum")
@@ -355,10 +367,10 @@ def test_a_poisoned_share_that_came_too_late_did_not_count() -> None:
     assert "the replica alone leaves out its step" in promise(Fault.parse("nan:worker=1,step=2"), GOSSIP)
 
 
-def terms(plan: Plan | str, *words: str, workers: int = 3, steps: int = 40) -> Terms:
+def terms(plan: Plan | str, *words: str, workers: int = 3, steps: int = 40) -> DrillTerms:
     asked = request(__file__, *words)
     whole = Plan.parse(plan) if isinstance(plan, str) else plan
-    return terms_of(asked, whole.resolve(workers), workers=workers, steps=steps)
+    return drill_terms(asked, whole.resolve(workers), workers=workers, steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -393,9 +405,9 @@ def test_where_the_run_refuses_what_the_rules_allow_the_number_of_replicas_stays
             return told(str(faults), losses={}, starts=(failed,), folder=folder)
         return told(str(faults), plan=Plan(layout=Layout(replicas=3)), folder=folder)
 
-    monkeypatch.setattr(drill_run, "run_with", fake)
+    monkeypatch.setattr(run, "run_with", fake)
     faults = "slow:worker=1,step=2; slow:worker=2,step=3"
-    assert drill_run.main_drill(request(__file__, "--faults", faults)) == 0
+    assert run.main_drill(request(__file__, "--faults", faults)) == 0
     assert asked == [(), ("plan.layout.replicas=1-3",), (), ()], "it is asked once"
     printed = capsys.readouterr()
     for text in (printed.out, printed.err):
@@ -416,12 +428,12 @@ def test_a_fault_that_does_not_apply_is_left_out_by_name_and_refused_where_it_is
     for plan in ("localsgd(every=4)", "gossip", "parameterserver(staleness=none)", "parameterserver(drop=1)"):
         found = terms(plan)
         assert list(found.left_out) == ["flip"] and found.said[-1].startswith("flip does not apply: ")
-        drawn = programmes(request(__file__), found, plan=Plan.parse(plan), steps=40, workers=3)
+        drawn = programmes_of(request(__file__), found, plan=Plan.parse(plan), steps=40, workers=3)
         kinds = [fault.kind for (fault,) in drawn]
         assert kinds == [*(kind for kind in KINDS if kind != "flip"), *(OF_SERVERS if "server" in plan else ())]
         named = request(__file__, "--faults", "flip:worker=1,step=9")
         with pytest.raises(PlanError, match=r"flip:worker=1,step=9 does not apply to this plan: .* different weights"):
-            programmes(named, found, plan=Plan.parse(plan), steps=40, workers=3)
+            programmes_of(named, found, plan=Plan.parse(plan), steps=40, workers=3)
     two = terms("default", workers=2)
     assert two.said == ("flip does not apply: it needs 3 workers, so that a majority says whose weights are right",)
 
@@ -443,12 +455,12 @@ def test_a_worker_that_calls_nobody_in_its_step_is_slow_all_the_same(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(injection.time, "sleep", slept.append)
-    notes = Notes.begin(tmp_path, Programme.parse("slow:worker=1,step=2,steps=1,times=3"), outside=())
+    notes = DrillFolder.begin(tmp_path, Programme.parse("slow:worker=1,step=2,steps=1,times=3"), outside=())
     ring: Any = SimpleNamespace(**{name: lambda *_, **__: 1 for name in ("begin", "enter", "wait", "join")})
-    injection.arm(notes.path, worker_rank=1, ring=ring)
+    injection.install_faults(notes.path, worker_rank=1, ring=ring)
     for step, calls in ((1, 0), (2, 0), (3, 0), (2, 1)):
         slept.clear()
-        ring.begin(injection.WALK, step)
+        ring.begin(injection.GRADIENT_PASS, step)
         for _ in range(calls):
             ring.enter("all_reduce", "gradients")
         ring.begin(injection.BETWEEN, step)
@@ -456,12 +468,12 @@ def test_a_worker_that_calls_nobody_in_its_step_is_slow_all_the_same(
 
 
 def test_a_loss_leaps_only_where_its_worker_has_known_some(tmp_path: Path) -> None:
-    notes = Notes.begin(tmp_path, Programme.parse("spike:worker=1,step=6"), outside=())
+    notes = DrillFolder.begin(tmp_path, Programme.parse("spike:worker=1,step=6"), outside=())
     ring: Any = SimpleNamespace(**{name: lambda *_, **__: 1 for name in ("begin", "enter", "wait", "join")})
-    injection.arm(notes.path, worker_rank=1, ring=ring)
+    injection.install_faults(notes.path, worker_rank=1, ring=ring)
     model, spoilt = torch.nn.Identity(), []
     for step in range(3, 24, 3):  # every third batch is its own
-        ring.begin(injection.WALK, step)
+        ring.begin(injection.GRADIENT_PASS, step)
         spoilt.append(float(model(torch.ones(1, 2)).abs().max()) > 1000)
         ring.begin(injection.BETWEEN, step)
     assert spoilt == [False] * 5 + [True, False]
@@ -495,27 +507,27 @@ def test_what_was_kept_is_not_complained_of() -> None:
 
 def test_the_table_has_a_line_for_each_fault_and_says_what_did_not_hold() -> None:
     good, bad = told(KILL, recovery_s=(0.25,)), told("term:worker=2,step=3,where=sum", came=(None,))
-    rows = [Judged(report=one, like=told(), broken=tuple(one.broken(told()))) for one in (good, bad)]
-    text = report(rows, like=told())
+    rows = [DrillVerdict(report=one, like=told(), broken=tuple(one.broken(told()))) for one in (good, bad)]
+    text = drill_text(rows, like=told())
     assert "kill:worker=1,step=2,where=sum  step 2, sum  0           0                 0 " in text
     assert "0.25        holds" in text and "BROKEN" in text
     assert "1 of 2 runs did not keep what is promised" in text
     assert "kill: the others take the same step again without it" in text
-    assert report(rows[:1], like=told()).endswith("all promises held")
+    assert drill_text(rows[:1], like=told()).endswith("all promises held")
 
 
 def test_the_drill_turns_the_guard_on_for_faults_that_it_is_to_see() -> None:
     plan = Plan()
-    assert guards(Programme.parse(KILL), plan) == ()
-    (flips,) = guards(Programme.parse("flip:worker=1,step=2"), plan)
+    assert guard_overrides(Programme.parse(KILL), plan) == ()
+    (flips,) = guard_overrides(Programme.parse("flip:worker=1,step=2"), plan)
     assert config.apply(plan, flips).guard == Guard(check_every=1)
-    (both,) = guards(Programme.parse("flip:worker=1,step=2; nan:worker=0,step=3"), plan)
+    (both,) = guard_overrides(Programme.parse("flip:worker=1,step=2; nan:worker=0,step=3"), plan)
     found = config.apply(plan, both).guard
     assert (found.on_spike, found.window, found.check_every) == ("skip", 8, 1)
-    (often,) = guards(Programme.parse(KILL), Plan(layout=Layout(shard=2)), snapshot_every=3)
+    (often,) = guard_overrides(Programme.parse(KILL), Plan(layout=Layout(shard=2)), snapshot_every=3)
     assert config.apply(plan, often).guard == Guard(snapshot_every=3)
     own = Plan(guard=Guard(on_spike="rollback", check_every=1))
-    (kept,) = guards(Programme.parse("nan:worker=0,step=3"), own)
+    (kept,) = guard_overrides(Programme.parse("nan:worker=0,step=3"), own)
     assert config.apply(own, kept).guard.on_spike == "rollback"
 
 
@@ -537,7 +549,7 @@ def test_what_the_outermost_module_gives_is_spoilt_and_others_are_left_alone() -
         return poisoned(output, "nan") if len(seen) == 2 else None
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
-    calls = Calls(came)
+    calls = ModelCalls(came)
     try:
         outputs = [model(torch.ones(2, 4)) for _ in range(3)]
     finally:
@@ -563,7 +575,7 @@ def test_in_a_pipeline_what_its_stage_has_made_is_spoilt_and_stays_the_same_tens
     model.extend([here, Ghost()])
     made: list[torch.Tensor] = []
     here.register_forward_hook(lambda *given: made.append(given[-1]))
-    calls = Calls(lambda _, output: poisoned(output, "nan"))
+    calls = ModelCalls(lambda _, output: poisoned(output, "nan"))
     try:
         with Watching():
             output = model(torch.ones(2, 4))
@@ -578,9 +590,10 @@ def test_a_cable_is_whole_again_before_the_command_is_run_again(
 ) -> None:
     done: list[str] = []
     hosts: Any = [
-        network.Host(name=name, address="", namespace="", device="", hosts_file=tmp_path) for name in network.NAMES
+        network_namespaces.NamespaceHost(name=name, address="", namespace="", device="", hosts_file=tmp_path)
+        for name in network_namespaces.NAMES
     ]
-    monkeypatch.setattr(network, "mend", lambda host: done.append(f"mend {host.name}"))
+    monkeypatch.setattr(network_namespaces, "mend", lambda host: done.append(f"mend {host.name}"))
     monkeypatch.setattr(runs.subprocess, "Popen", lambda *_, **__: done.append("start") or Over())
     run = runs._Run(tmp_path, Programme(), [], [])
     run._hosts = hosts
@@ -634,13 +647,13 @@ def test_an_attempt_that_nobody_has_begun_was_to_begin_where_it_was_told() -> No
 # The command's options.
 
 
-def request(*words: str) -> Request:
+def request(*words: str) -> DrillRequest:
     parser = Parser(prog="paceline")
     commands = parser.add_subparsers(parser_class=Parser)
     add(commands)
     arguments = parser.parse_args(["drill", *words])
     arguments.script_args = ()
-    return request_of(arguments)
+    return drill_request(arguments)
 
 
 def test_the_options_make_a_request(tmp_path: Path) -> None:
@@ -649,16 +662,16 @@ def test_the_options_make_a_request(tmp_path: Path) -> None:
     made = request(str(script), "--workers", "4", "--random", "3", "--seed", "5", "--steps", "20", "--together")
     assert (made.workers, made.num_random, made.seed, made.steps, made.together) == (4, 3, 5, 20, True)
     sizes: dict[str, Any] = {"plan": Plan(), "steps": 20, "workers": 4}
-    (programme,) = programmes(made, Terms(is_elastic=True), **sizes)
+    (programme,) = programmes_of(made, DrillTerms(is_elastic=True), **sizes)
     assert programme == Programme.random(5, steps=20, workers=4, num=3)
-    assert len(programmes(request(str(script)), Terms(is_elastic=True), **sizes)) == len(KINDS)
+    assert len(programmes_of(request(str(script)), DrillTerms(is_elastic=True), **sizes)) == len(KINDS)
     with pytest.raises(PlanError, match="--steps is 0; it must be more than 0"):
         request(str(script), "--steps", "0")
     with pytest.raises(PlanError, match="There is no file"):
         request(str(tmp_path / "absent.py"))
     with pytest.raises(PlanError, match="use --together"):
         asked = request(str(script), "--faults", "kill:worker=1,step=2,where=regroup")
-        programmes(asked, Terms(is_elastic=True), plan=Plan(), steps=9, workers=2)
+        programmes_of(asked, DrillTerms(is_elastic=True), plan=Plan(), steps=9, workers=2)
 
 
 def test_a_run_that_takes_no_step_is_an_error_with_its_words(tmp_path: Path) -> None:

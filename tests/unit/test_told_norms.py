@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.group import Alone, Landed
+from paceline.comm.group import CompletedTransfer, SingleWorkerGroup
 from paceline.plan import AllReduce, Raw
-from paceline.sync.allreduce import GradientSum
-from paceline.sync.memory import Memory
+from paceline.sync.allreduce.codec_memory import CodecMemory
+from paceline.sync.allreduce.gradient_reducer import GradientReducer
 
 
-class Idle(Alone):
+class Idle(SingleWorkerGroup):
     """A group of two, of whom the other has nothing to add."""
 
     size = 2
@@ -20,12 +20,12 @@ class Idle(Alone):
     def __init__(self) -> None:
         self.sums: list[str] = []
 
-    def all_reduce(self, tensor: Tensor, *, what: str) -> Landed:
+    def all_reduce(self, tensor: Tensor, *, what: str) -> CompletedTransfer:
         self.sums.append(what)
-        return Landed()
+        return CompletedTransfer()
 
 
-def landed(gradients: GradientSum, loss: Tensor, *, scale: float = 1.0) -> list[Tensor]:
+def landed(gradients: GradientReducer, loss: Tensor, *, scale: float = 1.0) -> list[Tensor]:
     """The gradients that the optimizer sees."""
     gradients.begin(0)
     gradients.arm()
@@ -36,17 +36,22 @@ def landed(gradients: GradientSum, loss: Tensor, *, scale: float = 1.0) -> list[
     return [parameter.grad for parameter in gradients.parameters if parameter.grad is not None]
 
 
-def spread_over(model: nn.Module, everybody: Idle) -> GradientSum:
+def spread_over(model: nn.Module, everybody: Idle) -> GradientReducer:
     """The sum of the only replica, which is spread over two workers."""
-    return GradientSum(
-        model.named_parameters(), group=Alone(), everybody=everybody, inside=everybody, sync=AllReduce(), wire=Raw()
+    return GradientReducer(
+        model.named_parameters(),
+        group=SingleWorkerGroup(),
+        everybody=everybody,
+        inside=everybody,
+        sync=AllReduce(),
+        wire=Raw(),
     )
 
 
 def test_it_counts_what_was_still_to_be_sent_when_there_were_other_replicas() -> None:
     model, everybody = nn.Linear(3, 2), Idle()
     gradients = spread_over(model, everybody)
-    gradients.remember(Memory({"weight": torch.full((2, 3), 10.0)}, {}))
+    gradients.remember(CodecMemory({"weight": torch.full((2, 3), 10.0)}, {}))
     for is_told in (False, True):  # then nothing is left to be sent
         everybody.sums.clear()
         expected = torch.nn.utils.get_total_norm(landed(gradients, model(torch.ones(1, 3)).sum(), scale=0.5))

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from paceline.comm.messages import Late, Lost, Message
+from paceline.comm.messages.tensor_messages import ServerLost, ServerTimeout, TensorMessage
 from paceline.errors import SyncError
 from paceline.plan import ParameterServer, Raw
-from paceline.sync.turns import TurnGradients
+from paceline.sync.parameter_server.async_updates import AsyncGradients
 from paceline.worker import session
 from unit.test_served import Knowing, PretendedServers
 
@@ -28,9 +28,9 @@ class AskedServers(PretendedServers):
         super().__init__()
         self.sent: list[Tensor] = []
 
-    def ask_first(self, question: Mapping[str, Any], *_: Any, **__: Any) -> Message:
+    def ask_first(self, question: Mapping[str, Any], *_: Any, **__: Any) -> TensorMessage:
         self.asked.append(question["op"])
-        return Message({"behind": 0})
+        return TensorMessage({"behind": 0})
 
     def caller(self, number: int) -> Any:
         return AskedCaller(self)
@@ -46,13 +46,13 @@ class AskedCaller:
         self._servers.asked.append(header["op"])
         self._servers.sent = [*tensors]
 
-    def answer(self, call: None) -> Message:
-        return Message({})
+    def answer(self, call: None) -> TensorMessage:
+        return TensorMessage({})
 
 
-def turns(servers: PretendedServers, named: Mapping[str, Parameter], *models: nn.Module) -> TurnGradients:
+def turns(servers: PretendedServers, named: Mapping[str, Parameter], *models: nn.Module) -> AsyncGradients:
     about: dict[str, Any] = {"sync": ParameterServer(staleness=None), "wire": Raw(), "servers": servers}
-    return TurnGradients([*named.items()], models=models, worker_rank=0, **about)
+    return AsyncGradients([*named.items()], models=models, worker_rank=0, **about)
 
 
 def test_sparse_gradients_of_what_is_no_table_go_as_dense_ones() -> None:
@@ -97,13 +97,13 @@ class Waiting:
 
 def called(error: SyncError) -> None:
     both: Any = Waiting(error)
-    session._called(both.train, both, both)
+    session._call_function(both.train, both, both)
 
 
 def test_who_has_left_before_is_not_accused_of_the_loss_of_a_server() -> None:
-    for lost in (Lost("it has gone"), Late("no answer")):
+    for lost in (ServerLost("it has gone"), ServerTimeout("no answer")):
         lost.listener = "parameter server 0"
-        with pytest.raises(Lost) as raised:
+        with pytest.raises(ServerLost) as raised:
             called(lost)
         assert raised.value is lost
     with pytest.raises(SyncError, match="worker 1 left the training function after step 3"):

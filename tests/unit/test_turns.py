@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.comm.turns import Turn, Turns
+from paceline.comm.torch_backend.op_queue import OpQueue, QueuedOp
 
 LIMIT_S = 10.0
 
 
 @pytest.fixture
-def turns() -> Iterator[Turns]:
-    line = Turns(name="test-collectives")
+def turns() -> Iterator[OpQueue]:
+    line = OpQueue(name="test-collectives")
     yield line
     line.close()
 
@@ -28,7 +28,7 @@ def noting(done: list[tuple[str, str]], name: str, hold: threading.Event | None 
     return do
 
 
-def test_who_waits_does_all_that_comes_before_and_nothing_that_comes_later(turns: Turns) -> None:
+def test_who_waits_does_all_that_comes_before_and_nothing_that_comes_later(turns: OpQueue) -> None:
     done: list[tuple[str, str]] = []
     begun = [turns.begin(noting(done, name), result=name, is_awaited=True) for name in "abc"]
     assert begun[1].wait() and not begun[2].is_done
@@ -36,7 +36,7 @@ def test_who_waits_does_all_that_comes_before_and_nothing_that_comes_later(turns
     assert done == [("a", here), ("b", here)]
 
 
-def test_what_nobody_waits_for_is_done_all_the_same_and_ends_its_future(turns: Turns) -> None:
+def test_what_nobody_waits_for_is_done_all_the_same_and_ends_its_future(turns: OpQueue) -> None:
     done: list[tuple[str, str]] = []
     first = turns.begin(noting(done, "first"), result=[1], is_awaited=False)
     assert first.future().wait() == [1]
@@ -46,7 +46,7 @@ def test_what_nobody_waits_for_is_done_all_the_same_and_ends_its_future(turns: T
     assert second.future().done()
 
 
-def test_order_holds_when_a_thread_is_at_it_already(turns: Turns) -> None:
+def test_order_holds_when_a_thread_is_at_it_already(turns: OpQueue) -> None:
     done: list[tuple[str, str]] = []
     hold = threading.Event()
     turns.begin(noting(done, "held", hold), result=None, is_awaited=False)
@@ -57,7 +57,7 @@ def test_order_holds_when_a_thread_is_at_it_already(turns: Turns) -> None:
     assert [name for name, _ in done] == ["held", "last"]
 
 
-def test_what_hangs_on_a_future_may_wait_for_operations_of_its_own(turns: Turns) -> None:
+def test_what_hangs_on_a_future_may_wait_for_operations_of_its_own(turns: OpQueue) -> None:
     done: list[tuple[str, str]] = []
     hold = threading.Event()
     first = turns.begin(noting(done, "first", hold), result=1, is_awaited=False)
@@ -74,7 +74,7 @@ def test_what_hangs_on_a_future_may_wait_for_operations_of_its_own(turns: Turns)
     assert [name for name, _ in done] == ["first", "inner", "late"]
 
 
-def test_an_error_reaches_who_waits_and_the_future_and_not_the_next_one(turns: Turns) -> None:
+def test_an_error_reaches_who_waits_and_the_future_and_not_the_next_one(turns: OpQueue) -> None:
     def fail() -> None:
         raise KeyError("a peer")
 
@@ -87,7 +87,7 @@ def test_an_error_reaches_who_waits_and_the_future_and_not_the_next_one(turns: T
     assert turns.begin(lambda: None, result=None, is_awaited=True).wait()
 
 
-def test_after_the_end_the_line_is_done_by_those_who_wait(turns: Turns) -> None:
+def test_after_the_end_the_line_is_done_by_those_who_wait(turns: OpQueue) -> None:
     done: list[tuple[str, str]] = []
     turns.begin(noting(done, "first"), result=None, is_awaited=False).wait()
     turns.close()
@@ -95,7 +95,7 @@ def test_after_the_end_the_line_is_done_by_those_who_wait(turns: Turns) -> None:
     assert done[-1] == ("last", threading.current_thread().name)
 
 
-def test_what_was_broken_off_by_ctrl_c_is_over_for_everybody(turns: Turns) -> None:
+def test_what_was_broken_off_by_ctrl_c_is_over_for_everybody(turns: OpQueue) -> None:
     def broken_off() -> None:
         raise KeyboardInterrupt
 
@@ -107,13 +107,13 @@ def test_what_was_broken_off_by_ctrl_c_is_over_for_everybody(turns: Turns) -> No
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
-def test_the_future_of_what_was_broken_off_ends_and_says_so(turns: Turns, when: str) -> None:
+def test_the_future_of_what_was_broken_off_ends_and_says_so(turns: OpQueue, when: str) -> None:
     def broken_off() -> None:
         if when == "meanwhile":
             turn.future()
         raise KeyboardInterrupt
 
-    turn = Turn(broken_off, [1], turns)
+    turn = QueuedOp(broken_off, [1], turns)
     if when == "before":
         turn.future()  # of what is not in the line yet: nobody else does it
     turns._line.append(turn)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.comm.group import Alone, Disrupted
-from paceline.comm.messages import Message
+from paceline.comm.group import Disrupted, SingleWorkerGroup
+from paceline.comm.messages.tensor_messages import TensorMessage
 from paceline.plan import ParameterServer, Plan, Raw
-from paceline.schedule.share import Micro
-from paceline.sync.served import ServedGradients
-from paceline.worker.axes import unsplit
-from paceline.worker.batch import StepBatch
-from paceline.worker.walk import Walks
+from paceline.schedule.micro_batches import MicroBatch
+from paceline.sync.parameter_server.sync_updates import SyncServerGradients
+from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.step.gradient_pass import StepExecutor
+from paceline.worker.topology.parallel_groups import single_worker_replicas
 from unit.test_served import PretendedServers
 
 
@@ -34,9 +34,9 @@ class Slow(PretendedServers):
         self.asked.append("push")
         return lambda: None
 
-    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[Message]:
+    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[TensorMessage]:
         self.asked.append(questions[0]["op"])
-        return [Message({"squared": 4.0}) for _ in questions]
+        return [TensorMessage({"squared": 4.0}) for _ in questions]
 
 
 class Asked:
@@ -53,25 +53,29 @@ class Asked:
 def test_a_member_that_is_lost_while_servers_are_met_has_the_same_walk_done_again() -> None:
     weight, servers = Parameter(torch.ones(2)), Slow()
     about: dict[str, Any] = {"sync": ParameterServer(), "wire": Raw(), "servers": servers}
-    gradients = ServedGradients([("weight", weight)], group=Alone(), generation=lambda: 0, **about)
+    gradients = SyncServerGradients([("weight", weight)], group=SingleWorkerGroup(), generation=lambda: 0, **about)
     gradients.serve([torch.optim.SGD([weight], lr=1.0)])
-    alone: dict[str, Any] = {"group": Alone(), "axes": unsplit(Alone()), "device": torch.device("cpu")}
-    walks = Walks(Plan(), agreement=Asked(), measures_noise=False, **alone)
+    alone: dict[str, Any] = {
+        "group": SingleWorkerGroup(),
+        "axes": single_worker_replicas(SingleWorkerGroup()),
+        "device": torch.device("cpu"),
+    }
+    walks = StepExecutor(Plan(), agreement=Asked(), measures_noise=False, **alone)
     batch = StepBatch(
         stream="train",
         step=1,
         epoch=0,
         start=0,
         stop=2,
-        micros=[Micro(0, 0, 2)],
+        micros=[MicroBatch(0, 0, 2)],
         ends_epoch=None,
         fetch=lambda: torch.ones(2),
         walk=lambda batch: walks.run(batch, gradients),
     )
     with pytest.raises(Disrupted):
         list(batch)
-    assert not walks.under_way and batch.num_walks == 0
+    assert not walks.under_way and batch.num_passes == 0
     for micro in batch:
         walks.backward((weight * micro).mean())
     assert servers.asked == ["meet", "meet", "push", "sum"]
-    assert walks.outcome is not None and walks.outcome.is_taken and batch.num_walks == 1
+    assert walks.outcome is not None and walks.outcome.is_taken and batch.num_passes == 1

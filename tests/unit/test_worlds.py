@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.worlds import World, expand_hosts, expand_tasks_per_node, find_world, notice_signals
+from paceline.world_detection import World, expand_hosts, expand_tasks_per_node, find_world, notice_signals
 
 TORCHRUN = {
     "RANK": "3",

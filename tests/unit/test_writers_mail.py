@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.dcp_parts import Where
-from paceline.checkpoint.parts import Parts, PartWriter
-from paceline.checkpoint.writer import Writer
-from paceline.comm.channel import ChannelClosed
-from paceline.worker.mail import WritersMail
+from paceline.checkpoint.async_writer import AsyncWriter
+from paceline.checkpoint.dcp_shards import TensorRegion
+from paceline.checkpoint.sharded_writer import ShardWriter, WriterGroup
+from paceline.comm.messages.json_channel import ChannelClosed
+from paceline.worker.state.checkpoint_shards import WriterMessages
 
 LIMIT_S = 30.0
 
@@ -44,9 +44,9 @@ class Board:
         return self.texts
 
 
-def pair(folder: Path) -> tuple[Any, WritersMail, WritersMail]:
+def pair(folder: Path) -> tuple[Any, WriterMessages, WriterMessages]:
     board: Any = Board()
-    first, second = (WritersMail(board, prefix="save", folder=folder / "mail") for _ in range(2))
+    first, second = (WriterMessages(board, prefix="save", folder=folder / "mail") for _ in range(2))
     return board, first, second
 
 
@@ -95,11 +95,14 @@ def test_a_part_that_was_told_to_the_board_before_it_went_is_in_the_checkpoint(t
             self.has_gone = key.endswith("part_1")
 
     board: Any = Leaving()
-    mails = (WritersMail(board, prefix="save", folder=tmp_path / "mail") for _ in range(2))
-    parts = [Parts(index=index, count=2, mail=mail, timeout_s=LIMIT_S) for index, mail in enumerate(mails)]
-    first, second = Writer(tmp_path / "saved", keep=1, on_event=lambda _: None, parts=parts[0]), PartWriter(parts[1])
-    first.save(1, {"w": torch.ones(2, 2)}, {}, {}, where={"w": Where("w", (3, 2), (0, 0))})
-    second.save({"w": torch.ones(1, 2)}, {"w": Where("w", (3, 2), (2, 0))})
+    mails = (WriterMessages(board, prefix="save", folder=tmp_path / "mail") for _ in range(2))
+    parts = [WriterGroup(index=index, count=2, mail=mail, timeout_s=LIMIT_S) for index, mail in enumerate(mails)]
+    first, second = (
+        AsyncWriter(tmp_path / "saved", keep=1, on_event=lambda _: None, parts=parts[0]),
+        ShardWriter(parts[1]),
+    )
+    first.save(1, {"w": torch.ones(2, 2)}, {}, {}, where={"w": TensorRegion("w", (3, 2), (0, 0))})
+    second.save({"w": torch.ones(1, 2)}, {"w": TensorRegion("w", (3, 2), (2, 0))})
     deadline = time.monotonic() + LIMIT_S
     while not first.is_written(0.01) and time.monotonic() < deadline:
         second.is_written(0.01)  # as all who wait until nobody writes
@@ -112,8 +115,8 @@ def test_who_looks_whether_the_board_is_there_asks_for_nothing_that_another_may_
 ) -> None:
     board, _, mail = pair(tmp_path)
     board.texts["save/1/begin"] = json.dumps({"directory": str(tmp_path)}).encode()
-    writer = PartWriter(Parts(index=1, count=2, mail=mail, timeout_s=LIMIT_S))
-    writer.save({"w": torch.ones(1, 2)}, {"w": Where("w", (3, 2), (2, 0))})
+    writer = ShardWriter(WriterGroup(index=1, count=2, mail=mail, timeout_s=LIMIT_S))
+    writer.save({"w": torch.ones(1, 2)}, {"w": TensorRegion("w", (3, 2), (2, 0))})
     writer.wait()
     board.get = lambda key: pytest.fail(f"{key} was there a moment ago")
     assert writer.is_written(0.0)

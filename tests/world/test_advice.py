@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from forked import World
-from paceline.comm import arena
+from paceline.comm.shared_memory import arena
 from paceline.events import WireJudged, decode
 from paceline.plan import Batch, Int8, Plan
-from paceline.worker.advising import FIRST_AT
+from paceline.worker.loop.wire_advisor import FIRST_AT
 
-pytestmark = pytest.mark.skipif(arena.refusal() is not None, reason=str(arena.refusal()))
+pytestmark = pytest.mark.skipif(arena.why_unsupported() is not None, reason=str(arena.why_unsupported()))
 
 
 def train(worker: Any) -> None:

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from forked import Apart, World
 from layout_runs import EXACT, assert_same, by_stepper, in_one_epoch
-from paceline.comm import ways
-from paceline.comm.group import ROOM, STRAIGHT_SUM_BYTES, Group
-from paceline.comm.scheduled import ScheduledGroup, Way
-from paceline.comm.walker import Walk
-from paceline.comm.ways import Table, Wanted, on_its_way
+from paceline.comm import algorithm_selection
+from paceline.comm.algorithm_selection import AllReduceSettings, TimingTable, with_selected_algorithm
+from paceline.comm.allreduce.schedule_executor import ScheduleExecution
+from paceline.comm.allreduce.scheduled_group import ScheduledGroup, SelectedAlgorithm
+from paceline.comm.group import DIRECT_SUM_BYTES, FIRST_PAYLOAD_BYTES, Group
 from paceline.events import AllReduceChosen, Event, decode
 from paceline.plan import AllReduce, Batch, Plan
 from paceline.schedule.allreduce.build import build
-from paceline.schedule.allreduce.program import program_of
+from paceline.schedule.allreduce.worker_program import program_of
 
 ALGORITHMS = ("ring", "tree", "halving", "hierarchical")
 DTYPES = (
@@ -70,7 +70,12 @@ def over_gloo() -> Group:
 def group_of(hosts: tuple[int, ...]) -> ScheduledGroup:
     over = over_gloo()
     return ScheduledGroup(
-        over, choose=lambda _: Way("ring"), hosts=hosts, ranks=range(over.size), timeout_s=30, check=lambda: None
+        over,
+        choose=lambda _: SelectedAlgorithm("ring"),
+        hosts=hosts,
+        ranks=range(over.size),
+        timeout_s=30,
+        check=lambda: None,
     )
 
 
@@ -113,7 +118,7 @@ def sum_everything(worker: Any) -> dict[str, Any]:
     assert world is not None
     in_rounds = given(rank, 500, torch.float32)
     program = program_of(build("ring", num_workers=size, num_chunks=2 * size), rank)
-    walk = Walk(program=program, flat=in_rounds, peers=range(size), notes=lambda peer, number: None)
+    walk = ScheduleExecution(program=program, flat=in_rounds, peers=range(size), notes=lambda peer, number: None)
     walk.enqueue(Group(world, device=torch.device("cuda")), tag=7)
     expected = reference([given(one, 500, torch.float32) for one in range(size)])
     found["batches"] = (torch.equal(in_rounds, expected), 0)
@@ -137,9 +142,9 @@ def test_every_algorithm_sums_all_types_and_sizes_and_gives_all_the_same_bits(wo
 def test_what_hosts_sum_in_their_memory_goes_between_them_in_slices(world: World, tmp_path: Path, size: int) -> None:
     def sum_by_hosts(worker: Any) -> tuple[list[str], int]:
         host = f"host{SLICED[size][worker.rank]}"
-        wanted = Wanted(algorithm="hierarchical", host=host, timeout_s=30, tell=lambda _: None)
+        wanted = AllReduceSettings(algorithm="hierarchical", host=host, timeout_s=30, tell=lambda _: None)
         store = dist.FileStore(str(tmp_path / "near"), size)
-        group = on_its_way(over_gloo(), wanted, ranks=range(size), store=store)
+        group = with_selected_algorithm(over_gloo(), wanted, ranks=range(size), store=store)
         assert isinstance(group, ScheduledGroup) and group.near is not None and group.near.shares_memory
         found = summed(group, "hierarchical", DTYPES)
         group.barrier()
@@ -152,16 +157,16 @@ def test_what_hosts_sum_in_their_memory_goes_between_them_in_slices(world: World
 
 
 def test_a_table_is_of_the_hosts_that_it_was_measured_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "SLOW_S", math.inf)  # however busy this machine is
+    monkeypatch.setattr(algorithm_selection, "SLOW_S", math.inf)  # however busy this machine is
 
     def meet_again(worker: Any) -> list[int]:
         """How often was timed, when the second host is another one, and when the first one of them is back."""
-        told, known = list[Event](), dict[tuple[str, ...], Table]()
+        told, known = list[Event](), dict[tuple[str, ...], TimingTable]()
         nums: list[int] = []
         for hosts in ("ab", "ab", "ac", "ab"):
             host = hosts[worker.rank]
-            wanted = Wanted(algorithm="auto", host=host, timeout_s=30, tell=told.append, known=known)
-            on_its_way(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+            wanted = AllReduceSettings(algorithm="auto", host=host, timeout_s=30, tell=told.append, known=known)
+            with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
             nums.append(len(told))
         assert wanted.latest(2) == known["a", "b"] and wanted.latest(3) == {}
         return nums
@@ -170,12 +175,12 @@ def test_a_table_is_of_the_hosts_that_it_was_measured_on(world: World, monkeypat
 
 
 def test_on_slow_links_the_ways_are_tried_on_sums_of_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "SLOW_S", 0.0)
+    monkeypatch.setattr(algorithm_selection, "SLOW_S", 0.0)
 
     def sum_much(worker: Any) -> tuple[list[list[str]], list[float], list[list[str]]]:
         told = list[Event]()
-        wanted = Wanted(algorithm="auto", host=f"host{worker.rank}", timeout_s=30, tell=told.append)
-        group = on_its_way(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+        wanted = AllReduceSettings(algorithm="auto", host=f"host{worker.rank}", timeout_s=30, tell=told.append)
+        group = with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
         sums: list[float] = []
         for num_bytes in (5 << 20, 3 << 19, 5 << 20, 5 << 20, 5 << 20, 1 << 10, 5 << 20):
             tensor = torch.full((num_bytes // 4,), worker.rank + 1.0)
@@ -196,12 +201,12 @@ def test_on_slow_links_the_ways_are_tried_on_sums_of_the_run(world: World, monke
 def test_a_named_way_is_timed_too_and_8_mb_only_where_the_time_suffices(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "SLOW_S", math.inf)
-    monkeypatch.setattr(ways, "BUDGET_S", 0.0)
+    monkeypatch.setattr(algorithm_selection, "SLOW_S", math.inf)
+    monkeypatch.setattr(algorithm_selection, "BUDGET_S", 0.0)
 
     def found(worker: Any) -> list[tuple[int, list[str]]]:
-        wanted = Wanted(algorithm="halving", host=f"host{worker.rank}", timeout_s=30, tell=lambda _: None)
-        group = on_its_way(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+        wanted = AllReduceSettings(algorithm="halving", host=f"host{worker.rank}", timeout_s=30, tell=lambda _: None)
+        group = with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
         group.barrier()
         group.close()
         return [(size, list(row)) for size, row in wanted.latest(2).items()]
@@ -216,7 +221,7 @@ def plan_by(algorithm: str) -> Plan:
 
 def test_training_is_the_same_by_every_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uneven shares, a last partial batch, tied weights, a buffer and a clipped norm; two hosts of two and one."""
-    monkeypatch.setattr(ways, "SLOW_S", math.inf)
+    monkeypatch.setattr(algorithm_selection, "SLOW_S", math.inf)
     oracle = World(tmp_path).one_process(in_one_epoch, plan_by("auto"))
     for algorithm in ("auto", *ALGORITHMS):
         (tmp_path / algorithm).mkdir()
@@ -238,7 +243,7 @@ def in_four_epochs(worker: Any) -> dict[str, Any]:
 def test_training_is_the_same_while_ways_are_tried_and_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "SLOW_S", 0.0)
+    monkeypatch.setattr(algorithm_selection, "SLOW_S", 0.0)
     oracle = World(tmp_path).one_process(in_four_epochs, plan_by("auto"))
     world = Apart(tmp_path, (0, 0, 1))
     assert_same(world(in_four_epochs, 3, plan_by("auto")), oracle, 1e-9)
@@ -254,7 +259,7 @@ def exchange_what_is_small(worker: Any) -> Tensor:
     assert dist.group.WORLD is not None
     group, size, rank = Group(dist.group.WORLD, device=CPU), worker.workers, worker.rank
     for dtype in DTYPES:
-        largest = STRAIGHT_SUM_BYTES // (size * dtype.itemsize)
+        largest = DIRECT_SUM_BYTES // (size * dtype.itemsize)
         for numel in (1, largest, largest + 1):
             tensor = given(rank, numel, dtype)
             group.all_reduce(tensor, what="numbers").wait()
@@ -266,7 +271,12 @@ def exchange_what_is_small(worker: Any) -> Tensor:
         turned = given(rank, 6, torch.float32).view(2, 3).T
         group.all_reduce(turned, what="a tensor with holes").wait()
     assert torch.equal(turned, reference([given(other, 6, torch.float32) for other in range(size)]).view(2, 3).T)
-    for length in (0, 10, ROOM, 3 * ROOM):  # of one it is all in the first message, of another it is not
+    for length in (
+        0,
+        10,
+        FIRST_PAYLOAD_BYTES,
+        3 * FIRST_PAYLOAD_BYTES,
+    ):  # of one it is all in the first message, of another it is not
         words = [other * "a" + length * "b" * (other % 2) for other in range(size)]
         assert group.gather_objects(words[rank]) == words
         assert group.broadcast_object(words[rank], source=1) == words[1]

@@ -20,9 +20,9 @@ import forked
 from forked import WorkersFailed, World
 from holding import live_noticing, wait_for
 from layout_runs import BATCH, EXACT, RESUME, Net, Text, next_word, train, twice
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from paceline.plan import Batch, Cast, Compute, Guard, Layout, ParameterServer, Plan
-from paceline.schedule.order import sample_indices
+from paceline.schedule.sample_order import sample_indices
 
 THREADS = {"threads": 1}
 CLIP = 0.5
@@ -193,7 +193,7 @@ def asked_to_leave(folder: Path, *, asked: int) -> Callable[[Any], int]:
 def test_where_one_is_asked_to_leave_the_late_one_comes_too_and_all_save_and_leave(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int
 ) -> None:
-    monkeypatch.setattr(forked, "live", live_noticing)
+    monkeypatch.setattr(forked, "run_worker", live_noticing)
     plan = backed(3, batch=RESUME, servers=1)
     assert world(asked_to_leave(tmp_path, asked=asked), 3, plan, **THREADS) == [PREEMPTED] * 3
     stands = max(used_in(world, 3))

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from forked import WorkersFailed, World
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.events import SpikeSeen, StepDone, Warned, WeightsDiffer, decode
-from paceline.monitor.audit import audit, main_audit
+from paceline.monitor.audit.audit import audit, main_audit
 from paceline.plan import Batch, Compute, Guard, Plan
 
 SIZE, SAMPLES = 6, 180  # of a batch, of the one epoch: 30 steps

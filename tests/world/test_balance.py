@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from programs import run
 
 PROGRAM = """

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from forked import World
 from layout_runs import Text, next_word
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.comm.split import local_part
-from paceline.comm.vault import Vault
+from paceline.comm.memory_checkpoint import MemoryCheckpoint
+from paceline.comm.sharded_tensors import local_part
 from paceline.events import StepDone, decode
 from paceline.plan import AllReduce, Batch, Compute, Guard, Int8, Layout, OneBit, Plan, PowerSGD, Raw, Sparse, Wire
-from paceline.worker.memories import Gathered
-from paceline.worker.vaulting import store
+from paceline.worker.state.codec_state import GatheredCodecState
+from paceline.worker.state.memory_checkpointing import write_state
 
 BATCH = Batch(size=16, micro=4)
 BUCKETS = AllReduce(bucket_bytes=2048)
@@ -125,7 +125,7 @@ def test_only_who_writes_keeps_what_all_have_still_to_send(world: World) -> None
         """Of how many tensors a save is, beside the state."""
         found, save = set[int](), worker._prepared.save
 
-        def noting(*, gathered: Gathered, **about: Any) -> None:
+        def noting(*, gathered: GatheredCodecState, **about: Any) -> None:
             found.add(len(gathered.tensors))
             save(gathered=gathered, **about)
 
@@ -209,7 +209,7 @@ def first_life(worker: Any) -> tuple[dict[int, float], Any, Any]:
 
     def keep() -> None:
         if worker.step == 3:
-            kept.extend(copy.deepcopy([worker._vaulting._state(), worker._agreement._holder.snapshot()]))
+            kept.extend(copy.deepcopy([worker._memory_checkpointer._state(), worker._agreement._holder.snapshot()]))
 
     found = train(worker, before_step=keep)["losses"]
     return {step: loss for step, loss in found.items() if step > 3}, *kept
@@ -223,9 +223,9 @@ def second_life(worker: Any, states: list[Any]) -> dict[int, float]:
 @contextlib.contextmanager
 def began_with(worker: Any, state: Any) -> Iterator[None]:
     """A worker that begins again with what was kept after step 3."""
-    with contextlib.closing(Vault.create("test")) as vault:
-        slot = vault.next
-        slot.commit(store(slot, state, step=3, is_for_all=False))
+    with contextlib.closing(MemoryCheckpoint.create("test")) as memory_checkpoint:
+        slot = memory_checkpoint.next
+        slot.commit(write_state(slot, state, step=3, is_for_all=False))
         worker._resume(slot)
         yield
 

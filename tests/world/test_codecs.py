@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from forked import World
-from paceline.comm.generation import GenerationGroup
-from paceline.comm.scheduled import straight_of
+from paceline.comm.allreduce.scheduled_group import backend_group_of
+from paceline.comm.elastic.generation_group import GenerationGroup
 from paceline.plan import AllReduce, Cast, Int8, OneBit, PowerSGD, Raw, Sparse, TopK, Wire
-from paceline.sync.allreduce import GradientSum
+from paceline.sync.allreduce.gradient_reducer import GradientReducer
 
 WIRES = [Raw(), Cast(dtype="bf16", feedback=True), Int8(), OneBit(), TopK(ratio=0.1), PowerSGD(rank=2), Sparse()]
 STEPS, IDLE = 4, 2  # the last replica has no micro-batch in step IDLE
@@ -33,7 +33,7 @@ class Words(nn.Module):
 
 def by_every_wire(worker: Any) -> dict[str, dict[str, Any]]:
     found = {repr(wire): summed(worker._group, wire) for wire in WIRES}
-    over = straight_of(worker._group._now())
+    over = backend_group_of(worker._group._now())
     watched = GenerationGroup(over._group, device=over.device, check=lambda: None, timeout_s=20.0)
     for wire in (Int8(), OneBit()):  # of which no sum is another's: the same bits on every way
         for group in (over, watched):
@@ -47,7 +47,7 @@ def summed(group: Any, wire: Wire) -> dict[str, Any]:
     model = Words()
     total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     sync = AllReduce(bucket_bytes=24 * 24 * 4 + 1)
-    gradients = GradientSum(model.named_parameters(), group=group, sync=sync, wire=wire)
+    gradients = GradientReducer(model.named_parameters(), group=group, sync=sync, wire=wire)
     for step in range(STEPS):
         gradients.begin(0, step=step)
         if step != IDLE or group.index != group.size - 1:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
-from paceline.comm.split import whole
-from paceline.parallel.offload import state as offloaded_state
+from paceline.comm.sharded_tensors import full_tensor
+from paceline.parallel.offload import optimizer_state as offloaded_state
 from paceline.plan import Batch, Compute, Guard, Layout, Plan
 from paceline.worker import session
 
@@ -73,7 +73,7 @@ def train(worker: Any, *, make: Callable[[nn.Module], Any] = adamw, dropout: flo
         loss = float(step(batch))
         losses[worker.step] = loss
         scheduler.step()
-    weights = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    weights = {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
     return {"losses": losses, "weights": weights, "mapped": mapped_bytes()}
 
 
@@ -128,7 +128,7 @@ def test_state_on_a_disk_changes_no_bit(tmp_path: Path, make: Any, dropout: floa
 def test_a_checkpoint_goes_on_wherever_the_state_is_kept_then(
     world: World, tmp_path: Path, first: str, layout: Layout
 ) -> None:
-    whole_run = apart(tmp_path, "whole")(train, 2, Plan(layout=layout, batch=BATCH))[0]
+    whole_run = apart(tmp_path, "full_tensor")(train, 2, Plan(layout=layout, batch=BATCH))[0]
     plans = [
         Plan(layout=layout, batch=BATCH, compute=on_disk(tmp_path)),
         Plan(layout=layout, batch=BATCH),
@@ -205,7 +205,7 @@ def test_parameters_that_stream_on_one_worker_go_on_from_checkpoints_and_back(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "refuse_useless", lambda compute, device: None)
-    whole_run = apart(tmp_path, "whole")(train, 1, Plan(batch=BATCH))[0]
+    whole_run = apart(tmp_path, "full_tensor")(train, 1, Plan(batch=BATCH))[0]
     plain, streamed = Plan(batch=BATCH), Plan(batch=BATCH, compute=Compute(offload="all"))
     for plan, stop in ((plain, 2), (streamed, 4), (streamed, 6), (plain, 8)):
         [found] = world(train, 1, plan, max_steps=stop)

@@ -18,20 +18,20 @@ from torch.distributed.fsdp import fully_shard
 from context_models import CASES, HUGGING_FACE, Own, build
 from forked import World
 from paceline.parallel.context.apply import ContextModel, apply_plan
-from paceline.parallel.context.find import find_plan
-from paceline.parallel.context.group import TorchContext
+from paceline.parallel.context.collectives import TorchContextCollectives
+from paceline.parallel.context.find_plan import find_plan
 from paceline.parallel.recompute import recompute_blocks
-from paceline.parallel.tensor.cut import on_parts
+from paceline.parallel.tensor.split_tensor import on_parts
 from tensor_models import TOKENS, tokens
 
 Gradients = dict[str, Tensor]
 
 
-def group_of(worker_rank: int, size: int, store: Path) -> TorchContext:
+def group_of(worker_rank: int, size: int, store: Path) -> TorchContextCollectives:
     """A process group that is nobody's default."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     group: Any = dist.ProcessGroupGloo(dist.FileStore(str(store), size), worker_rank, size, timedelta(seconds=120))
-    return TorchContext(group)
+    return TorchContextCollectives(group)
 
 
 def mean_gradients(model: nn.Module, shared: ContextModel) -> Gradients:
@@ -222,7 +222,7 @@ def test_parameters_may_be_sharded_over_the_same_workers(
 
     def work(worker: Any) -> tuple[float, Gradients]:
         mesh = init_device_mesh("cpu", (2,))
-        group = TorchContext(mesh.get_group())
+        group = TorchContextCollectives(mesh.get_group())
         if is_first:
             apply_plan(model, plan, group)
         for name in plan.blocks:

@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset
 
 from forked import WorkersFailed, World
 from paceline.events import CheckpointSaved, decode
-from paceline.monitor.audit import AuditResult, audit
+from paceline.monitor.audit.audit import AuditResult, audit
 from paceline.plan import Batch, Plan
-from paceline.worker.cursor import stream_seed
+from paceline.worker.data.stream_position import stream_seed
 
 BATCH = Batch(size=8, micro=2)
 PLAN = Plan(batch=BATCH)

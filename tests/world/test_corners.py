@@ -19,15 +19,15 @@ from torch.ao.quantization import MinMaxObserver, MovingAverageMinMaxObserver
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from forked import WorkersFailed, World
-from paceline.comm.channel import ChannelClosed
-from paceline.comm.group import Alone, Group
+from paceline.comm.group import Group, SingleWorkerGroup
+from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import SyncError
 from paceline.parallel.apply import place
 from paceline.plan import Batch, Cast, Compute, Plan
-from paceline.worker.buffers import BufferCombiner
-from paceline.worker.failure import is_echo
-from paceline.worker.reading import Counted
-from paceline.worker.saving import Registry, load_optimizer
+from paceline.worker.data.data_loading import StepItems
+from paceline.worker.record.error_report import is_peer_failure
+from paceline.worker.state.state_dict import StateRegistry, load_optimizer
+from paceline.worker.step.model_buffers import BufferAverager
 
 SMALL = Plan(batch=Batch(size=16, micro=4))
 UNEVEN = Plan(batch=Batch(size=16, micro=6))  # three micro-batches, and two in the rest
@@ -85,7 +85,7 @@ def test_buffers_that_begin_as_infinity_become_what_the_observer_saw(world: Worl
 def test_a_micro_batch_that_leaves_a_buffer_alone_counts_with_the_old_value() -> None:
     module: Any = nn.Module()
     module.register_buffer("kept", torch.tensor([[2.0]]))
-    buffers = BufferCombiner()
+    buffers = BufferAverager()
     buffers.add(module)
     buffers.begin()
     buffers.rewind()
@@ -94,7 +94,7 @@ def test_a_micro_batch_that_leaves_a_buffer_alone_counts_with_the_old_value() ->
     buffers.rewind()
     assert module.kept.item() == 2.0
     buffers.capture(3)
-    buffers.combine(buffers.changed(), num_samples=4, groups=[Alone()])()
+    buffers.combine(buffers.changed(), num_samples=4, groups=[SingleWorkerGroup()])()
     assert module.kept.item() == 4.0  # (10 + 3 * 2) / 4
 
 
@@ -196,7 +196,7 @@ def test_thousands_of_buffers_are_added_in_linear_time() -> None:
     for number in range(8000):
         module.register_buffer(f"b{number}", torch.zeros(1))
     began = time.process_time()
-    BufferCombiner().add(module)
+    BufferAverager().add(module)
     assert time.process_time() - began < 3  # 0.1 s is usual; to compare each with each takes 15 s
 
 
@@ -254,7 +254,7 @@ def test_what_an_iterable_gives_can_be_pinned() -> None:
             self.is_pinned = True
             return self
 
-    pinned = Counted(1, (Data(),)).pin_memory()
+    pinned = StepItems(1, (Data(),)).pin_memory()
     assert pinned.num_samples == 1 and pinned.data[0].is_pinned
 
 
@@ -333,7 +333,7 @@ def test_an_optimizer_is_prepared_once(world: World) -> None:
 
 
 def test_a_parameter_group_of_no_prepared_model_is_named() -> None:
-    registry = Registry()
+    registry = StateRegistry()
     registry.models["model"] = model = nn.Linear(6, 4)
     registry.optimizers["optimizer"] = optim = torch.optim.SGD(model.parameters(), lr=0.1)
     assert registry.plain()["optimizers"]["optimizer"]["groups"][0]["params"] == ["model.weight", "model.bias"]
@@ -343,7 +343,7 @@ def test_a_parameter_group_of_no_prepared_model_is_named() -> None:
 
 
 def test_state_of_many_parameters_comes_back_in_linear_time() -> None:
-    registry = Registry()
+    registry = StateRegistry()
     registry.models["model"] = model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(20_000)])
     registry.optimizers["optimizer"] = optim = torch.optim.SGD(model.parameters(), lr=0.1)
     for number, parameter in enumerate(model.parameters()):
@@ -351,7 +351,7 @@ def test_state_of_many_parameters_comes_back_in_linear_time() -> None:
     plain = registry.plain()
     optim.state.clear()
     began = time.process_time()
-    load_optimizer("optimizer", optim, registry, plain, None, Alone())
+    load_optimizer("optimizer", optim, registry, plain, None, SingleWorkerGroup())
     assert time.process_time() - began < 2.5  # 0.2 s is usual; to look each name up in a list takes 5 s
     assert [optim.state[parameter]["age"] for parameter in model.parameters()] == list(range(20_000))
 
@@ -404,4 +404,4 @@ def test_a_lost_peer_is_told_without_jokes(world: World, tmp_path: Path) -> None
     ],
 )
 def test_an_echo_is_an_error_of_the_group_not_of_the_users_own_connections(error: Exception, expected: bool) -> None:
-    assert is_echo(error) == expected
+    assert is_peer_failure(error) == expected

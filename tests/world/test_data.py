@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from forked import WorkersFailed, World
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from paceline.plan import Batch, Plan
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from network import Host, two_hosts
+from network import NamespaceHost, two_hosts
 from programs import (
     PACELINE,
     STEPS,
@@ -42,13 +42,13 @@ def train(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     with two_hosts(tmp_path_factory.mktemp("network")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(hosts: list[NamespaceHost], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), hosts) as made:
         yield made
 

@@ -16,7 +16,7 @@ from expert_models import WIDTH, AttendingMoeNet, ListedExperts, MoeNet
 from forked import WorkersFailed, World
 from layout_runs import EXACT, RESUME, Text, assert_same, beside, next_word, plan_of, workers_of
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.comm.ring import read_ring
+from paceline.comm.flight_recorder import read_flight_record
 from paceline.events import StepDone, decode
 from paceline.plan import Batch, Layout, Plan
 from tensor_models import hugging_face
@@ -278,7 +278,7 @@ def test_what_travels_is_counted_and_named_where_a_hang_would_be_told(world: Wor
         lines = (world.worker_dir(rank) / "events.jsonl").read_text().splitlines()
         (step,) = [event for line in lines if isinstance(event := decode(line).event, StepDone)]
         sent.append(step.num_bytes_sent)
-        ring = read_ring(world.worker_dir(rank) / "doing")
+        ring = read_flight_record(world.worker_dir(rank) / "doing")
         assert ring is not None
         (group,) = [one for one in ring.groups if one.name == "experts 0-1"]
         calls = [call for call in ring.calls if call.group == group.id and call.kind == "all_to_all"]

@@ -14,7 +14,7 @@ from forked import World
 from layout_runs import RESUME, by_stepper
 from local_sgd_reference import Reference
 from paceline.plan import Gossip, Layout, Plan
-from paceline.schedule.gossip import mixing_row
+from paceline.schedule.gossip_mixing import mixing_row
 
 
 class Gossiping(Reference):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from network import Host, needs_network, two_hosts
+from network import NamespaceHost, needs_network, two_hosts
 from programs import (
     GONE_S,
     PACELINE,
@@ -36,7 +36,7 @@ LOST_S = 15.0  # from the death of a host to the end of the job on the other one
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     with two_hosts(tmp_path_factory.mktemp("network"), names=("left", "right"), subnet="10.79.0") as made:
         yield made
 
@@ -61,14 +61,14 @@ def write_token(path: Path, text: str) -> Path:
     return path
 
 
-def words_of(train: Path, head: Host, *options: Any, token: str = "token") -> list[Any]:
+def words_of(train: Path, head: NamespaceHost, *options: Any, token: str = "token") -> list[Any]:
     """The same command on each host."""
     job = ["--workers", "4", "--hosts", "2", "--head", f"{head.address}:{PORT}", "--token-file", train.parent / token]
     return [*PACELINE, "run", train, *job, *options]
 
 
 @contextlib.contextmanager
-def both(hosts: list[Host], train: Path, *options: Any, own_disks: bool = True) -> Iterator[list[Program]]:
+def both(hosts: list[NamespaceHost], train: Path, *options: Any, own_disks: bool = True) -> Iterator[list[Program]]:
     """The job on both hosts, the head's program first; each in a folder of its own where they share no disk."""
     with contextlib.ExitStack() as stack:
         folders = [train.parent / host.name if own_disks else train.parent for host in hosts]
@@ -80,7 +80,7 @@ def both(hosts: list[Host], train: Path, *options: Any, own_disks: bool = True) 
 
 @needs_network
 def test_two_hosts_without_a_shared_disk_train_the_same(
-    hosts: list[Host], train: Path, tmp_path: Path, pipe: Announcements
+    hosts: list[NamespaceHost], train: Path, tmp_path: Path, pipe: Announcements
 ) -> None:
     with both(hosts, train, "--tell", pipe.path) as programs:
         told = {one["rank"]: one for one in programs[0].told(pipe, 4)}
@@ -100,7 +100,7 @@ def test_two_hosts_without_a_shared_disk_train_the_same(
 
 
 @needs_network
-def test_two_hosts_that_share_a_disk_keep_one_run(hosts: list[Host], train: Path, tmp_path: Path) -> None:
+def test_two_hosts_that_share_a_disk_keep_one_run(hosts: list[NamespaceHost], train: Path, tmp_path: Path) -> None:
     options = ("--run-dir", "run")
     with both(hosts, train, *options, "--max-steps", "6", own_disks=False) as programs:
         ends = [program.end() for program in programs]
@@ -117,7 +117,9 @@ def test_two_hosts_that_share_a_disk_keep_one_run(hosts: list[Host], train: Path
 
 
 @needs_network
-def test_a_wrong_token_is_refused_and_told_on_both_sides(hosts: list[Host], train: Path, tmp_path: Path) -> None:
+def test_a_wrong_token_is_refused_and_told_on_both_sides(
+    hosts: list[NamespaceHost], train: Path, tmp_path: Path
+) -> None:
     write_token(tmp_path / "other", "fedcba9876543210fedcba9876543210")
     head, member = hosts
     with command(*words_of(train, head), host=head, cwd=tmp_path / "left") as waiting:
@@ -134,7 +136,7 @@ def test_a_wrong_token_is_refused_and_told_on_both_sides(hosts: list[Host], trai
 
 @needs_network
 def test_a_host_that_dies_ends_the_job_by_its_name(
-    hosts: list[Host], train: Path, tmp_path: Path, pipe: Announcements
+    hosts: list[NamespaceHost], train: Path, tmp_path: Path, pipe: Announcements
 ) -> None:
     with both(hosts, train, "--epochs", "100000", "--tell", pipe.path) as (head, member):
         head.told(pipe, 4)
@@ -150,7 +152,7 @@ def test_a_host_that_dies_ends_the_job_by_its_name(
 
 @needs_network
 def test_ctrl_c_on_any_host_stops_the_job_on_both(
-    hosts: list[Host], train: Path, tmp_path: Path, pipe: Announcements
+    hosts: list[NamespaceHost], train: Path, tmp_path: Path, pipe: Announcements
 ) -> None:
     with both(hosts, train, "--epochs", "100000", "--tell", pipe.path) as (head, member):
         head.told(pipe, 4)
@@ -187,7 +189,7 @@ def test_a_world_set_by_hand_meets_at_a_head_whose_own_name_is_loopback(train: P
 
 
 @needs_network
-def test_a_function_runs_on_two_hosts_and_the_head_has_its_value(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_function_runs_on_two_hosts_and_the_head_has_its_value(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     program = tmp_path / "call.py"
     program.write_text(
         "import json, paceline\n"
@@ -225,7 +227,7 @@ if __name__ == "__main__":
 
 @needs_network
 def test_between_hosts_with_a_fast_link_power_sgd_is_said_to_cost_more_than_it_saves(
-    hosts: list[Host], train: Path, tmp_path: Path
+    hosts: list[NamespaceHost], train: Path, tmp_path: Path
 ) -> None:
     """A factor of rank 128 is a quarter of the bytes, and takes some times as long to find as the cable for them."""
     program = write_program(train.parent, name="wide.py", text=WIDE)

@@ -19,12 +19,12 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from forked import World
-from paceline.comm.board import Board
-from paceline.comm.channel import Channel, ChannelClosed
-from paceline.elastic.notices import FROM_WORKERS, PREEMPTED, Finish
+from paceline.comm.messages.json_channel import Channel, ChannelClosed
+from paceline.comm.rendezvous.kv_store import KeyValueStore
+from paceline.elastic.membership_messages import FROM_WORKERS, PREEMPTED, Finish
 from paceline.plan import Batch, Layout, Plan
 from paceline.plan.job import Job
-from paceline.worker.session import live
+from paceline.worker.session import run_worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,7 +53,7 @@ def notices(world: World, function: Callable[[Any], None], answers: dict[str, Fi
         ours.close()
         _be_the_worker(world, function, theirs)
     theirs.close()
-    board, channel, told = Board(), Channel(ours), list[str]()
+    board, channel, told = KeyValueStore(), Channel(ours), list[str]()
     try:
         while True:
             message = channel.receive()
@@ -76,7 +76,7 @@ def _be_the_worker(world: World, function: Callable[[Any], None], channel: socke
     try:
         job = Job(workers=1, tensorboard=False)
         assignment = dataclasses.replace(world._assignment(0, 1, job), channel_fd=channel.detach())
-        live(function, assignment, plan=PLAN)
+        run_worker(function, assignment, plan=PLAN)
         status = 0
     except SystemExit as leaving:
         status = int(str(leaving.code))

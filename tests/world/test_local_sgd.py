@@ -16,7 +16,7 @@ from forked import WorkersFailed, World
 from layout_runs import RESUME, beside, without_dropout
 from local_sgd_reference import Reference
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.comm.generation import Members
+from paceline.comm.elastic.generation_group import ElasticGroup
 from paceline.plan import (
     AllReduce,
     Batch,
@@ -176,13 +176,13 @@ def test_with_one_replica_it_is_all_reduce_to_the_last_bit(world: World, sync: L
 def test_nothing_is_said_between_replicas_before_the_round_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("all_reduce", "begin_all_gather", "begin_all_to_all", "broadcast", "gather_objects", "barrier"):
-        original = getattr(Members, name)
+        original = getattr(ElasticGroup, name)
 
-        def counted(members: Members, *args: Any, original: Any = original, **options: Any) -> Any:
+        def counted(members: ElasticGroup, *args: Any, original: Any = original, **options: Any) -> Any:
             calls.append(str(options.get("what", original.__name__)))
             return original(members, *args, **options)
 
-        monkeypatch.setattr(Members, name, counted)
+        monkeypatch.setattr(ElasticGroup, name, counted)
 
     def run(worker: Any) -> list[list[str]]:
         model = worker.prepare(model_of())

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
-from paceline.checkpoint import writer as writer_module
-from paceline.comm.generation import Members
-from paceline.worker import aside, preparing
+from paceline.checkpoint import async_writer as writer_module
+from paceline.comm.elastic.generation_group import ElasticGroup
+from paceline.worker.state import background_call, checkpointing
 
 LIMIT_S = 30.0
 ENOUGH = 3  # times that the others hear of it before it is done
@@ -61,7 +61,7 @@ def telling(told: Path, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "LOOK_S", 0.01)
+    monkeypatch.setattr(background_call, "POLL_S", 0.01)
 
 
 @pytest.mark.parametrize("job", [{"max_steps": 3}, {}, {"save_every": 1, "max_steps": 2}], ids=["stop", "end", "next"])
@@ -70,7 +70,7 @@ def test_a_save_that_takes_long_is_no_hang(
 ) -> None:
     told = tmp_path / "told"
     monkeypatch.setattr(writer_module, "_fill", held_until(told, writer_module._fill))
-    monkeypatch.setattr(preparing, "total", telling(told, preparing.total))
+    monkeypatch.setattr(checkpointing, "total", telling(told, checkpointing.total))
     first, second = world(train, 2, **job)
     assert first == second == list(range(1, job.get("max_steps", 4) + 1))
     assert (world.run_dir / "checkpoints" / f"step_{first[-1]:08d}").exists()
@@ -81,8 +81,8 @@ def test_a_checkpoint_that_is_verified_for_long_is_no_hang(
 ) -> None:
     world(train, 2, max_steps=2)
     told = tmp_path / "told"
-    monkeypatch.setattr(preparing, "find", held_until(told, preparing.find))
-    monkeypatch.setattr(Members, "broadcast_object", telling(told, Members.broadcast_object))
+    monkeypatch.setattr(checkpointing, "find", held_until(told, checkpointing.find))
+    monkeypatch.setattr(ElasticGroup, "broadcast_object", telling(told, ElasticGroup.broadcast_object))
     assert world(train, 2)[0] == [3, 4]
 
 
@@ -90,6 +90,6 @@ def test_what_goes_wrong_beside_the_others_is_raised(world: World, monkeypatch: 
     def wrong(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("in the thread")
 
-    monkeypatch.setattr(preparing, "find", wrong)
+    monkeypatch.setattr(checkpointing, "find", wrong)
     with pytest.raises(WorkersFailed, match="ZeroDivisionError: in the thread"):
         world(train, 2)

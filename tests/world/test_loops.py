@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
 from paceline.events import StepDone, decode
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from paceline.plan import AllReduce, Batch, Compute, Plan
 
 EXACT = Compute(precision="fp64")
@@ -204,7 +204,7 @@ def test_an_error_that_is_caught_leaves_no_trace_of_its_walk(world: World) -> No
             try:
                 step(batch)
             except KeyError:
-                batch.num_walks = 0  # the same random numbers again
+                batch.num_passes = 0  # the same random numbers again
                 step(batch)
         return [*state(model), *[buffer.clone() for buffer in model.buffers()]]
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm import arena
-from paceline.comm.mailboxes import MAX_PLACES, Mailboxes
+from paceline.comm.shared_memory import arena
+from paceline.comm.shared_memory.mailboxes import MAX_PLACES, Mailboxes
 from paceline.errors import SyncError
 from sharing import LIMIT_S, Workers
 
-pytestmark = pytest.mark.skipif(arena.refusal() is not None, reason=str(arena.refusal()))
+pytestmark = pytest.mark.skipif(arena.why_unsupported() is not None, reason=str(arena.why_unsupported()))
 
 NUM = 3 * MAX_PLACES  # tensors: more than a mailbox has places
 WAY = "stage 0 to 1"

@@ -10,8 +10,9 @@ import torch
 
 from forked import World
 from layout_runs import EXACT, RESUME, Text, next_word, prepared
-from paceline.monitor.report import read_report, report_facts, report_text
-from paceline.monitor.run_record import RunRecord
+from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.report.command import report_facts
+from paceline.monitor.report.report import read_report, report_text
 from paceline.plan import Layout, Plan
 from paceline.units import bytes_text
 

@@ -14,10 +14,10 @@ import torch
 
 from forked import World
 from layout_runs import BATCH, EXACT, Net, Text, assert_same, next_word, plan_of
-from paceline.comm.messages import Message
+from paceline.comm.messages.tensor_messages import TensorMessage
 from paceline.plan import Layout, ParameterServer, Plan
-from paceline.sync.mirrored import MirroredServer
-from paceline.sync.serving import Server
+from paceline.sync.parameter_server.mirrored_server import MirroredServer
+from paceline.sync.parameter_server.server import Server
 
 MIRRORED = ParameterServer(servers=2, mirrored=True, bucket_bytes=3000)
 SERVER, MIRROR = "server", "mirror"
@@ -80,7 +80,7 @@ def step_of(server: Server, args: tuple[Any, ...]) -> int:
             return one["walk"][1]
         if isinstance(one, tuple) and len(one) == 3:
             return one[1]
-        if isinstance(one, Message):
+        if isinstance(one, TensorMessage):
             return one.header["stepped"][1] + 1
     return server._stepped[1]
 

@@ -28,7 +28,7 @@ from layout_runs import (
     workers_of,
 )
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.comm.split import is_split
+from paceline.comm.sharded_tensors import is_sharded
 from paceline.plan import Batch, Compute, Layout, Plan
 from tensor_models import hugging_face
 
@@ -245,9 +245,9 @@ def test_models_of_transformers_work_as_they_are(
 
 
 def with_few_kinds(worker: Any) -> dict[str, Any]:
-    from paceline.parallel.stages import run
+    from paceline.parallel.pipeline import stage_worker
 
-    run.MOST_KINDS = 1
+    stage_worker.MOST_KINDS = 1
     return without_dropout(worker)
 
 
@@ -269,7 +269,7 @@ def test_a_parameter_between_units_stays_whole_beside_split_rows(world: World, t
         for batch in worker.batches(TensorDataset(rows, rows.sin())):
             losses.append(float(step(batch)))
             norms.append(float(step.grad_norm))
-        return {"losses": losses, "norms": norms, "split": sum(map(is_split, model.parameters()))}
+        return {"losses": losses, "norms": norms, "split": sum(map(is_sharded, model.parameters()))}
 
     expected = beside(tmp_path).one_process(work, plan_of(Layout()))
     for found in world(work, 4, plan_of(Layout(shard=2, stages=2))):

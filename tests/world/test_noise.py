@@ -14,7 +14,7 @@ from forked import World
 from layout_runs import EXACT, RESUME, Text, next_word, prepared
 from paceline.events import StepDone, decode
 from paceline.plan import AllReduce, Batch, Cast, Int8, Layout, ParameterServer, Plan
-from paceline.worker import walk
+from paceline.worker.step import gradient_pass
 
 WIDTH, STEPS, SIGNAL = 200, 60, 16.0
 KNOWN = WIDTH / SIGNAL  # samples: each number of a sample's gradient has a variance of 1
@@ -127,8 +127,8 @@ def test_later_in_training_only_some_steps_are_measured(world: World) -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk, "NOISE_EACH", 2)
-        patch.setattr(walk, "NOISE_EVERY", 3)
+        patch.setattr(gradient_pass, "NOISE_EACH", 2)
+        patch.setattr(gradient_pass, "NOISE_EVERY", 3)
         assert world(run, 2, Plan(batch=RESUME), max_steps=8, save_at_end=False) == [[1, 2, 3, 6]] * 2
 
 

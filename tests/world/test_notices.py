@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from network import Host, free_port, two_hosts
-from paceline.monitor.audit import audit
+from network import NamespaceHost, free_port, two_hosts
+from paceline.monitor.audit.audit import audit
 from programs import (
     LIMIT_S,
     STEPS,
@@ -178,13 +178,13 @@ def by_hand(train: Path, *arguments: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     with two_hosts(tmp_path_factory.mktemp("network"), subnet="10.79.0") as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(hosts: list[NamespaceHost], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), hosts) as made:
         yield made
 

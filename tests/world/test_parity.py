@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import warm
 from paceline.cli import main as cli
-from paceline.cli.parity_compare import Capture, compare
-from paceline.worker.capture import Capture as Writer
+from paceline.cli.parity.compare import CaptureReader, compare
+from paceline.worker.record.parity_capture import ParityCapture as Writer
 
 HEAD = """
 import sys
@@ -304,9 +304,9 @@ class Made:
     def gradients(self, step: int, **tensors: list[float]) -> Made:
         return self._save(f"gradients_{step}", tensors)
 
-    def weights(self, **tensors: list[float]) -> Capture:
+    def weights(self, **tensors: list[float]) -> CaptureReader:
         self._save("weights", tensors)
-        return Capture(self.directory)
+        return CaptureReader(self.directory)
 
     def _save(self, name: str, tensors: dict[str, list[float]]) -> Made:
         arrays = {f"model.{key}": np.asarray(value, dtype=np.float32) for key, value in tensors.items()}
@@ -422,10 +422,10 @@ def test_a_capture_is_read_back_whatever_the_types(tmp_path: Path) -> None:
     writer.weights({"model": model}, itself)
     Writer(tmp_path / "nothing", 1).loss(1, 0.25)  # only worker 0 writes
 
-    capture = Capture(tmp_path / "captured")
+    capture = CaptureReader(tmp_path / "captured")
     assert capture.losses[1] == 0.25
     assert np.isnan(capture.losses[2])
     assert sorted(capture.gradients) == [1, 2]
-    found = compare(capture, Capture(tmp_path / "captured"))
+    found = compare(capture, CaptureReader(tmp_path / "captured"))
     assert (found.num_steps, found.loss.value, found.gradients.value, found.weights.value) == (2, 0.0, 0.0, 0.0)
     assert not (tmp_path / "nothing").exists()

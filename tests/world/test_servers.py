@@ -17,7 +17,7 @@ import forked
 from forked import LIMIT_S, WorkersFailed, World
 from layout_runs import BATCH, EXACT, RESUME, Net, Text, assert_same, beside, next_word, plan_of, train
 from paceline.plan import Batch, Cast, Layout, ParameterServer, Plan
-from paceline.worker.session import live
+from paceline.worker.session import run_worker
 
 SERVED = ParameterServer(servers=2, bucket_bytes=3000)
 
@@ -196,7 +196,7 @@ def outliving(function: Any, *args: Any, **more: Any) -> list[int]:
     """Be a worker that fails, in a process that lives on, as a notebook's does; returns those of its servers that are
     there still, or have not been reaped."""
     with pytest.raises(ArithmeticError, match="after the loop"):
-        live(function, *args, **more)
+        run_worker(function, *args, **more)
     left, deadline = list(kept[0]._servers._started), time.monotonic() + LIMIT_S / 2
     assert len(left) == 2
     while left and time.monotonic() < deadline:
@@ -208,7 +208,7 @@ def outliving(function: Any, *args: Any, **more: Any) -> list[int]:
 def test_servers_end_with_a_worker_that_fails_though_its_process_lives_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forked, "live", outliving)
+    monkeypatch.setattr(forked, "run_worker", outliving)
     assert world(fails_in_the_end, 1, served(1), max_steps=2) == [[]]
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from forked import World
 from paceline.checkpoint.reader import open_checkpoint
-from paceline.comm.split import whole
+from paceline.comm.sharded_tensors import full_tensor
 from paceline.errors import PlanError
 from paceline.plan import Batch, Compute, Layout, Plan
 
@@ -70,7 +70,7 @@ def dataset(count: int = 50) -> TensorDataset:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(value).clone() for name, value in model.state_dict().items()}
+    return {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
 
 
 def by_stepper(worker: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def by_plain_loop(worker: Any) -> dict[str, Any]:
             worker.backward(loss)
             if not batch.is_void:
                 total, count = total + float(loss.detach()) * len(x), count + len(x)
-        norms.append(float(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
+        norms.append(float(full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
         optim.step()
         optim.zero_grad()
         losses.append(float(worker.average(total)) / float(worker.average(float(count))))
@@ -153,7 +153,7 @@ def train(worker: Any) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    return World(tmp_path_factory.mktemp("whole")).one_process(train, plan_of(Layout()))
+    return World(tmp_path_factory.mktemp("full_tensor")).one_process(train, plan_of(Layout()))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
-from paceline.comm.split import whole
+from paceline.comm.sharded_tensors import full_tensor
 from paceline.plan import Batch, Cast, Compute, Guard, Layout, Plan
 
 EXACT = Compute(precision="fp64")
@@ -36,7 +36,9 @@ def net(width: int = 8) -> nn.Module:
 
 
 def state_of(*models: nn.Module) -> dict[str, Tensor]:
-    return {f"{n}.{key}": whole(value).clone() for n, m in enumerate(models) for key, value in m.state_dict().items()}
+    return {
+        f"{n}.{key}": full_tensor(value).clone() for n, m in enumerate(models) for key, value in m.state_dict().items()
+    }
 
 
 def same(results: list[Any], oracle: Any, tolerance: float = 1e-9) -> None:

@@ -18,20 +18,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from forked import World
-from paceline.comm import arena
-from paceline.comm.arena import DONE
 from paceline.comm.group import Transfer
-from paceline.comm.pieces import MOVED_BYTES
-from paceline.comm.shared import SharedGroup
-from paceline.comm.sums import SUMMED
+from paceline.comm.shared_memory import arena
+from paceline.comm.shared_memory.arena import DONE
+from paceline.comm.shared_memory.collectives import MOVED_BYTES
+from paceline.comm.shared_memory.shared_group import SharedGroup
+from paceline.comm.shared_memory.summation import SUMMED
 from paceline.errors import SyncError
-from paceline.parallel.stages.link import NearLink
+from paceline.parallel.pipeline.stage_transfer import SharedMemoryTransport
 from paceline.plan import Batch, Layout, Plan
 from paceline.plan.job import Assignment, Job
-from paceline.sync.server_process import is_stopped
+from paceline.sync.parameter_server.server_process import is_stopped
 from sharing import CPU, LIMIT_S, Workers
 
-pytestmark = pytest.mark.skipif(arena.refusal() is not None, reason=str(arena.refusal()))
+pytestmark = pytest.mark.skipif(arena.why_unsupported() is not None, reason=str(arena.why_unsupported()))
 
 LARGE = 2 * MOVED_BYTES // 4  # numbers: more than go in one piece
 
@@ -242,7 +242,7 @@ def test_workers_of_one_host_share_memory_and_train_as_over_the_network(
     plan = Plan(batch=Batch(size=8, micro=2))
     shared = world(train, 2, plan)
     assert [is_held for _, is_held in shared] == [True, True]
-    monkeypatch.setattr(arena, "refusal", lambda: "this is a test")
+    monkeypatch.setattr(arena, "why_unsupported", lambda: "this is a test")
     (tmp_path / "other").mkdir()
     other = World(tmp_path / "other")
     over_torch = other(train, 2, plan)
@@ -275,10 +275,14 @@ def ways(worker: Any) -> dict[str, bool]:
     groups = {name: getattr(axes, name) for name in ("across", "inside", "tensor", "stages", "context", "experts")}
     if axes.rows is not None:
         groups["rows"] = axes.rows.group
-    users = {"cutters": axes.cutters, "sharers": axes.sharers, "exchangers": axes.exchangers}
+    users = {
+        "cutters": axes.tensor_parallel_group,
+        "sharers": axes.context_parallel_group,
+        "exchangers": axes.expert_parallel_group,
+    }
     groups |= {name: user._group for name, user in users.items() if user is not None}
     found = {name: isinstance(group._group, SharedGroup) for name, group in groups.items() if group.size > 1}
-    return found if axes.link is None else found | {"link": isinstance(axes.link._link, NearLink)}
+    return found if axes.link is None else found | {"link": isinstance(axes.link._link, SharedMemoryTransport)}
 
 
 LAYOUTS = {
@@ -317,7 +321,7 @@ def test_two_replicas_in_the_memory_of_two_hosts_train_as_one_worker(tmp_path: P
 def test_why_there_is_no_memory_is_said_of_each_axis(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "refusal", lambda: "this is a test")
+    monkeypatch.setattr(arena, "why_unsupported", lambda: "this is a test")
     tail = "over the loopback network, which is slower: this is a test"
     plan = Plan(layout=Layout(replicas=2, shard=2))
     assert world(ways, 4, plan) == [{"inside": False, "across": False, "rows": False}] * 4

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import stage_models
-from paceline.parallel.stages.cut import Cut, cut_units, keep, route
-from paceline.parallel.stages.record import record
-from paceline.parallel.stages.replay import Part, Replayer
-from paceline.parallel.stages.tape import Tape
-from paceline.parallel.units import find_units, seeded_units
+from paceline.parallel.model_units import find_units, seeded_units
+from paceline.parallel.pipeline.stage_partition import StagePartition, keep_stages, partition_units, route
+from paceline.parallel.pipeline.stage_replay import StageOutput, StageReplayer
+from paceline.parallel.pipeline.tape import Tape
+from paceline.parallel.pipeline.tape_recorder import record
 from stage_models import Case
 
 CPU = torch.device("cpu")
@@ -30,17 +30,17 @@ def whole(case: Case, micro: Any, seed: tuple[int, ...]) -> tuple[Tensor, dict[s
     return loss.detach(), gradients, dict(case.model.named_buffers())
 
 
-def in_stages(name: str, tape: Tape, cut: Cut, place: int, seed: tuple[int, ...]) -> tuple[Tensor, Any, Any]:
+def in_stages(name: str, tape: Tape, cut: StagePartition, place: int, seed: tuple[int, ...]) -> tuple[Tensor, Any, Any]:
     """Loss, summed gradients and buffers of models that have only their own stage's weights."""
     cases = [stage_models.make(name) for _ in cut.stages]
     way = route(tape, cut)
     arrived: dict[int, Tensor] = {}
-    parts: list[tuple[dict[int, Tensor], Part]] = []
+    parts: list[tuple[dict[int, Tensor], StageOutput]] = []
     for stage, case in enumerate(cases):
-        keep(case.model, cut, [stage])
+        keep_stages(case.model, cut, [stage])
         micro, units = case.micros[place], find_units(case.model)
         received = {n: t.detach().requires_grad_(tape.values[n].has_gradient) for n, t in arrived.items()}
-        replayer = Replayer(units, device=CPU)
+        replayer = StageReplayer(units, device=CPU)
         part = replayer.replay(case.forward, micro, tape=tape, route=way, stage=stage, received=received, seed=seed)
         parts.append((received, part))
         arrived = part.values
@@ -69,7 +69,7 @@ def test_stages_have_the_loss_gradients_and_buffers_of_one_process(name: str) ->
         tape = record(case.model, case.forward, case.micros[place], units=find_units(case.model), device=CPU)
         after = case.model.state_dict()
         assert all(torch.equal(before[key], after[key]) for key in before)
-        cut = cut_units(case.model, tape, units=find_units(case.model), num_stages=NUM_STAGES)
+        cut = partition_units(case.model, tape, units=find_units(case.model), num_stages=NUM_STAGES)
         loss, gradients, buffers = whole(case, case.micros[place], (7, place))
         staged_loss, staged_gradients, staged_buffers = in_stages(name, tape, cut, place, (7, place))
         assert torch.equal(staged_loss, loss)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 import stage_models
 from paceline.errors import PlanError, SyncError
-from paceline.parallel.stages.cut import cut_units, keep
-from paceline.parallel.stages.link import TorchLink
-from paceline.parallel.stages.record import record
-from paceline.parallel.stages.run import StageWorker, bubble_share
-from paceline.parallel.stages.tape import Tape
-from paceline.parallel.units import find_units, seeded_units
+from paceline.parallel.model_units import find_units, seeded_units
+from paceline.parallel.pipeline.stage_partition import keep_stages, partition_units
+from paceline.parallel.pipeline.stage_transfer import TorchTransport
+from paceline.parallel.pipeline.stage_worker import StageWorker, bubble_share
+from paceline.parallel.pipeline.tape import Tape
+from paceline.parallel.pipeline.tape_recorder import record
 from paceline.schedule.pipeline import build, in_flight_bound
 from stage_models import Case
 
@@ -134,9 +134,9 @@ class Setting:
             stages_per_worker=self.stages_per_worker,
         )
         units = find_units(case.model)
-        cut = cut_units(case.model, tapes[0], units=units, num_stages=pipeline.num_stages)
-        keep(case.model, cut, pipeline.stages_of(index))
-        link = TorchLink(group, worker_index=index, limit_s=limit_s)
+        cut = partition_units(case.model, tapes[0], units=units, num_stages=pipeline.num_stages)
+        keep_stages(case.model, cut, pipeline.stages_of(index))
+        link = TorchTransport(group, worker_index=index, limit_s=limit_s)
         worker = StageWorker(
             case.model, units=units, cut=cut, pipeline=pipeline, worker_index=index, link=link, device=CPU
         )

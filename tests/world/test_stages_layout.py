@@ -16,11 +16,11 @@ from torch.utils.data import Dataset, TensorDataset
 import stage_models
 from forked import WorkersFailed, World
 from paceline.errors import PlanError
-from paceline.parallel.stages import run as stages_run
-from paceline.parallel.stages.link import Exchange
+from paceline.parallel.pipeline import stage_worker as stages_run
+from paceline.parallel.pipeline.stage_transfer import StageExchange
 from paceline.plan import Batch, Guard, Layout, Plan
-from paceline.schedule.pipeline import Action, Message, build
-from paceline.schedule.timeline import StageCost, simulate
+from paceline.schedule.pipeline import Action, StageMessage, build
+from paceline.schedule.pipeline_timeline import StageCost, simulate
 from staged_net import (
     EXACT,
     LENGTH,
@@ -304,17 +304,17 @@ def pretend_time(worker: Any, costs: Sequence[StageCost], folder: Path) -> None:
         def seconds(self, moment: float) -> float:
             return moment
 
-    class Stamped(Exchange):
-        def take(self, message: Message) -> dict[int, Tensor]:
+    class Stamped(StageExchange):
+        def take(self, message: StageMessage) -> dict[int, Tensor]:
             arrived = super().take(message)
             now_s[0] = max(now_s[0], float(stamp(message).read_text()))
             return arrived
 
-        def send(self, message: Message, tensors: Mapping[int, Tensor]) -> None:
+        def send(self, message: StageMessage, tensors: Mapping[int, Tensor]) -> None:
             stamp(message).write_text(str(now_s[0]))
             super().send(message, tensors)
 
-    def stamp(message: Message) -> Path:
+    def stamp(message: StageMessage) -> Path:
         return folder / "-".join(map(str, (worker.step, *message)))
 
     def timed(do: Any) -> Any:

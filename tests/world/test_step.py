@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
 from paceline.events import Reported, StepDone, StreamOpened, decode
-from paceline.monitor.audit import audit
+from paceline.monitor.audit.audit import audit
 from paceline.plan import AllReduce, Batch, Cast, Compute, Plan
 
 EXACT = Compute(precision="fp64")
@@ -94,7 +94,7 @@ def bare_loop(micro: int) -> dict[str, Any]:
     """The oracle of the oracle: no Paceline at all, but for the order of samples. Without dropout and batch norm."""
     import numpy as np
 
-    from paceline.schedule.order import mix, sample_indices
+    from paceline.schedule.sample_order import mix, sample_indices
 
     torch.random.default_generator.manual_seed(mix(0, 3))
     model = plain_net()

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from forked import World
 from layout_runs import EXACT, assert_same, beside
-from paceline.comm.away import is_away
+from paceline.comm.remote_tensors import is_remote
 from paceline.plan import Batch, Cast, Layout, ParameterServer, Plan
-from paceline.schedule.order import sample_indices
+from paceline.schedule.sample_order import sample_indices
 from world.test_backups import used_in
 from world.test_mirrored_servers import MIRROR, SERVER, arm
 
@@ -145,7 +145,7 @@ def counting(worker: Any) -> dict[str, Any]:
     return {
         "bytes": rows,
         "held": held,
-        "away": all(map(is_away, tables)),
+        "away": all(map(is_remote, tables)),
         "state": worker._prepared.registry.num_bytes,
     }
 

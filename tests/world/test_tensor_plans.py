@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
-from paceline.parallel.tensor import prove
+from paceline.parallel.tensor import verify
 from paceline.parallel.tensor.apply import apply_plan
-from paceline.parallel.tensor.emulated import EmulatedGroup, emulate
-from paceline.parallel.tensor.find import find_plan
+from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
+from paceline.parallel.tensor.find_plan import find_plan
 from paceline.parallel.tensor.plan import TensorPlan
 from tensor_models import CASES, HUGGING_FACE, Nano, SkipMLP, build, hugging_face, seeded, tokens
 
@@ -327,20 +327,20 @@ def test_a_layer_whose_weight_is_used_elsewhere_stays_whole() -> None:
 
 def test_a_wrong_rule_cannot_change_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guess that is wrong on parts is noticed by the proof, and the block stays whole."""
-    from paceline.parallel.tensor import rules
+    from paceline.parallel.tensor import op_rules
 
     model = nn.Sequential(nn.Linear(8, 64), nn.Softmax(-1), nn.Linear(64, 8))
     assert find_plan(model, size=2, sample=(seeded((2, 8), torch.float32),)).layers == ()
-    monkeypatch.setitem(rules.RULES, "softmax", rules.RULES["tanh"])  # as if it did not need the whole
-    rules.rule_of.cache_clear()
+    monkeypatch.setitem(op_rules.RULES, "softmax", op_rules.RULES["tanh"])  # as if it did not need the whole
+    op_rules.rule_of.cache_clear()
     try:
         plan = find_plan(model, size=2, sample=(seeded((2, 8), torch.float32),))
         assert plan.layers == ()
         assert "cut, the model does not compute the same (output 0 of worker 0 is off by" in str(plan)
-        monkeypatch.setattr(prove, "TOLERANCE", 1e9)  # without the proof it would have been cut
+        monkeypatch.setattr(verify, "TOLERANCE", 1e9)  # without the proof it would have been cut
         assert len(find_plan(model, size=2, sample=(seeded((2, 8), torch.float32),)).layers) == 2
     finally:
-        rules.rule_of.cache_clear()
+        op_rules.rule_of.cache_clear()
 
 
 def test_the_search_leaves_the_model_as_it_was() -> None:

@@ -18,23 +18,23 @@ from torch.utils.checkpoint import checkpoint
 
 from forked import World
 from paceline.errors import PlanError
-from paceline.parallel.tensor.apply import CutModel, apply_plan
-from paceline.parallel.tensor.collectives import TorchGroup
-from paceline.parallel.tensor.find import find_plan
+from paceline.parallel.tensor.apply import TensorParallelModel, apply_plan
+from paceline.parallel.tensor.collectives import TorchTensorCollectives
+from paceline.parallel.tensor.find_plan import find_plan
 from paceline.parallel.tensor.plan import TensorPlan
 from tensor_models import CASES, HUGGING_FACE, TOKENS, build, hugging_face, seeded, tokens
 
 Gradients = dict[str, Tensor]
 
 
-def group_of(rank: int, size: int, store: Path) -> TorchGroup:
+def group_of(rank: int, size: int, store: Path) -> TorchTensorCollectives:
     """A process group that is nobody's default."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     group: Any = dist.ProcessGroupGloo(dist.FileStore(str(store), size), rank, size, timedelta(seconds=120))
-    return TorchGroup(group)
+    return TorchTensorCollectives(group)
 
 
-def gathered_gradients(model: nn.Module, cut: CutModel) -> Gradients:
+def gathered_gradients(model: nn.Module, cut: TensorParallelModel) -> Gradients:
     """Whole gradients, by name."""
     summed = {id(one) for one in cut.summed}
     found: Gradients = {}

@@ -25,13 +25,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import register_backend
-from paceline.comm import arena, torch_group
-from paceline.comm.sums import SUMMED
-from paceline.comm.torch_group import MemoryProcessGroup
+from paceline.comm.shared_memory import arena
+from paceline.comm.shared_memory.summation import SUMMED
+from paceline.comm.torch_backend import process_group
+from paceline.comm.torch_backend.process_group import SharedMemoryProcessGroup
 from sharing import LIMIT_S, Workers
 
 pytestmark = [
-    pytest.mark.skipif(arena.refusal() is not None, reason=str(arena.refusal())),
+    pytest.mark.skipif(arena.why_unsupported() is not None, reason=str(arena.why_unsupported())),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch 2.13 has new names, 2.11 only the old ones
 ]
 
@@ -185,15 +186,19 @@ def redistributed(group: Any, rank: int, size: int) -> list[Tensor]:
 def apart(workers: Workers, rank: int) -> list[str]:
     """What goes wrong where the first worker is on another host than the others: it is to go over gloo, and say so."""
     if rank == 0:
-        torch_group.BOOT = workers.scratch / "boot_id"
-        torch_group.BOOT.write_text("another host")
+        process_group.BOOT = workers.scratch / "boot_id"
+        process_group.BOOT.write_text("another host")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         far = dist.new_group()
     dist.all_reduce(told := torch.ones(1), group=far)
     text = "".join(str(one.message) for one in heard if "gloo" in str(one.message))
     is_told = "goes over gloo: its workers are on several hosts" in text
-    right = not isinstance(far, MemoryProcessGroup) and float(told) == dist.get_world_size() and is_told == (rank == 0)
+    right = (
+        not isinstance(far, SharedMemoryProcessGroup)
+        and float(told) == dist.get_world_size()
+        and is_told == (rank == 0)
+    )
     return [] if right else [f"apart: {type(far).__name__}, {told}, {text!r}"]
 
 
@@ -211,7 +216,7 @@ JOBS: dict[str, Callable[[Any, int, int], list[Tensor]]] = {
 def test_torch_gets_over_memory_what_it_gets_over_gloo(tmp_path: Path, size: int) -> None:
     def work(workers: Workers, rank: int) -> list[str]:
         memory, gloo = begin(workers, rank, size)
-        wrong = [] if isinstance(memory, MemoryProcessGroup) else [f"the back end is {type(memory).__name__}"]
+        wrong = [] if isinstance(memory, SharedMemoryProcessGroup) else [f"the back end is {type(memory).__name__}"]
         for dtype, numel in [*((dtype, 3) for dtype in (*SUMMED, torch.bool)), *((dtype, 300_001) for dtype in LARGE)]:
             torch.manual_seed(rank)
             ours = collectives(memory, rank, size, dtype, numel)
@@ -224,7 +229,7 @@ def test_torch_gets_over_memory_what_it_gets_over_gloo(tmp_path: Path, size: int
         some = dist.new_group([0, size - 1])  # not all workers: a group of its own, and its own memory
         if rank in (0, size - 1):
             dist.all_reduce(told := torch.tensor([rank + 1.0]), group=some)
-            if float(told) != size + 1 or not isinstance(some, MemoryProcessGroup):
+            if float(told) != size + 1 or not isinstance(some, SharedMemoryProcessGroup):
                 wrong.append(f"{told} in a part of the workers, {type(some).__name__}")
         wrong += apart(workers, rank)
         dist.barrier()

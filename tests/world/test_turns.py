@@ -36,12 +36,12 @@ from layout_runs import (
     twice,
     without_dropout,
 )
-from paceline.elastic.notices import Finish
-from paceline.monitor.audit import audit
+from paceline.elastic.membership_messages import Finish
+from paceline.monitor.audit.audit import audit
 from paceline.plan import Batch, Layout, ParameterServer, Plan
-from paceline.schedule.order import sample_indices
-from paceline.sync.dealing import DealingServer
-from paceline.sync.turns import TurnGradients
+from paceline.schedule.sample_order import sample_indices
+from paceline.sync.parameter_server.async_server import AsyncServer
+from paceline.sync.parameter_server.async_updates import AsyncGradients
 
 THREADS = {"threads": 1}
 PREEMPTED = 75
@@ -159,7 +159,7 @@ def lagging(folder: Path, ahead: int) -> Callable[[Any], list[float]]:
 
 def noting_what_it_serves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a server write down, in its order, when it tells a worker weights, and when it takes an update."""
-    served: Any = DealingServer
+    served: Any = AsyncServer
 
     def noting(what: str, method: Callable[..., None]) -> Callable[..., None]:
         def call(server: Any, caller: bytes, about: Any, **more: Any) -> None:
@@ -303,7 +303,7 @@ def test_where_one_is_asked_to_leave_all_finish_their_batches_save_and_leave(
         if rank == asked:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(forked, "live", live_noticing)
+    monkeypatch.setattr(forked, "run_worker", live_noticing)
     program = holding_up(tmp_path, epochs=50, when_held=ask)
     assert world(program, 2, in_turns(2, batch=RESUME), **THREADS) == [PREEMPTED, PREEMPTED]
     stands = len(steps_of(world, 2))
@@ -321,7 +321,7 @@ def test_a_head_that_ends_the_run_while_one_waits_for_a_save_is_heeded_by_all(
         if rank == 0:
             (tmp_path / "told").touch()
 
-    monkeypatch.setattr(forked, "live", live_noticing)
+    monkeypatch.setattr(forked, "run_worker", live_noticing)
     program = holding_up(tmp_path, epochs=2, when_held=tell, has_head=True)
     assert world(program, 2, in_turns(2), save_every=4, **THREADS) == [PREEMPTED, PREEMPTED]
     assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == ["step_00000004"]
@@ -334,7 +334,7 @@ def test_a_head_that_ends_the_run_in_the_last_batch_comes_too_late(
         if rank == 0:
             (tmp_path / "told").touch()
 
-    monkeypatch.setattr(forked, "live", live_noticing)
+    monkeypatch.setattr(forked, "run_worker", live_noticing)
     program = holding_up(tmp_path, epochs=1, when_held=tell, has_head=True)
     assert world(program, 2, in_turns(2), **THREADS) == [4, 4]
 
@@ -554,10 +554,10 @@ def interrupted(folder: Path, *, by: str, is_caught_inside: bool) -> Callable[[A
     all have ("apply"); worker 0 stands still until then."""
 
     def run(worker: Any) -> list[Any]:
-        patched: Any = TurnGradients
+        patched: Any = AsyncGradients
         method, num_updates = getattr(patched, by), 0
 
-        def breaking(gradients: TurnGradients, given: Any) -> Any:
+        def breaking(gradients: AsyncGradients, given: Any) -> Any:
             nonlocal num_updates
             num_updates += by == "apply" or given == 0
             is_due = worker.rank == 1 and num_updates == 2

@@ -80,7 +80,7 @@ def read_entry(directory: Path, entry: Entry, crc32: int | None) -> Tensor:
 def _read_chunk(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     try:
         with open(path, "rb") as file:
-            view = cast("BinaryIO", _Part(file, chunk.start, chunk.num_bytes))
+            view = cast("BinaryIO", _FileRange(file, chunk.start, chunk.num_bytes))
             part = torch.load(view, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"the file {path.name} cannot be read: {error.strerror or error}") from error
@@ -94,7 +94,7 @@ def _read_chunk(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     return part
 
 
-class _Part(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A range of an open file, as a file of its own."""
 
     def __init__(self, file: BinaryIO, start: int, num_bytes: int) -> None:

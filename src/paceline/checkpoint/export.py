@@ -15,9 +15,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from paceline.checkpoint.folder import MARK, find, whole_file
+from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find, whole_file
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
-from paceline.checkpoint.safetensors_file import About, num_bytes_of, write_safetensors
+from paceline.checkpoint.safetensors_file import TensorInfo, num_bytes_of, write_safetensors
 from paceline.errors import CheckpointError
 from paceline.units import bytes_text
 
@@ -106,7 +106,7 @@ class _Weights:
             )
         ties = self._checkpoint.ties(names)
         self.ties = {name.removeprefix(prefix): first.removeprefix(prefix) for name, first in ties.items()}
-        self.kept: dict[str, About] = {
+        self.kept: dict[str, TensorInfo] = {
             name.removeprefix(prefix): (self._checkpoint.dtype(name), tuple(self._checkpoint.shape(name)))
             for name in names
             if name not in ties
@@ -126,7 +126,7 @@ class _Weights:
         write_safetensors(path, {name: self.kept[name] for name in names}, read, about)
 
 
-def _shards(tensors: Mapping[str, About], max_bytes: int) -> list[list[str]]:
+def _shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
     """Deal names to files in their order, each of at most so many bytes, or of one tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -167,7 +167,7 @@ def _written(path: Path, text: str) -> Path:
 
 def _chosen(path: Path) -> Path:
     """The checkpoint that is meant, all of whose files have been read: damaged weights look like any others."""
-    if (path / MARK).exists():
+    if (path / COMMIT_MARKER).exists():
         return open_checkpoint(path, verified=True).path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = find(directory, verified=True)

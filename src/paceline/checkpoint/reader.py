@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.checkpoint_dir import CommitMarker, FoundCheckpoint, find, read_commit_marker, verify
 from paceline.checkpoint.dcp_read import INDEX, Entry, read_entry, read_index
-from paceline.checkpoint.folder import Found, Mark, find, read_mark, verify
 from paceline.checkpoint.state_tree import decode_state
 from paceline.errors import CheckpointError
 
-__all__ = ["STATE", "Checkpoint", "Found", "find", "open_checkpoint"]
+__all__ = ["STATE", "Checkpoint", "FoundCheckpoint", "find", "open_checkpoint"]
 
 STATE = "state.pt"
 _NUM_LISTED = 10
@@ -32,7 +32,7 @@ def open_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     With `verified` all of its files are read first, and compared with their checksums.
     """
     try:
-        mark = verify(path) if verified else read_mark(path)
+        mark = verify(path) if verified else read_commit_marker(path)
         return Checkpoint(
             path, mark, read_index(_checked(path, INDEX, mark)), decode_state(_checked(path, STATE, mark))
         )
@@ -43,7 +43,7 @@ def open_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
 class Checkpoint:
     """An open checkpoint. Tied tensors have one entry each, but are read once and come back as one object."""
 
-    def __init__(self, path: Path, mark: Mark, entries: Mapping[str, Entry], state: Any) -> None:
+    def __init__(self, path: Path, mark: CommitMarker, entries: Mapping[str, Entry], state: Any) -> None:
         self.path = path
         self.state: Any = state
         self._mark, self._entries = mark, dict(entries)
@@ -151,7 +151,7 @@ class Checkpoint:
         return self._entries[name]
 
 
-def _checked(path: Path, name: str, mark: Mark) -> bytes:
+def _checked(path: Path, name: str, mark: CommitMarker) -> bytes:
     """A small file, whole."""
     if name not in mark.files:
         raise CheckpointError(f"its mark does not name {name}")

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.folder import whole_file
+from paceline.checkpoint.checkpoint_dir import whole_file
 from paceline.checkpoint.staging import bytes_of
 from paceline.errors import CheckpointError
 
-__all__ = ["About", "num_bytes_of", "write_safetensors"]
+__all__ = ["TensorInfo", "num_bytes_of", "write_safetensors"]
 
-About = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: its type and shape
+TensorInfo = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: its type and shape
 
 TYPES = {
     torch.float64: "F64",
@@ -39,14 +39,14 @@ TYPES = {
 }
 
 
-def num_bytes_of(about: About) -> int:
+def num_bytes_of(about: TensorInfo) -> int:
     """Return the bytes of a tensor."""
     dtype, shape = about
     return math.prod(shape) * dtype.itemsize
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, About], read: Callable[[str], Tensor], metadata: Mapping[str, str]
+    path: Path, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write a file, atomically: `read` is called for each tensor in turn. Raises CheckpointError where it cannot be
     written, naming the tensor whose type the format does not have."""
@@ -62,7 +62,7 @@ def write_safetensors(
             del tensor  # before the next one is read
 
 
-def _header(tensors: Mapping[str, About], order: Iterable[str], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Mapping[str, TensorInfo], order: Iterable[str], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name in order:

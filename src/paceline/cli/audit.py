@@ -28,6 +28,6 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit the run; returns its exit status."""
-    from paceline.monitor.audit import main_audit
+    from paceline.monitor.audit.audit import main_audit
 
     return main_audit(arguments.run_dir, json=arguments.json)

@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the logs; returns its exit status."""
-    from paceline.monitor.logs import main_logs
+    from paceline.monitor.status.logs import main_logs
 
     worker = None if arguments.worker is None else config.parse_value(arguments.worker, int, path="--worker")
     return main_logs(arguments.run_dir, worker=worker, stream=arguments.stream, follow=arguments.follow)

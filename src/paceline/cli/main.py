@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from paceline.cli import audit, drill, export, logs, parity, plan, report, resize, run, status, stop
+from paceline.cli import audit, export, logs, plan, report, resize, run, status, stop
 from paceline.cli.arguments import Commands, Parser, split_script
+from paceline.cli.drill import command as drill
+from paceline.cli.parity import command as parity
 from paceline.errors import LaunchError, PacelineError, PlanError
 
 __all__ = ["main"]

@@ -1,21 +1,33 @@
 """`paceline plan`: shows what a plan means on so many workers, and every rule that it breaks; of a script, also what
-stands against it in the script's models."""
+stands against it in the script's models.
+
+`paceline plan train.py`: looks at what a script prepares, and prints what stands against its plan, what is good to
+know, and what each worker would hold, as tables that fit 100 columns.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline import config
 from paceline.cli.arguments import Commands, add_command
-from paceline.plan import AllReduce, Batch, ParameterServer, Plan
+from paceline.errors import PlanError
+from paceline.plan import AllReduce, Batch, Compute, ParameterServer, Plan
 from paceline.schedule.allreduce.build import ALGORITHMS, build, num_chunks_of
-from paceline.schedule.allreduce.drawing import draw
-from paceline.schedule.share import deal
+from paceline.schedule.allreduce.diagram import draw
+from paceline.schedule.micro_batches import deal
+from paceline.units import bytes_text
 
-__all__ = ["add", "is_about_script", "run"]
+if TYPE_CHECKING:
+    from paceline.parallel.check.memory_estimate import MemoryEstimate
+    from paceline.worker.script_inspection import InspectionReport
+
+__all__ = ["add", "check_script", "is_about_script", "run", "table"]
 
 EXAMPLES = """\
   paceline plan                                            the plan of defaults
@@ -70,9 +82,9 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its broken rules; returns 2 when there are any."""
     if _is_script(arguments.text):
-        from paceline.cli.plan_look import look
+        from paceline.cli.plan import check_script
 
-        return look(
+        return check_script(
             Path(arguments.text),
             args=arguments.script_args,
             plan=None if arguments.plan is None else Plan.parse(arguments.plan),
@@ -144,3 +156,97 @@ def _batch_text(batch: Batch, workers: int) -> str:
         f"{'' if batch.size % batch.resolved_micro == 0 else f' (the last of {batch.size % batch.resolved_micro})'}; "
         f"each worker runs {' or '.join(map(str, shares))}"
     )
+
+
+REFUSED = (24, 40, 32)  # columns: module, what, remedy
+NOTED = (24, 74)
+GAP = "  "
+
+
+def check_script(
+    script: Path,
+    *,
+    args: Sequence[str],
+    plan: Plan | None,
+    overrides: Sequence[str],
+    workers: int | None,
+    is_short: bool,
+) -> int:
+    """Print what was found; returns 2 where something stands against it. `is_short`: leave the plan itself out."""
+    if not script.is_file():
+        raise PlanError(f"There is no script {script}.")
+    from paceline.worker.script_inspection import inspect_script
+
+    found = inspect_script(script, args=args, plan=plan, overrides=overrides, workers=workers)
+    if not is_short:
+        print(f"plan     {found.plan}")
+        print(f"python   {found.plan!r}")
+        print(f"workers  {found.workers}\n")
+    _print_refusals(found)
+    if found.remarks:
+        print("\nGood to know")
+        print(table([(one.module, one.what) for one in found.remarks], NOTED))
+    for name, sizes in found.sizes.items():
+        print(f"\nEach worker holds of {name}, beside activations (by formula)")
+        print(_sizes_table(sizes, found.plan.compute))
+    return 2 if found.refusals else 0
+
+
+def table(rows: Iterable[Sequence[str]], widths: Sequence[int]) -> str:
+    """Return rows of cells, each wrapped to its column's width."""
+    lines: list[str] = []
+    for row in rows:
+        cells = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for number in range(max(map(len, cells))):
+            parts = [cell[number] if number < len(cell) else "" for cell in cells]
+            line = GAP.join(f"{part:<{width}}" for part, width in zip(parts, widths, strict=True))
+            lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    found: list[str] = []
+    for line in text.splitlines():
+        words = [piece for word in line.split(" ") for piece in _pieces(word, width)]
+        found += textwrap.wrap(" ".join(words), width) or [""]
+    return found or [""]
+
+
+def _pieces(word: str, width: int) -> Iterator[str]:
+    """A module's name that is longer than a line goes on in the next one from a dot, or an underscore."""
+    while len(word) > width:
+        at = max(word.rfind(mark, 1, width + 1) for mark in "._")
+        at = at if at > 0 else width
+        yield word[:at]
+        word = word[at:]
+    yield word
+
+
+def _print_refusals(found: InspectionReport) -> None:
+    if not found.refusals:
+        print(f"Nothing stands against {found.plan}.")
+        return
+    count = len(found.refusals)
+    print(f"{count} {'thing stands' if count == 1 else 'things stand'} against {found.plan}")
+    print(table([("module", "what", "remedy")], REFUSED))
+    print(GAP.join("-" * width for width in REFUSED))
+    print(table([(one.module, one.what, one.remedy) for one in found.refusals], REFUSED))
+
+
+def _sizes_table(sizes: Sequence[MemoryEstimate], compute: Compute) -> str:
+    is_offloaded = compute.offload != "none"
+    head = ("", "parameters", "gradients", "optimizer", *(["elsewhere"] if is_offloaded else []), "most in a step")
+    rows: list[tuple[str, ...]] = [head]
+    for one in sizes:
+        who = "each" if one.stage is None else f"stage worker {one.stage}"
+        rest = [one.parameters, one.gradients, one.optimizer, *([one.elsewhere] if is_offloaded else []), one.peak]
+        rows.append((who, *(_bytes(number) for number in rest)))
+    text = "\n".join("".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
+    if not is_offloaded:
+        return text
+    where = "the host's memory" if compute.offload_path is None else f"files in {compute.offload_path}"
+    return f"{text}\nElsewhere is {where}; a step's most is what is in the device's memory."
+
+
+def _bytes(number: int | None) -> str:
+    return "not known before" if number is None else bytes_text(number)

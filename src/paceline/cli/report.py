@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report and write the page; returns the exit status."""
-    from paceline.monitor.report import main_report
+    from paceline.monitor.report.command import main_report
 
     page: Path | None = None if arguments.no_html else arguments.html or arguments.run_dir / "report.html"
     return main_report(arguments.run_dir, json=arguments.json, page=page)

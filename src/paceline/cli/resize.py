@@ -30,9 +30,9 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the run's supervisor; returns 0 when it has agreed, 1 when it refuses, 2 where there is no such run."""
-    from paceline.launch.control import ask
-    from paceline.monitor.files import local_path
-    from paceline.monitor.run_record import RUNNING, RunRecord
+    from paceline.launch.coordinator.control_socket import send_command
+    from paceline.monitor.records.run_files import local_path
+    from paceline.monitor.records.run_record import RUNNING, RunRecord
 
     try:
         record = RunRecord.load(arguments.run_dir)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"paceline: {name} does not run: it is {record.state_now()}", file=sys.stderr)
         return 2
     try:
-        answer = ask(record.pid, {"op": "resize", "replicas": arguments.replicas})
+        answer = send_command(record.pid, {"op": "resize", "replicas": arguments.replicas})
     except ConnectionError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 1

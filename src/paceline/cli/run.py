@@ -1,6 +1,8 @@
 """`paceline run`: starts a script or a job file on many workers.
 
 The options are the fields of Job, one each; a value is read by its field's annotation. `OPTIONS` adds only the help.
+
+What `paceline run --dry-run` prints: the job, the plan as far as it is known, and what would be started.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from paceline import config
 from paceline.cli.arguments import Commands, Parser, add_command
 from paceline.errors import PlanError
 from paceline.plan import Job, Plan, read_job_file
+from paceline.plan.script_scan import workers_of_script
 
-__all__ = ["OPTIONS", "add", "run"]
+__all__ = ["OPTIONS", "add", "run", "show_dry_run"]
 
 # Job field: what stands for the value in the help, and the help. "program" and "args" are the positional arguments.
 OPTIONS = {
@@ -119,9 +122,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the job, or show it with --dry-run; returns the run's exit status."""
     job, plan, given, overrides = job_of(arguments)
     if arguments.dry_run:
-        from paceline.cli.dry_run import show
+        from paceline.cli.run import show_dry_run
 
-        return show(job, plan=plan, overrides=overrides)
+        return show_dry_run(job, plan=plan, overrides=overrides)
     from paceline.run import start
 
     return start(job, plan=plan, overrides=overrides, given=given, command_started=arguments.command_started)
@@ -236,3 +239,41 @@ def _job_override(override: str, fields: dict[str, Any]) -> tuple[str, Any]:
 def _flag(field: dataclasses.Field[Any]) -> str:
     """Return the option of a field: what is on by default gets the option that turns it off."""
     return f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
+
+
+def show_dry_run(job: Job, *, plan: Plan | None, overrides: tuple[str, ...]) -> int:
+    """Print it and return 0; raises PlanError where the plan cannot work on the job's workers."""
+    print(f"job    {config.to_python(job)}")
+    workers = job.workers
+    if plan is None:
+        print("plan   the script's own" + (f", with {', '.join(overrides)}" if overrides else ""))
+        if workers is None:
+            workers = workers_of_script(Path(job.program), overrides, args=job.args, say=print)
+    else:
+        plan = config.apply(plan, *overrides)
+        workers = workers or plan.layout.workers or 1
+        plan.require(workers=workers)
+        plan = plan.resolve(workers)
+        print(f"plan   {plan}")
+        print(f"       {plan!r}")
+    for line in _start_text(job, workers):
+        print(f"start  {line}")
+    return 0
+
+
+def _start_text(job: Job, workers: int | None) -> list[str]:
+    lines = [" ".join([job.program, *job.args])]
+    if workers is None:
+        lines.append("as many workers as the script asks for, or one on each host")
+    elif job.hosts == 1:
+        first = " (worker 0 in this process)" if job.launcher == "inline" else ""
+        plural = "s" if workers > 1 else ""
+        lines.append(f"{workers} worker{plural} on this host, forked from one process that has imported torch{first}")
+    else:
+        least, extra = divmod(workers, job.hosts)
+        shares = f"{least}" if not extra else f"{least} or {least + 1}"
+        lines.append(f"{workers} workers on {job.hosts} hosts that meet at {job.head}, {shares} on each")
+    lines.append(
+        f"run directory {job.run_dir or 'runs/<program>-<date>-<time>'}{', from the beginning' if job.fresh else ''}"
+    )
+    return lines

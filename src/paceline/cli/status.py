@@ -26,6 +26,6 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; returns its exit status."""
-    from paceline.monitor.status import main_status
+    from paceline.monitor.status.status import main_status
 
     return main_status(arguments.run_dir, json=arguments.json)

@@ -25,6 +25,6 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Stop the run; returns its exit status."""
-    from paceline.monitor.stop import main_stop
+    from paceline.monitor.status.stop import main_stop
 
     return main_stop(arguments.run_dir)

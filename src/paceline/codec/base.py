@@ -1,10 +1,10 @@
 """What a codec is: a generator that yields what must be exchanged between replicas, and receives what came of it.
 
-A round is one `yield`: of a `Sum`, answered by the sum over replicas; of a `Gather`, answered by everybody's payload,
-one row for each replica, always in the same order; or of a `Scatter`, a row for each replica, answered by the rows that
-are for this one. The maths knows nothing of groups or transfers, and whoever drives the generator knows nothing of the
-maths; between a yield and its answer other buckets run. Every replica yields the same kinds and shapes in the same
-order, and ends with the same bits.
+A round is one `yield`: of a `SumPayload`, answered by the sum over replicas; of a `GatherPayload`, answered by
+everybody's payload, one row for each replica, always in the same order; or of a `ScatterPayload`, a row for each
+replica, answered by the rows that are for this one. The maths knows nothing of groups or transfers, and whoever drives
+the generator knows nothing of the maths; between a yield and its answer other buckets run. Every replica yields the
+same kinds and shapes in the same order, and ends with the same bits.
 
 What a codec remembers from step to step it changes in two moves, because a step may be dropped: `exchange` prepares,
 `settle` makes it count. A codec's memory has two parts: what is each replica's own (a residual), and what all of them
@@ -19,32 +19,32 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-__all__ = ["Codec", "Gather", "Payload", "Replica", "Rounds", "Scatter", "Sum"]
+__all__ = ["Codec", "CodecContext", "GatherPayload", "Payload", "Rounds", "ScatterPayload", "SumPayload"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sum:
+class SumPayload:
     """A payload of any type of numbers that may be summed on the way, in place."""
 
     tensor: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gather:
+class GatherPayload:
     """A payload that only its receiver can add up: 1-D, and equally long on all replicas."""
 
     tensor: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scatter:
+class ScatterPayload:
     """Rows, one for each replica: row k is for replica k alone."""
 
     tensor: Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Replica:
+class CodecContext:
     """Whose exchange it is: the place among so many replicas, and a seed of this replica, bucket and step."""
 
     index: int
@@ -52,7 +52,7 @@ class Replica:
     seed: int
 
 
-Payload: TypeAlias = Sum | Gather | Scatter
+Payload: TypeAlias = SumPayload | GatherPayload | ScatterPayload
 Rounds: TypeAlias = Generator[Payload, Tensor, Tensor | None]
 
 
@@ -63,7 +63,7 @@ class Codec:
     exact = False  # the sum is that of the buffers themselves, so other small numbers may travel with them
     num_rounds = 1  # at most
 
-    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
+    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         """Replace `flat` (1-D) by its sum over replicas, in place, by the rounds that it yields.
 
         Returns what of this replica's numbers has reached the sum, where that is not all of them.

@@ -9,7 +9,7 @@ import torch
 
 from paceline.codec.base import Codec
 from paceline.codec.cast import HALF, CastCodec
-from paceline.codec.feedback import ErrorFeedback
+from paceline.codec.error_feedback import ErrorFeedback
 from paceline.codec.int8 import Int8Codec
 from paceline.codec.one_bit import OneBitCodec
 from paceline.codec.power_sgd import PowerSGDCodec

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.codec.base import Codec, Replica, Rounds, Sum
+from paceline.codec.base import Codec, CodecContext, Rounds, SumPayload
 
 __all__ = ["HALF", "CastCodec"]
 
@@ -26,10 +26,10 @@ class CastCodec(Codec):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
+    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         numbers = torch.view_as_real(flat) if flat.is_complex() else flat
         rounded = numbers.to(self.dtype)
         own = rounded.to(flat.dtype) if not flat.is_complex() else None  # the payload is overwritten by the sum
-        total = yield Sum(rounded)
+        total = yield SumPayload(rounded)
         numbers.copy_(total)
         return own

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.codec.base import Codec, Replica, Rounds
-from paceline.codec.blocks import rows_of_bytes, scales_in
-from paceline.codec.coarse import summed
+from paceline.codec.base import Codec, CodecContext, Rounds
+from paceline.codec.byte_packing import rows_of_bytes, scales_in
+from paceline.codec.quantized_sum import quantized_sum
 
 __all__ = ["Int8Codec"]
 
@@ -28,8 +28,8 @@ class Int8Codec(Codec):
     num_rounds = 2
     length, bits = 256, 8
 
-    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
-        return summed(flat, self, replica)
+    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
+        return quantized_sum(flat, self, replica)
 
     def encode(self, blocks: Tensor, counts: Tensor, seed: int) -> Tensor:
         scales = blocks.abs().amax(1, keepdim=True).div_(LARGEST)

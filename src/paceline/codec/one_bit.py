@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.codec.base import Codec, Replica, Rounds
-from paceline.codec.blocks import bits_of, rows_of_bytes, scales_in, signs_in
-from paceline.codec.coarse import summed
+from paceline.codec.base import Codec, CodecContext, Rounds
+from paceline.codec.byte_packing import bits_of, rows_of_bytes, scales_in, signs_in
+from paceline.codec.quantized_sum import quantized_sum
 
 __all__ = ["OneBitCodec"]
 
@@ -23,8 +23,8 @@ class OneBitCodec(Codec):
     num_rounds = 2
     length, bits = 1024, 1
 
-    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
-        return summed(flat, self, replica)
+    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
+        return quantized_sum(flat, self, replica)
 
     def encode(self, blocks: Tensor, counts: Tensor, seed: int) -> Tensor:
         scales = blocks.abs().sum(1, keepdim=True).div_(counts[:, None].clamp_min(1))

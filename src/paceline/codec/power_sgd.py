@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.codec.base import Codec, Replica, Rounds, Sum
-from paceline.schedule.order import mix
+from paceline.codec.base import Codec, CodecContext, Rounds, SumPayload
+from paceline.schedule.sample_order import mix
 
 __all__ = ["PowerSGDCodec"]
 
@@ -67,7 +67,7 @@ class PowerSGDCodec(Codec):
     def _is_worth_it(self, rows: int, columns: int) -> bool:
         return WORTH * self.rank * (rows + columns) // 2 <= rows * columns
 
-    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
+    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         self.drop()
         numbers = flat.float()
         parts = numbers.split([rows * columns for rows, columns in self._shapes])
@@ -80,7 +80,7 @@ class PowerSGDCodec(Codec):
         payload = torch.cat([one.reshape(-1) for one in sent]).bfloat16()
         own = torch.empty_like(numbers)
         self._expand(payload.float().split(sizes), starts, out=own)
-        summed = yield Sum(payload)
+        summed = yield SumPayload(payload)
         total = torch.empty_like(numbers)
         found = summed.float().split(sizes)
         self._expand(found, starts, out=total)

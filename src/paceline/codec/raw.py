@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.codec.base import Codec, Replica, Rounds, Sum
+from paceline.codec.base import Codec, CodecContext, Rounds, SumPayload
 
 __all__ = ["RawCodec"]
 
@@ -14,8 +14,8 @@ class RawCodec(Codec):
 
     exact = True
 
-    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
-        total = yield Sum(flat)
+    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
+        total = yield SumPayload(flat)
         if total is not flat:
             flat.copy_(total)
         return None

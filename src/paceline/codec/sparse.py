@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.codec.base import Codec, Gather, Replica, Rounds, Sum
-from paceline.codec.blocks import as_bytes
+from paceline.codec.base import Codec, CodecContext, GatherPayload, Rounds, SumPayload
+from paceline.codec.byte_packing import as_bytes
 
 __all__ = ["SparseCodec"]
 
@@ -32,7 +32,7 @@ class SparseCodec(Codec):
         self._shapes = list(shapes)
         self._matrices = [place for place, (rows, columns) in enumerate(shapes) if rows > 1 and columns > 1]
 
-    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
+    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         parts = list(flat.split([rows * columns for rows, columns in self._shapes]))
         touched = {
             place: (parts[place].view(self._shapes[place]) != 0).any(1).nonzero().view(-1) for place in self._matrices
@@ -40,7 +40,7 @@ class SparseCodec(Codec):
         counts: dict[int, int] = {}
         if touched:
             own = [len(rows) for rows in touched.values()]
-            told = yield Gather(torch.tensor(own, dtype=torch.int32, device=flat.device))
+            told = yield GatherPayload(torch.tensor(own, dtype=torch.int32, device=flat.device))
             largest = told.amax(0).tolist()
             counts = {
                 place: most
@@ -49,7 +49,7 @@ class SparseCodec(Codec):
             }
         dense = [part for place, part in enumerate(parts) if place not in counts]
         if dense:
-            total = yield Sum(torch.cat(dense))
+            total = yield SumPayload(torch.cat(dense))
             for part, summed in zip(dense, total.split([part.numel() for part in dense]), strict=True):
                 part.copy_(summed)
         if any(counts.values()):
@@ -72,7 +72,7 @@ class SparseCodec(Codec):
             values = parts[place].new_zeros(count, self._shapes[place][1])
             values[: len(rows)] = parts[place].view(self._shapes[place]).index_select(0, rows)
             sent += [values, numbers]
-        gathered = yield Gather(as_bytes(*sent))
+        gathered = yield GatherPayload(as_bytes(*sent))
         for place in counts:
             parts[place].zero_()
         for row in gathered:

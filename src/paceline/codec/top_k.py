@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.codec.base import Codec, Gather, Replica, Rounds
-from paceline.codec.blocks import as_bytes
+from paceline.codec.base import Codec, CodecContext, GatherPayload, Rounds
+from paceline.codec.byte_packing import as_bytes
 
 __all__ = ["TopKCodec"]
 
@@ -29,7 +29,7 @@ class TopKCodec(Codec):
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
 
-    def exchange(self, flat: Tensor, replica: Replica) -> Rounds:
+    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         numbers = flat.float()
         starts = torch.cat([_starts(first, count) for first, count in self._shares(flat.numel())]).to(flat.device)
         offsets = torch.cat(
@@ -39,7 +39,7 @@ class TopKCodec(Codec):
             ]
         )
         values = numbers[starts + offsets].bfloat16()
-        rows = yield Gather(as_bytes(values, (offsets - MIDDLE).to(torch.int16)))
+        rows = yield GatherPayload(as_bytes(values, (offsets - MIDDLE).to(torch.int16)))
         own = torch.zeros_like(numbers).index_copy_(0, starts + offsets, values.float())
         total = torch.zeros_like(numbers)
         for row in rows:

@@ -1,8 +1,8 @@
 """A group of workers that move tensors and small objects among themselves.
 
-`Group` wraps a torch process group; `Alone` is the group of one, where nothing moves. Code above never asks how many
-there are. All workers of a group must make the same calls in the same order; tensors must have the same shape and type
-everywhere.
+`Group` wraps a torch process group; `SingleWorkerGroup` is the group of one, where nothing moves. Code above never asks
+how many there are. All workers of a group must make the same calls in the same order; tensors must have the same shape
+and type everywhere.
 """
 
 from __future__ import annotations
@@ -18,21 +18,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.sums import write
 from paceline.errors import SyncError
 
-__all__ = ["Alone", "Disrupted", "Group", "Landed", "Parcel", "Transfer", "WorkerGroup"]
+__all__ = [
+    "CompletedTransfer",
+    "Disrupted",
+    "Group",
+    "PeerTensor",
+    "SingleWorkerGroup",
+    "Transfer",
+    "WorkerGroup",
+    "copy_into",
+]
 
 
-GLOO_JOKE = re.compile(r"\s*GLHF!.*", re.DOTALL)
+GLOO_SUFFIX = re.compile(r"\s*GLHF!.*", re.DOTALL)
 
-STRAIGHT_SUM_BYTES = 1 << 18  # of all members' tensors: the sum of such small ones is nothing but latency
-STRAIGHT_BYTES = 8 << 20  # that a member sends, or gets, at once; of more the rate counts, which is the same in a ring
+DIRECT_SUM_BYTES = 1 << 18  # of all members' tensors: the sum of such small ones is nothing but latency
+DIRECT_BYTES = 8 << 20  # that a member sends, or gets, at once; of more the rate counts, which is the same in a ring
 FIRST_BYTES, LENGTH_BYTES = 4096, 8  # of an object: most are told in one message
-ROOM = FIRST_BYTES - LENGTH_BYTES
+FIRST_PAYLOAD_BYTES = FIRST_BYTES - LENGTH_BYTES
 
 
-Parcel = tuple[int, Tensor]  # another member's index, and what goes to it or comes from it
+PeerTensor = tuple[int, Tensor]  # another member's index, and what goes to it or comes from it
 
 
 class Disrupted(SyncError):
@@ -46,7 +54,7 @@ class Transfer(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """What `Group`, `Alone` and `paceline.comm.shared.SharedGroup` have in common."""
+    """What `Group`, `SingleWorkerGroup` and `paceline.comm.shared_memory.shared_group.SharedGroup` have in common."""
 
     @property
     def index(self) -> int:
@@ -117,14 +125,14 @@ class WorkerGroup(Protocol):
         ...
 
 
-class Landed:
+class CompletedTransfer:
     """A transfer that has nothing to wait for."""
 
     def wait(self) -> None:
         return
 
 
-class Alone:
+class SingleWorkerGroup:
     """The group of one worker."""
 
     index = 0
@@ -136,15 +144,15 @@ class Alone:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
-        return Landed()
+        return CompletedTransfer()
 
     def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
         out[0].copy_(tensor)
-        return Landed()
+        return CompletedTransfer()
 
     def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
         out.copy_(rows)
-        return Landed()
+        return CompletedTransfer()
 
     def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
         out[0].copy_(tensor)
@@ -195,18 +203,18 @@ class Group:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
-        is_small = 0 < self.size * tensor.nbytes <= STRAIGHT_SUM_BYTES
+        is_small = 0 < self.size * tensor.nbytes <= DIRECT_SUM_BYTES
         if tensor.device.type != "cpu" or tensor.dtype == torch.bool or not is_small:
             return self._begin_sum(tensor, what)
         own = tensor.detach().reshape(-1)
         rows = torch.empty(self.size, own.numel(), dtype=own.dtype)
-        return _Added(self.begin_all_gather(own, rows, what=what), rows, tensor)
+        return _GatherThenSum(self.begin_all_gather(own, rows, what=what), rows, tensor)
 
     def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
         if tensor.device.type != "cpu":
             return self._begin_gather(tensor, out, what)
         own, out = tensor.detach().view(torch.uint8), out.view(torch.uint8)  # gloo does not know all types
-        if self.size == 2 or not 0 < self.size * own.numel() <= STRAIGHT_BYTES:
+        if self.size == 2 or not 0 < self.size * own.numel() <= DIRECT_BYTES:
             return self._begin_gather(own, out, what)
         return self.begin_all_to_all(own.expand(self.size, -1).contiguous(), out, what=what)
 
@@ -215,7 +223,7 @@ class Group:
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         except RuntimeError as error:  # torch has no narrower type for a lost peer
             raise _lost(what, error) from error
-        return _Flight(work, what) if work is not None else Landed()
+        return _PendingCollective(work, what) if work is not None else CompletedTransfer()
 
     def _begin_gather(self, tensor: Tensor, out: Tensor, what: str) -> Transfer:
         try:
@@ -224,14 +232,14 @@ class Group:
             work = gather(out.view(-1), tensor, group=self._group, async_op=True)
         except RuntimeError as error:  # torch has no narrower type for a lost peer
             raise _lost(what, error) from error
-        return _Flight(work, what) if work is not None else Landed()
+        return _PendingCollective(work, what) if work is not None else CompletedTransfer()
 
     def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
         try:
             work = dist.all_to_all_single(out.view(-1), rows.view(-1), group=self._group, async_op=True)
         except RuntimeError as error:  # torch has no narrower type for a lost peer
             raise _lost(what, error) from error
-        return _Flight(work, what) if work is not None else Landed()
+        return _PendingCollective(work, what) if work is not None else CompletedTransfer()
 
     def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
         self._do(lambda group: group.allgather([list(out)], [tensor]), what)
@@ -259,7 +267,7 @@ class Group:
         self.begin_all_gather(_first_of(payload), firsts, what="gathered objects").wait()
         parts: list[Tensor] = []
         for index, first in enumerate(firsts):
-            part, rest = (payload, payload[ROOM:]) if index == self.index else _begun(first)
+            part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if index == self.index else _begin_transfer(first)
             if len(rest):
                 self.broadcast(rest, source=index, what="gathered objects")
             parts.append(part)
@@ -270,7 +278,7 @@ class Group:
         payload = to_bytes(value if is_source else None)
         first = _first_of(payload)
         self.broadcast(first, source=source, what="broadcast object")
-        part, rest = (payload, payload[ROOM:]) if is_source else _begun(first)
+        part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if is_source else _begin_transfer(first)
         if len(rest):
             self.broadcast(rest, source=source, what="broadcast object")
         return value if is_source else from_bytes(part, self.device)
@@ -278,7 +286,7 @@ class Group:
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1), what="barrier").wait()
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], *, tag: int) -> list[dist.Work]:
+    def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], *, tag: int) -> list[dist.Work]:
         """Begin transfers with single members, all at once; returns one for each, or, on a GPU, one for all.
 
         They may not be given up: gloo takes a wait of limited time that runs out for the end of everything.
@@ -306,7 +314,7 @@ class Group:
             raise _lost(what, error) from error
 
 
-class _Flight:
+class _PendingCollective:
     """A pending collective; a lost peer surfaces in `wait` as SyncError."""
 
     def __init__(self, work: dist.Work, what: str) -> None:
@@ -320,7 +328,7 @@ class _Flight:
             raise _lost(self._what, error) from error
 
 
-class _Added:
+class _GatherThenSum:
     """A transfer of one row from each member, whose sum lands in a tensor: added up in one order, so that all members
     have the same bits."""
 
@@ -332,23 +340,23 @@ class _Added:
         first, *others = self._rows.unbind()
         for row in others:
             first += row
-        write(self._tensor, first.view(self._tensor.size()))
+        copy_into(self._tensor, first.view(self._tensor.size()))
 
 
 def _first_of(payload: Tensor) -> Tensor:
     """What tells of an object at first: how many bytes it has, and as many of them as there is room for."""
     first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
     first[:LENGTH_BYTES] = torch.tensor([payload.numel()]).view(torch.uint8)
-    first[LENGTH_BYTES : LENGTH_BYTES + payload.numel()] = payload[:ROOM]
+    first[LENGTH_BYTES : LENGTH_BYTES + payload.numel()] = payload[:FIRST_PAYLOAD_BYTES]
     return first
 
 
-def _begun(first: Tensor) -> tuple[Tensor, Tensor]:
+def _begin_transfer(first: Tensor) -> tuple[Tensor, Tensor]:
     """An object's bytes, as far as they have come, and the part of them that is to be filled."""
     length = int(first[:LENGTH_BYTES].view(torch.int64))
     part = torch.empty(length, dtype=torch.uint8)
-    part[:ROOM] = first[LENGTH_BYTES : LENGTH_BYTES + length]
-    return part, part[ROOM:]
+    part[:FIRST_PAYLOAD_BYTES] = first[LENGTH_BYTES : LENGTH_BYTES + length]
+    return part, part[FIRST_PAYLOAD_BYTES:]
 
 
 def _lost(what: str, error: RuntimeError) -> SyncError:
@@ -357,7 +365,7 @@ def _lost(what: str, error: RuntimeError) -> SyncError:
 
 def first_line(error: BaseException) -> str:
     """The first line of what torch says, without gloo's joke."""
-    lines = GLOO_JOKE.sub("", str(error)).strip().splitlines()
+    lines = GLOO_SUFFIX.sub("", str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
@@ -380,3 +388,9 @@ def total(group: WorkerGroup, values: Sequence[float], *, what: str, device: tor
     tally = torch.tensor(values, dtype=torch.float64, device=device)
     group.all_reduce(tally, what=what).wait()
     return tally.tolist()
+
+
+@torch.inference_mode()  # the only mode in which tensors that were made in it, as in evaluation, can be written to
+def copy_into(target: Tensor, numbers: Tensor) -> None:
+    """Fill `target`."""
+    target.copy_(numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from paceline.elastic.notices import Finish, Form
+from paceline.elastic.membership_messages import Finish, MembershipView
 
 __all__ = ["Decision", "EndWorker", "GiveUp", "Limits", "StartReplica"]
 
@@ -49,4 +49,4 @@ class GiveUp:
     reason: str
 
 
-Decision = Form | StartReplica | EndWorker | Finish | GiveUp
+Decision = MembershipView | StartReplica | EndWorker | Finish | GiveUp

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from paceline.elastic.decisions import Limits
-from paceline.elastic.notices import AT_ONCE, Form
-from paceline.elastic.roster import Replica, Roster, State
+from paceline.elastic.membership_messages import AT_ONCE, MembershipView
+from paceline.elastic.replica_table import ReplicaRecord, ReplicaState, ReplicaTable
 
 __all__ = ["Generations"]
 
@@ -20,10 +20,10 @@ __all__ = ["Generations"]
 class Generations:
     """The newest generation, and how the next one is made."""
 
-    def __init__(self, roster: Roster, limits: Limits) -> None:
+    def __init__(self, roster: ReplicaTable, limits: Limits) -> None:
         self._roster, self._limits = roster, limits
         everybody = tuple(sorted(roster.active))
-        self.form = Form(generation=0, members=everybody, planned=False, holds=False, reason="the run begins")
+        self.form = MembershipView(generation=0, members=everybody, planned=False, holds=False, reason="the run begins")
         self.members = frozenset(everybody)
         self.missing = set(everybody)  # of them, have not joined it
         self.left_out: frozenset[int] = frozenset()  # are not in it, but have to know of it
@@ -64,14 +64,14 @@ class Generations:
         self.begin(now)
         return True
 
-    def hurry(self) -> list[Form]:
+    def hurry(self) -> list[MembershipView]:
         """All have agreed to a planned generation: nobody is to wait for its step any longer."""
         if not self.form.planned or self.form.after == AT_ONCE:
             return []
         self.form = dataclasses.replace(self.form, after=AT_ONCE)
         return [self.form]
 
-    def planned(self, now: float) -> Form | None:
+    def planned(self, now: float) -> MembershipView | None:
         """The next one has all who wait, and none who leave; None where nobody does, or nobody would be left."""
         wanted = self._roster.wanted()
         joins, leaves = wanted - self.members, self.members - wanted
@@ -81,7 +81,7 @@ class Generations:
         parts += [f"{_named(self._roster.of_all(leaves))} to leave"] if leaves else []
         return self._planned(wanted, ", ".join(parts), now, after=self.number)
 
-    def without_newcomers(self, reason: str, now: float) -> Form | None:
+    def without_newcomers(self, reason: str, now: float) -> MembershipView | None:
         """Who was only about to join is lost: the others go on until they are between two steps; None: there are none.
 
         Some may have been stepping with it already, and newcomers cannot be sent the state within a step: they join
@@ -93,7 +93,7 @@ class Generations:
         self._throw_back_newcomers()
         return self._planned(wanted, reason, now, after=self.form.after)
 
-    def at_once(self, gone: Iterable[int], reason: str, now: float) -> Form | None:
+    def at_once(self, gone: Iterable[int], reason: str, now: float) -> MembershipView | None:
         """Go on with all who have the state and stay; where there are none, with all who may have it. None: nobody."""
         roster = self._roster
         roster.active.difference_update(gone)
@@ -115,24 +115,24 @@ class Generations:
         for replica in self._roster.pending():
             replica.throw_back(since=self.number + 1)
 
-    def _planned(self, members: frozenset[int], reason: str, now: float, *, after: int) -> Form:
+    def _planned(self, members: frozenset[int], reason: str, now: float, *, after: int) -> MembershipView:
         for replica in self._roster.of_all(members):
-            if replica.state is State.WAITING:
-                replica.state = State.MEMBER
+            if replica.state is ReplicaState.WAITING:
+                replica.state = ReplicaState.MEMBER
         self.form_by = None
         return self._follow(members, reason, now, planned=True, after=after)
 
-    def _follow(self, members: frozenset[int], reason: str, now: float, *, planned: bool, after: int) -> Form:
+    def _follow(self, members: frozenset[int], reason: str, now: float, *, planned: bool, after: int) -> MembershipView:
         told = self.members | self._roster.active | self.left_out
-        elsewhere = self._roster.all_in(State.LEAVING, State.STARTING)
+        elsewhere = self._roster.all_in(ReplicaState.LEAVING, ReplicaState.STARTING)
         self.left_out = frozenset(
             worker for replica in elsewhere for worker in replica.workers if worker in told and worker not in members
         )
         self.members, self.missing = members, set(members)
-        holds = len(self._roster.all_in(State.MEMBER)) < self._limits.least
+        holds = len(self._roster.all_in(ReplicaState.MEMBER)) < self._limits.least
         if holds and self.short_since is None:
             self.short_since = now
-        self.form = Form(
+        self.form = MembershipView(
             generation=self.number + 1,
             members=tuple(sorted(members)),
             planned=planned,
@@ -143,7 +143,7 @@ class Generations:
         return self.form
 
 
-def _named(replicas: list[Replica]) -> str:
+def _named(replicas: list[ReplicaRecord]) -> str:
     """ "replica 3", or "replicas 3, 4" """
     shown = ", ".join(str(replica.number) for replica in replicas[:8])
     more = f" and {len(replicas) - 8} more" if len(replicas) > 8 else ""

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Collection
 
-__all__ = ["OutOfReach", "clock", "head_silence_s", "lease_s", "lost_s"]
+__all__ = ["UnreachableHosts", "clock", "head_silence_s", "lease_s", "lost_s"]
 
 END_S = 3.0  # from SIGTERM to SIGKILL
 MARGIN_S = 2.0  # for clocks, and for what happens between looking at one and being gone
@@ -44,7 +44,7 @@ def lost_s(silence_s: float, grace_s: float) -> float:
     return lease_s(silence_s, grace_s) + MARGIN_S
 
 
-class OutOfReach:
+class UnreachableHosts:
     """Hosts that were lost, and may be at work, by numbers that none of them shares with another one."""
 
     def __init__(self, hosts: Collection[int]) -> None:

@@ -21,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from paceline.elastic.decisions import Decision, EndWorker, GiveUp, Limits, StartReplica
+from paceline.elastic.failure_backoff import RestartBackoff, TransferFailures
 from paceline.elastic.generations import Generations
-from paceline.elastic.hearing import Hearing
-from paceline.elastic.notices import AT_ONCE, PREEMPTED, TOO_FEW, Finish, Form
-from paceline.elastic.pauses import Pauses
-from paceline.elastic.roster import Replica, Roster, State
-from paceline.elastic.trouble import Trouble
+from paceline.elastic.heartbeats import Heartbeats
+from paceline.elastic.membership_messages import AT_ONCE, PREEMPTED, TOO_FEW, Finish, MembershipView
+from paceline.elastic.replica_table import ReplicaRecord, ReplicaState, ReplicaTable
 
 __all__ = ["Decision", "EndWorker", "GiveUp", "Limits", "Membership", "StartReplica"]
 
@@ -38,20 +37,20 @@ class Membership:
         """All `replicas` that a run begins with are members of generation 0."""
         self.limits = limits
         self.target = replicas
-        self._roster = Roster(replicas=replicas, workers_each=limits.workers_each)
+        self._roster = ReplicaTable(replicas=replicas, workers_each=limits.workers_each)
         self._generations = Generations(self._roster, limits)
         self._now = now
-        self._hearing = Hearing(limits)
+        self._hearing = Heartbeats(limits)
         for worker in self.form.members:
             self._hearing.expect(worker, now)
-        self._trouble, self._pauses = Trouble(), Pauses()
+        self._trouble, self._pauses = TransferFailures(), RestartBackoff()
         self._finish: Finish | None = None
         self._is_over = False  # nobody joins any more
 
     # What is known.
 
     @property
-    def form(self) -> Form:
+    def form(self) -> MembershipView:
         """The newest generation."""
         return self._generations.form
 
@@ -67,7 +66,7 @@ class Membership:
     @property
     def num_members(self) -> int:
         """Replicas that take steps, or will with the next generation."""
-        return len(self._roster.all_in(State.MEMBER))
+        return len(self._roster.all_in(ReplicaState.MEMBER))
 
     @property
     def num_workers(self) -> int:
@@ -104,12 +103,12 @@ class Membership:
     def is_over(self, worker: int) -> bool:
         """Whether a worker has come to the end of its program's part in the run, though its process may go on."""
         replica = self._roster.of(worker)
-        return replica is not None and replica.state is State.DONE and worker in replica.ended
+        return replica is not None and replica.state is ReplicaState.DONE and worker in replica.ended
 
     def why_left(self, worker: int) -> tuple[str, bool] | None:
         """Why a worker leaves the run to the others, and whether on purpose: the run was resized. None: it does not."""
         replica = self._roster.of(worker)
-        if replica is None or replica.state is not State.LEAVING:
+        if replica is None or replica.state is not ReplicaState.LEAVING:
             return None
         return replica.why, not replica.must_leave
 
@@ -126,17 +125,17 @@ class Membership:
         replica = self._roster.of(worker)
         if replica is None or generation < replica.since:
             return []
-        if replica.state is State.MEMBER and not self.form.planned and generation == self.generation:
+        if replica.state is ReplicaState.MEMBER and not self.form.planned and generation == self.generation:
             # It was taken for one that has the state, since nobody else was left.
             replica.throw_back(since=generation)
             replica.ready.add(worker)
             return self._interrupt(set(replica.workers), f"replica {replica.number} has not got the state")
-        if replica.state is not State.STARTING:
+        if replica.state is not ReplicaState.STARTING:
             return []
         replica.ready.add(worker)
         if replica.ready < set(replica.workers):
             return []
-        replica.state = State.WAITING
+        replica.state = ReplicaState.WAITING
         return self._plan()
 
     def formed(self, worker: int, generation: int, now: float) -> list[Decision]:
@@ -180,10 +179,10 @@ class Membership:
         replica = self._roster.of(worker)
         if replica is None or self._finish is not None:
             return []
-        if replica.state is State.LEAVING:
+        if replica.state is ReplicaState.LEAVING:
             return self._parted(worker)
         is_unsure = replica.is_presumed and worker in self._generations.missing
-        if replica.state not in (State.MEMBER, State.DONE) or is_unsure:
+        if replica.state not in (ReplicaState.MEMBER, ReplicaState.DONE) or is_unsure:
             return []
         replica.ended.add(worker)
         return self._done(replica, worker)
@@ -225,9 +224,9 @@ class Membership:
             return self.lost([worker], now, reason=f"worker {worker} has left")
         self._hearing.forget(worker)
         replica.ended.add(worker)
-        if replica.state is State.LEAVING and not has_saved:
+        if replica.state is ReplicaState.LEAVING and not has_saved:
             return self._left(replica, worker)
-        if replica.state in (State.STARTING, State.WAITING):
+        if replica.state in (ReplicaState.STARTING, ReplicaState.WAITING):
             # It had got the state, but the others had to go on without it; or it wants to take no steps.
             ends = self._remove(replica, f"worker {worker} of replica {replica.number} has left")
             if not replica.is_proven:
@@ -249,13 +248,17 @@ class Membership:
         `room`: for so many replicas there are free slots elsewhere, and as many are replaced there. None: nobody is.
         """
         self._now = now
-        asked = [one for one in self._roster.of_all(workers) if not one.must_leave and one.state is not State.DONE]
+        asked = [
+            one for one in self._roster.of_all(workers) if not one.must_leave and one.state is not ReplicaState.DONE
+        ]
         if self._finish is not None or not asked:
             return []
-        having = [one for one in asked if one.state is State.LEAVING or self._roster.has_state(one)]
-        fewer = [one for one in asked if one.state is not State.LEAVING]  # with those that leave anyway nobody reckoned
+        having = [one for one in asked if one.state is ReplicaState.LEAVING or self._roster.has_state(one)]
+        fewer = [
+            one for one in asked if one.state is not ReplicaState.LEAVING
+        ]  # with those that leave anyway nobody reckoned
         stay = self._num_coming_and_there - len(fewer)
-        members = self.num_members - sum(one.state is State.MEMBER for one in fewer)
+        members = self.num_members - sum(one.state is ReplicaState.MEMBER for one in fewer)
         enough = members if room is None else stay + room
         if enough < self.limits.least and any(one in having for one in fewer):
             return self.finish(PREEMPTED, reason)
@@ -263,7 +266,7 @@ class Membership:
             max(self.limits.least, self.target - len(fewer)) if room is None else min(self.target, stay + room)
         )
         for replica in having:
-            replica.state, replica.must_leave, replica.why = State.LEAVING, True, why or reason
+            replica.state, replica.must_leave, replica.why = ReplicaState.LEAVING, True, why or reason
         if ends := self._preempted():
             return ends
         newcomers = [one for one in asked if not one.must_leave]
@@ -285,13 +288,13 @@ class Membership:
             raise ValueError(f"the run is about to end, so it cannot be resized to {replicas} any more")
         self.target = replicas
         self._pauses.forgive()
-        there = self._roster.all_in(State.STARTING, State.WAITING, State.MEMBER)
+        there = self._roster.all_in(ReplicaState.STARTING, ReplicaState.WAITING, ReplicaState.MEMBER)
         there.sort(key=lambda replica: (self._roster.has_state(replica), -replica.number))
         decisions: list[Decision] = []
         gone: set[int] = set()
         for replica in there[: max(0, len(there) - replicas)]:
             if self._roster.has_state(replica):
-                replica.state, replica.why = State.LEAVING, f"resized to {_counted(replicas)}"
+                replica.state, replica.why = ReplicaState.LEAVING, f"resized to {_counted(replicas)}"
             else:
                 gone.update(replica.workers)
                 decisions += self._remove(replica, f"resized to {_counted(replicas)}", is_loss=False)
@@ -376,7 +379,7 @@ class Membership:
             return []
         return self.finish(PREEMPTED, "all workers that have the state were asked to leave")
 
-    def _left(self, replica: Replica, worker: int) -> list[Decision]:
+    def _left(self, replica: ReplicaRecord, worker: int) -> list[Decision]:
         """A worker that was to leave has done so, or the last one of a replica."""
         if replica.ended.issuperset(replica.workers):
             del self._roster.replicas[replica.number]
@@ -400,9 +403,9 @@ class Membership:
         is_anybody_left = bool(self._roster.active - self.left_out - over)
         return self._interrupt(set(over), f"worker {min(over)} has ended") if is_anybody_left else []
 
-    def _done(self, replica: Replica, worker: int) -> list[Decision]:
+    def _done(self, replica: ReplicaRecord, worker: int) -> list[Decision]:
         """A member's program has come to its end: the others' do as well, and nobody can join them."""
-        replica.state = State.DONE
+        replica.state = ReplicaState.DONE
         ends, gone = self._turn_away("the run is at its end")
         gone.add(worker)
         generations = self._generations
@@ -418,14 +421,14 @@ class Membership:
         self._is_over = True
         ends: list[Decision] = []
         gone: set[int] = set()
-        for replica in self._roster.all_in(State.STARTING, State.WAITING, State.MEMBER):
-            if replica.state is not State.MEMBER or not self._roster.has_state(replica):
+        for replica in self._roster.all_in(ReplicaState.STARTING, ReplicaState.WAITING, ReplicaState.MEMBER):
+            if replica.state is not ReplicaState.MEMBER or not self._roster.has_state(replica):
                 ends += self._remove(replica, reason, is_loss=False)
                 gone.update(replica.workers)
         return ends, gone
 
     def _remove(
-        self, replica: Replica, reason: str, *, besides: Iterable[int] = (), is_loss: bool = True
+        self, replica: ReplicaRecord, reason: str, *, besides: Iterable[int] = (), is_loss: bool = True
     ) -> list[Decision]:
         """Forget a replica, and end its workers, besides those that have ended."""
         del self._roster.replicas[replica.number]
@@ -440,7 +443,7 @@ class Membership:
     @property
     def _num_coming_and_there(self) -> int:
         """Replicas that stay, or are on their way."""
-        return len(self._roster.all_in(State.MEMBER, State.STARTING, State.WAITING))
+        return len(self._roster.all_in(ReplicaState.MEMBER, ReplicaState.STARTING, ReplicaState.WAITING))
 
     def _refill(self) -> list[Decision]:
         """Start what is missing for the target."""
@@ -448,7 +451,7 @@ class Membership:
             return []
         decisions: list[Decision] = []
         for number in self._roster.free_numbers(self.target - self._num_coming_and_there):
-            replica = self._roster.add(number, State.STARTING, is_proven=False)
+            replica = self._roster.add(number, ReplicaState.STARTING, is_proven=False)
             for worker in replica.workers:
                 self._hearing.expect(worker, self._now)
             decisions.append(StartReplica(replica=number, workers=replica.workers))

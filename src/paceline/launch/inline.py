@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from paceline.comm.channel import Channel
-from paceline.launch.forked import call_entry
-from paceline.launch.link import Link
-from paceline.launch.loop import Loop
-from paceline.launch.outcome import Outcome
-from paceline.launch.signals import Signals
+from paceline.comm.messages.json_channel import Channel
+from paceline.launch.fork.forked_worker import call_entry
+from paceline.launch.io.event_loop import EventLoop, MessageStream
+from paceline.launch.io.signals import StopSignals
+from paceline.launch.job.outcome import JobOutcome
 from paceline.launch.supervisor import Supervisor
 from paceline.plan.job import Assignment
 
@@ -30,7 +29,9 @@ __all__ = ["PATIENCE_S", "run_inline"]
 PATIENCE_S = 7 * 24 * 3600.0  # job.timeout_s, at least: somebody is looking at worker 0 in a debugger
 
 
-def run_inline(supervisor: Supervisor, assignment: Assignment, *, entry: str, loop: Loop, signals: Signals) -> Outcome:
+def run_inline(
+    supervisor: Supervisor, assignment: Assignment, *, entry: str, loop: EventLoop, signals: StopSignals
+) -> JobOutcome:
     """Run `assignment` here and the other workers beside; return when all have ended.
 
     `entry` owns the channel's file descriptor, as in every worker, and has to close it. Raises what escapes from
@@ -38,14 +39,14 @@ def run_inline(supervisor: Supervisor, assignment: Assignment, *, entry: str, lo
     """
     worker = assignment.rank
     ours, theirs = socket.socketpair()
-    supervisor.crew.seat(worker, ours)
+    supervisor.local_workers.seat(worker, ours)
     heard, told = socket.socketpair()
 
     def left(message: Mapping[str, Any]) -> None:
-        supervisor.crew.left(worker, **message)
+        supervisor.local_workers.left(worker, **message)
         link.close()
 
-    link = Link(heard, loop, on_message=left, on_close=lambda _: None)
+    link = MessageStream(heard, loop, on_message=left, on_close=lambda _: None)
     report = Channel(told)
     status = 1
     with ThreadPoolExecutor(1, thread_name_prefix="paceline-supervisor") as threads:
@@ -65,7 +66,7 @@ def run_inline(supervisor: Supervisor, assignment: Assignment, *, entry: str, lo
         return outcome
 
 
-def _wait(running: Future[Outcome], signals: Signals) -> Outcome:
+def _wait(running: Future[JobOutcome], signals: StopSignals) -> JobOutcome:
     """Wait for the others; Ctrl-C ends them."""
     while True:
         try:

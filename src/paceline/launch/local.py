@@ -10,21 +10,20 @@ from pathlib import Path
 
 from paceline import environment
 from paceline.errors import LaunchError, PacelineError
-from paceline.launch.again import Again
-from paceline.launch.carrying import Carrying
-from paceline.launch.control import Control
-from paceline.launch.head import Head
-from paceline.launch.hosts import meet
+from paceline.launch.coordinator.control_socket import ControlSocket
+from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.host_agent import HostAgent
+from paceline.launch.coordinator.rendezvous import RetainedHostState, join_hosts
+from paceline.launch.fork.warm_parent_client import ENTRY, WarmParent
 from paceline.launch.inline import PATIENCE_S, run_inline
-from paceline.launch.loop import Loop
-from paceline.launch.member import Member
-from paceline.launch.outcome import Outcome, interrupted
-from paceline.launch.parent import ENTRY, WarmParent
-from paceline.launch.place import assign, template
-from paceline.launch.signals import Interrupted, Signals
-from paceline.launch.staying import Staying
-from paceline.launch.supervisor import Observer, Supervisor, Witness
-from paceline.launch.vaults import Vaults
+from paceline.launch.io.event_loop import EventLoop
+from paceline.launch.io.signals import Interrupted, StopSignals
+from paceline.launch.job.outcome import JobOutcome, interrupted
+from paceline.launch.job.placement import assign, assignment_template
+from paceline.launch.job.restart_plan import RestartPlan
+from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
+from paceline.launch.snapshots.snapshot_store import SnapshotStore
+from paceline.launch.supervisor import GuardedObserver, Observer, Supervisor
 from paceline.plan.job import Job
 
 __all__ = ["launch", "prestart"]
@@ -45,14 +44,14 @@ def launch(
     run_dir: Path,
     attempt: int,
     observer: Observer,
-    met: Callable[[Head | Member], Path] | None = None,
+    met: Callable[[Coordinator | HostAgent], Path] | None = None,
     command_started: float,
     warm: WarmParent | None = None,
-    stays: Staying | None = None,
+    stays: RetainedHostState | None = None,
     asked: Job | None = None,
-    again: Again | None = None,
-    judge: Callable[[Outcome], Again | None] | None = None,
-) -> Outcome:
+    again: RestartPlan | None = None,
+    judge: Callable[[JobOutcome], RestartPlan | None] | None = None,
+) -> JobOutcome:
     """Run the job's workers of this host, and return how the whole job ended.
 
     `job.workers` must be known. `program` is the pickled function of `paceline.run(fn)`; workers look for it as
@@ -67,23 +66,25 @@ def launch(
     """
     is_inline = job.launcher == "inline"
     with contextlib.ExitStack() as stack:
-        vaults = None if is_inline or stays is None else stays.vaults  # without, nobody begins again
+        memory_checkpoints = (
+            None if is_inline or stays is None else stays.memory_checkpoints
+        )  # without, nobody begins again
         if stays is None:
-            stays = stack.enter_context(contextlib.closing(Staying(signals=Signals())))
+            stays = stack.enter_context(contextlib.closing(RetainedHostState(signals=StopSignals())))
             if not is_inline:
                 stack.enter_context(stays.signals)
         signals = stays.signals
-        loop = stack.enter_context(contextlib.closing(Loop()))
+        loop = stack.enter_context(contextlib.closing(EventLoop()))
         parent = _parent(job, warm)
         ending = stack.enter_context(contextlib.ExitStack())
         if parent is not None:
             ending.callback(parent.close)
-        witness = Witness(observer, signals)
-        carrying = _carrying(job, vaults, loop, witness.say)
-        if carrying is not None:
-            stack.callback(carrying.close)
+        witness = GuardedObserver(observer, signals)
+        replication = _replication(job, memory_checkpoints, loop, witness.say)
+        if replication is not None:
+            stack.callback(replication.close)
         try:
-            side = meet(
+            side = join_hosts(
                 job,
                 plan=plan,
                 attempt=attempt,
@@ -94,19 +95,19 @@ def launch(
                 asked=asked,
                 again=again,
                 stays=stays,
-                carrying=carrying,
+                replication=replication,
             )
         except Interrupted as early:
             return interrupted(early.signum, ())
         stack.callback(side.close)
-        stays.host_index, side.carrying = side.host_index, carrying
-        if isinstance(side, Head):
+        stays.host_index, side.replication = side.host_index, replication
+        if isinstance(side, Coordinator):
             side.judge = judge
         if met is not None:
             run_dir = _told(side, met)
         run_dir = run_dir.absolute()
         _bring(program, run_dir / f"attempt_{side.attempt}" / "program.pkl")
-        alike = template(
+        alike = assignment_template(
             dataclasses.replace(job, timeout_s=max(job.timeout_s, PATIENCE_S)) if is_inline else job,
             host=side.host,
             host_index=side.host_index,
@@ -120,7 +121,7 @@ def launch(
             given=given,
             begins_at=None if again is None else again.begins_at,
         )
-        stack.callback(Control(loop, side.asked).close)
+        stack.callback(ControlSocket(loop, side.asked).close)
         assignments = assign(alike, side.ranks)
         supervisor = Supervisor(
             assignments,
@@ -130,7 +131,7 @@ def launch(
             loop=loop,
             observer=witness,
             signals=signals,
-            vaults=vaults,
+            memory_checkpoints=memory_checkpoints,
             again=again,
         )
         if is_inline:
@@ -139,19 +140,21 @@ def launch(
         outcome = supervisor.run()
         if outcome.may_begin_again:
             ending.pop_all()
-            if isinstance(side, Head):
+            if isinstance(side, Coordinator):
                 stays.listener = side.close_door(stays_open=True)
         return outcome
 
 
-def _carrying(job: Job, vaults: Vaults | None, loop: Loop, say: Callable[[str], None]) -> Carrying | None:
+def _replication(
+    job: Job, memory_checkpoints: SnapshotStore | None, loop: EventLoop, say: Callable[[str], None]
+) -> SnapshotReplication | None:
     """What takes workers' states from host to host; None where this host is alone."""
-    if vaults is None or job.head is None:
+    if memory_checkpoints is None or job.head is None:
         return None
-    return Carrying(vaults, environment.token(job), loop, say)
+    return SnapshotReplication(memory_checkpoints, environment.token(job), loop, say)
 
 
-def _told(side: Head | Member, met: Callable[[Head | Member], Path]) -> Path:
+def _told(side: Coordinator | HostAgent, met: Callable[[Coordinator | HostAgent], Path]) -> Path:
     """Call `met`; where it fails, the other hosts are told before the error goes on."""
     try:
         return met(side)

@@ -14,19 +14,19 @@ from typing import Protocol
 
 from paceline.errors import LaunchError
 from paceline.events import Event
-from paceline.launch.again import Again
-from paceline.launch.carrying import At
-from paceline.launch.crew import Crew
-from paceline.launch.head import Head
-from paceline.launch.loop import Loop
-from paceline.launch.member import Member
-from paceline.launch.outcome import Outcome, interrupted
-from paceline.launch.parent import WarmParent
-from paceline.launch.signals import Signals
-from paceline.launch.vaults import Vaults
+from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.host_agent import HostAgent
+from paceline.launch.fork.local_workers import LocalWorkers
+from paceline.launch.fork.warm_parent_client import WarmParent
+from paceline.launch.io.event_loop import EventLoop
+from paceline.launch.io.signals import StopSignals
+from paceline.launch.job.outcome import JobOutcome, interrupted
+from paceline.launch.job.restart_plan import RestartPlan
+from paceline.launch.snapshots.snapshot_replication import HostAddress
+from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.plan.job import Assignment
 
-__all__ = ["Observer", "Supervisor", "Witness"]
+__all__ = ["GuardedObserver", "Observer", "Supervisor"]
 
 OBSERVE_S = 0.2
 TERMINAL_GONE = (errno.EIO, errno.EPIPE)  # EPIPE: the reader of `paceline run ... | head` has ended
@@ -45,10 +45,10 @@ class Observer(Protocol):
         """Take down what has happened."""
 
 
-class Witness:
+class GuardedObserver:
     """An observer for whom a terminal that is gone is a SIGHUP: writing to it may fail before the signal comes."""
 
-    def __init__(self, observer: Observer, signals: Signals) -> None:
+    def __init__(self, observer: Observer, signals: StopSignals) -> None:
         self._observer, self._signals = observer, signals
         self._blind = False
 
@@ -81,43 +81,43 @@ class Supervisor:
         assignments: Sequence[Assignment],
         *,
         template: Assignment,
-        side: Head | Member,
+        side: Coordinator | HostAgent,
         parent: WarmParent | None,
-        loop: Loop,
+        loop: EventLoop,
         observer: Observer,
-        signals: Signals,
-        vaults: Vaults | None = None,
-        again: Again | None = None,
+        signals: StopSignals,
+        memory_checkpoints: SnapshotStore | None = None,
+        again: RestartPlan | None = None,
     ) -> None:
-        """`again`: the workers begin with what is in `vaults`, here or on other hosts."""
+        """`again`: the workers begin with what is in `memory_checkpoints`, here or on other hosts."""
         self._is_missing = ""  # what the workers were to begin with, and why it has not come
-        self._carrying = side.carrying
+        self._replication = side.replication
         wanted = _wanted(side, again)
-        self.crew = Crew(
+        self.local_workers = LocalWorkers(
             assignments,
             template=template,
             parent=parent,
             loop=loop,
             listener=side,
             say=observer.say,
-            vaults=vaults,
-            kept=None if self._carrying is None else self._carrying.kept,
+            memory_checkpoints=memory_checkpoints,
+            kept=None if self._replication is None else self._replication.kept,
             waits=bool(wanted),
         )
-        if self._carrying is not None and again is not None and again.begins_at is not None and wanted:
-            self._carrying.fetch(wanted, again.begins_at, done=self.crew.begin, failed=self._did_not_come)
+        if self._replication is not None and again is not None and again.begins_at is not None and wanted:
+            self._replication.fetch(wanted, again.begins_at, done=self.local_workers.begin, failed=self._did_not_come)
         self._side, self._loop, self._observer, self._signals = side, loop, observer, signals
         self._observe_at = 0.0
-        side.lead(self.crew, observer.emit)
+        side.lead(self.local_workers, observer.emit)
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Start the workers and return when the job has ended, on all hosts.
 
         Raises LaunchError where workers could not be started. Ends all processes on every path, but for the warm parent
         where all may begin again.
         """
         try:
-            self.crew.start()
+            self.local_workers.start()
             while self._side.outcome is None:
                 self._loop.turn(OBSERVE_S)
                 self._observe()
@@ -125,11 +125,11 @@ class Supervisor:
                     self._side.interrupted(signum)
                 now = time.monotonic()
                 self._side.tick(now)
-                if self._carrying is not None:
-                    self._carrying.tick(now)
+                if self._replication is not None:
+                    self._replication.tick(now)
                 if self._is_missing:
                     raise LaunchError(self._is_missing)
-                self.crew.tick(now)
+                self.local_workers.tick(now)
             return self._side.outcome
         except LaunchError as error:
             signals = self._signals.take()
@@ -139,7 +139,7 @@ class Supervisor:
             raise
         finally:
             outcome = self._side.outcome
-            self.crew.close(keeps_parent=outcome is not None and outcome.may_begin_again)
+            self.local_workers.close(keeps_parent=outcome is not None and outcome.may_begin_again)
 
     def _did_not_come(self, reason: str) -> None:
         self._is_missing = reason
@@ -151,10 +151,10 @@ class Supervisor:
             self._observer.poll()
 
 
-def _wanted(side: Head | Member, again: Again | None) -> dict[At, list[int]]:
+def _wanted(side: Coordinator | HostAgent, again: RestartPlan | None) -> dict[HostAddress, list[int]]:
     """Whose states this host has to get, by the host that gives them."""
-    found: dict[At, list[int]] = {}
-    for errand in () if again is None else again.errands:
-        if errand.to == side.host_index:
-            found.setdefault(side.doors[errand.source], []).append(errand.worker)
+    found: dict[HostAddress, list[int]] = {}
+    for snapshot_transfer in () if again is None else again.errands:
+        if snapshot_transfer.to == side.host_index:
+            found.setdefault(side.doors[snapshot_transfer.source], []).append(snapshot_transfer.worker)
     return found

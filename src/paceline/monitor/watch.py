@@ -33,23 +33,24 @@ from paceline.events import (
     WorkerLost,
     WorkerStarted,
 )
-from paceline.monitor.console import NoConsole, PlainConsole, is_terminal
-from paceline.monitor.failure import Failure, explain, headline, root
-from paceline.monitor.files import local_path
-from paceline.monitor.metrics import MetricsFile
-from paceline.monitor.once import Once, tag
-from paceline.monitor.output import Output
-from paceline.monitor.retold import again_text
-from paceline.monitor.run_record import RunRecord
-from paceline.monitor.steps import Step, StepMerger
-from paceline.monitor.stream import Tail, attempt_dir
-from paceline.monitor.summary import Summary
-from paceline.monitor.tensorboard import TensorBoardFile
-from paceline.monitor.wording import CAUSES, closing_table, ending_text, event_line, ready_line
+from paceline.monitor.console.closing_table import closing_table, ending_text
+from paceline.monitor.console.deduplication import Deduplicator, tag
+from paceline.monitor.console.event_lines import EXIT_CAUSES, event_line, ready_line
+from paceline.monitor.console.plain import PlainConsole, SilentConsole, is_terminal
+from paceline.monitor.console.worker_output import WorkerOutput
+from paceline.monitor.export.metrics_jsonl import MetricsFile
+from paceline.monitor.export.summary_json import Summary
+from paceline.monitor.export.tensorboard import TensorBoardFile
+from paceline.monitor.records.attempt_history import repeated_steps_text
+from paceline.monitor.records.event_reader import EventTail, attempt_dir
+from paceline.monitor.records.failure import Failure, explain, headline, root_cause
+from paceline.monitor.records.run_files import local_path
+from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.records.steps import Step, StepMerger
 from paceline.plan.job import Job
 
 if TYPE_CHECKING:
-    from paceline.monitor.prometheus import PrometheusEndpoint
+    from paceline.monitor.export.prometheus import PrometheusEndpoint
 
 __all__ = ["Sink", "Watch"]
 
@@ -111,7 +112,7 @@ class Watch:
         self._screen = _screen(
             console, sys.stdout if stream is None else stream, self.run_dir, workers, self._local, job
         )
-        self._tail = Tail(self.run_dir, attempt)
+        self._tail = EventTail(self.run_dir, attempt)
         self._merger = StepMerger(self._local)
         self._summary = Summary(self.run_dir, attempt=attempt, workers=workers, max_steps=job.max_steps)
         self._tensorboard = TensorBoardFile(self.run_dir / "tensorboard")
@@ -120,11 +121,13 @@ class Watch:
             self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl", attempt=attempt))
         if job.tensorboard and record:
             self._sinks.append(self._tensorboard)
-        self._output = Output(
+        self._output = WorkerOutput(
             attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._screen.show
         )
-        self._warnings = Once(self._local, lambda text, said_by: self._screen.show(f"{tag(said_by)} warning: {text}"))
-        self._notes = Once(self._local, lambda text, said_by: self._screen.show(text))
+        self._warnings = Deduplicator(
+            self._local, lambda text, said_by: self._screen.show(f"{tag(said_by)} warning: {text}")
+        )
+        self._notes = Deduplicator(self._local, lambda text, said_by: self._screen.show(text))
         self._started: dict[int, WorkerStarted] | None = {}  # None: all of them have, and that was told
         self._facts: dict[str, Any] | None = None
         self.exit_note = ""  # after `finish`: one sentence on how the attempt ended
@@ -346,17 +349,17 @@ class Watch:
             if self._started.keys() >= self._local.union(self._here):
                 self._screen.show(ready_line(self._started.values()))
                 self._started = None
-                self._say_what_is_lost(started.resumed_from_step)
+                self._report_lost_steps(started.resumed_from_step)
 
-    def _say_what_is_lost(self, resumed_from: int) -> None:
+    def _report_lost_steps(self, resumed_from: int) -> None:
         """Say which steps of earlier attempts are taken again; with `fresh` that was asked for."""
         if self._record and not self._is_fresh and self._begins_by is None:  # that says it itself
-            text = again_text(self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from)
+            text = repeated_steps_text(self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from)
             if text:
                 self._screen.show(text)
 
     def _serve_metrics(self, host: str, port: int, workers: int) -> None:
-        from paceline.monitor.prometheus import PrometheusEndpoint  # 60 ms that most runs need not pay
+        from paceline.monitor.export.prometheus import PrometheusEndpoint  # 60 ms that most runs need not pay
 
         endpoint = PrometheusEndpoint(host, port, workers=workers)
         self._endpoint = endpoint
@@ -378,9 +381,9 @@ def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, local: Colle
     if kind not in ("auto", "plain", "none"):
         raise ValueError(f"console={kind!r}: it must be 'auto', 'plain' or 'none'")
     if kind == "none":
-        return NoConsole()
+        return SilentConsole()
     if kind == "auto" and is_terminal(stream) and job.launcher != "inline":  # inline: the debugger needs the terminal
-        from paceline.monitor.live import LiveConsole
+        from paceline.monitor.console.live import LiveConsole
 
         live = LiveConsole(stream, run_dir=run_dir, workers=workers, local=local, max_steps=job.max_steps)
         if live.can_draw:
@@ -389,13 +392,13 @@ def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, local: Colle
 
 
 def _exit_note(facts: dict[str, Any], failures: Sequence[Failure]) -> str:
-    return headline(root(failures)) if failures else ending_text(facts)
+    return headline(root_cause(failures)) if failures else ending_text(facts)
 
 
 def _closing(facts: dict[str, Any], *, is_head: bool) -> str:
     """The closing table; for a run that failed before its first step only where its logs are."""
     if facts["steps"] or facts["state"] == "finished":
         return closing_table(facts, is_head=is_head)
-    cause = CAUSES.get(facts["exit_code"])
+    cause = EXIT_CAUSES.get(facts["exit_code"])
     why = f" ({cause})" if cause else ""
     return f"{facts['state']} before the first step{why}; logs are in {local_path(facts['log_dir'])}"

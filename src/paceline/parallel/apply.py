@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import WorkerGroup
+from paceline.parallel.model_units import blocks_of
 from paceline.parallel.precision import convert
 from paceline.parallel.recompute import recompute_blocks
-from paceline.parallel.units import blocks_of
 from paceline.plan import Plan
 
 __all__ = ["place", "send_from_first"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from paceline.plan.batch import Batch
 from paceline.plan.compute import Compute
 from paceline.plan.guard import Guard
-from paceline.plan.job import Assignment, Job
-from paceline.plan.job_file import read_job_file
+from paceline.plan.job import Assignment, Job, read_job_file
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
-from paceline.plan.rules import Broken, Rule
+from paceline.plan.rules import BrokenRule, Rule
 from paceline.plan.sync import AllReduce, Gossip, LocalSGD, Nesterov, ParameterServer, Sync
 from paceline.plan.wire import Cast, Int8, OneBit, PowerSGD, Raw, Sparse, TopK, Wire
 
@@ -17,7 +16,7 @@ __all__ = [
     "AllReduce",
     "Assignment",
     "Batch",
-    "Broken",
+    "BrokenRule",
     "Cast",
     "Compute",
     "Gossip",

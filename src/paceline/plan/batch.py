@@ -6,7 +6,7 @@ import dataclasses
 
 from paceline.config import check_fields
 from paceline.errors import PlanError
-from paceline.plan.part import Part
+from paceline.plan.part import PlanPart
 
 __all__ = ["Batch"]
 
@@ -14,7 +14,7 @@ MICROS_BY_DEFAULT = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Batch(Part):
+class Batch(PlanPart):
     """The *global* batch: `size` samples a step over all workers, in micro-batches of `micro` (the last may be short).
 
     A micro-batch is the atom of the computation: it has its own random state and sees no other one, and workers are

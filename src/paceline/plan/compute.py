@@ -7,13 +7,13 @@ from typing import Literal
 
 from paceline.config import check_fields
 from paceline.errors import PlanError
-from paceline.plan.part import Part
+from paceline.plan.part import PlanPart
 
 __all__ = ["Compute"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Compute(Part):
+class Compute(PlanPart):
     """`precision` of forward and backward, what to `recompute` in backward, what to `offload` from the device's
     memory, and whether to `compile` the model.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from paceline import config
 from paceline.errors import PlanError
-from paceline.plan.part import Part
+from paceline.plan.part import PlanPart
 
 __all__ = ["Guard"]
 
@@ -21,7 +21,7 @@ USED_BY = {  # fields that mean something only beside certain values of `on_spik
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Guard(Part):
+class Guard(PlanPart):
     """What to do `on_spike`, and how often replicas compare their weights.
 
     A spike is a step whose loss, over the whole global batch, is above median + `factor` x spread of the last `window`

@@ -7,13 +7,13 @@ from typing import Literal
 
 from paceline.config import check_fields
 from paceline.errors import PlanError
-from paceline.plan.part import Part
+from paceline.plan.part import PlanPart
 
 __all__ = ["Layout"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Layout(Part):
+class Layout(PlanPart):
     """`replicas` copies of the model, each over the product of the other axes' workers; None: as many as there are.
 
     A pair (least, most) makes the run elastic: replicas may be lost, join and leave while it goes on.

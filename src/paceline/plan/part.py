@@ -1,17 +1,23 @@
-"""What all parts of a Plan share: they name what they refuse, and print themselves as Python to paste."""
+"""What all parts of a Plan share: they name what they refuse, and print themselves as Python to paste.
+
+Words of the plan that are not built yet: each is refused by name, and the message says what to use now.
+
+Building one of them removes its row here and adds a field or a legal value.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Self
 
 from paceline import config
 from paceline.errors import PlanError
-from paceline.plan import not_built
+from paceline.plan import part
 
-__all__ = ["Part"]
+__all__ = ["PlanPart", "not_built_reason"]
 
 
-class Part:
+class PlanPart:
     """Base of Plan and of all that is in it, which are frozen, keyword-only, slotted dataclasses with `repr=False`."""
 
     __slots__ = ()
@@ -39,8 +45,29 @@ class Part:
     @classmethod
     def refusal(cls, name: str, value: object) -> str | None:
         """Return why `name` (a field, or its value) is refused; None where it is unknown."""
-        return not_built.field(cls.__name__, name, value)
+        return part.not_built_reason(cls.__name__, name, value)
 
 
-def _remade(cls: type[Part], fields: dict[str, Any]) -> Part:
+def _remade(cls: type[PlanPart], fields: dict[str, Any]) -> PlanPart:
     return cls(**fields)
+
+
+# Fields of a part, and single values of a field ("Field=value"): what it is, what to use now.
+NOT_BUILT = {
+    "Compute.precision=fp16": (
+        "fp16 arithmetic (it needs loss scaling)",
+        "precision='bf16', which needs none, or precision='fp32'",
+    ),
+    "Compute.precision=fp8": ("fp8 arithmetic", "precision='bf16'"),
+}
+
+
+def not_built_reason(cls: str, name: str, value: object) -> str | None:
+    """Return why field `name` of class `cls`, or this value of it, is refused; None where the tables do not have it."""
+    row = NOT_BUILT.get(f"{cls}.{name}") or NOT_BUILT.get(f"{cls}.{name}={value}")
+    return f"{cls}({name}={_shown(value)}): {row[0]} is not built yet. Use {row[1]}." if row else None
+
+
+def _shown(value: object) -> str:
+    """As Python would write it; a number that came as text needs no quotes."""
+    return value if isinstance(value, str) and re.fullmatch(r"[\d.-]+|true|false", value) else repr(value)

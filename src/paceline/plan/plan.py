@@ -20,8 +20,8 @@ from paceline.plan.batch import Batch
 from paceline.plan.compute import Compute
 from paceline.plan.guard import Guard
 from paceline.plan.layout import Layout
-from paceline.plan.part import Part
-from paceline.plan.rules import Broken, Facts, broken_rules
+from paceline.plan.part import PlanPart
+from paceline.plan.rules import BrokenRule, PlanFacts, broken_rules
 from paceline.plan.sync import AllReduce, Gossip, LocalSGD, ParameterServer, Sync
 from paceline.plan.wire import Raw, Wire
 
@@ -32,7 +32,7 @@ PLUS_OUTSIDE_BRACKETS = re.compile(r"\+(?![^()]*\))")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Plan(Part):
+class Plan(PlanPart):
     """Layout of a model, agreement of replicas, what travels between them, batch, arithmetic, and bad numbers."""
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -94,18 +94,18 @@ class Plan(Part):
         return isinstance(self.sync, LocalSGD | Gossip)
 
     @property
-    def takes_turns(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether each replica asks by itself for its next batch, or share of one, and some need not wait for all."""
-        return isinstance(self.sync, ParameterServer) and (self.sync.staleness != 0 or self.drops_late)
+        return isinstance(self.sync, ParameterServer) and (self.sync.staleness != 0 or self.has_backup_workers)
 
     @property
-    def drops_late(self) -> bool:
+    def has_backup_workers(self) -> bool:
         """Whether a step is taken without the slowest replicas' shares."""
         return isinstance(self.sync, ParameterServer) and self.sync.drop > 0
 
-    def check(self, *, workers: int | None = None) -> tuple[Broken, ...]:
+    def check(self, *, workers: int | None = None) -> tuple[BrokenRule, ...]:
         """Return all rules that this plan breaks with so many workers; rules about what is not given hold."""
-        return broken_rules(Facts(plan=self, workers=workers))
+        return broken_rules(PlanFacts(plan=self, workers=workers))
 
     def require(self, *, workers: int | None = None) -> None:
         """Raise one PlanError that lists all broken rules, each with its remedy."""

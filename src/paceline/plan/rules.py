@@ -7,22 +7,46 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from paceline.plan.sync import Gossip, LocalSGD, ParameterServer
-from paceline.plan.wire import Cast, Raw
+from paceline.plan.batch import Batch
+from paceline.plan.compute import Compute
+from paceline.plan.guard import Guard
+from paceline.plan.layout import Layout
+from paceline.plan.sync import Gossip, LocalSGD, ParameterServer, Sync
+from paceline.plan.wire import Cast, Raw, Wire
 
-if TYPE_CHECKING:
-    from paceline.plan.plan import Plan
+__all__ = ["RULES", "BrokenRule", "PlanFacts", "Rule", "broken_rules"]
 
-__all__ = ["RULES", "Broken", "Facts", "Rule", "broken_rules"]
+
+class CheckedPlan(Protocol):
+    """What rules look at of a `Plan`."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def sync(self) -> Sync: ...
+    @property
+    def wire(self) -> Wire: ...
+    @property
+    def batch(self) -> Batch: ...
+    @property
+    def compute(self) -> Compute: ...
+    @property
+    def guard(self) -> Guard: ...
+    @property
+    def is_local(self) -> bool: ...
+    @property
+    def is_asynchronous(self) -> bool: ...
+    @property
+    def has_backup_workers(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class PlanFacts:
     """What a rule may look at; `workers` is None when not known yet: rules that need it hold."""
 
-    plan: Plan
+    plan: CheckedPlan
     workers: int | None = None
 
 
@@ -31,13 +55,13 @@ class Rule:
     """`says` tells what is wrong with the values, `fix` what to do; both are asked only when `broken_when` is true."""
 
     name: str
-    broken_when: Callable[[Facts], bool]
-    says: Callable[[Facts], str]
-    fix: Callable[[Facts], str]
+    broken_when: Callable[[PlanFacts], bool]
+    says: Callable[[PlanFacts], str]
+    fix: Callable[[PlanFacts], str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
+class BrokenRule:
     """A rule that a plan breaks, in words."""
 
     rule: str
@@ -48,21 +72,23 @@ class Broken:
         return f"{self.says} {self.fix}"
 
 
-def broken_rules(facts: Facts) -> tuple[Broken, ...]:
+def broken_rules(facts: PlanFacts) -> tuple[BrokenRule, ...]:
     """Return every rule that is broken, in the table's order."""
     return tuple(
-        Broken(rule=rule.name, says=rule.says(facts), fix=rule.fix(facts)) for rule in RULES if rule.broken_when(facts)
+        BrokenRule(rule=rule.name, says=rule.says(facts), fix=rule.fix(facts))
+        for rule in RULES
+        if rule.broken_when(facts)
     )
 
 
 AXES = ("shard", "experts", "stages", "context", "tensor")  # of a replica, as fields of Layout
 
 
-def _layout_does_not_fit(facts: Facts) -> bool:
+def _layout_does_not_fit(facts: PlanFacts) -> bool:
     return facts.workers is not None and not facts.plan.layout.takes(facts.workers)
 
 
-def _layout_says(facts: Facts) -> str:
+def _layout_says(facts: PlanFacts) -> str:
     layout = facts.plan.layout
     cut = [(axis, size) for axis in AXES if (size := getattr(layout, axis)) > 1]
     replicas, each = layout.replicas, "".join(f" x {name} {size}" for name, size in cut)
@@ -76,7 +102,7 @@ def _layout_says(facts: Facts) -> str:
     return f"Layout needs {needed} ({_count(replicas, 'replica')}{each}) but the job has {facts.workers}."
 
 
-def _layout_fix(facts: Facts) -> str:
+def _layout_fix(facts: PlanFacts) -> str:
     layout, workers = facts.plan.layout, facts.workers or 0
     replicas, each = layout.replicas, layout.workers_each
     if isinstance(replicas, tuple):
@@ -93,43 +119,43 @@ def _layout_fix(facts: Facts) -> str:
     return f"Use workers={needed}, or Layout({other})."
 
 
-def _cut_is_compiled(facts: Facts) -> bool:
+def _cut_is_compiled(facts: PlanFacts) -> bool:
     return facts.plan.layout.tensor > 1 and facts.plan.compute.compile
 
 
-def _micro_exceeds_size(facts: Facts) -> bool:
+def _micro_exceeds_size(facts: PlanFacts) -> bool:
     return facts.plan.batch.resolved_micro > facts.plan.batch.size
 
 
-def _micro_says(facts: Facts) -> str:
+def _micro_says(facts: PlanFacts) -> str:
     batch = facts.plan.batch
     return f"Batch(size={batch.size}, micro={batch.micro}) wants micro-batches larger than the whole batch."
 
 
-def _micro_fix(facts: Facts) -> str:
+def _micro_fix(facts: PlanFacts) -> str:
     batch = facts.plan.batch
     return f"Use micro={batch.size} or less, or size={batch.micro} or more."
 
 
-def _workers_would_idle(facts: Facts) -> bool:
+def _workers_would_idle(facts: PlanFacts) -> bool:
     shares = _num_shares(facts)
-    if facts.plan.takes_turns and not facts.plan.drops_late:  # each replica takes a whole batch
+    if facts.plan.is_asynchronous and not facts.plan.has_backup_workers:  # each replica takes a whole batch
         return False
     return shares is not None and not _micro_exceeds_size(facts) and facts.plan.batch.num_micro < shares
 
 
-def _num_shares(facts: Facts) -> int | None:
+def _num_shares(facts: PlanFacts) -> int | None:
     """Into how many shares a step's micro-batches are dealt: workers that only together run one count as one."""
     return None if facts.workers is None else facts.workers // _each_share(facts)
 
 
-def _each_share(facts: Facts) -> int:
+def _each_share(facts: PlanFacts) -> int:
     """How many workers run the same micro-batches."""
     layout = facts.plan.layout
     return layout.stages * layout.context * layout.tensor
 
 
-def _idle_says(facts: Facts) -> str:
+def _idle_says(facts: PlanFacts) -> str:
     batch, shares, each = facts.plan.batch, _num_shares(facts) or 0, _each_share(facts)
     axis = next((axis for axis in ("tensor", "context") if getattr(facts.plan.layout, axis) > 1), "stages")
     who = f"{shares} workers" if each == 1 else f"{shares} groups of {each} workers ({axis})"
@@ -140,7 +166,7 @@ def _idle_says(facts: Facts) -> str:
     )
 
 
-def _idle_fix(facts: Facts) -> str:
+def _idle_fix(facts: PlanFacts) -> str:
     batch, shares = facts.plan.batch, _num_shares(facts) or 0
     fewer = f"workers={batch.num_micro * _each_share(facts)} or fewer"
     if batch.size < shares:  # even micro=1 does not give everyone something to do
@@ -150,119 +176,119 @@ def _idle_fix(facts: Facts) -> str:
     return f"Use micro={micro}, or {fewer}."
 
 
-def _reference_is_rounded(facts: Facts) -> bool:
+def _reference_is_rounded(facts: PlanFacts) -> bool:
     return facts.plan.compute.precision == "fp64" and not facts.plan.wire.exact
 
 
-def _slices_are_sent(facts: Facts) -> bool:
+def _slices_are_sent(facts: PlanFacts) -> bool:
     return facts.plan.layout.shard > 1 and not facts.plan.wire.elementwise
 
 
-def _combines(facts: Facts) -> bool:
+def _combines(facts: PlanFacts) -> bool:
     return getattr(facts.plan.sync, "op", "mean") == "adasum"
 
 
-def _combined_are_coded(facts: Facts) -> bool:
+def _combined_are_coded(facts: PlanFacts) -> bool:
     wire = facts.plan.wire
     return _combines(facts) and (type(wire).__name__ not in ("Raw", "Cast") or wire.feedback)
 
 
-def _combined_are_parts(facts: Facts) -> bool:
+def _combined_are_parts(facts: PlanFacts) -> bool:
     layout = facts.plan.layout
     return _combines(facts) and layout.workers_each > 1 and layout.workers_each in (layout.experts, layout.context)
 
 
-def _tokens_are_cut_twice(facts: Facts) -> bool:
+def _tokens_are_cut_twice(facts: PlanFacts) -> bool:
     return facts.plan.layout.context > 1 and facts.plan.layout.sequence
 
 
-def _context_is_changed(facts: Facts) -> bool:
+def _context_is_changed(facts: PlanFacts) -> bool:
     compute = facts.plan.compute
     return facts.plan.layout.context > 1 and (compute.compile or compute.offload == "all")
 
 
-def _experts_are_changed(facts: Facts) -> bool:
+def _experts_are_changed(facts: PlanFacts) -> bool:
     compute = facts.plan.compute
     return facts.plan.layout.experts > 1 and (compute.compile or compute.offload == "all")
 
 
-def _has_stages(facts: Facts) -> bool:
+def _has_stages(facts: PlanFacts) -> bool:
     return facts.plan.layout.stages > 1
 
 
-def _streams(facts: Facts) -> bool:
+def _streams(facts: PlanFacts) -> bool:
     return facts.plan.compute.offload == "all"
 
 
-def _is_served(facts: Facts) -> bool:
+def _is_served(facts: PlanFacts) -> bool:
     return isinstance(facts.plan.sync, ParameterServer)
 
 
-def _served_are_cut(facts: Facts) -> bool:
+def _served_are_cut(facts: PlanFacts) -> bool:
     return _is_served(facts) and facts.plan.layout.workers_each > 1
 
 
-def _backups_are_elastic(facts: Facts) -> bool:
-    return facts.plan.drops_late and facts.plan.layout.is_elastic
+def _backups_are_elastic(facts: PlanFacts) -> bool:
+    return facts.plan.has_backup_workers and facts.plan.layout.is_elastic
 
 
-def _all_are_backups(facts: Facts) -> bool:
+def _all_are_backups(facts: PlanFacts) -> bool:
     replicas = _known_replicas(facts)
     return replicas is not None and 0 < _drop(facts) >= replicas
 
 
-def _drop(facts: Facts) -> int:
+def _drop(facts: PlanFacts) -> int:
     return facts.plan.sync.drop if isinstance(facts.plan.sync, ParameterServer) else 0
 
 
-def _turns_are_compared(facts: Facts) -> bool:
-    return facts.plan.takes_turns and facts.plan.guard.check_every > 0
+def _turns_are_compared(facts: PlanFacts) -> bool:
+    return facts.plan.is_asynchronous and facts.plan.guard.check_every > 0
 
 
-def _bound_keeps_replicas_idle(facts: Facts) -> bool:
+def _bound_keeps_replicas_idle(facts: PlanFacts) -> bool:
     return _staleness(facts) > 0 and _num_replicas(facts) > _staleness(facts) + 1
 
 
-def _staleness(facts: Facts) -> int:
+def _staleness(facts: PlanFacts) -> int:
     return facts.plan.sync.staleness or 0 if isinstance(facts.plan.sync, ParameterServer) else 0
 
 
-def _num_replicas(facts: Facts) -> int:
+def _num_replicas(facts: PlanFacts) -> int:
     """The most that there may be, as far as it is known; 1 where it is not."""
     replicas = facts.plan.layout.replicas
     return replicas[1] if isinstance(replicas, tuple) else _known_replicas(facts) or 1
 
 
-def _known_replicas(facts: Facts) -> int | None:
+def _known_replicas(facts: PlanFacts) -> int | None:
     """Of those that are of one worker; None: it is not known yet."""
     replicas = facts.plan.layout.replicas
     return replicas if isinstance(replicas, int) else facts.workers
 
 
-def _served_are_coded(facts: Facts) -> bool:
+def _served_are_coded(facts: PlanFacts) -> bool:
     wire = facts.plan.wire
     return _is_served(facts) and not (isinstance(wire, Raw) or (isinstance(wire, Cast) and not wire.feedback))
 
 
-def _served_go_back(facts: Facts) -> bool:
+def _served_go_back(facts: PlanFacts) -> bool:
     guard = facts.plan.guard
     return _is_served(facts) and (guard.on_spike == "rollback" or bool(guard.snapshot_every))
 
 
-def _goes_back_alone(facts: Facts) -> bool:
+def _goes_back_alone(facts: PlanFacts) -> bool:
     return facts.plan.is_local and facts.plan.guard.on_spike == "rollback"
 
 
-def _fragments_travel(facts: Facts) -> bool:
+def _fragments_travel(facts: PlanFacts) -> bool:
     return isinstance(facts.plan.sync, LocalSGD) and facts.plan.sync.streams
 
 
-def _shown(facts: Facts) -> str:
+def _shown(facts: PlanFacts) -> str:
     return str(getattr(facts.plan.sync, "staleness", None))
 
 
-def _own_pace(facts: Facts) -> str:
-    return f"drop={_drop(facts)}" if facts.plan.drops_late else f"staleness={_shown(facts)}"
+def _own_pace(facts: PlanFacts) -> str:
+    return f"drop={_drop(facts)}" if facts.plan.has_backup_workers else f"staleness={_shown(facts)}"
 
 
 def _count(number: int | None, noun: str) -> str:
@@ -446,7 +472,7 @@ RULES = (
             f"ParameterServer({_own_pace(facts)}) with Guard(check_every={facts.plan.guard.check_every}): "
             "replicas that do not wait for each other have different weights, so there is nothing to compare."
         ),
-        fix=lambda facts: f"Use check_every=0, or {'drop' if facts.plan.drops_late else 'staleness'}=0.",
+        fix=lambda facts: f"Use check_every=0, or {'drop' if facts.plan.has_backup_workers else 'staleness'}=0.",
     ),
     Rule(
         name="backups-are-of-those-who-began",

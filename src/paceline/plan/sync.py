@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from paceline.config import check_fields
 from paceline.errors import PlanError
-from paceline.plan.part import Part
+from paceline.plan.part import PlanPart
 from paceline.units import MiB
 
 __all__ = ["AllReduce", "Gossip", "LocalSGD", "Nesterov", "ParameterServer", "Sync"]
@@ -22,7 +22,7 @@ Algorithm: TypeAlias = Literal["auto", "ring", "tree", "halving", "hierarchical"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class AllReduce(Part):
+class AllReduce(PlanPart):
     """Every replica gets the weighted mean of all gradients, in buckets that travel while backward still runs.
 
     `bucket_bytes` counts gradients as they are in memory, before the wire shrinks them. `algorithm` says how a bucket
@@ -54,7 +54,7 @@ class AllReduce(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class ParameterServer(Part):
+class ParameterServer(PlanPart):
     """Parameters and optimizer live on `servers` processes; replicas send them gradients, and get weights.
 
     `staleness` says how many updates the weights may have had, at most, between those that a gradient was computed on
@@ -116,7 +116,7 @@ class ParameterServer(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Nesterov(Part):
+class Nesterov(PlanPart):
     """An outer optimizer for `LocalSGD`: SGD with Nesterov's momentum, on how far the replicas have moved on average.
 
     DiLoCo (Douillard et al. 2023) is `LocalSGD(every=500, outer=Nesterov(lr=0.7, momentum=0.9))`. With lr=1 and
@@ -135,7 +135,7 @@ class Nesterov(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class LocalSGD(Part):
+class LocalSGD(PlanPart):
     """Each replica takes `every` steps by itself, on its share of each global batch; then they agree on weights.
 
     They become the average of the replicas' weights (McMahan et al. 2017, Stich 2019), weighted by the samples that
@@ -206,7 +206,7 @@ class LocalSGD(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Gossip(Part):
+class Gossip(PlanPart):
     """Each replica takes steps by itself, and every `every` of them mixes its weights with those of a few others.
 
     `peers="ring"`: the mean of itself and its two neighbours; "random": of pairs that are drawn anew each time. Every
@@ -247,7 +247,7 @@ class Gossip(Part):
 Sync: TypeAlias = AllReduce | ParameterServer | LocalSGD | Gossip
 
 
-def _require_bytes(part: Part, bucket_bytes: int) -> None:
+def _require_bytes(part: PlanPart, bucket_bytes: int) -> None:
     if bucket_bytes < 1:
         raise PlanError(
             f"{type(part).__name__}.bucket_bytes is {bucket_bytes}; it must be at least 1 (the default is {8 * MiB})."

@@ -12,13 +12,13 @@ from typing import ClassVar, Literal, TypeAlias
 
 from paceline.config import check_fields
 from paceline.errors import PlanError
-from paceline.plan.part import Part
+from paceline.plan.part import PlanPart
 
 __all__ = ["Cast", "Int8", "OneBit", "PowerSGD", "Raw", "Sparse", "TopK", "Wire"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Raw(Part):
+class Raw(PlanPart):
     """Gradients travel as they are."""
 
     exact: ClassVar[bool] = True
@@ -27,7 +27,7 @@ class Raw(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Cast(Part):
+class Cast(PlanPart):
     """Gradients travel in 16 bits, half of fp32.
 
     "bf16" keeps the range of fp32; "fp16" keeps more digits, but overflows above 65504. `feedback` sends later what
@@ -45,7 +45,7 @@ class Cast(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Int8(Part):
+class Int8(PlanPart):
     """Gradients travel in 8 bits with a scale for each 256 of them, rounded up or down by chance; 0.254 of fp32.
 
     `feedback` sends later what rounding has left behind: 8 bytes of memory for each number.
@@ -61,7 +61,7 @@ class Int8(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class OneBit(Part):
+class OneBit(PlanPart):
     """The sign of each gradient travels, and the mean magnitude of each 1,024 of them; 1/31 of fp32.
 
     What is left behind is sent later: 8 bytes of memory for each number.
@@ -73,7 +73,7 @@ class OneBit(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class TopK(Part):
+class TopK(PlanPart):
     """The largest gradients travel, `ratio` of each 65,536, and where they are; `ratio` of fp32.
 
     What is left behind is sent later: 8 bytes of memory for each number.
@@ -92,7 +92,7 @@ class TopK(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class PowerSGD(Part):
+class PowerSGD(PlanPart):
     """Of gradients that are matrices one factor of rank `rank` travels in each step, in bf16; all else in bf16.
 
     What is left behind is sent later: 8 bytes of memory for each number.
@@ -111,7 +111,7 @@ class PowerSGD(Part):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Sparse(Part):
+class Sparse(PlanPart):
     """Of gradients of embeddings only the rows travel that the step has touched; all else as it is. Nothing is lost."""
 
     exact: ClassVar[bool] = True

@@ -26,8 +26,8 @@ __all__ = [
     "FORWARD",
     "SCHEDULES",
     "Action",
-    "Message",
     "Pipeline",
+    "StageMessage",
     "build",
     "in_flight_bound",
     "made",
@@ -55,7 +55,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro}"
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What one action makes and another one needs: the values of a cut (kind "F") or their gradients (kind "B").
 
     `by` and `to` are stages; the message belongs to micro-batch `micro`.
@@ -190,41 +190,41 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], Iterator[Action]]] = {
 }
 
 
-def needed(action: Action, num_stages: int) -> Message | None:
+def needed(action: Action, num_stages: int) -> StageMessage | None:
     """What `action` cannot begin without; None for the first stage's forward, the last one's backward, and weights."""
     stage, kind, micro = action
     if kind == FORWARD and stage > 0:
-        return Message(FORWARD, stage - 1, stage, micro)
+        return StageMessage(FORWARD, stage - 1, stage, micro)
     if kind in (BACKWARD, BACKWARD_INPUT) and stage < num_stages - 1:
-        return Message(BACKWARD, stage + 1, stage, micro)
+        return StageMessage(BACKWARD, stage + 1, stage, micro)
     return None
 
 
-def made(action: Action, num_stages: int) -> Message | None:
+def made(action: Action, num_stages: int) -> StageMessage | None:
     """What `action` makes for a neighbouring stage, if anything."""
     stage, kind, micro = action
     if kind == FORWARD and stage < num_stages - 1:
-        return Message(FORWARD, stage, stage + 1, micro)
+        return StageMessage(FORWARD, stage, stage + 1, micro)
     if kind in (BACKWARD, BACKWARD_INPUT) and stage > 0:
-        return Message(BACKWARD, stage, stage - 1, micro)
+        return StageMessage(BACKWARD, stage, stage - 1, micro)
     return None
 
 
-def messages(pipeline: Pipeline, source: int, target: int) -> tuple[Message, ...]:
+def messages(pipeline: Pipeline, source: int, target: int) -> tuple[StageMessage, ...]:
     """All that worker `source` sends to worker `target`, in the order in which it is sent."""
     sent = (made(action, pipeline.num_stages) for action in pipeline.orders[source])
     return tuple(message for message in sent if message and pipeline.worker_of(message.to) == target)
 
 
-def proofs(pipeline: Pipeline, worker_index: int) -> dict[Message, Message]:
+def proofs(pipeline: Pipeline, worker_index: int) -> dict[StageMessage, StageMessage]:
     """For what `worker_index` sends: the first answer from the same peer that proves it to have been received.
 
     A peer sends the answer after the action that needed the message. So a sender never has to wait for a send: it looks
     at it when the answer is there. The last ones have no answer.
     """
-    found: dict[Message, Message] = {}
+    found: dict[StageMessage, StageMessage] = {}
     for peer in range(pipeline.num_workers):
-        waiting: list[Message] = []
+        waiting: list[StageMessage] = []
         for action in pipeline.orders[peer] if peer != worker_index else ():
             message = needed(action, pipeline.num_stages)
             if message and pipeline.worker_of(message.by) == worker_index:
@@ -313,8 +313,8 @@ def _wrong_order(pipeline: Pipeline) -> Iterator[str]:
 def _stuck(pipeline: Pipeline) -> list[str]:
     """Walk all orders at once; whoever cannot go on names what it waits for."""
     done = [0] * pipeline.num_workers
-    there: set[Message] = set()
-    waiting_for: dict[Message, int] = {}
+    there: set[StageMessage] = set()
+    waiting_for: dict[StageMessage, int] = {}
     able = list(range(pipeline.num_workers))
     while able:
         worker_index = able.pop()

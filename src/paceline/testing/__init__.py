@@ -11,8 +11,8 @@ def test_a_killed_worker_costs_nothing(tmp_path):
 
 from __future__ import annotations
 
+from paceline.testing.drill_folder import Came
 from paceline.testing.faults import KINDS, PLACES, Fault, Programme
-from paceline.testing.notes import Came
 from paceline.testing.report import Report, Start
 from paceline.testing.runs import assert_unharmed, run_with
 

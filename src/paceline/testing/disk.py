@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.checkpoint.folder import read_mark
+from paceline.checkpoint.checkpoint_dir import read_commit_marker
 from paceline.errors import CheckpointError
 
 __all__ = ["Disk", "complete", "mounted", "tear"]
@@ -58,7 +58,7 @@ def complete(directory: Path) -> list[Path]:
     found: list[tuple[int, Path]] = []
     for path in directory.glob("step_*"):
         with contextlib.suppress(CheckpointError):
-            found.append((read_mark(path).step, path))
+            found.append((read_commit_marker(path).step, path))
     return [path for _, path in sorted(found)]
 
 

@@ -1,8 +1,9 @@
 """The worker's side of a programme: notes by which places its worker comes, and has the faults come there.
 
-Nothing in the user's program is changed. A worker says what it does to its ring (`paceline.comm.ring`), and where that
-is not enough, to the functions that write a checkpoint; those are what is listened to here. A fault comes at its place
-or, where the worker does not come by that place (it has no micro-batch, or is alone), at the next one of the step.
+Nothing in the user's program is changed. A worker says what it does to its ring (`paceline.comm.flight_recorder`), and
+where that is not enough, to the functions that write a checkpoint; those are what is listened to here. A fault comes at
+its place or, where the worker does not come by that place (it has no micro-batch, or is alone), at the next one of the
+step.
 
 What a worker cannot do to itself (pull a cable, fill a disk, kill the whole run) it asks of the process that started
 the run (`paceline.testing.runs`), and waits until that is done. A file for each fault says that it came, and when.
@@ -27,27 +28,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.ring import Ring
+from paceline.comm.flight_recorder import FlightRecorder
+from paceline.testing.corruption import ModelCalls, flip_a_bit, poisoned
+from paceline.testing.drill_folder import DrillFolder
 from paceline.testing.faults import OF_THE_NUMBERS, PLACES, SPIKE_FROM, Fault
-from paceline.testing.notes import Notes
-from paceline.testing.numbers import Calls, flip_a_bit, poisoned
 
-__all__ = ["arm"]
+__all__ = ["install_faults"]
 
-WALK, SAVING, BETWEEN = "forward and backward", "saving", "between two steps"  # phases, as workers call them
+GRADIENT_PASS, SAVING, BETWEEN = "forward and backward", "saving", "between two steps"  # phases, as workers call them
 ORDER = {name: number for number, name in enumerate(PLACES)}
 END_OF_STEP = ORDER["commit"]
-WRITER = "paceline.checkpoint.writer"
+WRITER = "paceline.checkpoint.async_writer"
 ASKED_S = 30.0  # for what is asked of another process
 
 
-def arm(path: Path, *, worker_rank: int, ring: Ring, num_alike: int = 1) -> None:
+def install_faults(path: Path, *, worker_rank: int, ring: FlightRecorder, num_alike: int = 1) -> None:
     """From now on the faults of the programme in `path` that are this worker's come.
 
     `num_alike` neighbours in number cut layers together, and all have a micro-batch's output. The first of them says
     what its loss is, so wrong numbers of any of them are made there.
     """
-    notes = Notes(path)
+    notes = DrillFolder(path)
     faults = {
         number: fault
         for number, fault in enumerate(notes.programme)
@@ -55,7 +56,7 @@ def arm(path: Path, *, worker_rank: int, ring: Ring, num_alike: int = 1) -> None
     }
     if not faults:
         return
-    doom = _Doom(faults, notes)
+    doom = _FaultTriggers(faults, notes)
     for name, listener in (
         ("begin", doom.begins),
         ("enter", doom.enters),
@@ -67,10 +68,10 @@ def arm(path: Path, *, worker_rank: int, ring: Ring, num_alike: int = 1) -> None
         doom.listen_to_the_writer()
 
 
-class _Doom:
+class _FaultTriggers:
     """One worker's faults, and where the worker stands."""
 
-    def __init__(self, faults: dict[int, Fault], notes: Notes) -> None:
+    def __init__(self, faults: dict[int, Fault], notes: DrillFolder) -> None:
         self._faults, self._notes = faults, notes
         self._phase, self._step, self._since = "", 0, 0.0
         self._calls: dict[int, str] = {}  # what is under way in this step, by the ring's serial
@@ -81,23 +82,23 @@ class _Doom:
         self._refuses = False  # the disk is said to be full
         self._numbers = {number: fault for number, fault in faults.items() if fault.kind in OF_THE_NUMBERS}
         self._model: nn.Module | None = None  # that was called last in a step
-        self._calls_of_models: Calls | None = None
+        self._calls_of_models: ModelCalls | None = None
 
     # What the worker says of itself.
 
     def begins(self, _: None, phase: str, step: int) -> None:
-        if phase == WALK and step != self._step_walked:
+        if phase == GRADIENT_PASS and step != self._step_walked:
             self._num_steps, self._step_walked = self._num_steps + 1, step
         came_from, self._phase, self._step = self._phase, phase, step
         self._calls.clear()
         if self._numbers:
             self._begins_with_numbers(came_from)
-        if phase == WALK:
+        if phase == GRADIENT_PASS:
             self._since = time.perf_counter()
             self._slow, self._has_slowed = self._slow_now(), False
             if self._is_due("forward"):
                 self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._in_forward)
-        elif came_from == WALK:  # whatever was to come in this step, and found no place
+        elif came_from == GRADIENT_PASS:  # whatever was to come in this step, and found no place
             if not self._has_slowed:
                 self._slow_down()
             self._come_to("commit")
@@ -106,9 +107,9 @@ class _Doom:
 
     def _begins_with_numbers(self, came_from: str) -> None:
         """Listen to the models in a step; between two steps a bit may flip, before weights are compared."""
-        if self._phase == WALK and self._calls_of_models is None:
-            self._calls_of_models = Calls(self._model_called)
-        elif came_from == WALK and self._calls_of_models is not None:
+        if self._phase == GRADIENT_PASS and self._calls_of_models is None:
+            self._calls_of_models = ModelCalls(self._model_called)
+        elif came_from == GRADIENT_PASS and self._calls_of_models is not None:
             self._calls_of_models.close()
             self._calls_of_models = None
         if self._phase == BETWEEN and self._model is not None:
@@ -127,7 +128,7 @@ class _Doom:
         return None
 
     def enters(self, serial: int, kind: str, what: str, **_: Any) -> None:
-        if self._phase == WALK:
+        if self._phase == GRADIENT_PASS:
             self._calls[serial] = what
             if what != "the vote":
                 self._slow_down()
@@ -149,20 +150,20 @@ class _Doom:
     def listen_to_the_writer(self) -> None:
         """The functions that write a checkpoint are wrapped: only the worker that writes comes by."""
         module: Any = importlib.import_module(WRITER)
-        write, write_mark = module.Writer._write, module.write_mark
+        write, write_marker = module.AsyncWriter._write, module.write_commit_marker
 
         @functools.wraps(write)
         def watched_write(writer: Any, save: Any) -> None:
             self._during_save(save.step, functools.partial(write, writer, save))
 
-        @functools.wraps(write_mark)
+        @functools.wraps(write_marker)
         def watched_mark(path: Path, mark: Any) -> None:
             self._come_to("save", step=mark.step, but=lambda fault: fault.kind == "full_disk")
             if self._refuses:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            write_mark(path, mark)
+            write_marker(path, mark)
 
-        module.Writer._write, module.write_mark = watched_write, watched_mark
+        module.AsyncWriter._write, module.write_commit_marker = watched_write, watched_mark
 
     # Where faults come.
 
@@ -183,7 +184,7 @@ class _Doom:
         self._refuses = False
 
     def _in_forward(self, *_: Any) -> None:
-        if self._phase == WALK:
+        if self._phase == GRADIENT_PASS:
             self._come_to("forward")
 
     def _come_to(self, place: str, *, step: int | None = None, but: Callable[[Fault], bool] = lambda _: False) -> None:
@@ -244,7 +245,7 @@ def stop(seconds: float | None) -> None:
 
 def kill_servers() -> None:
     """Kill the parameter servers that this process has started."""
-    from paceline.sync.server_process import NAME  # only here: other plans need nothing of it
+    from paceline.sync.parameter_server.server_process import NAME  # only here: other plans need nothing of it
 
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has gone meanwhile

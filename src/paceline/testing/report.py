@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.elastic.notices import PREEMPTED
+from paceline.elastic.membership_messages import PREEMPTED
 from paceline.events import (
     CheckpointFailed,
     CheckpointSkipped,
@@ -19,13 +19,13 @@ from paceline.events import (
     WeightsDiffer,
     WorkerStarted,
 )
-from paceline.monitor.audit import AuditResult, audit
-from paceline.monitor.run_record import RunRecord
-from paceline.monitor.steps import loss_of
-from paceline.monitor.stream import Tail
+from paceline.monitor.audit.audit import AuditResult, audit
+from paceline.monitor.records.event_reader import EventTail
+from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.records.steps import loss_of
 from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
+from paceline.testing.drill_folder import Came, DrillFolder
 from paceline.testing.faults import OF_SERVERS, Fault, Programme
-from paceline.testing.notes import Came, Notes
 
 __all__ = [
     "CURVE_TOLERANCE",
@@ -106,7 +106,7 @@ class Report:
         the curve `is_other_from` a step, that of the means from there on counts as one. NaN where replicas ask for
         their batches by themselves: losses are those of who was fast.
         """
-        if self.plan.takes_turns:
+        if self.plan.is_asynchronous:
             return math.nan
         if self.losses.keys() != like.losses.keys():
             return math.inf
@@ -214,7 +214,7 @@ class Report:
 
     def _numbers(self, like: Report, tolerance: float | None) -> Iterator[str]:
         missing, extra = sorted(like.losses.keys() - self.losses), sorted(self.losses.keys() - like.losses)
-        if self.plan.takes_turns:
+        if self.plan.is_asynchronous:
             came = zip(self.programme, self.came, strict=True)
             untold = sum(bool(when) and fault.loses_a_worker for fault, when in came)  # that the audit has all the same
             if len(missing) > untold:
@@ -255,7 +255,7 @@ class Report:
 
 
 def read_report(
-    folder: Path, run_dir: Path, *, notes: Notes, starts: Sequence[Start], how: Sequence[str], like: str
+    folder: Path, run_dir: Path, *, notes: DrillFolder, starts: Sequence[Start], how: Sequence[str], like: str
 ) -> Report:
     """Read what a run has left. `like`: the plan's text where no worker came so far as to say it."""
     num_attempts = max(len(starts), RunRecord.load(run_dir).attempt)
@@ -297,7 +297,7 @@ def read_report(
 
 
 def _records(run_dir: Path, attempt: int) -> list[Record]:
-    stream = Tail(run_dir, attempt)
+    stream = EventTail(run_dir, attempt)
     try:
         return stream.poll(None)
     finally:

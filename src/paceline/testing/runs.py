@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.folder import find
-from paceline.elastic.notices import PREEMPTED, TOO_FEW
+from paceline.checkpoint.checkpoint_dir import find
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.environment import FAULTS, child_environment
 from paceline.errors import LaunchError, PlanError
-from paceline.launch.another_start import WAITS
+from paceline.launch.coordinator.restart import WAITS
 from paceline.plan import Plan
-from paceline.testing import network
+from paceline.testing import network_namespaces
 from paceline.testing.disk import Disk, complete, mounted, tear
+from paceline.testing.drill_folder import DrillFolder
 from paceline.testing.faults import Fault, Programme
-from paceline.testing.notes import Notes
 from paceline.testing.report import Report, Start, read_report
 
 __all__ = ["assert_unharmed", "run_with"]
@@ -92,7 +92,7 @@ def assert_unharmed(report: Report, like: Report, *, tolerance: float | None = N
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Ended:
+class _FinishedStart:
     exit_code: int
     output: str
     is_late: bool
@@ -107,9 +107,9 @@ class _Run:
         self._checkpoints = self._run_dir / "checkpoints"
         self._how: list[str] = []
         self._starts: list[Start] = []
-        self._notes: Notes | None = None
+        self._notes: DrillFolder | None = None
         self._disk: Disk | None = None
-        self._hosts: tuple[network.Host, network.Host] | None = None
+        self._hosts: tuple[network_namespaces.NamespaceHost, network_namespaces.NamespaceHost] | None = None
         self._is_torn = False
         self._is_cut = False  # one host from the other, in this start
 
@@ -117,7 +117,7 @@ class _Run:
         kinds = {fault.kind for fault in self._programme}
         with contextlib.ExitStack() as stack:
             if "cut" in kinds:
-                self._lay_cable(stack)
+                self._connect_hosts(stack)
             if "full_disk" in kinds:
                 self._disk = stack.enter_context(mounted(self._checkpoints))
                 how = "a file system of its own is filled" if self._disk else "the write is refused (mount needs root)"
@@ -125,7 +125,7 @@ class _Run:
             outside = (
                 {"torn_checkpoint"} | ({"cut"} if self._hosts else set()) | ({"full_disk"} if self._disk else set())
             )
-            self._notes = Notes.begin(self._folder, self._programme, outside=outside)
+            self._notes = DrillFolder.begin(self._folder, self._programme, outside=outside)
             while len(self._starts) < MOST_STARTS + len(self._programme):
                 step = find(self._checkpoints).step
                 if self._is_torn:
@@ -145,12 +145,12 @@ class _Run:
             self._folder, self._run_dir, notes=self._notes, starts=self._starts, how=self._how, like=like
         )
 
-    def _lay_cable(self, stack: contextlib.ExitStack) -> None:
+    def _connect_hosts(self, stack: contextlib.ExitStack) -> None:
         """Two hosts, if they can be had; else connections are shut down."""
-        reason = network.refusal()
+        reason = network_namespaces.refusal()
         if reason is None:
             try:
-                self._hosts = stack.enter_context(network.two_hosts(self._folder))
+                self._hosts = stack.enter_context(network_namespaces.two_hosts(self._folder))
             except RuntimeError as error:
                 reason = str(error)
         if reason is None:
@@ -161,26 +161,30 @@ class _Run:
         else:
             self._how.append(f"cut: the worker's connections are shut down ({reason})")
 
-    def _start(self, deadline: float) -> _Ended:
+    def _start(self, deadline: float) -> _FinishedStart:
         """Run the command once."""
         number = len(self._starts) + 1
         environment = child_environment(**{FAULTS: str(self._folder / "programme.json")})
         if self._hosts is not None:
-            network.mend(self._hosts[1])  # the same command goes on where its hosts reach each other
+            network_namespaces.mend(self._hosts[1])  # the same command goes on where its hosts reach each other
         with contextlib.ExitStack() as stack:
             processes: list[subprocess.Popen[bytes]] = []
             self._is_cut = False
             outputs = [self._folder / f"output_{number}.{end}" for end in ("near", "far")[: 2 if self._hosts else 1]]
             for output, host in zip(outputs, self._hosts or (None,), strict=True):
                 processes.append(self._command_on(host, environment, output, stack))
-            is_late = not self._watched(processes, deadline, lambda: self._come_back(processes, outputs, stack))
+            is_late = not self._watched(processes, deadline, lambda: self._restart_host(processes, outputs, stack))
             for cut_off in processes[1:]:
                 cut_off.kill()  # it would wait for the head for a while
         text = "".join(output.read_text(encoding="utf-8", errors="replace") for output in outputs)
-        return _Ended(processes[0].returncode, text, is_late)
+        return _FinishedStart(processes[0].returncode, text, is_late)
 
     def _command_on(
-        self, host: network.Host | None, environment: Mapping[str, str], output: Path, stack: contextlib.ExitStack
+        self,
+        host: network_namespaces.NamespaceHost | None,
+        environment: Mapping[str, str],
+        output: Path,
+        stack: contextlib.ExitStack,
     ) -> subprocess.Popen[bytes]:
         file = stack.enter_context(open(output, "ab"))  # noqa: SIM115  # the stack closes it
         process = subprocess.Popen(
@@ -194,7 +198,7 @@ class _Run:
         stack.callback(_ended, process)
         return process
 
-    def _come_back(
+    def _restart_host(
         self, processes: list[subprocess.Popen[bytes]], outputs: Sequence[Path], stack: contextlib.ExitStack
     ) -> None:
         """Where the head waits for a host in place of the one that was cut off, that one comes back, from its start."""
@@ -202,12 +206,12 @@ class _Run:
             return
         self._is_cut = False
         _kill_family(processes[1].pid)
-        network.mend(self._hosts[1])
+        network_namespaces.mend(self._hosts[1])
         self._how.append("cut: the host that was cut off comes back when the other one waits for it")
         environment = child_environment(**{FAULTS: str(self._folder / "programme.json")})
         processes.append(self._command_on(self._hosts[1], environment, outputs[1], stack))
 
-    def _command(self, host: network.Host | None) -> list[str]:
+    def _command(self, host: network_namespaces.NamespaceHost | None) -> list[str]:
         command = [sys.executable, "-m", "paceline", "run", *self._words, f"--run-dir={self._run_dir}"]
         if host is not None and self._hosts is not None:
             head = f"{self._hosts[0].address}:{PORT}"
@@ -229,7 +233,7 @@ class _Run:
     def _do(self, number: int, deed: str, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         match deed:
             case "cut" if self._hosts is not None:
-                network.cut(self._hosts[1])
+                network_namespaces.cut(self._hosts[1])
                 self._is_cut = True
             case "fill" if self._disk is not None:
                 self._disk.fill()
@@ -255,7 +259,7 @@ class _Run:
             self._how.append("torn_checkpoint: there was no second whole checkpoint, so none was cut")
         return int(whole[-1].name.removeprefix("step_")) if whole else 0
 
-    def _goes_on(self, ended: _Ended) -> bool:
+    def _goes_on(self, ended: _FinishedStart) -> bool:
         """Whether the same command is to be run again: because it says so, or because everything was killed."""
         if ended.is_late or ended.exit_code == 0:
             return False

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.testing.network import TOOLS, Host, hosts_file, run_tool
-from paceline.testing.network import refusal as refusal_of_hosts
+from paceline.testing.network_namespaces import TOOLS, NamespaceHost, hosts_file, run_tool
+from paceline.testing.network_namespaces import refusal as refusal_of_hosts
 
 __all__ = ["DEVICE", "NAMES", "refusal", "remove_leftovers", "sites"]
 
@@ -42,7 +42,7 @@ def refusal() -> str | None:
 @contextlib.contextmanager
 def sites(
     folder: Path, *, count: int = 4, bits_per_s: float | None = None, delay_s: float = 0.0, subnet: str = "10.84.0"
-) -> Iterator[list[Host]]:
+) -> Iterator[list[NamespaceHost]]:
     """Make sites that know each other by name, and remove them; RuntimeError where the system does not let us.
 
     Every cable takes `bits_per_s` each way (None: as fast as memory), and everything takes `delay_s` from one site to
@@ -54,7 +54,7 @@ def sites(
     addresses = {name: f"{subnet}.{number}" for number, name in enumerate(names, start=1)}
     prefix = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
     made = [
-        Host(
+        NamespaceHost(
             name=name,
             address=address,
             namespace=f"{prefix}-{name}",
@@ -85,7 +85,7 @@ def remove_leftovers() -> list[str]:
 
 
 def _joined_by_kernel(
-    stack: contextlib.ExitStack, hosts: Sequence[Host], switch: str, bits_per_s: float, delay_s: float
+    stack: contextlib.ExitStack, hosts: Sequence[NamespaceHost], switch: str, bits_per_s: float, delay_s: float
 ) -> None:
     """Cables to a bridge, which lies in a namespace of its own; the kernel shapes both ends of each."""
     _namespace(stack, switch)
@@ -103,7 +103,7 @@ def _joined_by_kernel(
 
 
 def _joined_with_delay(
-    stack: contextlib.ExitStack, hosts: Sequence[Host], switch: str, bits_per_s: float, delay_s: float
+    stack: contextlib.ExitStack, hosts: Sequence[NamespaceHost], switch: str, bits_per_s: float, delay_s: float
 ) -> None:
     """TAP devices whose other ends are held by a process that passes the frames on."""
     taps: list[int] = []

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 
-from paceline.launch.lifeline import signal_at_parents_death
+from paceline.launch.fork.process_lifetime import set_parent_death_signal
 
 __all__ = ["Cable", "Switch", "main"]
 
@@ -89,7 +89,7 @@ class Switch:
 
 def main() -> None:
     """Be a switch until killed, by its words: bits a second of each cable (0: no limit), delay, descriptors of TAPs."""
-    signal_at_parents_death(signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the programs on the sites: they say good-bye over it
     rate, delay_s, taps = float(sys.argv[1]), float(sys.argv[2]), [int(word) for word in sys.argv[3:]]
     switch = Switch(len(taps), bytes_per_s=rate / 8 or None, delay_s=delay_s)

@@ -13,10 +13,10 @@ import cloudpickle
 from paceline import environment
 from paceline.errors import PlanError, writing
 from paceline.plan.job import Assignment
-from paceline.worker.agreement import Leaving
-from paceline.worker.failure import write_error
-from paceline.worker.session import has_lived, live, merge_plan
-from paceline.worker.watched import answer_stacks
+from paceline.worker.membership.consensus import CleanExit
+from paceline.worker.record.error_report import write_error
+from paceline.worker.record.flight_recording import dump_stacks_on_signal
+from paceline.worker.session import has_run, merge_plan, run_worker
 
 __all__ = ["work"]
 
@@ -24,7 +24,7 @@ __all__ = ["work"]
 def work(assignment: Assignment) -> int:
     """Run the job's program as this worker; returns the exit status: 0, 1 (an error), 2 (a wrong plan or job)."""
     faulthandler.enable()
-    answer_stacks(assignment.worker_dir)
+    dump_stacks_on_signal(assignment.worker_dir)
     _settle_breakpoints(assignment)
     environment.enter(assignment)
     try:
@@ -61,7 +61,7 @@ def _run_script(assignment: Assignment) -> None:
     sys.argv = [path, *assignment.job.args]
     sys.path.insert(0, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")
-    if not has_lived(assignment):
+    if not has_run(assignment):
         raise PlanError(
             f"{path} ended without calling paceline.run(...): there was nothing to train. "
             'End the script with: if __name__ == "__main__": paceline.run(train)'
@@ -76,9 +76,9 @@ def _run_function(assignment: Assignment) -> None:
     )  # written by the caller's own process, on this host
     value: Any = None
     try:
-        value = live(function, assignment, plan=plan, fields=fields)
+        value = run_worker(function, assignment, plan=plan, fields=fields)
     except SystemExit as stop:
-        if stop.code or isinstance(stop, Leaving):  # who leaves before the end returns nothing
+        if stop.code or isinstance(stop, CleanExit):  # who leaves before the end returns nothing
             raise
     # In an elastic run nobody knows who will be the first at its end: the caller takes the value of whoever is.
     if assignment.rank == 0 or merge_plan(assignment, plan).layout.is_elastic:
@@ -91,7 +91,7 @@ def _run_function(assignment: Assignment) -> None:
 def _exit_status(stop: SystemExit, assignment: Assignment) -> int:
     if stop.code is None or stop.code == 0:
         return 0
-    if isinstance(stop, Leaving):
+    if isinstance(stop, CleanExit):
         return int(str(stop.code))
     write_error(stop, assignment, step=0)
     return stop.code if isinstance(stop.code, int) else 1

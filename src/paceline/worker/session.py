@@ -15,24 +15,24 @@ import torch
 import torch.distributed as dist
 
 from paceline import config, environment
-from paceline.comm.channel import ChannelClosed
-from paceline.comm.ring import Ring
+from paceline.comm.flight_recorder import FlightRecorder
+from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import PlanError, SyncError
 from paceline.events import Note, Warned, WorkerStarted
-from paceline.parallel.offload.choose import refuse_useless
+from paceline.parallel.offload.memory import refuse_useless
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
-from paceline.worker import randomness
-from paceline.worker.agreement import Leaving
-from paceline.worker.device import choose_device, why_no_gpu
-from paceline.worker.failure import is_echo, write_error
-from paceline.worker.notice import Notice, Terminated
-from paceline.worker.place import Arrival, Place, placed
-from paceline.worker.record import RunFiles
-from paceline.worker.watched import watched
+from paceline.worker.data import random_state
+from paceline.worker.membership.consensus import CleanExit
+from paceline.worker.membership.join_run import JoinContext, WorkerContext, join_run
+from paceline.worker.membership.preemption import PreemptionNotice, TerminatedBySignal
+from paceline.worker.record.error_report import is_peer_failure, write_error
+from paceline.worker.record.flight_recording import recording_flight
+from paceline.worker.record.run_files import RunFiles
+from paceline.worker.topology.device import choose_device, why_gpus_are_idle
 from paceline.worker.worker import Worker
 
-__all__ = ["has_lived", "live", "merge_job", "merge_plan"]
+__all__ = ["has_run", "merge_job", "merge_plan", "run_worker"]
 
 T = TypeVar("T")
 
@@ -40,22 +40,22 @@ FAULTS = "paceline.testing.injection"  # by name: it is above this room, and onl
 LEFT = "paceline/left/{}"  # in the store: the step after which a worker's function returned
 
 
-_lived: set[str] = set()  # directories of workers that this process has been: a script must not call us twice
+_workers_run: set[str] = set()  # directories of workers that this process has been: a script must not call us twice
 
 
-def has_lived(assignment: Assignment) -> bool:
+def has_run(assignment: Assignment) -> bool:
     """Whether this process has been this worker already."""
-    return assignment.worker_dir in _lived
+    return assignment.worker_dir in _workers_run
 
 
-def live(
+def run_worker(
     function: Callable[[Worker], T],
     assignment: Assignment,
     *,
     plan: Plan | None = None,
     fields: Mapping[str, Any] | None = None,
     store: dist.Store | None = None,
-    notice: Notice | None = None,
+    notice: PreemptionNotice | None = None,
 ) -> T:
     """Be the worker that the assignment says: run `function(worker)` and return its value.
 
@@ -66,7 +66,7 @@ def live(
     job = merge_job(assignment, fields or {})
     chosen = merge_plan(assignment, plan)
     files = RunFiles(assignment, job)
-    _lived.add(assignment.worker_dir)
+    _workers_run.add(assignment.worker_dir)
     worker: Worker | None = None
     leaving: SystemExit | None = None
     value = cast("T", None)  # what sys.exit() returns
@@ -78,8 +78,8 @@ def live(
         refuse_useless(resolved.compute, device)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
         with contextlib.ExitStack() as stack:
-            ring = stack.enter_context(watched(assignment, job, function, layout=resolved.layout))
-            arrival = Arrival(
+            ring = stack.enter_context(recording_flight(assignment, job, function, layout=resolved.layout))
+            arrival = JoinContext(
                 assignment=assignment,
                 job=job,
                 plan=resolved,
@@ -89,9 +89,9 @@ def live(
                 notice=notice,
                 tell=files.emit,
             )
-            place = stack.enter_context(placed(arrival))
-            _arm(assignment, ring, num_alike=resolved.layout.tensor)
-            randomness.seed_all(resolved.batch.seed, 3)
+            place = stack.enter_context(join_run(arrival))
+            _inject_faults(assignment, ring, num_alike=resolved.layout.tensor)
+            random_state.seed_all(resolved.batch.seed, 3)
             worker = Worker(
                 rank=assignment.rank,
                 plan=resolved,
@@ -103,13 +103,13 @@ def live(
             )
             stack.push(worker.tell_lost)
             files.emit(_started(assignment, resolved, worker))
-            idle_gpus = why_no_gpu(job.device, local_workers=assignment.local_workers)
+            idle_gpus = why_gpus_are_idle(job.device, local_workers=assignment.local_workers)
             if idle_gpus and assignment.local_rank == 0:
                 files.emit(Warned(text=idle_gpus))
             _say_what_is_not_used(assignment, files, plan, fields or {})
             try:
-                value = _called(function, worker, place)
-            except Leaving:
+                value = _call_function(function, worker, place)
+            except CleanExit:
                 worker.leave()
                 raise
             except SystemExit as stop:
@@ -119,10 +119,10 @@ def live(
             with contextlib.suppress(ChannelClosed):  # the supervisor has gone: what is left is to save
                 place.shared.set(LEFT.format(worker.rank), str(worker.step))
             worker.end()
-    except Leaving:
+    except CleanExit:
         raise  # in good order: its books are closed
     except BaseException as error:
-        if not isinstance(error, Terminated):  # that one has a cause outside, and whoever sent it knows
+        if not isinstance(error, TerminatedBySignal):  # that one has a cause outside, and whoever sent it knows
             write_error(error, assignment, step=worker.step if worker else 0)
         files.give_up()
         if worker is not None:
@@ -142,7 +142,7 @@ def _refuse_capture(plan: Plan, job: Job) -> None:
             "steps by themselves: their numbers are others. Compare layouts with workers for one replica, or "
             "sync=AllReduce(); compare local SGD by its held-out loss."
         )
-    if job.capture_dir is not None and plan.takes_turns and plan.layout.replicas != 1:
+    if job.capture_dir is not None and plan.is_asynchronous and plan.layout.replicas != 1:
         raise PlanError(
             f"paceline parity compares each step with that of one process, and with {plan.sync!r} updates are made of "
             "what comes first: their numbers are others. Compare with staleness=0 and drop=0, or by the held-out loss."
@@ -173,11 +173,13 @@ PLACE_FIELDS = (
 )  # decided before a worker exists
 
 
-def _arm(assignment: Assignment, ring: Ring, *, num_alike: int) -> None:
+def _inject_faults(assignment: Assignment, ring: FlightRecorder, *, num_alike: int) -> None:
     """In a drill: have the faults of its programme come. `num_alike` neighbours have the same outputs."""
     programme = environment.fault_programme()
     if programme is not None:
-        importlib.import_module(FAULTS).arm(programme, worker_rank=assignment.rank, ring=ring, num_alike=num_alike)
+        importlib.import_module(FAULTS).install_faults(
+            programme, worker_rank=assignment.rank, ring=ring, num_alike=num_alike
+        )
 
 
 def _say_what_is_not_used(
@@ -226,7 +228,7 @@ def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarte
     )
 
 
-def _called(function: Callable[[Worker], T], worker: Worker, place: Place) -> T:
+def _call_function(function: Callable[[Worker], T], worker: Worker, place: WorkerContext) -> T:
     """Call the user's function; where a peer is lost in it, look whether that one has left the function too early.
 
     To leave early is no error of the worker that leaves, and the others know only that a connection was closed.
@@ -236,9 +238,9 @@ def _called(function: Callable[[Worker], T], worker: Worker, place: Place) -> T:
     except (SyncError, RuntimeError, ConnectionError) as error:
         if worker.blames_server(error):
             raise  # where replicas do not wait for each other, some may have left before
-        if is_echo(error):
+        if is_peer_failure(error):
             place.agreement.await_end()
-        may_be, store = isinstance(error, SyncError) or is_echo(error), place.shared
+        may_be, store = isinstance(error, SyncError) or is_peer_failure(error), place.shared
         ranks = place.agreement.present or place.agreement.ranks  # members may have been lost
         gone: dict[int, str] = {}  # rank -> the step after which it left
         with contextlib.suppress(ChannelClosed):  # the supervisor has gone: the error is all that there is to say

@@ -1,8 +1,9 @@
 """The worker: what a training function is given, and all it needs.
 
-One object per process. What it is made of has rooms of its own: `Loop` takes the steps, `Preparation` keeps what was
-prepared and its checkpoints, `Talk` is what workers tell each other, `Holding` is the state that all members have in
-common. Every public method is called by all workers, in the same order, between steps, unless it says otherwise.
+One object per process. What it is made of has rooms of its own: `TrainingLoop` takes the steps, `CheckpointedObjects`
+keeps what was prepared and its checkpoints, `WorkerCollectives` is what workers tell each other, `ElasticState` is the
+state that all members have in common. Every public method is called by all workers, in the same order, between steps,
+unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from paceline.comm.group import Alone
-from paceline.comm.vault import Slot
+from paceline.comm.group import SingleWorkerGroup
+from paceline.comm.memory_checkpoint import SnapshotSlot
 from paceline.errors import PlanError
 from paceline.events import Evaluated, Note, Warned
-from paceline.memory import free_bytes
-from paceline.parallel.check.hints import Hints
+from paceline.host_memory import free_bytes
+from paceline.parallel.check.model_hints import ModelHints
 from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
-from paceline.worker.axes import unsplit
-from paceline.worker.batch import StepBatch
-from paceline.worker.by_rows import names_of_tables, require_rows
-from paceline.worker.comparing import Comparison
-from paceline.worker.device import peak_memory_bytes
-from paceline.worker.evaluation import Measure, evaluate
-from paceline.worker.gossiping import GossipRounds
-from paceline.worker.guarding import Guarding
-from paceline.worker.holding import Holding
-from paceline.worker.loop import Loop
-from paceline.worker.memories import Memories
-from paceline.worker.models import Models
-from paceline.worker.place import Place
-from paceline.worker.preparing import Preparation
-from paceline.worker.reading import Collate
-from paceline.worker.record import RunFiles
-from paceline.worker.rounds import ByItself, Rounds
-from paceline.worker.saving import Registry
-from paceline.worker.stepper import Stepper, pair_loss
-from paceline.worker.stream import Source
-from paceline.worker.streaming import StreamingRounds
-from paceline.worker.talk import Talk
-from paceline.worker.vaulting import Vaulting, state_in
-from paceline.worker.walk import LossLike, Walks
+from paceline.worker.data.batch_stream import StreamSource
+from paceline.worker.data.data_loading import Collate
+from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.elastic_state import ElasticState
+from paceline.worker.health.numerical_guard import NumericalGuard
+from paceline.worker.health.replica_comparison import ReplicaComparison
+from paceline.worker.loop.communication_rounds import CommunicationRounds, ReplicaVote
+from paceline.worker.loop.gossip_rounds import GossipRounds
+from paceline.worker.loop.stepper import Stepper, pair_loss
+from paceline.worker.loop.streaming_rounds import StreamingRounds
+from paceline.worker.loop.training_loop import TrainingLoop
+from paceline.worker.membership.join_run import WorkerContext
+from paceline.worker.membership.worker_collectives import WorkerCollectives
+from paceline.worker.record.run_files import RunFiles
+from paceline.worker.state.checkpointing import CheckpointedObjects
+from paceline.worker.state.codec_state import CodecState
+from paceline.worker.state.embedding_tables import require_row_updates, server_table_names
+from paceline.worker.state.memory_checkpointing import MemoryCheckpointer, read_state
+from paceline.worker.state.prepared_models import PreparedModels
+from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.step.evaluation import Measure, evaluate
+from paceline.worker.step.gradient_pass import LossLike, StepExecutor
+from paceline.worker.topology.device import peak_memory_bytes
+from paceline.worker.topology.parallel_groups import single_worker_replicas
 
 if TYPE_CHECKING:
-    from paceline.sync.servers import Servers
-    from paceline.sync.tables import Tables
+    from paceline.sync.parameter_server.client import ServerClient
+    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
 
 __all__ = ["Worker"]
 
@@ -67,7 +68,7 @@ class Worker:
         *,
         rank: int,
         plan: Plan,
-        place: Place,
+        place: WorkerContext,
         device: torch.device,
         files: RunFiles,
         host: str,
@@ -81,26 +82,28 @@ class Worker:
         self._place = place
         self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
         own = place  # as its steps see it
-        if plan.takes_turns:
-            own = dataclasses.replace(place, group=Alone(), axes=unsplit(Alone()))
+        if plan.is_asynchronous:
+            own = dataclasses.replace(
+                place, group=SingleWorkerGroup(), axes=single_worker_replicas(SingleWorkerGroup())
+            )
         self._own = own
-        by_itself, measures_noise = ByItself(agreement), files.measures_noise
+        by_itself, measures_noise = ReplicaVote(agreement), files.measures_noise
         if plan.is_local:
             alone, whole = place.axes.by_itself(), place.axes.whole
-            walks = Walks(
+            walks = StepExecutor(
                 plan, group=whole, agreement=by_itself, device=device, axes=alone, measures_noise=measures_noise
             )
         else:
-            walks = Walks(
+            walks = StepExecutor(
                 plan,
                 group=own.group,
-                agreement=by_itself if plan.takes_turns else agreement,
+                agreement=by_itself if plan.is_asynchronous else agreement,
                 device=device,
                 axes=own.axes,
                 measures_noise=measures_noise,
             )
         self._shards = walks.shards
-        self._talk = Talk(
+        self._talk = WorkerCollectives(
             group=group,
             agreement=agreement,
             prelude=place.prelude,
@@ -111,7 +114,7 @@ class Worker:
         )
         self._servers = _servers(plan, place, device=device, files=files, host=host, timeout_s=timeout_s)
         self._tables = _tables(self._servers)
-        self._models = Models(
+        self._models = PreparedModels(
             plan,
             group=own.group,
             axes=own.axes,
@@ -126,7 +129,7 @@ class Worker:
         )
         streams = isinstance(plan.sync, LocalSGD) and plan.sync.streams
         gossips = isinstance(plan.sync, Gossip)
-        rounds = (StreamingRounds if streams else GossipRounds if gossips else Rounds)(
+        rounds = (StreamingRounds if streams else GossipRounds if gossips else CommunicationRounds)(
             plan,
             group=group,
             axes=place.axes,
@@ -135,9 +138,9 @@ class Worker:
             models=self._models,
             weights_changed=walks.shards.close,
         )
-        registry = Registry(device)
-        self._memories = Memories(plan.wire, models=self._models, registry=registry, axes=place.axes)
-        self._prepared = Preparation(
+        registry = StateRegistry(device)
+        self._memories = CodecState(plan.wire, models=self._models, registry=registry, axes=place.axes)
+        self._prepared = CheckpointedObjects(
             plan,
             registry,
             group=group,
@@ -152,23 +155,23 @@ class Worker:
             timeout_s=timeout_s,
             states_here=self._models.states_here,
         )
-        self._guarding = Guarding(
+        self._numerical_guard = NumericalGuard(
             plan.guard,
             losses=walks.losses,
             registry=registry,
             files=files,
-            comparison=Comparison(
+            comparison=ReplicaComparison(
                 worker_rank=rank,
                 host=host,
-                group=own.axes.twins,
+                group=own.axes.expert_replica_group,
                 together=agreement.run,
                 registry=registry,
                 files=files,
             ),
-            forget=self._memories.forget_own,
+            forget=self._memories.drop_error_feedback,
         )
-        self._vaulting = Vaulting(
-            place.vault if plan.keeps_snapshots else None,
+        self._memory_checkpointer = MemoryCheckpointer(
+            place.memory_checkpoint if plan.keeps_snapshots else None,
             plan.guard,
             is_split=place.axes.is_split or self._memories.is_kept or plan.is_local,
             group=group,
@@ -182,9 +185,9 @@ class Worker:
             host=host,
             free_bytes=free_bytes,
             emit=files.emit,
-            tell_kept=agreement.kept,
+            report_snapshot=agreement.kept,
         )
-        self._loop = Loop(
+        self._loop = TrainingLoop(
             plan,
             place=own,
             everybody=group,
@@ -192,19 +195,19 @@ class Worker:
             models=self._models,
             prepared=self._prepared,
             memories=self._memories,
-            guarding=self._guarding,
-            vaulting=self._vaulting,
+            guarding=self._numerical_guard,
+            vaulting=self._memory_checkpointer,
             rounds=rounds,
             files=files,
         )
         place.attach(
-            Holding(
+            ElasticState(
                 place=place,
                 loop=self._loop,
                 prepared=self._prepared,
                 memories=self._memories,
-                guarding=self._guarding,
-                vaulting=self._vaulting,
+                guarding=self._numerical_guard,
+                vaulting=self._memory_checkpointer,
             )
         )
         self._resume(place.begins_with)
@@ -243,7 +246,7 @@ class Worker:
         others are named: experts=["layers.*.moe.experts"].
         """
         if isinstance(thing, nn.Module):
-            hints = Hints(
+            hints = ModelHints(
                 sample=sample,
                 cut=cut,
                 units=units,
@@ -253,10 +256,10 @@ class Worker:
             )
             self._prepare_model(thing, name, hints)
         elif isinstance(thing, Optimizer):
-            require_rows(thing, self._tables, self._prepared.registry.parameter_names())
+            require_row_updates(thing, self._tables, self._prepared.registry.parameter_names())
             self._prepared.optimizer(thing, name)
             self._loop.follow(thing)
-        elif self.plan.takes_turns and isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+        elif self.plan.is_asynchronous and isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
             raise PlanError(
                 f"worker.prepare() got a {type(thing).__name__} under ParameterServer(staleness=...) or (drop=...): "
                 "each replica would count only its own batches. Set the rate from worker.step, which counts all: for "
@@ -356,12 +359,12 @@ class Worker:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
         if loaders < 0 or prefetch < 1:
             raise ValueError(f"loaders={loaders}, prefetch={prefetch}: loaders must be 0 or more, prefetch 1 or more")
-        self._talk.begin_steps(keeps=self._vaulting.is_on)
+        self._talk.begin_steps(keeps=self._memory_checkpointer.is_on)
         streams = self._loop.streams
         name = name or _unused("train", streams)
         if name in streams:
             raise ValueError(f"a stream named {name!r} exists already; give each call of worker.batches() its own name")
-        source = Source(
+        source = StreamSource(
             dataset=dataset,
             epochs=epochs,
             collate=collate,
@@ -471,9 +474,9 @@ class Worker:
             self._files.emit(Note(text=f"restored step {self.step} ({self._prepared.source})"))
         return self.step
 
-    def _resume(self, begins_with: Slot | None) -> None:
+    def _resume(self, begins_with: SnapshotSlot | None) -> None:
         if begins_with is not None:
-            state = state_in(begins_with)
+            state = read_state(begins_with)
             self._prepared.recall(state, is_own=state["worker"] == self.rank)
             self._loop.fill(state["loop"])
             self._loop.begin_at(self._prepared.step)
@@ -534,7 +537,7 @@ class Worker:
         self._shards.close()
         self._loop.end_round()
         self._loop.books.leave()
-        self._agreement.come_together()
+        self._agreement.rejoin_group()
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
 
             def settle() -> None:
@@ -585,15 +588,15 @@ class Worker:
         self._loop.books.leave()
         if self._servers is not None:
             self._servers.close(at_once=True)  # this process may live on, and they would with it
-        self._guarding.abandon()
+        self._numerical_guard.abandon()
         self._prepared.abandon()
 
-    def _prepare_model(self, model: nn.Module, name: str | None, hints: Hints) -> None:
+    def _prepare_model(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:
         self._models.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
         cuts, homes, tables = (
             self._models.slices(model),
             self._models.homes(model),
-            names_of_tables(model, self._tables),
+            server_table_names(model, self._tables),
         )
         self._models.add(model, self._prepared.model(model, name, cuts=cuts, homes=homes, tables=tables))
 
@@ -603,8 +606,8 @@ class Worker:
 
 
 def _servers(
-    plan: Plan, place: Place, *, device: torch.device, files: RunFiles, host: str, timeout_s: float
-) -> Servers | None:
+    plan: Plan, place: WorkerContext, *, device: torch.device, files: RunFiles, host: str, timeout_s: float
+) -> ServerClient | None:
     """The parameter servers, where the plan has some; none is started yet."""
     if not isinstance(plan.sync, ParameterServer):
         return None
@@ -613,10 +616,10 @@ def _servers(
             f"ParameterServer(...) is built for the CPU so far, not for {device.type}. Use sync=AllReduce(), or "
             "device='cpu'."
         )
-    from paceline.sync.mirrors import MirroredServers
-    from paceline.sync.servers import Servers
+    from paceline.sync.parameter_server.client import ServerClient
+    from paceline.sync.parameter_server.mirrored_client import MirroredServerClient
 
-    make = functools.partial(MirroredServers, tell=files.emit) if plan.sync.mirrored else Servers
+    make = functools.partial(MirroredServerClient, tell=files.emit) if plan.sync.mirrored else ServerClient
     servers = make(
         plan.sync.servers,
         store=place.shared,
@@ -629,18 +632,18 @@ def _servers(
         holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
         ring=place.ring,
     )
-    if plan.sync.mirrored or (plan.takes_turns and plan.layout.is_elastic):
+    if plan.sync.mirrored or (plan.is_asynchronous and plan.layout.is_elastic):
         servers.silence_s = files.silence_s
     return servers
 
 
-def _tables(servers: Servers | None) -> Tables | None:
+def _tables(servers: ServerClient | None) -> EmbeddingTables | None:
     """The tables that servers will have by rows, where there are servers; none is known yet."""
     if servers is None:
         return None
-    from paceline.sync.tables import Tables
+    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
 
-    return Tables(servers)
+    return EmbeddingTables(servers)
 
 
 def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:

@@ -20,14 +20,13 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PlanError
-from paceline.parallel.context.group import ContextGroup
+from paceline.parallel.context.collectives import ContextCollectives
+from paceline.parallel.context.group_ops import ContextGroupOps
+from paceline.parallel.context.op_rules import rule_of
 from paceline.parallel.context.plan import ContextPlan
-from paceline.parallel.context.rules import rule_of
-from paceline.parallel.context.team import ContextTeam
-from paceline.parallel.tensor.cut import Cut, cuts_in, mapped, on_parts, whole
-from paceline.parallel.tensor.rehearse import gather_inputs
-from paceline.parallel.tensor.team import Team
-from paceline.parallel.tensor.twice import Both
+from paceline.parallel.tensor.dry_run import gather_inputs
+from paceline.parallel.tensor.split_tensor import SplitTensor, TensorGroupOps, mapped, on_parts, split_tensors_in, whole
+from paceline.parallel.tensor.tensor_context_ops import TensorContextOps
 
 __all__ = ["ContextModel", "apply_plan", "install"]
 
@@ -41,20 +40,25 @@ class ContextModel:
     the group is the gradient of the loss: scale the loss by 1 / size, and sum over all workers of all replicas.
     """
 
-    team: ContextTeam
+    team: ContextGroupOps
     plan: ContextPlan
 
     def whole(self, value: Any) -> Any:
         """Return outputs with all tokens, on every worker; all must call it."""
-        return self.team.plain_tree(value)
+        return self.team.gathered_tree(value)
 
 
 def apply_plan(
-    model: nn.Module, plan: ContextPlan, group: ContextGroup, *, cutters: Team | None = None
+    model: nn.Module,
+    plan: ContextPlan,
+    group: ContextCollectives,
+    *,
+    tensor_parallel_group: TensorGroupOps | None = None,
 ) -> ContextModel:
     """Change `model` in place; all workers of `group` must call it, with equal weights and the same plan.
 
-    `cutters`: those who have cut its layers before; they are at the same place in the groups of all the others.
+    `tensor_parallel_group`: those who have cut its layers before; they are at the same place in the groups of all the
+    others.
 
     With gradients, outputs stay slices that say the shape of the whole, so that the loss, too, is computed on them: an
     operation that needs all tokens gathers them, on all workers. Without gradients outputs are whole.
@@ -63,21 +67,21 @@ def apply_plan(
         raise PlanError(
             f"the plan is for {plan.size} workers, but the group has {group.size}; make it for {group.size}."
         )
-    team = ContextTeam(group, rules=rule_of, kind=plan.kind)
-    if cutters is not None:
-        Both(cutters, team)
+    team = ContextGroupOps(group, rules=rule_of, kind=plan.kind)
+    if tensor_parallel_group is not None:
+        TensorContextOps(tensor_parallel_group, team)
     install(model, plan, team)
 
     def whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
             return output
-        return mapped(output, lambda one: whole(one) if isinstance(one, Cut) else one)
+        return mapped(output, lambda one: whole(one) if isinstance(one, SplitTensor) else one)
 
     model.register_forward_hook(whole_outputs)
     return ContextModel(team=team, plan=plan)
 
 
-def install(model: nn.Module, plan: ContextPlan, team: ContextTeam) -> list[RemovableHandle]:
+def install(model: nn.Module, plan: ContextPlan, team: ContextGroupOps) -> list[RemovableHandle]:
     """Give embeddings, blocks and other modules that the plan names their doors."""
     modules = dict(model.named_modules())
     missing = [
@@ -111,7 +115,7 @@ def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def _look_up(
-    team: ContextTeam,
+    team: ContextGroupOps,
     dim: int,
     name: str,
     is_plain: bool,
@@ -122,7 +126,7 @@ def _look_up(
 ) -> Any:
     """An embedding of one's own tokens. A class with a forward of its own may count them: it gets all."""
     place = tokens.ndim + 1 + dim
-    if isinstance(tokens, Cut) or place < 0 or tokens.shape[place] < team.size:
+    if isinstance(tokens, SplitTensor) or place < 0 or tokens.shape[place] < team.size:
         return forward(tokens, *args, **kwargs)
     if not is_plain:
         return mapped(forward(tokens, *args, **kwargs), lambda one: team.sliced(one, dim=dim, site=name))
@@ -132,12 +136,12 @@ def _look_up(
 
 
 def _door(
-    team: ContextTeam, dim: int, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    team: ContextGroupOps, dim: int, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Slice what a block works on: the first tensor among its arguments, where it is whole."""
 
     def at_door(one: Tensor) -> Tensor:
-        is_hidden = not isinstance(one, Cut) and one.is_floating_point() and one.ndim >= -dim
+        is_hidden = not isinstance(one, SplitTensor) and one.is_floating_point() and one.ndim >= -dim
         return sliced(one, team, dim, name) if is_hidden else one
 
     place = next((number for number, one in enumerate(args) if isinstance(one, Tensor)), None)
@@ -147,21 +151,21 @@ def _door(
     return (args, kwargs) if key is None else (args, {**kwargs, key: at_door(kwargs[key])})
 
 
-def sliced(tensor: Tensor, team: ContextTeam, dim: int, site: str) -> Tensor:
+def sliced(tensor: Tensor, team: ContextGroupOps, dim: int, site: str) -> Tensor:
     """Return this worker's slice of a whole tensor: a torch function, so that whoever watches a forward sees it."""
     if has_torch_function_unary(tensor):
         return handle_torch_function(sliced, (tensor,), tensor, team, dim, site)
     return team.sliced(tensor, dim=dim, site=site)
 
 
-def _token_by_token(team: ContextTeam, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _token_by_token(team: ContextGroupOps, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A module that works on each token by itself: on one's own tokens, as plain tensors."""
-    lead = next(cuts_in((args, kwargs)), None)
+    lead = next(split_tensors_in((args, kwargs)), None)
     if lead is None:
         return forward(*args, **kwargs)
 
     def plain(value: Any) -> Any:
-        return value.view_as(value) if isinstance(value, Cut) else value
+        return value.view_as(value) if isinstance(value, SplitTensor) else value
 
     with on_parts():
         args, kwargs = mapped(args, plain), mapped(kwargs, plain)
@@ -171,10 +175,10 @@ def _token_by_token(team: ContextTeam, name: str, forward: Callable[..., Any], *
     return mapped(out, lambda one: _as_slice(one, lead, shape, name) if isinstance(one, Tensor) else one)
 
 
-def _as_slice(out: Tensor, lead: Cut, shape: Sequence[int], name: str) -> Tensor:
+def _as_slice(out: Tensor, lead: SplitTensor, shape: Sequence[int], name: str) -> Tensor:
     """Results for each token are slices as the input was, in its dims, or with samples and tokens in one."""
     team: Any = lead.team
-    dim = lead.dim_cut
+    dim = lead.split_dim
     if out.ndim > dim and tuple(out.shape[: dim + 1]) == tuple(shape[: dim + 1]):
         return team.cut(out.view_as(out), dim=dim, sections=lead.sections, site=name)
     if out.ndim and out.shape[0] == math.prod(shape[: dim + 1]):

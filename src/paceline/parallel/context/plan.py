@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from paceline.parallel.context.team import Kind
+from paceline.parallel.context.group_ops import AttentionKind
 
 __all__ = ["ContextPlan"]
 
@@ -21,7 +21,7 @@ class ContextPlan:
     """How one sequence is shared by `size` workers."""
 
     size: int
-    kind: Kind
+    kind: AttentionKind
     dim: int  # of the tokens, in what blocks take and embeddings return, counted from the end
     embeddings: tuple[str, ...]  # each worker looks up its own tokens only
     blocks: tuple[str, ...]  # their inputs are sliced, where they are not yet

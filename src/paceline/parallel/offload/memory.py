@@ -5,6 +5,8 @@ blocks are allocated before anything is written to it, so a full disk is an erro
 
 What was touched of a mapped file counts as the process's memory (RSS) until it is *released*: then it belongs to the
 system's page cache, which writes it out when it has time, and gives it up for whoever needs memory.
+
+Which memory a plan's offload means on a device, and where it would gain nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +27,24 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PlanError
+from paceline.plan import Compute
 from paceline.units import bytes_text
 
-__all__ = ["HostMemory", "MappedMemory", "Memory", "give_back_freed", "room_for"]
+__all__ = [
+    "HostMemory",
+    "MappedMemory",
+    "OffloadMemory",
+    "give_back_freed",
+    "memory_for",
+    "refuse_useless",
+    "room_for",
+    "why_no_disk",
+]
 
 EXTENT_BYTES = 64 << 20  # the least that is added where more is needed than was reserved
 
 
-class Memory(Protocol):
+class OffloadMemory(Protocol):
     """Where tensors are kept."""
 
     def reserve(self, num_bytes: int) -> None:
@@ -161,3 +173,53 @@ def give_back_freed() -> None:
 def room_for(tensor: Tensor) -> int:
     """Bytes that a tensor takes in mapped memory: whole pages, so that it can be released alone."""
     return -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+MOUNTS = Path("/proc/mounts")
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+
+def refuse_useless(compute: Compute, device: torch.device) -> None:
+    """Raise PlanError where what is offloaded would stay in the memory that it is to leave."""
+    if compute.offload == "none" or device.type != "cpu":
+        return
+    if compute.offload == "all":
+        raise PlanError(
+            "Compute(offload='all') keeps parameters and gradients in the host's memory, and this worker computes on "
+            "the CPU, in that memory: nothing would be gained. Use Compute(offload='optimizer', offload_path=...), "
+            "which keeps the optimizer's state on a disk, or Layout(shard=n) over several hosts."
+        )
+    if compute.offload_path is None:
+        raise PlanError(
+            "Compute(offload='optimizer') keeps the optimizer's state in the host's memory, and this worker computes "
+            "on the CPU, in that memory: nothing would be gained. Add offload_path='/a/fast/disk', which keeps the "
+            "state in files there, or use offload='none'."
+        )
+
+
+def directory_of(compute: Compute) -> Path | None:
+    """Return where files are to be kept; None: nothing is kept in files."""
+    return None if compute.offload_path is None else Path(compute.offload_path).expanduser()
+
+
+def memory_for(compute: Compute) -> OffloadMemory:
+    """Return where an optimizer's state is to be kept. Raises PlanError where the path cannot be used."""
+    directory = directory_of(compute)
+    return HostMemory() if directory is None else MappedMemory(directory)
+
+
+def why_no_disk(compute: Compute) -> str | None:
+    """Say that the path is in memory, where it is, and what to do."""
+    directory = directory_of(compute)
+    if directory is None or not MOUNTS.exists():
+        return None
+    path = directory.resolve()
+    mounts = [line.split()[1:3] for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
+    around = [(len(where), kind) for where, kind in mounts if path.is_relative_to(where.replace("\\040", " "))]
+    kind = max(around, default=(0, ""))[1]
+    if kind not in IN_MEMORY:
+        return None
+    return (
+        f"offload_path {compute.offload_path} is on a {kind}, which is memory: the optimizer's state leaves this "
+        "process, but not this host's memory. Name a directory on a disk"
+    )

@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from paceline.errors import SyncError
-from paceline.parallel.tensor.shapes import Sections, num_held, ranges
+from paceline.parallel.tensor.split_shapes import Sections, num_held, ranges
 
 __all__ = [
-    "Alone",
-    "TensorGroup",
-    "TorchGroup",
-    "Traffic",
+    "SingleTensorCollectives",
+    "TensorCollectives",
+    "TorchTensorCollectives",
+    "TrafficCounter",
     "gather",
     "gather_spread",
     "gathered",
@@ -47,7 +47,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Traffic:
+class TrafficCounter:
     """Counts what was asked of a group: calls, and bytes of the whole tensor that each was about, by kind."""
 
     calls: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
@@ -62,12 +62,12 @@ class Traffic:
         self.num_bytes.clear()
 
 
-class TensorGroup(Protocol):
+class TensorCollectives(Protocol):
     """The workers that share a model's layers. All must make the same calls in the same order; each call blocks."""
 
     index: int
     size: int
-    traffic: Traffic
+    traffic: TrafficCounter
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of everybody's tensor, in new memory."""
@@ -82,14 +82,14 @@ class TensorGroup(Protocol):
         ...
 
 
-class Alone:
+class SingleTensorCollectives:
     """The group of one worker, where nothing moves."""
 
     index = 0
     size = 1
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = TrafficCounter()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -101,12 +101,12 @@ class Alone:
         return parts[0]
 
 
-class TorchGroup:
+class TorchTensorCollectives:
     """Two or more workers, over a torch process group; no default group is needed."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.index, self.size = process_group.rank(), process_group.size()
-        self.traffic = Traffic()
+        self.traffic = TrafficCounter()
         self._group = process_group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def whole_of(parts: list[Tensor], *, dim: int, sections: Sections) -> Tensor:
     return torch.cat([piece for same in zip(*pieces, strict=True) for piece in same], dim)
 
 
-def gathered(part: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+def gathered(part: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
     """Return the whole of everybody's parts, for no gradient; all workers of the group must call it.
 
     A group moves tensors of one shape, so parts that are shorter than the first one's travel with zeros behind them.
@@ -165,19 +165,19 @@ def gathered(part: Tensor, group: TensorGroup, *, dim: int, sections: Sections) 
     return whole_of(parts, dim=dim, sections=sections)
 
 
-def spread(tensor: Tensor, group: TensorGroup) -> Tensor:
+def spread(tensor: Tensor, group: TensorCollectives) -> Tensor:
     """Return a plain tensor for use in cut work: its gradient is summed over the group."""
     if group.size == 1 or not _is_followed(tensor):
         return tensor
     return _cross(tensor, lambda whole: whole.view_as(whole), group.all_reduce)
 
 
-def total(tensor: Tensor, group: TensorGroup) -> Tensor:
+def total(tensor: Tensor, group: TensorCollectives) -> Tensor:
     """Return the sum of partial results, plain."""
     return tensor if group.size == 1 else _cross(tensor, group.all_reduce, lambda grad: grad)
 
 
-def scatter(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+def scatter(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
     """Return this worker's part of a plain tensor."""
     if group.size == 1:
         return tensor
@@ -187,19 +187,19 @@ def scatter(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections)
     return _cross(tensor, lambda whole: take(whole).clone(), collect)  # autograd wants no view of an input from here
 
 
-def gather(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+def gather(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
     """Return the whole of a cut tensor, for plain work."""
     take, collect, _ = _moves(group, dim, sections)
     return tensor if group.size == 1 else _cross(tensor, collect, take)
 
 
-def gather_spread(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+def gather_spread(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
     """Return the whole of a cut tensor, for other cut work: its gradient is a sum over the group."""
     _, collect, sum_part = _moves(group, dim, sections)
     return tensor if group.size == 1 else _cross(tensor, collect, sum_part)
 
 
-def scatter_total(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sections) -> Tensor:
+def scatter_total(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
     """Return this worker's part of the sum of partial results."""
     _, collect, sum_part = _moves(group, dim, sections)
     return tensor if group.size == 1 else _cross(tensor, sum_part, collect)
@@ -208,7 +208,7 @@ def scatter_total(tensor: Tensor, group: TensorGroup, *, dim: int, sections: Sec
 Move = Callable[[Tensor], Tensor]
 
 
-def _moves(group: TensorGroup, dim: int, sections: Sections) -> tuple[Move, Move, Move]:
+def _moves(group: TensorCollectives, dim: int, sections: Sections) -> tuple[Move, Move, Move]:
     """Return what takes a part, what collects the whole, and what returns this worker's part of everybody's sum."""
 
     def take(whole: Tensor, index: int = group.index) -> Tensor:
@@ -243,11 +243,11 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _cross(tensor: Tensor, ahead: Move, back: Move) -> Tensor:
-    result: Any = _Crossing.apply(tensor, ahead, back)
+    result: Any = _TensorCollective.apply(tensor, ahead, back)
     return result
 
 
-class _Crossing(Function):
+class _TensorCollective(Function):
     """One move forward, and another for the gradient."""
 
     @staticmethod

@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from paceline.parallel.tensor.attention import attend, refusal
-from paceline.parallel.tensor.cut import Cut, wrap
-from paceline.parallel.tensor.shapes import Sections, ranges
-from paceline.parallel.tensor.team import Team
+from paceline.parallel.tensor.multihead_attention import attend, refusal
+from paceline.parallel.tensor.split_shapes import Sections, ranges
+from paceline.parallel.tensor.split_tensor import SplitTensor, TensorGroupOps, wrap
 
 __all__ = ["ROLES", "Kind", "Layer", "Role", "cut_dims", "install", "kind_of", "width_of"]
 
@@ -98,7 +97,7 @@ def cut_dims(module: nn.Module, kind: Kind, layer: Layer) -> list[tuple[nn.Param
     return found
 
 
-def install(module: nn.Module, kind: Kind, layer: Layer, team: Team) -> None:
+def install(module: nn.Module, kind: Kind, layer: Layer, team: TensorGroupOps) -> None:
     """Give a module the forward of its part, in place; its parameters must have been cut, or `team` be of one."""
     forward = FORWARDS[layer.role]
 
@@ -114,7 +113,7 @@ def _dim(kind: Kind, side: Literal["in", "out"]) -> int:
     return int((side == "in") == (kind == "linear"))
 
 
-def _product(kind: Kind, team: Team, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(kind: Kind, team: TensorGroupOps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with team.on_parts():
         if kind == "linear":
             return F.linear(x, weight, bias)
@@ -123,7 +122,7 @@ def _product(kind: Kind, team: Team, x: Tensor, weight: Tensor, bias: Tensor | N
         return out.view(*x.shape[:-1], weight.shape[1])
 
 
-def _column(module: Any, kind: Kind, layer: Layer, team: Team, x: Tensor) -> Tensor:
+def _column(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, x: Tensor) -> Tensor:
     if kind == "embedding":
         out = F.embedding(team.plain(x), module.weight, _padding(module, 0))
     else:
@@ -131,14 +130,14 @@ def _column(module: Any, kind: Kind, layer: Layer, team: Team, x: Tensor) -> Ten
     return wrap(out, team=team, dim=out.ndim - 1, sections=layer.sections, site=layer.name)
 
 
-def _head(module: Any, kind: Kind, layer: Layer, team: Team, x: Tensor) -> Tensor:
+def _head(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, x: Tensor) -> Tensor:
     part: Any = _column(module, kind, layer, team, x)
     team.forget()
     return team.gather(part)
 
 
-def _row(module: Any, kind: Kind, layer: Layer, team: Team, x: Tensor) -> Tensor:
-    if isinstance(x, Cut) and x.dim_cut == x.ndim - 1 and x.sections == layer.sections:
+def _row(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, x: Tensor) -> Tensor:
+    if isinstance(x, SplitTensor) and x.split_dim == x.ndim - 1 and x.sections == layer.sections:
         part: Tensor = x
     else:
         plain = team.plain(x)
@@ -147,7 +146,7 @@ def _row(module: Any, kind: Kind, layer: Layer, team: Team, x: Tensor) -> Tensor
     return summed if module.bias is None else summed + module.bias
 
 
-def _vocabulary(module: Any, kind: Kind, layer: Layer, team: Team, tokens: Tensor) -> Tensor:
+def _vocabulary(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, tokens: Tensor) -> Tensor:
     tokens = team.plain(tokens)
     [(start, stop)] = ranges(layer.sections, size=team.size, index=team.index)
     if team.size == 1:
@@ -166,7 +165,7 @@ def _padding(module: Any, start: int) -> int | None:
     return None if module.padding_idx is None else module.padding_idx - start
 
 
-def _attention(module: Any, kind: Kind, layer: Layer, team: Team, *args: Any, **kwargs: Any) -> Any:
+def _attention(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, *args: Any, **kwargs: Any) -> Any:
     return attend(module, team, layer.name, *args, **kwargs)
 
 

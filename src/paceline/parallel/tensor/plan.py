@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.parallel.tensor.collectives import TensorGroup, gathered, part_of, whole_of
+from paceline.parallel.tensor.collectives import TensorCollectives, gathered, part_of, whole_of
 from paceline.parallel.tensor.layers import Layer
-from paceline.parallel.tensor.shapes import Sections, ranges
+from paceline.parallel.tensor.split_shapes import Sections, ranges
 from paceline.units import bytes_text
 
-__all__ = ["Crossing", "ModuleRow", "ParameterCut", "TensorPlan"]
+__all__ = ["ModuleRow", "ParameterCut", "PlannedCollective", "TensorPlan"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class ParameterCut:
         """Return the whole of everybody's parts, given by index."""
         return whole_of(list(parts), dim=self.dim, sections=self.sections)
 
-    def gathered(self, part: Tensor, group: TensorGroup) -> Tensor:
+    def gathered(self, part: Tensor, group: TensorCollectives) -> Tensor:
         """Return the whole of everybody's parts; all workers of `group` must call it."""
         return gathered(part, group, dim=self.dim, sections=self.sections)
 
@@ -59,7 +59,7 @@ class ModuleRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Crossing:
+class PlannedCollective:
     """A collective of every forward and its counterpart in backward; sizes are those of the sample's run."""
 
     site: str
@@ -77,7 +77,7 @@ class TensorPlan:
     sequence: bool
     layers: tuple[Layer, ...]
     rows: tuple[ModuleRow, ...]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[PlannedCollective, ...]
     summed: tuple[str, ...]  # parameters whose gradients their owner must sum over the group after backward
     gathered: tuple[str, ...]  # modules without cut layers that get whole inputs, because they cannot work on parts
     sample: str

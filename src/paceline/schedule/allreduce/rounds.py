@@ -2,7 +2,7 @@
 
 The tensor is cut into `num_chunks` chunks, which every worker has. All sends of a round carry what their senders had
 when the round began. A round is no barrier: it only says what comes before what. Whoever walks a schedule
-(`comm/walker.py`) waits for what it receives, and for nothing else.
+(`comm/allreduce/schedule_executor.py`) waits for what it receives, and for nothing else.
 """
 
 from __future__ import annotations

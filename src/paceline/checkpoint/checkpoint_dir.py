@@ -1,0 +1,318 @@
+"""The checkpoints of a run on disk: which are complete, which is the newest, how one appears and goes.
+
+    checkpoints/
+      step_00000100/               complete: checkpoint.json is there and every file has the size it says
+        __0_0.distcp  .metadata    the tensors, in torch's distributed-checkpoint format
+        state.pt                   everything else
+        checkpoint.json            the mark: written last
+      step_00000200.partial-4711/  being written by process 4711
+      step_00000050.removed-4711/  being deleted
+
+A save fills a `.partial` directory, brings it to the disk, and commits by writing the mark; only then the directory
+gets its final name. Deleting begins with the rename to `.removed`. Each of these is one atomic step, so that a kill
+between any two leaves either a complete checkpoint or a name that says what it was.
+
+Sizes show what was torn, not what a disk gives back with other bits: so the mark has a checksum of each file, and one
+of itself. To look for a checkpoint compares sizes, which is cheap; who is going to use it has it `verified`. No torch
+here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.errors import CheckpointError
+
+__all__ = [
+    "COMMIT_MARKER",
+    "CommitMarker",
+    "FoundCheckpoint",
+    "checksum",
+    "discard",
+    "find",
+    "partial_path",
+    "prune",
+    "publish",
+    "read_commit_marker",
+    "remove",
+    "sync_directory",
+    "tidy",
+    "verify",
+    "whole_file",
+    "write_commit_marker",
+]
+
+COMMIT_MARKER = "checkpoint.json"
+FORMAT = 1
+CHUNK_BYTES = 1 << 20  # of a file, at a time
+_FIELDS = frozenset({"format", "step", "about", "files", "file_crc32", "tensor_crc32"})
+_NAME = re.compile(r"step_(\d{8,})(?:\.(partial|removed)-(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommitMarker:
+    """What `checkpoint.json` holds."""
+
+    step: int
+    about: Mapping[str, Any]
+    files: Mapping[str, int]  # bytes of each
+    file_crc32: Mapping[str, int]  # of each; of early versions the small ones only
+    tensor_crc32: Mapping[str, int]  # over the elements; of tied tensors, under the name that is stored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundCheckpoint:
+    """The newest complete checkpoint (None and step 0: there is none), and what could not be used and why."""
+
+    newest: Path | None
+    step: int
+    skipped: tuple[tuple[Path, str], ...]
+
+
+def find(directory: Path, *, verified: bool = False) -> FoundCheckpoint:
+    """Look for the newest complete checkpoint in a directory; reads marks and file sizes.
+
+    With `verified` its files are read, too, and compared with their checksums; one that is damaged is skipped, and the
+    next older one is looked at.
+    """
+    complete: list[tuple[int, Path]] = []
+    skipped: dict[Path, str] = {}
+    candidates = list(_candidates(directory))
+    for path in candidates:
+        try:
+            complete.append((_usable(path).step, path))
+        except CheckpointError as error:
+            skipped[path] = str(error)
+    complete.sort(key=lambda found: found[0])  # at the same step the later candidate is the newer
+    while verified and complete:
+        path = complete[-1][1]
+        try:
+            verify(path)
+            break
+        except CheckpointError as error:
+            skipped[path] = str(error)
+            complete.pop()
+    step, newest = complete[-1] if complete else (0, None)
+    in_order = tuple((path, skipped[path]) for path in candidates if path in skipped)
+    return FoundCheckpoint(newest=newest, step=step, skipped=in_order)
+
+
+def verify(path: Path) -> CommitMarker:
+    """Read a checkpoint's mark and all of its files; raises CheckpointError naming the first that is damaged."""
+    mark = read_commit_marker(path)
+    for name in mark.files:
+        try:
+            is_damaged = name in mark.file_crc32 and checksum(path / name) != mark.file_crc32[name]
+        except OSError as error:
+            raise CheckpointError(f"the file {name} cannot be read: {error.strerror or error}") from error
+        if is_damaged:
+            raise CheckpointError(f"the file {name} is damaged: its checksum does not match")
+    return mark
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    crc, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return crc
+
+
+def read_commit_marker(path: Path) -> CommitMarker:
+    """Read a checkpoint's mark and compare the files with it; raises CheckpointError that says what is wrong."""
+    try:
+        fields = json.loads((path / COMMIT_MARKER).read_text(encoding="utf-8"))
+        mark = _marker_from(fields)
+    except FileNotFoundError:
+        if not path.is_dir():
+            raise CheckpointError("there is no such directory") from None
+        raise CheckpointError(f"it has no {COMMIT_MARKER}: the save did not come to its end") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{COMMIT_MARKER} cannot be read: {error}") from error
+    for name, num_bytes in mark.files.items():
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise CheckpointError(f"{COMMIT_MARKER} names the file {name!r}, which is outside the checkpoint")
+        try:
+            present = (path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"the file {name} cannot be read: {error.strerror}") from None
+        if present != num_bytes:
+            raise CheckpointError(f"the file {name} has {present} bytes; {num_bytes} were written")
+    return mark
+
+
+def write_commit_marker(path: Path, mark: CommitMarker) -> None:
+    """Commit the checkpoint in `path`: when this returns, the mark and all that it names survive a power failure."""
+    sync_directory(path)  # the files' names before the mark's
+    temporary = path / f"{COMMIT_MARKER}.new"
+    fields = {"format": FORMAT, **dataclasses.asdict(mark)}
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump({**fields, "crc32": _fields_crc32(fields)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path / COMMIT_MARKER)
+    sync_directory(path)
+
+
+def partial_path(directory: Path, step: int) -> Path:
+    """Where this process writes a checkpoint before it is committed."""
+    return directory / f"step_{step:08d}.partial-{os.getpid()}"
+
+
+def publish(path: Path) -> Path:
+    """Give a committed `.partial` directory its final name, in place of what has it; returns the new path."""
+    final = path.with_suffix("")
+    if final.exists():  # the same step was saved before; both are complete, so a kill from here on loses nothing
+        remove(final)
+    path.rename(final)
+    sync_directory(path.parent)
+    return final
+
+
+def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path], bool]) -> None:
+    """Delete checkpoints beyond the `keep` newest good ones; never `newest`, which was just committed.
+
+    Those that are damaged, by their sizes or because not `is_good`, are not counted, and left for their owner to look
+    at until `keep` good ones are newer. Raises OSError where one cannot be deleted, when all others are.
+    """
+    others = [path for path in _candidates(directory) if path != newest]
+    others.sort(key=lambda path: (_step_of(path), path.name), reverse=True)
+    num_good, surplus = 1, list[Path]()
+    for path in others:
+        is_whole = _is_whole(path)
+        if not is_whole and path.suffix:  # somebody may be writing it; or it is being deleted
+            continue
+        if num_good >= keep:
+            if is_whole or _step_of(path) < _step_of(newest):  # all that were counted are newer
+                surplus.append(path)
+        elif is_whole and is_good(path):
+            num_good += 1
+    _remove_all(surplus)
+
+
+def tidy(directory: Path) -> None:
+    """Finish what earlier processes left: a committed `.partial` is published, all else but checkpoints goes."""
+    for path in _candidates(directory):
+        if ".partial-" in path.name:
+            try:
+                _usable(path)
+            except CheckpointError:
+                remove(path)
+            else:
+                publish(path)
+        elif ".removed-" in path.name:
+            shutil.rmtree(path)
+
+
+def discard(directory: Path, *, after_step: int, keeping: Collection[int] = ()) -> None:
+    """Delete what is beyond a step, complete or not (-1: all), but for the steps `keeping`; for a run that starts over.
+
+    Raises OSError where one cannot be deleted, when all others are.
+    """
+    steps = {path: _step_of(path) for path in _candidates(directory) if ".removed-" not in path.name}
+    _remove_all(path for path, step in steps.items() if step > after_step and step not in keeping)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint so that no moment of it looks like a damaged one."""
+    if ".removed-" not in path.name:
+        path = path.rename(path.with_name(f"{path.name.partition('.')[0]}.removed-{os.getpid()}"))
+    shutil.rmtree(path)
+
+
+def _remove_all(paths: Iterable[Path]) -> None:
+    """`remove` each; the first error is raised when the others have gone."""
+    failures = list[OSError]()
+    for path in paths:
+        try:
+            remove(path)
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that is there whole and on the disk when this ends, or not at all; CheckpointError where it cannot
+    be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _candidates(directory: Path) -> Iterator[Path]:
+    """Everything named like a checkpoint, by step; at the same step a `.partial` last, for it is the newer."""
+    if directory.is_dir():
+        yield from sorted(
+            (p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: (_step_of(p), p.name)
+        )
+
+
+def _step_of(path: Path) -> int:
+    matched = _NAME.fullmatch(path.name)
+    return int(matched[1]) if matched else -1
+
+
+def _usable(path: Path) -> CommitMarker:
+    """The mark of a complete checkpoint; a `.partial` is one too once its mark is there."""
+    if ".removed-" in path.name:
+        raise CheckpointError("it was being deleted when its process ended")
+    return read_commit_marker(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint is complete, by its mark and the sizes of its files."""
+    with contextlib.suppress(CheckpointError):
+        _usable(path)
+        return True
+    return False
+
+
+def _marker_from(fields: Mapping[str, Any]) -> CommitMarker:
+    if (version := fields["format"]) != FORMAT:
+        raise ValueError(f"it is of format {version!r}; this Paceline reads format {FORMAT}")
+    own = {name: value for name, value in fields.items() if name != "crc32"}
+    if own.keys() != _FIELDS or ("crc32" in fields and fields["crc32"] != _fields_crc32(own)):  # early ones have none
+        raise ValueError("it is damaged: its checksum does not match")
+    return CommitMarker(
+        step=int(fields["step"]),
+        about=dict(fields["about"]),
+        files={str(name): int(size) for name, size in fields["files"].items()},
+        file_crc32={str(name): int(crc) for name, crc in fields["file_crc32"].items()},
+        tensor_crc32={str(name): int(crc) for name, crc in fields["tensor_crc32"].items()},
+    )
+
+
+def _fields_crc32(fields: Mapping[str, Any]) -> int:
+    """A checksum of what a mark says, however it is laid out."""
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

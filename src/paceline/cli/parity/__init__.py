@@ -1,0 +1,3 @@
+"""The command `paceline parity`: its options, its runs, the comparison and its table; imports cli.arguments, attempt
+and launch.
+"""

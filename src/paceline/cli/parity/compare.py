@@ -1,0 +1,212 @@
+"""The arithmetic of `paceline parity`: by how much two captures of the same steps differ. Needs numpy, no torch.
+
+A difference is relative to something, and what that is decides whether the figure means anything:
+
+    loss      |a - b| / |b|            with |b| at least FLOOR times the reference's largest loss
+    tensor    max |a - b| / max |b|    with max |b| at least FLOOR times that of the reference's largest tensor
+
+a is the configuration, b the reference, max goes over the elements of one tensor, and the figure is the worst tensor's.
+The floor is for tensors that are zero in exact arithmetic, such as the gradient of a bias before a batch norm: all that
+is in them is rounding, which differs by 100 % and means nothing.
+
+Weights need one thing more. An optimizer of Adam's kind divides an element's gradient by its own size, so a gradient
+that is only rounding becomes a full step of the learning rate, in a direction that rounding chose. An element whose
+first gradient is below SMALL of its tensor's largest (or of the floor) is therefore left out of the weights' figure,
+and told beside it. Buffers may differ by as much as these elements before it counts: the running mean of a batch norm
+follows the bias before it, and the loss sees neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FLOOR", "SMALL", "CaptureReader", "Difference", "Differences", "compare"]
+
+FLOOR = 0.01
+SMALL = 1e-3
+
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The largest relative difference of one kind; infinite where one side is missing or not finite."""
+
+    value: float = 0.0
+    where: str = ""  # the tensor
+    step: int | None = None  # None: at the end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Differences:
+    """By how much a configuration differs from its reference."""
+
+    num_steps: int
+    loss: Difference
+    first_gradients: Difference  # at the first step, where both sides still have the same weights
+    gradients: Difference  # over all steps
+    weights: Difference  # at the end, without the elements that are left out
+    left_out: Difference  # of these elements alone
+    num_left_out: int
+
+
+class CaptureReader:
+    """What `paceline.worker.record.parity_capture` wrote into a directory, read one tensor at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.weights = directory / "weights.safetensors"
+        path = directory / "losses.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.losses = {row["step"]: float(row["loss"]) for row in map(json.loads, lines)}
+        # A step that was skipped, because its gradients were not finite, has none.
+        found = {step: directory / f"gradients_{step}.safetensors" for step in self.losses}
+        self.gradients = {step: path for step, path in found.items() if path.exists()}
+
+
+def compare(capture: CaptureReader, reference: CaptureReader) -> Differences:
+    """Compare a configuration's capture with its reference's; both must have taken at least one step."""
+    by_step = [_gradients(capture, reference, step) for step in sorted(capture.gradients | reference.gradients)]
+    left_out = _left_out(capture, reference)
+    judged, not_judged = _weights(capture, reference, left_out)
+    return Differences(
+        num_steps=len(reference.losses),
+        loss=_loss(capture.losses, reference.losses),
+        first_gradients=by_step[0] if by_step else Difference(),
+        gradients=_worst(by_step),
+        weights=judged,
+        left_out=not_judged,
+        num_left_out=sum(int(mask.sum()) for mask in left_out.values()),
+    )
+
+
+def _loss(ours: dict[int, float], theirs: dict[int, float]) -> Difference:
+    floor = FLOOR * max((abs(loss) for loss in theirs.values() if np.isfinite(loss)), default=0.0)
+    found: list[Difference] = []
+    for step in sorted(ours.keys() | theirs.keys()):
+        a, b = (np.asarray(losses[step]) if step in losses else None for losses in (ours, theirs))
+        found.append(Difference(value=_relative(_distance(a, b), max(_size(b), floor)), where="loss", step=step))
+    return _worst(found)
+
+
+def _gradients(capture: CaptureReader, reference: CaptureReader, step: int) -> Difference:
+    if step not in capture.gradients or step not in reference.gradients:  # only one of them took the step
+        return Difference(value=float("inf"), where="all of them", step=step)
+    return _tensors(capture.gradients[step], reference.gradients[step], step)
+
+
+def _tensors(ours: Path, theirs: Path, step: int) -> Difference:
+    with _opened(ours) as mine, _opened(theirs) as other:
+        floor = FLOOR * other.largest
+        found: list[Difference] = []
+        for name in sorted(mine.names | other.names):
+            b = other.get(name)
+            value = _relative(_distance(mine.get(name), b), max(_size(b), floor))
+            found.append(Difference(value=value, where=name, step=step))
+    return _worst(found)
+
+
+def _weights(
+    capture: CaptureReader, reference: CaptureReader, left_out: dict[str, Array]
+) -> tuple[Difference, Difference]:
+    """The difference of what is judged, and of the elements that are left out."""
+    judged: list[Difference] = []
+    not_judged: list[Difference] = []
+    slack = 0.0
+    with _opened(capture.weights) as mine, _opened(reference.weights) as other:
+        is_parameter = {name: name in left_out for name in sorted(mine.names | other.names)}
+        floor = FLOOR * max((_size(other.get(name)) for name, is_one in is_parameter.items() if is_one), default=0.0)
+        for name in sorted(is_parameter, key=is_parameter.__getitem__, reverse=True):  # parameters first: the slack
+            a, b = mine.get(name), other.get(name)
+            scale = max(_size(b), floor)
+            if a is None or b is None or a.shape != b.shape:
+                judged.append(Difference(value=float("inf"), where=name))
+            elif is_parameter[name]:
+                mask = left_out[name]
+                aside = _distance(a[mask], b[mask])
+                slack = max(slack, aside)
+                not_judged.append(Difference(value=_relative(aside, scale), where=name))
+                judged.append(Difference(value=_relative(_distance(a[~mask], b[~mask]), scale), where=name))
+            else:
+                judged.append(Difference(value=_relative(max(_distance(a, b) - slack, 0.0), scale), where=name))
+    return _worst(judged), _worst(not_judged)
+
+
+def _left_out(capture: CaptureReader, reference: CaptureReader) -> dict[str, Array]:
+    """For each parameter that had a gradient: the elements whose first one was too small to judge by."""
+    left_out: dict[str, Array] = {}
+    waiting: dict[str, Array] = {}  # elements that had no gradient but exact zeros so far: no optimizer amplifies these
+    for step in sorted(capture.gradients.keys() & reference.gradients.keys()):
+        with _opened(capture.gradients[step]) as mine, _opened(reference.gradients[step]) as other:
+            floor = FLOOR * other.largest
+            for name in sorted(mine.names & other.names):
+                a, b = mine.get(name), other.get(name)
+                if a is None or b is None or a.shape != b.shape:
+                    continue
+                still = waiting.setdefault(name, np.ones(b.shape, dtype=bool))
+                arrived = still & ((a != 0) | (b != 0))
+                small = np.abs(b) < SMALL * max(_size(b), floor)
+                left_out[name] = left_out.get(name, np.zeros(b.shape, dtype=bool)) | (arrived & small)
+                waiting[name] = still & ~arrived
+    return left_out
+
+
+class _TensorFile:
+    """An open file of tensors."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.names = frozenset[str](file.keys())
+
+    def get(self, name: str) -> Array | None:
+        return np.asarray(self._file.get_tensor(name)) if name in self.names else None
+
+    @property
+    def largest(self) -> float:
+        """The size of the largest tensor."""
+        return max((_size(self.get(name)) for name in self.names), default=0.0)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[_TensorFile]:
+    from safetensors import safe_open  # only parity needs it
+
+    with safe_open(path, framework="np") as file:
+        yield _TensorFile(file)
+
+
+def _size(tensor: Array | None) -> float:
+    """max |b| over the elements that are finite."""
+    if tensor is None or tensor.size == 0:
+        return 0.0
+    sizes = np.abs(tensor.astype(np.float64))
+    return float(sizes.max(initial=0.0, where=np.isfinite(sizes)))
+
+
+def _distance(a: Array | None, b: Array | None) -> float:
+    """max |a - b|; equal elements, also infinite ones and NaN, do not differ."""
+    if a is None or b is None or a.shape != b.shape:
+        return float("inf")
+    if a.size == 0:
+        return 0.0
+    with np.errstate(invalid="ignore"):
+        distances = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    distances = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, distances)
+    return float(np.nan_to_num(distances, nan=np.inf, posinf=np.inf).max())
+
+
+def _relative(distance: float, size: float) -> float:
+    if distance == 0.0:
+        return 0.0
+    return distance / size if size > 0.0 else float("inf")
+
+
+def _worst(found: list[Difference]) -> Difference:
+    return max(found, key=lambda difference: difference.value, default=Difference())

@@ -1,0 +1,275 @@
+"""Runs a script under every plan and number of workers that `paceline parity` was asked for, and has them compared.
+
+Each run is an ordinary one: the same launcher, the script as it is, a run directory of its own. What differs between a
+configuration and its reference is the layout alone (and the wire: the reference's gradients travel whole), so both run
+the same micro-batches of the same global batches. Every run gets the same number of threads: how a matrix
+product is cut over threads changes its rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline import config, environment
+from paceline.cli.parity.compare import CaptureReader, compare
+from paceline.cli.parity.report import FAILED, REFUSED, FailedTrial, ParityVerdict, Tolerance, print_report
+from paceline.cli.parity.request import ParityRequest
+from paceline.errors import PlanError, WorkerError
+from paceline.events import WorkerStarted, decode
+from paceline.launch.fork.warm_parent_client import WarmParent
+from paceline.launch.local import prestart
+from paceline.plan import Job, Plan
+from paceline.runs.attempt import Attempt, error_from_failures
+
+__all__ = ["ParityTrial", "main_parity", "trials"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParityTrial:
+    """One run: a plan (None: the script's own) on so many workers."""
+
+    name: str  # of its directory
+    plan: Plan | None
+    workers: int
+    is_reference: bool
+
+    def overrides(self, *, float64: bool) -> tuple[str, ...]:
+        """What is changed in the plan, whoever gives it."""
+        # As many replicas as the workers make, of as many workers as the plan says.
+        changed = ["plan.layout.replicas=none"]
+        if self.is_reference:
+            changed = ["plan.layout=layout(replicas=1)", "plan.wire=raw"]
+        if float64:
+            changed.append("plan.compute.precision=fp64")
+        return tuple(changed)
+
+    @property
+    def label(self) -> str:
+        """Who runs, in words."""
+        if self.is_reference:
+            return "one process (reference)"
+        return f"{self.workers} worker{'s' * (self.workers > 1)}"
+
+    def reference_key(self, *, float64: bool) -> str:
+        """What a reference runs; of other trials, and of the script's own plan, their name."""
+        if self.plan is None or not self.is_reference:
+            return self.name
+        return str(config.apply(self.plan, *self.overrides(float64=float64)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedTrial:
+    """What a run left behind."""
+
+    capture: CaptureReader
+    plan: Plan  # resolved
+    device: str  # "cpu", "cuda"
+
+
+def main_parity(request: ParityRequest) -> int:
+    """Run everything, print the table; returns 0 where parity holds, 1 where it does not.
+
+    A plan that cannot work, or a run that fails, is told and does not keep the others from being compared. Where there
+    is nothing to compare at all, PlanError is raised where no plan can work, WorkerError where the script fails.
+    """
+    planned, refused = trials(request)
+    judged: list[ParityVerdict] = []
+    failed = [FailedTrial(label="all", plan=plan, error=error) for plan, error in refused]
+    lost: dict[str, WorkerError | PlanError] = {}  # references that failed, by what they ran
+    references: dict[
+        str, FinishedTrial
+    ] = {}  # by what they run: plans that differ in what a reference has not share one
+    with _directory(request.keep) as directory, contextlib.ExitStack() as stack:
+        warm = stack.enter_context(prestart())
+        reference: FinishedTrial | None = None
+        num_runs = len({trial.reference_key(float64=request.float64) for trial in planned})
+        numbers = itertools.count(1)
+        for trial in planned:
+            key = trial.reference_key(float64=request.float64)
+            if trial.is_reference:
+                reference = references.get(key)
+                if reference is not None or key in lost:
+                    failed += [FailedTrial(label="all", plan=trial.plan, error=lost[key])] if key in lost else []
+                    continue
+            elif reference is None:  # it failed
+                continue
+            number = next(numbers)
+            _say(f"{number}/{num_runs}  {_label(trial)}, {request.steps} steps")
+            current = warm
+            if number < num_runs:  # imports torch while this run computes
+                warm = stack.enter_context(prestart())
+            try:
+                ended = _run(trial, request, directory, current)
+                if trial.plan is None and trial.is_reference:
+                    _require(ended.plan, request)
+            except (WorkerError, PlanError) as error:
+                _say(f"that is {REFUSED if isinstance(error, PlanError) else FAILED}")
+                if trial.is_reference:
+                    lost[key] = error
+                failed.append(
+                    FailedTrial(label="all" if trial.is_reference else trial.label, plan=trial.plan, error=error)
+                )
+                continue
+            if reference is None:
+                reference = references[key] = ended
+            else:
+                judged.append(_judged(trial, ended, reference, request))
+                if request.keep is None:
+                    shutil.rmtree(directory / trial.name)  # gradients of every step are many bytes
+    if not judged:
+        raise failed[0].error
+    print_report(judged, failed, as_json=request.json)
+    return 0 if all(row.holds for row in judged) and not failed else 1
+
+
+def trials(request: ParityRequest) -> tuple[list[ParityTrial], list[tuple[Plan, PlanError]]]:
+    """The runs, a reference before what is compared with it, and the plans that cannot work, with the reasons.
+
+    Numbers of workers that a layout does not take are left out where it takes another one. PlanError where no plan can
+    work.
+    """
+    plans: Sequence[Plan | None] = request.plans or (None,)
+    found: list[ParityTrial] = []
+    refused: list[tuple[Plan, PlanError]] = []
+    for number, plan in enumerate(plans, start=1):
+        part = f"plan_{number}_" if len(plans) > 1 else ""
+        rows = [ParityTrial(name=f"{part}reference", plan=plan, workers=1, is_reference=True)]
+        rows += [
+            ParityTrial(name=f"{part}workers_{workers}", plan=plan, workers=workers, is_reference=False)
+            for workers in _fitting(plan, request.workers)
+        ]
+        if plan is not None:  # the script's own is not known yet
+            try:
+                for trial in rows:
+                    changed = config.apply(plan, *trial.overrides(float64=request.float64))
+                    changed.resolve(trial.workers).require(workers=trial.workers)
+            except PlanError as error:
+                refused.append((plan, error))
+                continue
+        found += rows
+    if not found:
+        raise refused[0][1]
+    return found, refused
+
+
+def _fitting(plan: Plan | None, counts: Sequence[int]) -> Sequence[int]:
+    """The numbers of workers that a plan's layout takes; all of them where it takes none, which is refused then."""
+    if plan is None:
+        return counts
+    layout = dataclasses.replace(plan.layout, replicas=None)
+    return [workers for workers in counts if layout.takes(workers)] or counts
+
+
+def _require(plan: Plan, request: ParityRequest) -> None:
+    """Raise PlanError where a plan that only the script knew cannot work on all the numbers of workers."""
+    for workers in request.workers:
+        config.apply(plan, "plan.layout=layout()").resolve(workers).require(workers=workers)
+
+
+def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: WarmParent) -> FinishedTrial:
+    """Run one trial to its end, without a word on the screen."""
+    run_dir = directory / trial.name
+    captured = run_dir / "captured"
+    fields: dict[str, Any] = {
+        "program": str(request.script),
+        "args": request.args,
+        "workers": trial.workers,
+        "run_dir": str(run_dir),
+        "fresh": True,
+        "save_every": None,
+        "save_at_end": False,
+        "tensorboard": False,
+        "metrics_port": None,
+        "max_steps": request.steps,
+        "capture_dir": str(captured.absolute()),
+    }
+    if request.device != "auto":
+        fields["device"] = request.device
+    threads = environment.default_threads(max(request.workers))
+    job = Job(**fields, threads=threads)  # threads: not among what the command decides, the script's own number wins
+    attempt = Attempt(
+        job,
+        plan=trial.plan,
+        overrides=trial.overrides(float64=request.float64),
+        given=tuple(fields),
+        command_started=time.time(),
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        outcome = attempt.run(warm)
+    if outcome.state == "stopped":
+        raise KeyboardInterrupt(outcome.reason)
+    if outcome.state == "failed":
+        raise _error(trial, attempt)
+    started = _started(attempt.directory / "worker_0" / "events.jsonl")
+    capture = CaptureReader(captured)
+    if not capture.losses:
+        raise PlanError(
+            f"{request.script} took no step: there is nothing to compare. Its loop is over worker.batches(...)."
+        )
+    return FinishedTrial(capture=capture, plan=Plan.parse(started.plan), device=started.device.partition(":")[0])
+
+
+def _judged(
+    trial: ParityTrial, ended: FinishedTrial, reference: FinishedTrial, request: ParityRequest
+) -> ParityVerdict:
+    return ParityVerdict(
+        workers=trial.workers,
+        plan=ended.plan,
+        device=ended.device,
+        reference_device=reference.device,
+        tolerance=Tolerance.of(request.tolerance, precision=ended.plan.compute.precision),
+        found=compare(ended.capture, reference.capture),
+    )
+
+
+def _error(trial: ParityTrial, attempt: Attempt) -> WorkerError | PlanError:
+    error = error_from_failures(attempt.failures)
+    message = f"the run with {_label(trial)} failed, so there is nothing to compare.\n{error}"
+    if isinstance(error, PlanError):
+        return PlanError(message)
+    return WorkerError(
+        message,
+        worker=error.worker,
+        host=error.host,
+        step=error.step,
+        exit_code=error.exit_code,
+        traceback=error.traceback,
+    )
+
+
+def _started(path: Path) -> WorkerStarted:
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            event = decode(line).event
+            if isinstance(event, WorkerStarted):
+                return event
+    raise ValueError(f"{path} does not say how the worker started")
+
+
+@contextlib.contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    """Where the runs go: a directory that is removed again, unless it is to be kept."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-parity-") as name:
+        yield Path(name)
+
+
+def _label(trial: ParityTrial) -> str:
+    return trial.label if trial.plan is None else f"{trial.label}, {trial.plan}"
+
+
+def _say(text: str) -> None:
+    print(f"parity: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,354 @@
+"""The groups of an elastic run: built anew for each generation of the membership, and left behind without waiting.
+
+Facts about gloo that shape this: a peer's death reaches only its direct neighbours, everybody else waits on until the
+group's own time limit; a group cannot be shrunk; to destroy one blocks while a transfer is pending. So a wait here
+looks up every few milliseconds, and an abandoned group is destroyed by a thread that may block. A transfer of an
+abandoned group may still write into its tensor: whoever gave the tensor must not use it for anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.allreduce.scheduled_group import backend_group_of
+from paceline.comm.flight_recorder import APART, FlightRecorder
+from paceline.comm.group import (
+    Disrupted,
+    Group,
+    SingleWorkerGroup,
+    Transfer,
+    WorkerGroup,
+    first_line,
+    from_bytes,
+    to_bytes,
+)
+from paceline.errors import SyncError
+
+__all__ = ["ElasticGroup", "GenerationGroup", "connect_gloo", "generation_name"]
+
+WAIT_SLICE = timedelta(milliseconds=20)
+POLL_S = 0.002
+
+
+class GenerationGroup(Group):
+    """A gloo group of one generation; a lost peer, or a newer generation, is `Disrupted` in whatever waits."""
+
+    def __init__(self, backend: Any, *, device: torch.device, check: Callable[[], None], timeout_s: float) -> None:
+        super().__init__(backend, device=device)
+        self._backend: Any = backend
+        self._check, self._timeout_s = check, timeout_s
+
+    def _begin_sum(self, tensor: Tensor, what: str) -> Transfer:
+        return self._begin(lambda: self._backend.allreduce([tensor], dist.AllreduceOptions()), what)
+
+    def _begin_gather(self, tensor: Tensor, out: Tensor, what: str) -> Transfer:
+        return self._begin(lambda: self._backend.allgather([list(out.unbind())], [tensor]), what)
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
+        return self._begin(lambda: self._backend.alltoall_base(out.view(-1), rows.view(-1), [], []), what)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._begin(lambda: self._backend.broadcast([tensor], options), what).wait()
+
+    def _do(self, start: Callable[[Any], dist.Work], what: str) -> None:
+        self._begin(lambda: start(self._backend), what).wait()
+
+    def send(self, tensor: Tensor, *, to: int, what: str) -> None:
+        """Send to one member; blocks until it is on its way."""
+        self._directly(lambda: self._backend.send([tensor], to, 0), what)
+
+    def receive(self, tensor: Tensor, *, source: int, what: str) -> None:
+        """Overwrite `tensor` by what one member sends; blocks."""
+        self._directly(lambda: self._backend.recv([tensor], source, 0), what)
+
+    def _directly(self, start: Callable[[], dist.Work], what: str) -> None:
+        """Do a transfer with one member to its end; a thread waits for it, and is left behind where `check` raises.
+
+        gloo takes a wait of limited time that runs out for the end of everything: it closes all connections.
+        """
+        done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+
+        def transfer() -> None:
+            try:
+                start().wait()
+                done.put(None)
+            except RuntimeError as error:  # torch has no narrower type for a lost peer
+                done.put(error)
+
+        self._check()
+        threading.Thread(target=transfer, name="paceline-transfer", daemon=True).start()
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                error = done.get(timeout=POLL_S)
+            except queue.Empty:
+                self._check()
+                if time.monotonic() > deadline:
+                    raise SyncError(f"waited too long for the other one in {what}") from None
+                continue
+            if error is not None:
+                raise Disrupted(f"lost contact with a peer during {what}: {first_line(error)}") from error
+            return
+
+    def close(self) -> None:
+        super().close()
+        held = [self._backend]
+        del self._backend
+        _destroy_in_background(held)
+
+    def _begin(self, start: Callable[[], dist.Work], what: str) -> Transfer:
+        self._check()
+        try:
+            return _AbortableTransfer(start(), what, self._check, self._timeout_s)
+        except RuntimeError as error:  # torch has no narrower type for a lost peer
+            raise Disrupted(f"lost contact with a peer during {what}: {first_line(error)}") from error
+
+
+class _AbortableTransfer:
+    """A transfer under way; its wait looks up."""
+
+    def __init__(self, work: dist.Work, what: str, check: Callable[[], None], timeout_s: float) -> None:
+        self._work: dist.Work | None = work
+        self._what, self._check = what, check
+        self._deadline = time.monotonic() + timeout_s
+
+    def wait(self) -> None:
+        while self._work is not None:
+            try:
+                self._work.wait(WAIT_SLICE)
+                self._work = None
+            except RuntimeError as error:
+                text = first_line(error)
+                if "timed out" not in text.lower():
+                    work, self._work = self._work, None
+                    del work
+                    raise Disrupted(f"lost contact with a peer during {self._what}: {text}") from None
+                self._check()
+                if time.monotonic() > self._deadline:
+                    raise SyncError(f"waited too long for the others in {self._what}") from None
+
+
+class ElasticGroup:
+    """The group of a run that changes while it goes on: all hold this one, and it passes on to the current group.
+
+    A *newcomer* is in no group yet: nothing moves, and its index is -1. What moves is noted in `ring`, whose group for
+    each generation (`generation_name`) has been joined before.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup | None,
+        *,
+        generation: int,
+        ranks: Sequence[int] = (),
+        ring: FlightRecorder | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.generation = generation
+        self.ranks = tuple(ranks)  # of the workers, by their index in the current group; a newcomer knows of none
+        self._group: WorkerGroup | None = group
+        self._ring = FlightRecorder.unread() if ring is None else ring
+        self._name = name  # under which the ring knows the group; None: it is the run's own
+        self._is_apart = False
+
+    @property
+    def index(self) -> int:
+        return -1 if self._group is None else self._group.index
+
+    @property
+    def size(self) -> int:
+        return 1 if self._group is None else self._group.size
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._now().shares_memory
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        return (0,) if self._group is None else self._group.hosts
+
+    @property
+    def is_newcomer(self) -> bool:
+        return self._group is None
+
+    def take(self, group: WorkerGroup, generation: int, *, ranks: Sequence[int]) -> None:
+        """From now on this group, of these workers, is the current one; the one before is abandoned."""
+        before, self._group, self.generation, self.ranks = self._group, group, generation, tuple(ranks)
+        if before is not None:
+            before.close()
+
+    def part(self, rank: int) -> None:
+        """From now on nothing moves: the ring shows this worker, of that rank, in no group with the others."""
+        self._is_apart = True
+        self._ring.join(APART, [rank], is_main=True)
+
+    def join(self) -> None:
+        """It is among them again, where it was not; all count their calls anew."""
+        if self._is_apart and not self.is_newcomer:
+            self._ring.join(generation_name(self.generation), self.ranks, is_main=True)
+        self._is_apart = False
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+        group = self._now()
+        if group.size == 1:
+            return group.all_reduce(tensor, what=what)
+        call = self._ring.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
+        return _RecordedGroupTransfer(group.all_reduce(tensor, what=what), self._ring, call)
+
+    def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
+        group = self._now()
+        if group.size == 1:
+            return group.begin_all_gather(tensor, out, what=what)
+        call = self._ring.enter("all_gather", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
+        return _RecordedGroupTransfer(group.begin_all_gather(tensor, out, what=what), self._ring, call)
+
+    def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
+        group = self._now()
+        if group.size == 1:
+            return group.begin_all_to_all(rows, out, what=what)
+        call = self._ring.enter("all_to_all", what, dtype=rows.dtype, numel=rows.numel(), group=self._name)
+        return _RecordedGroupTransfer(group.begin_all_to_all(rows, out, what=what), self._ring, call)
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._now().allocate(numel, dtype=dtype, device=device)
+
+    def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
+        with self._noted("all_gather", what, tensor):
+            self._now().all_gather(tensor, out, what=what)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
+        with self._noted("reduce_scatter", what, out):
+            self._now().reduce_scatter(parts, out, what=what)
+
+    def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
+        with self._noted(
+            "all_to_all", what
+        ):  # without a size: members may send as much as they have, and mean one call
+            self._now().all_to_all(parts, out, what=what)
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
+        with self._noted("broadcast", what, tensor):
+            self._now().broadcast(tensor, source=source, what=what)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        with self._noted("gather_objects"):
+            return self._now().gather_objects(value)
+
+    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
+        with self._noted("broadcast_object"):
+            return self._now().broadcast_object(value, source=source)
+
+    def barrier(self) -> None:
+        with self._noted("barrier"):
+            self._now().barrier()
+
+    def meet(self, value: Any) -> list[Any]:
+        """Gather objects from those who have come to a new generation; each finds out for itself whether it holds."""
+        with self._noted("gather_objects"):
+            return self._now().gather_objects(value)
+
+    def send_object(self, value: Any, *, to: int) -> None:
+        """Send a picklable value, tensors and all, to one member."""
+        group, payload = self._direct(), to_bytes(value)
+        group.send(torch.tensor([payload.numel()]), to=to, what="the size of a state")
+        group.send(payload, to=to, what="a state")
+
+    def receive_object(self, *, source: int) -> Any:
+        """Return what `send_object` of member `source` sends."""
+        group = self._direct()
+        size = torch.zeros(1, dtype=torch.int64)
+        group.receive(size, source=source, what="the size of a state")
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        group.receive(payload, source=source, what="a state")
+        return from_bytes(payload, group.device)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+    def _direct(self) -> GenerationGroup:
+        """The current group's own transport, from one member to another."""
+        group = backend_group_of(self._now())
+        if not isinstance(group, GenerationGroup):
+            raise SyncError("this group's members do not come and go: nobody is handed a state")
+        return group
+
+    def _now(self) -> WorkerGroup:
+        return SINGLE_WORKER if self._group is None else self._group
+
+    @contextlib.contextmanager
+    def _noted(self, kind: str, what: str = "", tensor: Tensor | None = None) -> Iterator[None]:
+        """Something that blocks until all have come. After an error the ring shows it still: it may be the cause."""
+        if self.size == 1:
+            yield
+            return
+        numel, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
+        self._ring.wait(self._ring.enter(kind, what, dtype=dtype, numel=numel, group=self._name))
+        yield
+        self._ring.leave()
+
+
+class _RecordedGroupTransfer:
+    """A transfer whose wait shows in the ring."""
+
+    def __init__(self, transfer: Transfer, ring: FlightRecorder, call: int) -> None:
+        self._transfer, self._ring, self._call = transfer, ring, call
+
+    def wait(self) -> None:
+        self._ring.wait(self._call)
+        self._transfer.wait()
+        self._ring.leave()
+
+
+def generation_name(generation: int) -> str:
+    """What a ring calls the run's own group."""
+    return f"generation {generation}"
+
+
+def connect_gloo(store: dist.Store, *, index: int, size: int, timeout_s: float, check: Callable[[], None]) -> Any:
+    """Build the back end of a generation: gloo meets the others through `store`; blocks until all are there.
+
+    Meeting happens in a thread, which is left behind when `check()` raises: gloo itself would wait for a dead peer
+    until its time limit.
+    """
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def meet() -> None:
+        try:
+            done.put(dist.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout_s)))
+        except BaseException as error:  # of whatever kind: it is raised where somebody waits
+            done.put(error)
+
+    threading.Thread(target=meet, name="paceline-meeting", daemon=True).start()
+    while True:
+        try:
+            met = done.get(timeout=POLL_S)
+        except queue.Empty:
+            check()
+            continue
+        if isinstance(met, Disrupted):
+            raise met
+        if isinstance(met, BaseException):
+            check()
+            raise Disrupted(f"the workers could not all meet: {first_line(met)}") from met
+        return met
+
+
+def _destroy_in_background(held: list[Any]) -> None:
+    """Let a thread drop the last reference to a back end: that blocks while a transfer is pending."""
+    threading.Thread(target=held.clear, name="paceline-undertaker", daemon=True).start()
+
+
+SINGLE_WORKER = SingleWorkerGroup()

@@ -1,0 +1,357 @@
+"""Messages between callers and a listener, over ZeroMQ: a header in JSON, and tensors as they lie in memory.
+
+A caller has one connection to each listener (DEALER to ROUTER), so what it says arrives in order. Before anything of it
+is read it proves a secret, and the listener proves it, too (`paceline.comm.messages.token_handshake`). Nothing is
+unpickled: a header is JSON, a tensor a dtype, a shape and its bytes, which are sent from where they lie, and used where
+they arrive. A large one travels in pieces, and is put together there: each piece that has arrived is a sign of life,
+also over a link that needs minutes for the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import zmq
+import zmq.utils.monitor
+from torch import Tensor
+
+from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
+from paceline.errors import SyncError
+
+__all__ = ["Secret", "ServerLost", "ServerTimeout", "TensorClient", "TensorMessage", "TensorServer"]
+
+LOOK_S = 0.02  # how often a wait looks up
+LINGER_MS = 1000  # at an end, for what is still on its way
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
+KINDS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES = {str(one).removeprefix("torch."): one for one in KINDS}
+HELLO = b"paceline"
+SMALL_BYTES = 1 << 14  # of a tensor that ZeroMQ may have received together with others, at an odd address
+HEADER_BYTES = 1 << 26  # as large as any header may become
+PIECE_BYTES = 1 << 20  # of a large tensor
+# What is said to a host that has gone without a word is noticed in time; who is only stopped still answers.
+KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
+
+# A listener listens before anybody is told where: who cannot connect, or is cut off, has lost it.
+GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
+Secret = bytes
+
+
+class ServerLost(SyncError):
+    """The listener is there no longer."""
+
+    listener = ""  # its name, for people
+
+
+class ServerTimeout(ServerLost):
+    """The listener may be there, and has not answered for as long as its caller waits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorMessage:
+    """What was said; the tensors are the receiver's own."""
+
+    header: Mapping[str, Any]
+    tensors: tuple[Tensor, ...] = ()
+
+
+class TensorServer:
+    """Takes messages of callers that know the secret, and answers them; for one thread."""
+
+    def __init__(self, address: str, secret: Secret, *, silence_s: float | None = None) -> None:
+        """Bind to a free port of `address`. Who is not heard for `silence_s`, because its process is stopped, or its
+        host out of reach, is cut off; None: who is stopped stays connected."""
+        self._secret = secret
+        self._context = zmq.Context()
+        self._socket = _socket(self._context, zmq.ROUTER, is_v6=":" in address)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, HEADER_BYTES)
+        _cut_off_after(silence_s, self._socket)
+        host = f"[{address}]" if ":" in address else address
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self._open: set[int] = set()  # connections, by the numbers of their files
+        self._greeting: dict[bytes, tuple[int, TokenHandshake]] = {}  # over which connection, and how far it is
+        self._known: dict[bytes, int] = {}  # who has proved the secret, and over which connection
+        self.had_any = False  # that has proved the secret
+
+    @property
+    def num_connected(self) -> int:
+        """How many of those who have proved the secret are there."""
+        return sum(connection in self._open for connection in self._known.values())
+
+    def is_there(self, peer: bytes) -> bool:
+        """Whether somebody who has proved the secret is still connected."""
+        return self._known.get(peer) in self._open
+
+    def receive(self, timeout_s: float) -> tuple[bytes, TensorMessage] | None:
+        """Return who said what; None where nobody has within the time."""
+        ready = dict(self._poll(timeout_s))
+        if self._socket not in ready:
+            self._look_who_is_there()
+            return None
+        caller, *frames = self._socket.recv_multipart(copy=False)
+        self._look_who_is_there()  # now it is known of the connection that this came over
+        peer, connection = caller.bytes, int(frames[0].get(zmq.SRCFD))
+        if self._known.get(peer) != connection:  # whoever takes the name of somebody who has gone is a stranger, too
+            self._meet(peer, frames, connection)
+            return None
+        return peer, _decoded_message(frames)
+
+    def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        """Answer; the tensors must not be written to afterwards."""
+        frames = [peer, *_encoded_frames(header, tensors)]
+        with contextlib.suppress(zmq.ZMQError):  # it has gone meanwhile
+            self._socket.send_multipart(frames, copy=False)
+
+    def close(self) -> None:
+        """Let what was said arrive, and end."""
+        self._socket.disable_monitor()
+        self._socket.close(linger=LINGER_MS)
+        self._monitor.close(linger=0)
+        self._context.term()
+
+    def _poll(self, timeout_s: float) -> list[tuple[zmq.Socket[bytes], int]]:
+        poller = zmq.Poller()
+        for one in (self._socket, self._monitor):
+            poller.register(one, zmq.POLLIN)
+        return poller.poll(round(timeout_s * 1000))
+
+    def _look_who_is_there(self) -> None:
+        while self._monitor.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self._monitor)
+            connection = int(event["value"])
+            if event["event"] == zmq.EVENT_DISCONNECTED:  # what it has said before may still be unread
+                self._open.discard(connection)
+                self._greeting = {peer: one for peer, one in self._greeting.items() if one[0] != connection}
+            else:
+                self._open.add(connection)
+                self._known = {peer: one for peer, one in self._known.items() if one != connection}
+
+    def _meet(self, peer: bytes, frames: Sequence[zmq.Frame], connection: int) -> None:
+        """One step of the proof of a caller that nothing is known of."""
+        if connection not in self._open:
+            return
+        said = frames[0].bytes if len(frames) == 1 and len(frames[0].buffer) <= 2 * len(HELLO) + 128 else b""
+        if said == HELLO:
+            shake = TokenHandshake(self._secret, is_head=True)
+            self._greeting[peer] = (connection, shake)  # at most one of each connection that is open
+            self._socket.send_multipart([peer, shake.greeting])
+            return
+        began_over, shake = self._greeting.pop(peer, (None, None))
+        if shake is None or began_over != connection or len(said) > shake.wanted:
+            return
+        try:
+            answer = shake.feed(said)
+        except TokenRefused as refused:
+            self._socket.send_multipart([peer, refused.farewell])
+            return
+        if shake.wanted:
+            return
+        self._known[peer] = connection
+        self.had_any = True
+        self._socket.send_multipart([peer, answer])
+
+
+class TensorClient:
+    """One connection to a listener; for one thread. Raises SyncError where the two do not hold the same secret."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        secret: Secret,
+        *,
+        name: str,
+        timeout_s: float,
+        silence_s: float | None = None,
+        check: Callable[[], None] = lambda: None,
+        waits: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """`name`: of the listener, for people. It is lost when it is not heard for `silence_s`, as a `TensorServer`'s
+        callers are. `check()` is called while it waits, and ends a wait by raising; so is `waits(seconds)`, with how
+        long that has been."""
+        self.name = name
+        self._timeout_s, self._check, self._waits = timeout_s, check, waits
+        self._context = zmq.Context()
+        self._socket = _socket(self._context, zmq.DEALER, is_v6="[" in endpoint)
+        _cut_off_after(silence_s, self._socket)
+        self._monitor = self._socket.get_monitor_socket(GONE)
+        self._lost = False
+        self._num_calls = 0
+        self._socket.connect(endpoint)
+        try:
+            self._prove(secret)
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def send(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> zmq.MessageTracker | None:
+        """Say something; returns what tells when the tensors may be written to again (None: now)."""
+        sent = self._socket.send_multipart(_encoded_frames(header, tensors), copy=False, track=bool(tensors))
+        return sent if isinstance(sent, zmq.MessageTracker) else None
+
+    def begin(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> int:
+        """Ask something; returns the number by which `answer` is waited for."""
+        self._num_calls += 1
+        self.send({**header, "call": self._num_calls}, tensors)
+        return self._num_calls
+
+    def wait_sent(self, sent: zmq.MessageTracker | None) -> None:
+        """Return when the tensors that `send` returned this for may be written to again. Raises as `answer` does."""
+        deadline, what = time.monotonic() + self._timeout_s, f"{self.name} to take what was sent"
+        while sent is not None:
+            try:
+                sent.wait(LOOK_S)
+                return
+            except zmq.NotDone:
+                self._go_on_waiting(deadline, self._timeout_s, what, is_lost=bool(self._monitor.poll(0)))
+
+    def answer(
+        self,
+        call: int,
+        *,
+        checks: bool = True,
+        meanwhile: Callable[[], None] = lambda: None,
+        heard: Callable[[TensorMessage], None] = lambda _: None,
+    ) -> TensorMessage:
+        """Wait for the answer to a question; others, that nobody wanted any more, are passed over, or `heard`. Each
+        gives the listener as much time again. `meanwhile()` is called every now and then, and may say something more.
+
+        Raises Lost where the listener has gone, Late where it says nothing in time, RuntimeError where it has failed,
+        and, unless without `checks`, what `check` raises.
+        """
+        while True:
+            message = _decoded_message(self._wait(self._timeout_s, f"an answer of {self.name}", checks, meanwhile))
+            if "failed" in message.header:
+                raise RuntimeError(f"{self.name} failed:\n{message.header['failed']}")
+            if message.header.get("call") == call:
+                return message
+            heard(message)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the connection, if it was not; unless `at_once`, what was said arrives before."""
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._socket.close(linger=0 if at_once or self._lost else LINGER_MS)
+        self._monitor.close(linger=0)
+        self._context.term()
+
+    def _prove(self, secret: Secret) -> None:
+        shake = TokenHandshake(secret, is_head=False)
+        self._socket.send(HELLO)
+        while shake.wanted:
+            (frame,) = self._wait(HANDSHAKE_TIMEOUT_S + self._timeout_s, f"the greeting of {self.name}")
+            try:
+                said = shake.feed(frame.bytes)
+            except TokenRefused as refused:
+                raise SyncError(f"{self.name} does not take this worker in: {refused}") from None
+            if said:
+                self._socket.send(said)
+
+    def _wait(
+        self, limit_s: float, what: str, checks: bool = True, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[zmq.Frame]:
+        deadline = time.monotonic() + limit_s
+        poller = zmq.Poller()
+        for one in (self._socket, self._monitor):
+            poller.register(one, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(round(LOOK_S * 1000)))
+            if self._socket in ready:
+                return self._socket.recv_multipart(copy=False)
+            self._go_on_waiting(deadline, limit_s, what, is_lost=self._monitor in ready, checks=checks)
+            meanwhile()
+
+    def _go_on_waiting(self, deadline: float, limit_s: float, what: str, *, is_lost: bool, checks: bool = True) -> None:
+        if is_lost or self._lost:
+            self._lost = True
+            raise self._told(
+                ServerLost(f"{self.name} was lost: the connection was closed while this worker waited for {what}")
+            )
+        if checks:
+            self._check()
+        now = time.monotonic()
+        if now > deadline:
+            raise self._told(ServerTimeout(f"waited {limit_s:.0f} s for {what}"))
+        self._waits(limit_s - (deadline - now))
+
+    def _told(self, lost: ServerLost) -> ServerLost:
+        lost.listener = self.name
+        return lost
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, *, is_v6: bool) -> zmq.Socket[bytes]:
+    made = context.socket(kind)
+    made.setsockopt(zmq.IPV6, int(is_v6))
+    made.setsockopt(zmq.SNDHWM, 0)  # nothing is ever dropped because somebody is slow to take it
+    made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.LINGER, LINGER_MS)  # where nobody closes it, what nobody takes would be waited for without end
+    for option, value in KEEPALIVE.items():
+        made.setsockopt(option, value)
+    return made
+
+
+def _cut_off_after(silence_s: float | None, socket: zmq.Socket[bytes]) -> None:
+    """End connections over which nothing comes for so long; None: never, while the other side's system answers."""
+    if silence_s is not None:  # a thread of ZeroMQ's own answers, whatever the others of a process do
+        socket.setsockopt(zmq.HEARTBEAT_IVL, round(silence_s * 250))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_s * 1000))
+
+
+def _encoded_frames(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """The frames of a message."""
+    for one in tensors:
+        if one.dtype not in KINDS:
+            raise TypeError(f"a tensor of {one.dtype} cannot be sent to a parameter server: only {', '.join(DTYPES)}")
+    forms = [[str(one.dtype).removeprefix("torch."), [*one.shape]] for one in tensors]
+    told = json.dumps({**header, "tensors": forms} if forms else header).encode()
+    return [told, *(piece for one in tensors for piece in _pieces(_bytes_of(one)))]
+
+
+def _pieces(whole: memoryview) -> list[memoryview]:
+    """The frames of a tensor; at least one."""
+    return [whole[at : at + PIECE_BYTES] for at in range(0, max(1, len(whole)), PIECE_BYTES)]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _decoded_message(frames: Sequence[zmq.Frame]) -> TensorMessage:
+    """Read a message of somebody who has proved the secret; ValueError where it makes no sense."""
+    header = json.loads(frames[0].bytes)
+    pieces, tensors = [*frames[1:]], list[Tensor]()
+    for dtype, shape in header.pop("tensors", []):
+        kind = DTYPES.get(dtype)
+        if kind is None:
+            raise ValueError(f"a tensor of {dtype!r}, which is none of {', '.join(DTYPES)}")
+        count = max(1, math.ceil(math.prod(shape) * kind.itemsize / PIECE_BYTES))
+        tensors.append(_tensor(kind, shape, pieces[:count]))
+        del pieces[:count]
+    if pieces:
+        raise ValueError(f"a message of {len(tensors)} tensors, and {len(pieces)} frames more")
+    return TensorMessage(header, tuple(tensors))
+
+
+def _tensor(kind: torch.dtype, shape: Sequence[int], pieces: Sequence[zmq.Frame]) -> Tensor:
+    count, num_bytes = math.prod(shape), sum(len(piece.buffer) for piece in pieces)
+    if count * kind.itemsize != num_bytes:
+        raise ValueError(f"a tensor of {count} numbers of {kind} that came in {num_bytes} bytes")
+    if not count:
+        return torch.empty(shape, dtype=kind)
+    if len(pieces) > 1:
+        whole = torch.empty(num_bytes, dtype=torch.uint8)
+        for place, piece in zip(whole.split(PIECE_BYTES), pieces, strict=True):
+            place.numpy().data[:] = piece.buffer
+        return whole.view(kind).view(shape)
+    buffer = pieces[0].buffer if num_bytes > SMALL_BYTES else bytearray(pieces[0].buffer)
+    return torch.frombuffer(buffer, dtype=kind).view(shape)

@@ -1,0 +1,213 @@
+"""Workers that somebody else started (srun, mpirun) meet at worker 0, which serves the board from a thread.
+
+On one host they meet at a Unix socket without a name in the file system, reachable only from this host and refused to
+other users. Over several hosts worker 0 listens on the head's address, and every worker proves the job's token first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from paceline.comm.messages.json_channel import Channel, ChannelClosed
+from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
+from paceline.comm.rendezvous.kv_store import KeyValueStore
+from paceline.errors import LaunchError
+
+__all__ = ["KeyValueServer", "join_external_launch", "own_address", "rendezvous_port"]
+
+RETRY_S = 0.02
+PAUSE_S = 1.0  # after an accept that failed
+PROBE_ADDRESS = ("192.0.2.1", 9)  # an address that nobody has: the way to it is the way out of this host
+Address = str | tuple[str, int]
+
+
+def rendezvous_port(job_id: str) -> int:
+    """The port at which a job's workers meet: all compute the same from the job's id (20000 to 29999)."""
+    number = 0
+    for letter in job_id.encode():
+        number = (number * 131 + letter) % 1_000_003
+    return 20_000 + number % 10_000
+
+
+def join_external_launch(
+    *, worker_rank: int, address: Address, token: bytes | None, timeout_s: float, log: Callable[[str], None]
+) -> tuple[Channel, KeyValueServer | None]:
+    """Return this worker's channel to the board; worker 0 also gets the thread that serves it, to be closed at the end.
+
+    `address` is (host, port), or the name of a Unix socket. Raises LaunchError when worker 0 does not show up in time,
+    or refuses.
+    """
+    server = KeyValueServer(address, token, log) if worker_rank == 0 else None
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock = _connect(address)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"worker {worker_rank} could not reach worker 0 at {_address_text(address)} within "
+                    f"{timeout_s:.0f} s ({error.strerror}). Is worker 0 running, and is that address reachable from "
+                    "here?"
+                ) from error
+            time.sleep(RETRY_S)
+    if token is not None:
+        try:
+            _prove_token(sock, TokenHandshake(token, is_head=False))
+        except (TokenRefused, OSError) as error:
+            raise LaunchError(f"worker 0 at {_address_text(address)} refused worker {worker_rank}: {error}") from error
+    sock.settimeout(None)
+    return Channel(sock), server
+
+
+def own_address(head: tuple[str, int], *, is_head: bool) -> str:
+    """Return the address under which the other hosts of a job reach this one; nothing is sent.
+
+    It is the one that faces the head. Where the head's own name means loopback on the head (Debian's 127.0.1.1), it is
+    the one that faces the outside there.
+    """
+    family, _, _, _, address = socket.getaddrinfo(*head, type=socket.SOCK_DGRAM)[0]
+    facing = _local_address_towards(family, address)
+    if not is_head or not facing.startswith("127."):
+        return facing
+    try:
+        return _local_address_towards(socket.AF_INET, PROBE_ADDRESS)
+    except OSError:  # there is no way out: an address of a local network, or all hosts of this job are this machine
+        found = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family == socket.AF_INET]
+        return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
+
+
+def _local_address_towards(family: int, address: Any) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+class KeyValueServer:
+    """Serves a board to everybody who may ask: one daemon thread that accepts, one for each connection."""
+
+    def __init__(self, address: Address, token: bytes | None, log: Callable[[str], None]) -> None:
+        self._token, self._log = token, log
+        self._board, self._lock = KeyValueStore(), threading.Lock()
+        family, place = _listen_address(address, log)
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if family != socket.AF_UNIX:
+                self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(place)
+        except OSError as error:
+            self._listener.close()
+            raise LaunchError(
+                f"worker 0 cannot listen at {_address_text(address)} ({error.strerror}). Set MASTER_ADDR and "
+                "MASTER_PORT to an address of its host and a free port, for all workers"
+            ) from error
+        self._listener.listen(1024)
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept, name="paceline-board", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections; those that are open end with their workers."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        told = ""
+        while not self._closed.is_set():
+            try:
+                sock, peer = self._listener.accept()
+                threading.Thread(target=self._serve, args=(sock, peer), daemon=True).start()
+            except ConnectionError:
+                continue  # it went away before it was let in
+            except (OSError, RuntimeError) as error:  # no more files, or threads; what is closed fails too
+                if not self._closed.is_set() and str(error) != told:
+                    told = str(error)
+                    self._log(f"worker 0 cannot accept a connection, and tries again: {error}")
+                self._closed.wait(PAUSE_S)
+
+    def _serve(self, sock: socket.socket, peer: object) -> None:
+        try:
+            if self._token is not None:
+                _prove_token(sock, TokenHandshake(self._token, is_head=True))
+            elif (user := _peer_user(sock)) != os.getuid():
+                raise TokenRefused(f"it runs as user {user}")
+        except (TokenRefused, OSError) as error:
+            self._log(f"refused a connection from {peer or 'another process'}: {error}")
+            sock.close()
+            return
+        sock.settimeout(None)
+        channel = Channel(sock)
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                request = channel.receive()
+                with self._lock:
+                    reply = self._board.handle(request)
+                channel.send(reply)
+
+
+def _listen_address(address: Address, log: Callable[[str], None]) -> tuple[int, Any]:
+    """Where worker 0 listens: address family and address."""
+    if isinstance(address, str):
+        return socket.AF_UNIX, address
+    family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    if str(place[0]).startswith("127.") and address[0] not in ("localhost", place[0]):
+        log(
+            f"{address[0]} means {place[0]} on its own host, where other hosts do not reach it: "
+            f"worker 0 listens at port {address[1]} of all its addresses"
+        )
+        return family, ("", address[1])
+    return family, place
+
+
+def _prove_token(sock: socket.socket, handshake: TokenHandshake) -> None:
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    sock.settimeout(HANDSHAKE_TIMEOUT_S)
+    sock.sendall(handshake.greeting)
+    while handshake.wanted:
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        data = sock.recv(handshake.wanted)
+        if not data:
+            raise TokenRefused("it closed the connection")
+        try:
+            sock.sendall(handshake.feed(data))
+        except TokenRefused as refused:
+            if refused.farewell:
+                sock.sendall(refused.farewell)
+            raise
+
+
+def _connect(address: Address) -> socket.socket:
+    if isinstance(address, str):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
+        if (user := _peer_user(sock)) != os.getuid():
+            sock.close()
+            raise LaunchError(f"the socket at which this job's workers meet belongs to user {user}, not to you")
+        return sock
+    return socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+
+
+def _peer_user(sock: socket.socket) -> int:
+    if sys.platform != "linux":
+        return os.getuid()
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user
+
+
+def _address_text(address: Address) -> str:
+    return repr(address) if isinstance(address, str) else f"{address[0]}:{address[1]}"

@@ -1,0 +1,3 @@
+"""Collectives and point-to-point transfers of the workers of one host, in memory that they share; imports only
+comm.group.
+"""

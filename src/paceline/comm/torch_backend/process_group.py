@@ -1,0 +1,398 @@
+"""Shared memory as a back end of torch.distributed: what torch's own DDP, fully_shard and DTensor call on the CPU.
+
+torch asks for a process group: a subclass of its own, whose collectives are those of `SharedGroup`. Underneath lies a
+gloo group. The workers meet through it, and what memory does not have goes over it: single messages (send and recv),
+logical operations, sums of booleans and complex numbers. Where the workers cannot share memory torch gets that gloo
+group itself, and a warning says why.
+
+All workers of a group must make the same choice between the two, so it depends on types and operations alone, never on
+how a tensor lies: one with holes is copied. What is called is done in turn (`comm/torch_backend/op_queue.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.elastic.generation_group import GenerationGroup
+from paceline.comm.shared_memory.collectives import (
+    MOVED_BYTES,
+    Combine,
+    fill_pieces,
+    flat,
+    gather_pieces,
+    reduce_pieces,
+    scatter_pieces,
+)
+from paceline.comm.shared_memory.shared_group import SharedGroup, with_shared_memory
+from paceline.comm.shared_memory.summation import (
+    GATHERED_TO_ONE,
+    MAXIMUM,
+    MINIMUM,
+    PRODUCT,
+    REDUCED_TO_ONE,
+    SCATTERED_FROM_ONE,
+    SUMMED,
+    ordered_sum,
+)
+from paceline.comm.torch_backend.op_queue import OpQueue, QueuedOp
+from paceline.errors import SyncError
+
+__all__ = ["NAME", "SharedMemoryProcessGroup", "register_backend"]
+
+NAME = "paceline"
+CPU = torch.device("cpu")
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes of a host, and for no other's
+
+TorchGroup: Any = dist.ProcessGroup  # its stubs name arguments otherwise in every other method; torch passes places
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+OTHERS: Sequence[tuple[Any, Combine, int]] = (  # each worker takes them for itself
+    (dist.ReduceOp.MIN, lambda parts: functools.reduce(torch.minimum, parts), MINIMUM),
+    (dist.ReduceOp.MAX, lambda parts: functools.reduce(torch.maximum, parts), MAXIMUM),
+    (dist.ReduceOp.PRODUCT, lambda parts: functools.reduce(torch.mul, parts), PRODUCT),
+)
+
+
+def register_backend(name: str = NAME) -> None:
+    """Make `name` a back end of torch.distributed for tensors of the CPU: `init_process_group("paceline")`.
+
+    Programs that know nothing of Paceline otherwise (DDP, fully_shard, DTensor under torchrun) then sum, gather and
+    scatter in memory that the workers of a host share. To call it again is no harm.
+    """
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(
+            name, functools.partial(_create_process_group, name), extended_api=True, devices=["cpu"]
+        )
+
+
+def _create_process_group(name: str, wanted: Any, _: Any) -> Any:
+    """Return what torch is to use: a MemoryProcessGroup, or gloo where the workers do not meet in memory."""
+    index, size = wanted.group_rank, wanted.group_size
+    gloo = dist.ProcessGroupGloo(wanted.store, index, size, wanted.timeout)
+    if size == 1:
+        return gloo
+    limit_s = wanted.timeout.total_seconds()
+    straight = GenerationGroup(gloo, device=CPU, check=_nothing, timeout_s=limit_s)
+    hosts = straight.gather_objects((BOOT.read_text() if BOOT.exists() else "", socket.gethostname()))
+    if len({boot for boot, _ in hosts}) > 1:
+        reason: str | None = f"its workers are on several hosts ({', '.join(sorted({host for _, host in hosts}))})"
+    else:
+        neighbours = dist.get_world_size() if dist.is_initialized() else size
+        ranks = wanted.global_ranks_in_group or range(size)
+        group, reason = with_shared_memory(straight, timeout_s=limit_s, num_neighbours=neighbours, ranks=ranks)
+        if isinstance(group, SharedGroup):
+            return SharedMemoryProcessGroup(gloo, group, name=name)
+    if index == 0:
+        warnings.warn(f"back end {name!r}: a group of {size} workers goes over gloo: {reason}", stacklevel=2)
+    return gloo
+
+
+class SharedMemoryProcessGroup(TorchGroup):
+    """Workers of one host who meet in memory. Names of methods, and what they take and do, are torch's."""
+
+    def __init__(self, gloo: Any, memory: SharedGroup, *, name: str) -> None:
+        super().__init__(memory.index, memory.size)
+        self._name, self._gloo, self._memory = name, gloo, memory
+        # What is not overridden here finds its way to it, and it keeps the name that torch gives the group.
+        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._turns = OpQueue(name=f"{name}-collectives")
+        weakref.finalize(self, self._turns.close).atexit = False
+
+    def getBackendName(self) -> str:
+        return self._name
+
+    def shutdown(self) -> None:
+        """Leave the group: those who wait for this worker are told."""
+        self._turns.close()
+        self._memory.close()
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or dist.AllreduceOptions()
+        other = _non_sum_op(opts)
+        if not _is_supported(opts, tensors[0], other):
+            return self._over_gloo(lambda: self._gloo.allreduce(tensors, opts), tensors, opts)
+
+        def do() -> None:
+            if other is not None:
+                combine, kind = other
+                with fill_pieces(tensors) as rows:
+                    for row in rows:
+                        moves = reduce_pieces(row, row, combine=combine, most=_max_piece_numel(row))
+                        self._memory.move(moves, row.dtype, "all_reduce", kind=kind)
+                return
+            for flight in [self._memory.all_reduce(tensor, what="all_reduce") for tensor in tensors]:
+                flight.wait()
+            self._divide(tensors, opts)
+
+        return self._begin(do, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        plain = dist.AllreduceOptions()
+        if opts is not None:
+            plain.reduceOp, plain.asyncOp = opts.reduceOp, opts.asyncOp
+        return self.allreduce(tensors, plain)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        if _non_sum_op(opts) is not None or not _is_supported(opts, tensors[0], None):
+            return self._over_gloo(lambda: self._gloo.reduce(tensors, opts), tensors, opts)
+
+        def do() -> None:
+            own = tensors if opts.rootRank == self._memory.index else []
+            with fill_pieces(own) as targets:
+                row = flat(tensors[0])
+                moves = reduce_pieces(
+                    row, targets[0] if targets else None, combine=ordered_sum, most=_max_piece_numel(row)
+                )
+                self._memory.move(moves, row.dtype, "reduce", kind=REDUCED_TO_ONE)
+            self._divide(own, opts)
+
+        return self._begin(do, tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        def do() -> None:
+            self._memory.broadcast(tensors[0], source=opts.rootRank)
+
+        return self._begin(do, tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        _require_alike(inputs[0], outputs[0], "all_gather")
+        return self._begin(lambda: self._gather(inputs[0], outputs[0]), outputs, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        def do() -> None:
+            for place, one in enumerate(inputs):
+                self._gather(one, [row[place] for row in outputs])
+
+        return self._begin(do, outputs, opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        for output, one in zip(outputs, inputs, strict=True):
+            _require_even(output, one, self._memory.size, "all_gather_single")
+
+        def do() -> None:
+            with fill_pieces(outputs) as rows:
+                for row, one in zip(rows, inputs, strict=True):
+                    self._gather(one, row.chunk(self._memory.size))
+
+        return self._begin(do, outputs, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        own = outputs[0] if opts.rootRank == self._memory.index else []
+        if own:
+            _require_alike(inputs[0], own, "gather")
+
+        def do() -> None:
+            with fill_pieces(own) as targets:
+                row = flat(inputs[0])
+                moves = gather_pieces(row, targets, most=_max_piece_numel(row))
+                self._memory.move(moves, row.dtype, "gather", kind=GATHERED_TO_ONE)
+
+        return self._begin(do, outputs, opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        index, size = self._memory.index, self._memory.size
+        own = inputs[0] if opts.rootRank == index else []
+        if own:
+            _require_alike(outputs[0], own, "scatter")
+
+        def do() -> None:
+            with fill_pieces(outputs) as (target,):
+                moves = scatter_pieces(
+                    list(map(flat, own)),
+                    target,
+                    source=opts.rootRank,
+                    index=index,
+                    size=size,
+                    most=_max_piece_numel(target),
+                )
+                self._memory.move(moves, target.dtype, "scatter", kind=SCATTERED_FROM_ONE)
+
+        return self._begin(do, outputs, opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        if _non_sum_op(opts) is not None or not _is_supported(opts, outputs[0], None):
+            return self._over_gloo(lambda: self._gloo.reduce_scatter(outputs, inputs, opts), outputs, opts)
+        _require_alike(outputs[0], inputs[0], "reduce_scatter")
+        return self._begin(lambda: self._scatter(inputs[0], outputs[0], opts), outputs, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        opts, size = opts or dist.ReduceScatterOptions(), self._memory.size
+        pairs = list(zip(outputs, inputs, strict=True))
+        for output, one in pairs:
+            _require_even(one, output, size, "reduce_scatter_single")
+        over_gloo = _non_sum_op(opts) is not None or not _is_supported(opts, outputs[0], None)
+
+        def do() -> None:
+            for output, one in pairs:
+                if over_gloo:
+                    self._gloo._reduce_scatter_base(output, one, opts).wait()
+                else:
+                    self._scatter(flat(one).chunk(size), output, opts)
+
+        return self._begin(do, outputs, opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._begin(lambda: self._exchange(inputs, outputs), outputs, opts)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_lengths: list[int], input_lengths: list[int], opts: Any = None
+    ) -> dist.Work:
+        size = self._memory.size
+        for tensor, lengths in ((output, output_lengths), (input, input_lengths)):
+            if not lengths and len(tensor) % size:
+                raise ValueError(f"all_to_all_single: {len(tensor)} rows do not divide among {size} workers")
+
+        def do() -> None:
+            with fill_pieces([output]) as (target,):
+                parts = [_cut(flat(input), input, input_lengths, size), _cut(target, output, output_lengths, size)]
+                if output_lengths or input_lengths:
+                    self._exchange(*parts)
+                elif target.numel():
+                    rows, targets = flat(input).view(size, -1), target.view(size, -1)
+                    self._memory.begin_all_to_all(rows, targets, what="all_to_all").wait()
+
+        return self._begin(do, [output], opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._begin(self._memory.barrier, [], opts)
+
+    # torch 2.13's names of some, which 2.11 does not have
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    def _begin(self, do: Callable[[], None], result: Any, opts: Any) -> dist.Work:
+        def say() -> None:
+            try:
+                do()
+            except SyncError as error:
+                raise dist.DistBackendError(str(error)) from error  # what users of torch.distributed look for
+
+        is_awaited = opts is not None and not opts.asyncOp
+        return _QueuedWork(self._turns.begin(say, result=result, is_awaited=is_awaited))
+
+    def _over_gloo(self, begin: Callable[[], dist.Work], result: Any, opts: Any) -> dist.Work:
+        """Have gloo do what memory does not have, in its turn: all workers must begin gloo's own in the same order."""
+
+        def do() -> None:
+            begin().wait()
+
+        return self._begin(do, result, opts)
+
+    def _gather(self, tensor: Tensor, out: Sequence[Tensor]) -> None:
+        with fill_pieces(out) as targets:
+            self._memory.all_gather(flat(tensor), targets, what="all_gather")
+
+    def _scatter(self, parts: Sequence[Tensor], out: Tensor, opts: Any) -> None:
+        with fill_pieces([out]) as (target,):
+            self._memory.reduce_scatter(list(map(flat, parts)), target, what="reduce_scatter")
+        self._divide([out], opts)
+
+    def _exchange(self, parts: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        with fill_pieces(out) as targets:
+            self._memory.all_to_all(list(map(flat, parts)), targets, what="all_to_all")
+
+    @torch.inference_mode()  # the only mode in which tensors that were made in it can be written to
+    def _divide(self, tensors: Sequence[Tensor], opts: Any) -> None:
+        if opts.reduceOp == AVG:
+            for tensor in tensors:
+                tensor.detach().div_(self._memory.size)
+
+
+class _QueuedWork(dist.Work):
+    """What torch gets for a collective that it has called."""
+
+    def __init__(self, turn: QueuedOp) -> None:
+        super().__init__()
+        self._turn = turn
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        limit_s = timeout.total_seconds() or None
+        if not self._turn.wait(limit_s):
+            raise dist.DistBackendError(f"a collective was not done in {limit_s:g} s: others have not come to it")
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._turn.future()
+
+    def is_completed(self) -> bool:
+        return self._turn.is_done
+
+    def is_success(self) -> bool:
+        return self._turn.is_done and self._turn.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._turn.error
+
+    def result(self) -> Any:
+        return self._turn.result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+def _non_sum_op(opts: Any) -> tuple[Combine, int] | None:
+    """How an operation is done that is no sum; None: it is one, or memory does not have it."""
+    return next(((combine, kind) for op, combine, kind in OTHERS if opts.reduceOp == op), None)
+
+
+def _is_supported(opts: Any, tensor: Tensor, other: tuple[Combine, int] | None) -> bool:
+    """Whether memory has an operation for numbers of this type."""
+    if tensor.dtype not in SUMMED:
+        return False
+    is_mean = opts.reduceOp == AVG and tensor.is_floating_point()
+    return other is not None or opts.reduceOp == SUM or is_mean
+
+
+def _max_piece_numel(row: Tensor) -> int:
+    return MOVED_BYTES // row.itemsize
+
+
+def _cut(row: Tensor, tensor: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:
+    """Cut a tensor's numbers into what belongs to each worker, by rows of the tensor."""
+    each = row.numel() // max(1, len(tensor))
+    return list(row.split([each * length for length in lengths or [len(tensor) // size] * size]))
+
+
+def _require_alike(one: Tensor, others: Sequence[Tensor], what: str) -> None:
+    for other in others:
+        if other.dtype != one.dtype or other.numel() != one.numel():
+            raise ValueError(
+                f"{what}: a tensor of {other.numel():,} numbers of {other.dtype} stands beside one of {one.numel():,} "
+                f"of {one.dtype}; all must be alike"
+            )
+
+
+def _require_even(whole: Tensor, part: Tensor, size: int, what: str) -> None:
+    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
+        raise ValueError(
+            f"{what}: {whole.numel():,} numbers of {whole.dtype} are not {size} times {part.numel():,} of {part.dtype}"
+        )
+
+
+def _nothing() -> None:
+    """Nobody knows more than the transfer itself."""

@@ -1,0 +1,95 @@
+"""The door by which commands reach a run's head while it works: `paceline resize`.
+
+A Unix socket without a name in the file system, found by the supervisor's pid, and open to its own user only. One line
+of JSON asks, one answers: {"op": "resize", "replicas": 6} -> {"says": ...} or {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.comm.messages.json_channel import LineBuffer, encode
+from paceline.launch.io.event_loop import READ, EventLoop, MessageStream
+
+__all__ = ["ControlSocket", "send_command"]
+
+ANSWER_S = 5.0
+
+
+class ControlSocket:
+    """Answers commands from within the supervisor's loop. Where such sockets do not exist there is no door."""
+
+    def __init__(self, loop: EventLoop, answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+        self._loop, self._answer = loop, answer
+        self._links: set[MessageStream] = set()
+        self._listener: socket.socket | None = None
+        if sys.platform == "linux":
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self._listener.bind(_name(os.getpid()))
+            except OSError:  # this process runs another job at the same time, which has the door
+                self._listener.close()
+                self._listener = None
+                return
+            self._listener.listen(16)
+            self._listener.setblocking(False)
+            loop.watch(self._listener, READ, self._came)
+
+    def close(self) -> None:
+        """Close the door."""
+        if self._listener is not None:
+            self._loop.forget(self._listener)
+            self._listener.close()
+            self._listener = None
+        while self._links:
+            self._links.pop().close()
+
+    def _came(self, _: int) -> None:
+        if self._listener is None:
+            return
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            if _user(sock) != os.getuid():
+                sock.close()
+                return
+
+            def asked(message: dict[str, Any]) -> None:
+                link.send(self._answer(message))
+
+            link = MessageStream(sock, self._loop, on_message=asked, on_close=lambda _: self._links.discard(link))
+            self._links.add(link)
+
+
+def send_command(pid: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask the supervisor with this pid, on this host. Raises ConnectionError where it does not answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(ANSWER_S)
+        try:
+            sock.connect(_name(pid))
+            if _user(sock) != os.getuid():
+                raise ConnectionError(f"process {pid} belongs to another user")
+            sock.sendall(encode(request))
+            lines = LineBuffer()
+            while True:
+                data = sock.recv(1 << 16)
+                if not data:
+                    raise ConnectionError(f"process {pid} closed the connection without an answer")
+                for message in lines.feed(data):
+                    return message
+        except OSError as error:
+            raise ConnectionError(f"process {pid} does not answer: {error.strerror or error}") from error
+
+
+def _name(pid: int) -> str:
+    return f"\0paceline-control-{pid}"
+
+
+def _user(sock: socket.socket) -> int:
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user

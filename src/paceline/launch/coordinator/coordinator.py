@@ -1,0 +1,599 @@
+"""The side of the first host, which holds the board and decides for the whole job; the only one on a single host.
+
+It decides little: the job has finished when all workers ended well; when one failed, the others get a moment to say
+what they know, and are ended. Where one was lost and their states outlive them, all are ended at once, to begin again.
+In an elastic run (the workers say so: the plan may be in the script) lost workers are no failure, nor is a lost host:
+the controller has the others go on, and hosts that come later are taken in; all begin again where nobody is left who
+could. SIGTERM has everybody save and leave, if they are at work on steps; on another host only its own workers leave,
+where enough others are left. Nobody begins again while a lost host may still take steps of the run's own.
+`paceline.launch.coordinator.remote_hosts` reaches workers and other hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.comm.rendezvous.kv_store import KeyValueStore
+from paceline.elastic.lease import UnreachableHosts, lease_s, lost_s
+from paceline.elastic.membership import Limits
+from paceline.elastic.membership_messages import FROM_WORKERS, PREEMPTED, TOO_FEW, Finish
+from paceline.events import Event, Warned
+from paceline.launch.coordinator.elastic_controller import ElasticController
+from paceline.launch.coordinator.remote_hosts import COORDINATOR_INDEX, RemoteHost, RemoteHosts
+from paceline.launch.coordinator.restart import (
+    RestartDecision,
+    RestartRequirement,
+    have_text,
+    leave_text,
+    more_text,
+    next_time,
+)
+from paceline.launch.fork.local_workers import LocalWorkers
+from paceline.launch.job.outcome import (
+    JobOutcome,
+    RecoverableLoss,
+    WorkerExit,
+    WorkerExits,
+    interrupted,
+    is_root_loss,
+    lost,
+)
+from paceline.launch.job.placement import ranks_by_host
+from paceline.launch.job.restart_plan import RemainingHost, RestartPlan
+from paceline.launch.snapshots.snapshot_replication import HostAddress, SnapshotReplication
+from paceline.plan.job import Job
+
+__all__ = ["GATHER_S", "REPORT_S", "STOP_S", "TERMINATE_S", "Coordinator", "next_time"]
+
+GATHER_S = 1.0  # after the first failure: the others may say what they know of it
+TERMINATE_S = 3.0  # after a failure, from SIGTERM to SIGKILL
+STOP_S = 5.0  # after a signal to the supervisor, from SIGTERM to SIGKILL
+REPORT_S = 4.0  # a member has this long, on top, to report its workers' ends
+
+
+class AdmissionListener(Protocol):
+    """Where members came in, and strangers are still turned away."""
+
+    def tick(self, now: float) -> None: ...
+
+    def close(self, *, stays_open: bool = False) -> socket.socket | None: ...
+
+
+class Coordinator:
+    """Serves the board, hears how all workers end, and decides."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        address: str,
+        job: Job,
+        remote_hosts: list[RemoteHost],
+        door: AdmissionListener | None,
+        attempt: int,
+        run_dir: str,
+        say: Callable[[str], None],
+        doors: Mapping[int, HostAddress] | None = None,
+        again: RestartPlan | None = None,
+    ) -> None:
+        """`again`: the workers of the attempt before were lost, and begin again in this way; `doors`: where other hosts
+        give what this one's workers begin with."""
+        self.host, self.address, self.host_index = host, address, COORDINATOR_INDEX
+        self.attempt, self.run_dir = attempt, run_dir
+        # With which this host begins, and for how many workers it has room.
+        self.ranks: Sequence[int] = (
+            ranks_by_host(job.workers or 0, job.hosts)[COORDINATOR_INDEX]
+            if again is None
+            else again.ranks[COORDINATOR_INDEX]
+        )
+        self.slots = len(self.ranks) if again is None else again.slots[COORDINATOR_INDEX]
+        self.judge: Callable[[JobOutcome], RestartPlan | None] | None = None  # says whether, and how, all begin again
+        self.doors = dict(doors or {})
+        self.replication: SnapshotReplication | None = None  # to and from other hosts, what this one has in memory
+        lease = lease_s(job.silence_s, job.grace_s)
+        self.remote_hosts = RemoteHosts(
+            remote_hosts, own=self.ranks, slots=self.slots, host=self, name=host, lease_s=lease
+        )
+        begin = [*self.ranks, *(worker for remote_host in remote_hosts for worker in remote_host.workers)]
+        self._out_of_reach = UnreachableHosts(self.remote_hosts.hosts_of(begin))
+        self.outcome: JobOutcome | None = None
+        self._local_workers: LocalWorkers | None = None
+        self._job, self._door, self._say = job, door, say
+        self._ends = WorkerExits(range(job.workers or 0))
+        self._controller: ElasticController | None = None
+        self._emit: Callable[[Event], None] = _nowhere
+        self._has_begun = False  # some worker is at work on steps
+        self._keeps_state = again is not None and again.keeps  # in memory that outlives the workers
+        self._is_barren = False  # there is nobody to fork workers from
+        self._is_unserved = False  # a parameter server was lost
+        self._needs = RestartRequirement(
+            most=job.workers or 0 if again is None else again.most,
+            workers_each=None if again is None else again.workers_each,
+            least=1 if again is None else again.least,
+        )
+        self._board = KeyValueStore()
+        self._num_signals = 0  # to this supervisor
+        self._leave_by: float | None = None  # workers that were asked to leave have done so by then
+        self._end_at: float | None = None  # workers get SIGTERM
+        self._ending = False
+        self._another_start: RestartDecision | None = None  # all are ended to begin again
+        self._lost_at: float | None = None  # members must have reported by then
+
+    @property
+    def here(self) -> Collection[int]:
+        """Ranks that have their files on this host; follows them as they come and go."""
+        return self.remote_hosts.here
+
+    def lead(self, local_workers: LocalWorkers, emit: Callable[[Event], None]) -> None:
+        """Take over the workers of this host; `emit` takes events for the run's record."""
+        self._local_workers, self._emit = local_workers, emit
+        self.remote_hosts.lead(local_workers)
+        self._tell_neighbours()
+
+    # What whoever looks out for hangs wants done.
+
+    def ask_stack(self, worker: int) -> None:
+        """Have a worker write its stacks."""
+        self.remote_hosts.ask_stack(worker)
+
+    def can_do_without(self, workers: Sequence[int]) -> bool:
+        """Whether the job goes on when these workers are ended: it is elastic, and others are there, or all can begin
+        again."""
+        return self._keeps_state or self._survives(workers)
+
+    def _survives(self, workers: Sequence[int]) -> bool:
+        controller = self._controller
+        if controller is None:
+            return False
+        return bool(self._ends.missing - controller.replicas_of(workers))
+
+    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
+        """These workers hold up the others, for longer than the job waits: end the job. Where it `goes_on` without
+        them, and is elastic, only they are killed: a loss like any other, for which `error["cause"]` is the reason."""
+        if self._ending or self.outcome is not None:
+            return
+        if goes_on and self._survives(workers):
+            hosts = {worker: self.remote_hosts.host_of(worker) for worker in workers}
+            for worker in workers:
+                self.remote_hosts.kill(worker)
+            self._survived(
+                [lost(one, host=hosts[one], pid=0, kind="Hang", message=error["cause"]) for one in workers],
+                silent_s=float(error["waited_s"]),
+            )
+            return
+        if goes_on and self._keeps_state:
+            self._ends.accuse(int(error["worker"]), error)
+            self._end_for_another_start()
+            return
+        self._keeps_state = False  # all would come to the same place again
+        self._ends.note_hang(error)
+        self._end_all(TERMINATE_S)
+
+    # What the crew tells (its Listener), and other hosts of their workers.
+
+    def request(self, worker: int, request: Mapping[str, Any]) -> None:
+        if request.get("op") in FROM_WORKERS:
+            self._heard(worker, request)
+        else:
+            self.remote_hosts.tell(worker, self._board.handle(request))
+
+    def started(self, worker: int, pid: int) -> None:
+        """Nothing to do: the crew knows its own."""
+
+    def exited(self, ended: WorkerExit) -> None:
+        if self.outcome is not None or not self._ends.is_news(ended):
+            return
+        is_over = self._ending or self._end_at is not None  # who is lost after a failure is so because of it
+        is_done = self._controller is not None and self._controller.is_over(ended.worker)
+        if self._controller is not None and not (is_over or is_done) and self._goes_on(self._controller, ended):
+            return
+        ended = self._ends.judged(ended)
+        self.remote_hosts.forget(ended.worker, for_good=False)
+        self._ends.note(ended)
+        if is_done and ended.is_loss:
+            return  # the run has lost nothing by it, and nobody waits for what its program still did
+        if self._keeps_state and is_root_loss(ended) and not self._ending and self._leave_by is None:
+            self._end_for_another_start()
+        elif ended.failed and not self._ending and self._end_at is None:
+            # Who only lost a peer may say so before its host is known to be lost.
+            is_echo = self._keeps_state and bool((ended.error or {}).get("echo")) and bool(tuple(self.remote_hosts))
+            self._end_at = time.monotonic() + (self._job.silence_s + 1.0 if is_echo else GATHER_S)
+
+    def barren(self) -> None:
+        self._is_barren, self._keeps_state = True, False
+        self.remote_hosts.barren()
+
+    # What the supervisor tells.
+
+    def interrupted(self, signum: int) -> None:
+        """A signal to the supervisor: end the workers (SIGTERM: ask them first, to save and leave); another one after
+        that: kill them."""
+        self._num_signals += 1
+        if self._num_signals == 1 and signum == signal.SIGTERM and self._has_begun and not self._ending:
+            self._ask_to_leave("SIGTERM came")
+            return
+        if self._num_signals == 1 or not self._ending:
+            self._stop(signum)
+            return
+        self.remote_hosts.tell_all({"op": "kill"})
+        if self._local_workers is not None:
+            self._local_workers.kill()
+
+    def abandon(self, reason: str, *, signum: int | None = None) -> None:
+        """This host cannot go on, or was stopped before it had workers: tell the others."""
+        if signum is not None:
+            self._finish(interrupted(signum, (), by=f" on host {self.host}"))
+            return
+        failure = lost(0, host=self.host, pid=0, kind="LaunchError", message=f"host {self.host}: {reason}")
+        self._finish(JobOutcome(state="failed", exit_code=1, failures=(failure,), reason=f"host {self.host}: {reason}"))
+
+    def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a command of this host's user (`paceline.launch.coordinator.control_socket`)."""
+        if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
+            return {"error": f"this run does not understand {dict(request)}"}
+        if self._controller is None:
+            return {
+                "error": "the run has a fixed number of replicas (or has not begun): only "
+                "Layout(replicas=(least, most)) can be resized while it goes on"
+            }
+        if self._ending or self._leave_by is not None:
+            return {"error": "the run is ending"}
+        try:
+            self._controller.resize(int(request["replicas"]))
+        except ValueError as error:
+            return {"error": str(error)}
+        return {"says": f"it will have {request['replicas']} replicas"}
+
+    def tick(self, now: float) -> None:
+        """Decide what is due; signals that came as well have been told before."""
+        if self._another_start is not None:
+            self._judge_another_start(self._another_start, now)
+            return
+        if not self._ends.missing:
+            outcome = self._ends.outcome
+            if self._ends.have_left:
+                self._say(f"{outcome.reason}: everything is saved; run the same command again to go on")
+            self._finish(outcome)
+            return
+        # Before the workers: whoever is silent because its host is, is lost with it, and replaced elsewhere.
+        self.remote_hosts.tick(now, silence_s=self._job.silence_s)
+        if self.outcome is not None or self._another_start is not None:
+            return
+        if self._controller is not None and not self._ending:
+            self._controller.tick(now, unheard=self.remote_hosts.unheard)
+            self._note_finish(self._controller.finish)
+        if self._leave_by is not None and now >= self._leave_by and not self._ending:
+            late = have_text(self._ends.missing)
+            self._emit(Warned(text=f"{late} not left within {self._job.grace_s:.0f} s: they are ended"))
+            self._stop(signal.SIGTERM)
+        if self._door is not None:
+            self._door.tick(now)
+        for remote_host in self.remote_hosts:
+            if remote_host.leave_by is not None:
+                self._see_off(remote_host, now)
+        if self._lost_at is not None and now >= self._lost_at:
+            for remote_host in self.remote_hosts:
+                if self.remote_hosts.workers_of(remote_host):
+                    self.remote_hosts.lose(remote_host, "it was told to end its workers and did not report their ends")
+        if self._end_at is not None and now >= self._end_at and not self._ending:
+            self._end_all(TERMINATE_S)
+
+    def close(self) -> None:
+        self.remote_hosts.close()
+        self.close_door()
+
+    def close_door(self, *, stays_open: bool = False) -> socket.socket | None:
+        """Let nobody in any more; `stays_open`: who comes waits at the socket that is returned."""
+        return None if self._door is None else self._door.close(stays_open=stays_open)
+
+    # What happens to other hosts (their Host).
+
+    def refusal(self) -> tuple[str, bool] | None:
+        """Why a host that comes now cannot join, and whether it may try again later; None where it can."""
+        if self._another_start is not None and self._another_start.is_waiting and self.outcome is None:
+            return None
+        if self._ending or self._leave_by is not None or self.outcome is not None:
+            return "the run is about to end", True
+        if self._controller is not None:
+            return None
+        if self._has_begun:
+            return (
+                "its plan has a fixed number of replicas: Layout(replicas=(least, most)) lets hosts come later",
+                False,
+            )
+        return "it has not begun yet", True
+
+    def join(self, remote_host: RemoteHost) -> None:
+        """One more host has come while the run goes on."""
+        self.remote_hosts.add(remote_host)
+        if self._another_start is not None:
+            self._say(f"{remote_host.name} has come")
+            remote_host.link.send({"op": "again"})
+            return
+        self._tell_neighbours()
+        gained = 0 if self._controller is None else self._controller.grow(remote_host.slots)
+        self._say(f"{remote_host.name} has joined: {more_text(gained) if gained else 'its slots are spare'}")
+
+    def remote_host_leaves(self, remote_host: RemoteHost, signum: int, *, at_once: bool) -> None:
+        if at_once and self._controller is not None:
+            return  # its workers are lost then, and the others go on, or save, without them
+        if at_once or signum != signal.SIGTERM or not self._has_begun:
+            self._stop(signum, by=f" on host {remote_host.host}")
+            return
+        reason = f"SIGTERM came on host {remote_host.host}"
+        if self._controller is None or not self._goes_on_without(remote_host, self._controller, reason):
+            self._ask_to_leave(reason)
+
+    def remote_host_lost(
+        self, remote_host: RemoteHost, exits: Sequence[WorkerExit], message: str, *, silent_s: float
+    ) -> None:
+        if self.outcome is not None:
+            return
+        heard = time.monotonic() - (silent_s if remote_host.has_spoken else 0.0)
+        self._out_of_reach.lost(remote_host.index, gone_by=heard + lost_s(self._job.silence_s, self._job.grace_s))
+        self._say(message)
+        self._tell_neighbours()
+        controller = self._controller
+        if controller is not None and not self._ending:
+            done = [ended for ended in exits if controller.is_over(ended.worker)]
+            if self._survived([ended for ended in exits if ended not in done], silent_s=silent_s):
+                exits = done
+        for ended in exits:
+            self.exited(ended)
+
+    # What the controller does (its Crews).
+
+    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+        self.remote_hosts.tell(worker, message)
+
+    def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
+        self._ends.expect(replica)
+        self.remote_hosts.start(replica, workers=workers, incarnation=incarnation)
+
+    def kill(self, worker: int) -> None:
+        """Kill a worker that may not go on; its end is no news then."""
+        self._ends.forget(worker)
+        self.remote_hosts.kill(worker)
+        self.remote_hosts.forget(worker, for_good=False)
+
+    def host_of(self, worker: int) -> str:
+        return self.remote_hosts.host_of(worker)
+
+    def forms(self, members: Collection[int]) -> bool:
+        hosts = self.remote_hosts.hosts_of(members)
+        self._out_of_reach.told(hosts)
+        return len(hosts) > 1
+
+    def formed(self) -> None:
+        self._out_of_reach.formed()
+
+    def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
+        given_up = JobOutcome(state="stopped", exit_code=TOO_FEW, reason=reason)
+        if self._ends.has_failures:  # by its own program: the others only followed
+            self._end_all(TERMINATE_S)
+            return
+        if self._keeps_state and self._leave_by is None:
+            given_up = dataclasses.replace(given_up, broken=RecoverableLoss(causes=tuple(causes), lost=tuple(lost)))
+        elif time.monotonic() >= self._out_of_reach.busy_until():
+            self._say(f"{reason}: {next_time(Path(self.run_dir))}")
+            self._finish(given_up)
+            return
+        self._end_for_another_start(given_up)  # or, with no state to begin with, somebody may start the command again
+
+    def _judge_another_start(self, start: RestartDecision, now: float) -> None:
+        """The attempt is over when all processes are gone, on all hosts."""
+        late = [remote_host for remote_host in self.remote_hosts if not start.has_heard_of(remote_host.index)]
+        is_here = bool(self._ends.missing) or (self._local_workers is not None and not self._local_workers.is_gone)
+        if (late or is_here) and now < start.gone_by:
+            return
+        for remote_host in late if not start.is_waiting else ():  # otherwise it has just come
+            self.remote_hosts.lose(remote_host, "it was told to end its workers and did not report their ends")
+        is_gone = not self._ends.missing and (self._local_workers is None or self._local_workers.is_gone)
+        start.keep_only({COORDINATOR_INDEX, *(remote_host.index for remote_host in self.remote_hosts)})
+        stock = () if self._local_workers is None else self._local_workers.stock
+        start.hear(RemainingHost(index=COORDINATOR_INDEX, slots=self.slots, workers=tuple(self.ranks), stock=stock))
+        if self._ends.stopped is not None:
+            self._finish(self._ends.stopped)
+            return
+        if start.is_too_early(self._out_of_reach.busy_until(anywhere=self._is_unserved), now):
+            self.remote_hosts.tick(now, silence_s=self._job.silence_s)
+            if self._door is not None:
+                self._door.tick(now)
+            return
+        outcome = start.outcome(self._ends.by_worker, is_clean=is_gone and self._keeps_state, now=now)
+        if outcome is None:
+            self.remote_hosts.tick(now, silence_s=self._job.silence_s)
+            if self._door is not None:
+                self._door.tick(now)
+            return
+        if not outcome.may_begin_again and outcome.exit_code == TOO_FEW:
+            self._say(f"{outcome.reason}: {next_time(Path(self.run_dir))}")
+        self._finish(outcome)
+
+    def remote_host_gone(self, remote_host: RemoteHost, left: RemainingHost) -> None:
+        """A host has ended its workers, so that all can begin again."""
+        if self._another_start is not None:
+            self._another_start.hear(left)
+
+    def _heard(self, worker: int, notice: Mapping[str, Any]) -> None:
+        """A worker's notice."""
+        match notice["op"]:
+            case "elastic":
+                if self._controller is None and not self._ending:
+                    self._begin_elastic(int(notice["least"]), int(notice["most"]), int(notice["workers_each"]))
+            case "begun":
+                self._has_begun = True
+            case "keeps":
+                self._keeps_state = True
+            case "unserved":
+                self._unserved(worker, str(notice["cause"]))
+            case "leaving" if not self._has_begun:
+                self._stop(signal.SIGTERM, by=f" to worker {worker}")
+            case "leaving" if self._controller is None:
+                self._ask_to_leave(f"worker {worker} was asked to leave by SIGTERM")
+            case _ if self._controller is not None and self._ends.is_expected(worker):
+                self._controller.heard(worker, notice)
+                self._note_finish(self._controller.finish)
+            case _:
+                pass
+
+    def _unserved(self, worker: int, cause: str) -> None:
+        """A parameter server was lost, and what only it had: all begin again from the newest checkpoint.
+
+        Where nobody can start them, or the run is about to end, the workers' own error tells it.
+        """
+        is_over = self._ending or self._end_at is not None or self._leave_by is not None
+        if is_over or self._is_barren or self._job.launcher == "inline":
+            return
+        message = f"{cause}: {next_time(Path(self.run_dir))}"
+        failure = lost(worker, host=self.host_of(worker), pid=0, kind="ServerLost", message=message, names_workers=True)
+        broken = RecoverableLoss(causes=(cause,), lost=(), keeps=self._keeps_state)
+        self._is_unserved = True
+        self._keeps_state = True  # on the disk
+        self._end_for_another_start(JobOutcome(state="failed", exit_code=1, failures=(failure,), broken=broken))
+
+    def _begin_elastic(self, least: int, most: int, workers_each: int) -> None:
+        limits = Limits(
+            least=least,
+            most=most,
+            workers_each=workers_each,
+            silence_s=self._job.silence_s,
+            patience_s=self._job.patience_s,
+        )
+        self._needs = dataclasses.replace(self._needs, workers_each=workers_each, least=least)
+        self._controller = ElasticController(
+            limits, workers=self._job.workers or 1, worker_actions=self, emit=self._emit
+        )
+        early = self._ends.take_failures()
+        if early:
+            self._end_at = None
+        for ended in early:
+            self.exited(ended)
+
+    def _goes_on(self, controller: ElasticController, ended: WorkerExit) -> bool:
+        """Tell the controller how a worker of an elastic run has ended; returns whether the run goes on without it."""
+        if ended.failed:
+            return self._survived([ended])
+        has_left = not controller.is_member(ended.worker) and not ended.has_left
+        if has_left:
+            self._ends.forget(ended.worker)
+            self.remote_hosts.forget(ended.worker, for_good=True)
+        controller.ended(ended.worker, host=ended.host, has_saved=ended.has_left)
+        return has_left
+
+    def _goes_on_without(self, remote_host: RemoteHost, controller: ElasticController, reason: str) -> bool:
+        """Have a host's workers leave between two steps; returns whether enough are left, or can be started elsewhere.
+
+        Where not, everybody has been told to save and leave.
+        """
+        if self._ending or self._leave_by is not None or controller.finish is not None:
+            return False
+        self.remote_hosts.shut(remote_host)
+        workers = sorted(self.remote_hosts.workers_of(remote_host))
+        if not controller.leave(workers, reason, room=self.remote_hosts.room(controller.workers_each)):
+            return False
+        remote_host.leave_by = time.monotonic() + self._job.grace_s
+        self._say(f"{reason} ({remote_host.address}): {leave_text(workers)}the run goes on without this host")
+        return True
+
+    def _see_off(self, remote_host: RemoteHost, now: float) -> None:
+        """A host that leaves alone ends when its workers have left; who has not in time is killed, and lost."""
+        if self._ending or self._leave_by is not None or self._ends.by_worker:
+            return  # the run ends, and this host with it
+        workers = self.remote_hosts.workers_of(remote_host)
+        if not workers:
+            reason = f"host {remote_host.host} was asked to leave, and the run goes on without it"
+            gone = JobOutcome(state="stopped", exit_code=PREEMPTED, reason=reason)
+            self.remote_hosts.release(remote_host, {"op": "end", "outcome": gone.to_json()})
+            self._tell_neighbours()
+        elif remote_host.leave_by is not None and now >= remote_host.leave_by:
+            remote_host.leave_by = now + self._job.grace_s  # until their ends are known
+            self._say(
+                f"the workers on {remote_host.name} have not left within {self._job.grace_s:.0f} s: they are ended"
+            )
+            remote_host.link.send({"op": "kill"})
+
+    def _survived(self, exits: Sequence[WorkerExit], *, silent_s: float = 0.0) -> bool:
+        """Whether an elastic run goes on without these workers; an error of the user's program is no such loss.
+
+        `silent_s`: nothing had come of them for so long before.
+        """
+        controller = self._controller
+        if controller is None:
+            return False
+        if not all(ended.is_loss for ended in exits):
+            return False
+        for ended in exits:
+            self._ends.forget(ended.worker)
+            self.remote_hosts.forget(ended.worker, for_good=False)
+        # Who is lost alone leaves its slot free; who is lost with its host, or with its slots, needs one elsewhere.
+        is_alone = bool(exits) and all(self.remote_hosts.has_place(ended.worker) for ended in exits)
+        ending = controller.replicas_of([ended.worker for ended in exits])
+        room = None if is_alone else self.remote_hosts.room(controller.workers_each, without=ending)
+        controller.lost(exits, room=room, silent_s=silent_s)
+        return True
+
+    def _ask_to_leave(self, reason: str) -> None:
+        """Have everybody finish the step, save and leave; in time, or they are ended."""
+        if self._leave_by is not None or self._ending:
+            return
+        self._leave_by = time.monotonic() + self._job.grace_s
+        self._say(f"{reason}: finishing the step in hand, then saving")
+        if self._controller is not None:
+            self._controller.stop(PREEMPTED, reason)
+            self._note_finish(self._controller.finish)
+            return
+        finish = Finish(exit_code=PREEMPTED, reason=reason)
+        self._note_finish(finish)
+        for worker in self._ends.missing:
+            self.remote_hosts.tell(worker, finish.to_json())
+
+    def _note_finish(self, finish: Finish | None) -> None:
+        if finish is not None and self._ends.finish is None:
+            self._ends.finish = finish
+            self._leave_by = self._leave_by or time.monotonic() + self._job.grace_s
+
+    def _stop(self, signum: int, *, by: str = "") -> None:
+        if self._ending:
+            if self._another_start is not None:
+                self._ends.stop(signum, by=by, anyway=True)
+            return
+        self._ends.stop(signum, by=by)
+        self._end_all(STOP_S)
+
+    def _end_for_another_start(self, given_up: JobOutcome | None = None) -> None:
+        """Workers were lost, and what all have done is kept: nobody needs time to save."""
+        self._ending = True
+        self._another_start = RestartDecision(
+            self._needs, given_up=given_up, patience_s=self._job.patience_s, judge=self.judge, say=self._say
+        )
+        self.remote_hosts.tell_all({"op": "again"})
+        if self._local_workers is not None:
+            self._local_workers.kill()
+
+    def _tell_neighbours(self) -> None:
+        """Say to each host where copies of what it has in memory go."""
+        if self.replication is not None:
+            self.remote_hosts.link_up(self.address, self.replication)
+
+    def _end_all(self, grace_s: float) -> None:
+        self._ending = True
+        self._lost_at = time.monotonic() + grace_s + REPORT_S
+        self.remote_hosts.tell_all({"op": "stop", "grace_s": grace_s})
+        if self._local_workers is not None:
+            self._local_workers.terminate(grace_s)
+
+    def _finish(self, outcome: JobOutcome) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+            self.remote_hosts.farewell({"op": "end", "outcome": outcome.to_json()})
+
+
+def _nowhere(event: Event) -> None:
+    """Where nobody keeps a record."""

@@ -1,0 +1,275 @@
+"""The side of every other host: passes on what its workers ask and how they end, and does what the head says.
+
+It ends its workers by itself in two cases only: it was told to (Ctrl-C, SIGTERM), or the head was lost. Then they may
+save and leave first, which they can where all workers of the job are still there. How long they may go on without the
+head it passes on to them, and they keep to it by themselves (`paceline.elastic.lease`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.elastic.heartbeats import heartbeat_interval_s
+from paceline.elastic.lease import clock, head_silence_s
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW, Finish
+from paceline.events import Event
+from paceline.launch.coordinator.coordinator import REPORT_S, STOP_S, TERMINATE_S
+from paceline.launch.coordinator.remote_hosts import FAREWELL_S, SILENCE_S
+from paceline.launch.fork.local_workers import LocalWorkers
+from paceline.launch.io.event_loop import MessageStream
+from paceline.launch.job.outcome import JobOutcome, WorkerExit, interrupted, left, lost, verdict
+from paceline.launch.job.restart_plan import RemainingHost
+from paceline.launch.snapshots.snapshot_replication import HostAddress, SnapshotReplication
+
+__all__ = ["HostAgent"]
+
+
+class HostAgent:
+    """Speaks with the head, in the messages that `paceline.launch.coordinator.remote_hosts` lists."""
+
+    def __init__(
+        self,
+        link: MessageStream,
+        *,
+        head: str,
+        host: str,
+        address: str,
+        host_index: int,
+        ranks: Sequence[int],
+        slots: int,
+        attempt: int,
+        run_dir: str,
+        silence_s: float,
+        say: Callable[[str], None],
+        doors: Mapping[int, HostAddress] | None = None,
+    ) -> None:
+        """`silence_s`: after so long without a word the head takes this host for lost. `doors`: where other hosts give
+        what this one's workers begin with."""
+        self.host, self.address, self.host_index = host, address, host_index
+        self.ranks, self.slots = tuple(ranks), slots  # with which this host begins; for how many it has room
+        self.here = set(ranks)  # that have their files on this host; follows them as they come
+        self.attempt, self.run_dir = attempt, run_dir  # the head's: the run has one number and one name on all hosts
+        self.outcome: JobOutcome | None = None
+        self.replication: SnapshotReplication | None = None  # to and from other hosts, what this one has in memory
+        self.doors = dict(doors or {})
+        self._is_barren = False
+        self._is_for_another_start = False  # all are ended to begin again
+        self._local_workers: LocalWorkers | None = None
+        self.before_stack: Callable[[int], None] = _unheard  # told of each worker that is asked for its stack
+        self._link, self._head, self._say = link, head, say
+        self._early: list[Mapping[str, Any]] = []  # said before there was a crew
+        self._exits: list[WorkerExit] = []
+        self._signum: int | None = None  # somebody stopped this host
+        self._cut_short: int | None = None  # and then, while its workers were leaving, had them killed
+        self._head_lost = ""
+        self._has_begun = False  # some worker here is at work on steps
+        self._leave_by: float | None = None  # after the head was lost, workers have saved and left by then
+        self._patience: float | None = None  # a stopping head has sent the outcome by then
+        self._next_ping, self._ping_s = 0.0, heartbeat_interval_s(silence_s)
+        self._silence_s = head_silence_s(silence_s)
+        self._until: float | None = None  # by `clock`, workers may go on
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the run was at work already when this host came."""
+        return not self.ranks
+
+    def lead(self, local_workers: LocalWorkers, emit: Callable[[Event], None]) -> None:
+        """Take over the workers of this host; the record of the run is the head's."""
+        self._local_workers = local_workers
+        self._link.heard = time.monotonic()  # the head's words are answers, and nothing was asked before
+        while self._early:
+            self.coordinator_said(self._early.pop(0))
+
+    # What whoever looks out for hangs wants told, and done.
+
+    def send_activity(self, activities: Sequence[Mapping[str, Any]]) -> None:
+        """Tell the head what the workers of this host do."""
+        self._link.send({"op": "doing", "workers": activities})
+
+    # What the crew tells (its Listener).
+
+    def request(self, worker: int, request: Mapping[str, Any]) -> None:
+        self._has_begun = self._has_begun or request.get("op") == "begun"
+        if self._head_lost and self._local_workers is not None:
+            self._answer_alone(self._local_workers, worker, request)
+            return
+        self._link.send({"op": "said", "worker": worker, "request": request})
+
+    def started(self, worker: int, pid: int) -> None:
+        self._link.send({"op": "started", "worker": worker, "pid": pid})
+        if self._local_workers is not None and self._until is not None:
+            self._local_workers.tell(worker, {"op": "until", "until": self._until})
+
+    def exited(self, ended: WorkerExit) -> None:
+        self._exits.append(ended)
+        self._link.send({"op": "exited", "exit": dataclasses.asdict(ended)})
+
+    def barren(self) -> None:
+        self._is_barren = True
+        self._link.send({"op": "barren"})
+
+    # What the supervisor tells.
+
+    def interrupted(self, signum: int) -> None:
+        """A signal to the supervisor: end the workers, and tell the head; a second one, or one that comes while they
+        leave because the head was lost: kill them."""
+        if self._local_workers is None:
+            return
+        if self._signum is not None or self._head_lost:
+            self._signum = self._signum or signum
+            if self._local_workers.alive:
+                self._cut_short = signum
+                self._link.send({"op": "leaving", "signal": signum, "reason": "", "at_once": True})
+            self._local_workers.kill()
+            return
+        self._signum = signum
+        self._link.send({"op": "leaving", "signal": signum, "reason": ""})
+        if signum != signal.SIGTERM:  # which the head may take for a request to leave, alone or with everybody
+            self._patience = time.monotonic() + STOP_S + REPORT_S
+            self._local_workers.terminate(STOP_S)
+
+    def abandon(self, reason: str, *, signum: int | None = None) -> None:
+        """This host cannot go on, or was stopped before it had workers: tell the head."""
+        self._link.send({"op": "leaving", "signal": signum, "reason": f"host {self.host}: {reason}"})
+        self._link.flush(FAREWELL_S)
+
+    def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Commands are the head's business."""
+        return {"error": f"the head of this run is {self._head}: use the command there"}
+
+    def tick(self, now: float) -> None:
+        if self._local_workers is None or self.outcome is not None:
+            return
+        if now >= self._next_ping:
+            self._next_ping = now + self._ping_s
+            self._link.send({"op": "ping", "asked": clock()})
+        limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)  # it opens its books
+        if not self._head_lost and now - self._link.heard > limit_s:
+            self.coordinator_lost(f"it said nothing for {limit_s:.0f} s")
+        if self._is_for_another_start and self._local_workers.is_gone:
+            self._is_for_another_start = False
+            slots = 0 if self._is_barren else self.slots
+            left = RemainingHost(
+                index=self.host_index, slots=slots, workers=self.ranks, stock=self._local_workers.stock
+            )
+            self._link.send({"op": "gone", "left": dataclasses.asdict(left)})
+        if self._patience is not None and now >= self._patience and not self._head_lost:
+            self.coordinator_lost("it did not end the job")
+        if self._leave_by is not None and now >= self._leave_by:
+            self._local_workers.terminate(TERMINATE_S)
+        if self._head_lost and not self._local_workers.alive:
+            self._finish_alone()
+
+    def close(self) -> None:
+        self._link.close()
+
+    # What the head says.
+
+    def coordinator_said(self, message: Mapping[str, Any]) -> None:
+        """Do what one message of the head says; what makes no sense is the end of the membership."""
+        if self._local_workers is None:
+            self._early.append(message)
+            return
+        try:
+            self._serve(self._local_workers, message)
+        except (KeyError, TypeError, ValueError) as error:
+            self.coordinator_lost(f"it said something that makes no sense ({type(error).__name__}: {error})")
+
+    def coordinator_lost(self, reason: str) -> None:
+        """The head is there no longer: have the workers save and leave, if all of the job can, and end them."""
+        if self.outcome is not None or self._head_lost:
+            return
+        self._head_lost = f"the head {self._head} was lost: {reason}"
+        self._link.close()
+        self._exits = [ended for ended in self._exits if not _is_old_news(ended)]
+        self._say(self._head_lost)
+        if self._local_workers is None:
+            return
+        if not self._has_begun:
+            self._local_workers.terminate(TERMINATE_S)
+            return
+        self._leave_by = time.monotonic() + self._local_workers.grace_s
+        finish = Finish(exit_code=PREEMPTED, reason=self._head_lost)
+        for worker in self._local_workers.alive:
+            self._local_workers.tell(worker, finish.to_json())
+
+    def _answer_alone(self, local_workers: LocalWorkers, worker: int, request: Mapping[str, Any]) -> None:
+        """The head would answer; without it a worker that has lost another one cannot go on, nor save."""
+        if "id" in request:
+            local_workers.tell(worker, {"id": request["id"], "closed": self._head_lost})
+        elif request.get("op") == "stuck":
+            local_workers.terminate(TERMINATE_S)
+
+    def _serve(self, local_workers: LocalWorkers, message: Mapping[str, Any]) -> None:
+        match message["op"]:
+            case "ping":
+                self._until = float(message["asked"]) + float(message["for_s"])
+                for worker in local_workers.alive:
+                    local_workers.tell(worker, {"op": "until", "until": self._until})
+            case "tell":
+                local_workers.tell(int(message["worker"]), message["message"])
+            case "start":
+                self.here.add(int(message["worker"]))
+                numbers = {name: int(message[name]) for name in ("workers", "incarnation")}
+                local_workers.add(int(message["worker"]), **numbers)
+            case "kill_worker":
+                local_workers.kill_worker(int(message["worker"]))
+            case "stack":
+                self.before_stack(int(message["worker"]))
+                local_workers.ask_stack(int(message["worker"]))
+            case "stop":
+                local_workers.terminate(float(message["grace_s"]))
+            case "kill":
+                local_workers.kill()
+            case "again":
+                self._is_for_another_start = True
+                local_workers.kill()
+            case "neighbour":
+                if self.replication is not None:
+                    at = message["at"]
+                    self.replication.replicate_to(
+                        None if at is None else (str(at[0]), int(at[1])), str(message["name"])
+                    )
+            case "drop":
+                local_workers.drop_state(int(message["worker"]))
+            case "end":
+                self.outcome = self._own(JobOutcome.from_json(message["outcome"]))
+                if self._signum == signal.SIGTERM and self.outcome.exit_code == PREEMPTED:
+                    self._say(f"{self.outcome.reason}: run the same command again to go on")
+            case op:
+                raise ValueError(f"unknown message {op!r}")
+
+    def _own(self, outcome: JobOutcome) -> JobOutcome:
+        """How it ended here: workers that were killed on their way out have saved nothing, whatever the others have."""
+        if self._cut_short is None or outcome.exit_code not in (PREEMPTED, TOO_FEW):
+            return outcome
+        return interrupted(self._cut_short, self._exits)
+
+    def _finish_alone(self) -> None:
+        exits = sorted(self._exits, key=lambda ended: ended.worker)
+        if exits and all(ended.has_left for ended in exits):
+            finish = Finish(exit_code=PREEMPTED, reason=f"{self._head_lost}; everything is saved")
+            self._say(f"{finish.reason}: run the same command again to go on")
+            self.outcome = left(finish, exits)
+            return
+        if self._signum is not None:
+            self.outcome = interrupted(self._signum, exits)
+            return
+        # Worker 0 is the head's, on whatever host the head is.
+        head = lost(0, host=self._head, pid=0, kind="HostLost", message=self._head_lost)
+        self.outcome = dataclasses.replace(verdict((head, *exits)), reason=self._head_lost, exits=tuple(exits))
+
+
+def _unheard(worker: int) -> None:
+    """Where nobody looks out for hangs."""
+
+
+def _is_old_news(ended: WorkerExit) -> bool:
+    """Whether a run has gone on after a worker's end: it was lost and replaced, or has come to its end."""
+    is_error = ended.failed and ended.exit_code is not None and not (ended.error or {}).get("echo")
+    return not ended.has_left and not is_error

@@ -1,0 +1,168 @@
+"""The other hosts' half of the meeting: one attempt to join the head.
+
+What one host brings to the meeting of a job's hosts, and what has to be the same on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.coordinator.host_agent import HostAgent
+from paceline.launch.coordinator.remote_hosts import SILENCE_S
+from paceline.launch.io.authentication import AuthenticatedConnection
+from paceline.launch.io.event_loop import EventLoop, MessageStream
+from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
+from paceline.plan.job import Job
+
+__all__ = ["JobTerms", "JoinRequest", "mismatch"]
+
+
+class JoinRequest:
+    """Connects, proves the token, says hello, and waits for a place: `member` when it has one, `failed` (why) when not.
+
+    Where the head's name has several addresses, `number` chooses one, counted round. `host_index`: this host had it,
+    and all begin again.
+    """
+
+    def __init__(
+        self,
+        terms: JobTerms,
+        loop: EventLoop,
+        say: Callable[[str], None],
+        *,
+        number: int,
+        replication: SnapshotReplication | None,
+        host_index: int | None,
+    ) -> None:
+        self._terms, self._loop, self._say = terms, loop, say
+        self._replication, self._host_index = replication, host_index
+        self.member: HostAgent | None = None
+        self.failed = ""
+        self.final = False  # there is no use in trying again
+        self._call = AuthenticatedConnection(terms.token, loop, on_proved=self._proved, on_failed=self._fail)
+        self._link: MessageStream | None = None
+        self._connect(number)
+
+    @property
+    def doing(self) -> str:
+        """What is waited for."""
+        if self._link is None:
+            return f"connecting to the head at {self._terms.point}"
+        return f"waiting with the head at {self._terms.point} for the other hosts"
+
+    def tick(self, now: float) -> None:
+        self._call.tick(now)
+        if self._link is not None and self.member is None and now - self._link.heard > SILENCE_S:
+            self._fail(f"the head said nothing for {SILENCE_S:.0f} s")
+
+    def close(self) -> None:
+        """Close what has not become a member's."""
+        self._call.close()
+        if self._link is not None and self.member is None:
+            self._link.close()
+
+    def _connect(self, number: int) -> None:
+        try:
+            found = socket.getaddrinfo(*self._terms.at, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            self._fail(f"the name {self._terms.at[0]} is not known ({error.strerror})")
+            return
+        family, _, _, _, address = found[number % len(found)]
+        self._call.begin(family, address)
+
+    def _proved(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._address = str(sock.getsockname()[0])  # towards the head: so the other hosts reach this one too
+        self._link = MessageStream(sock, self._loop, on_message=self._said, on_close=self._closed)
+        port = 0
+        if self._replication is not None:
+            self._replication.open(self._address)
+            port = self._replication.port
+        who = {"host": self._terms.host, "address": self._address, "port": port, "host_index": self._host_index}
+        self._link.send({"op": "hello", **who, "job": self._terms.essentials})
+
+    def _said(self, message: Mapping[str, Any]) -> None:
+        if self.member is not None:
+            self.member.coordinator_said(message)
+        elif message.get("op") == "refused":
+            self._fail(str(message.get("reason")), final=not message.get("again"))
+        elif message.get("op") == "welcome":
+            self._become_member(message)
+        elif message.get("op") != "ping":
+            self._fail(f"the head said {message.get('op')!r} where a welcome was due", final=True)
+
+    def _become_member(self, message: Mapping[str, Any]) -> None:
+        if self._link is None:
+            return
+        try:
+            self.member = HostAgent(
+                self._link,
+                head=str(message["head"]),
+                host=self._terms.host,
+                address=self._address,
+                host_index=int(message["host_index"]),
+                ranks=tuple(map(int, message["ranks"])),
+                slots=int(message["slots"]),
+                attempt=int(message["attempt"]),
+                run_dir=str(message["run_dir"]),
+                silence_s=self._terms.job.silence_s,
+                say=self._say,
+                doors={int(index): (str(host), int(port)) for index, host, port in message["doors"]},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            self._fail(f"the head's welcome makes no sense ({type(error).__name__}: {error})", final=True)
+
+    def _closed(self, error: Exception) -> None:
+        if self.member is not None:
+            self.member.coordinator_lost(str(error))
+        else:
+            self._fail(f"the head has gone: {error}")
+
+    def _fail(self, reason: str, final: bool = False) -> None:
+        if self.failed:
+            return
+        self.failed, self.final = reason, final
+        self.close()
+
+
+PROTOCOL = 4  # of the messages between hosts; counted up when they change
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobTerms:
+    """This host's view of the job."""
+
+    job: Job  # as it begins now
+    asked: Job  # as this host's user started it
+    plan: str | None
+    attempt: int
+    run_dir: str  # as this host's user wrote it
+    host: str  # this host's name
+    at: tuple[str, int]  # the meeting point: host and port
+    token: bytes = dataclasses.field(repr=False)
+
+    @property
+    def point(self) -> str:
+        """The meeting point, as the user wrote it."""
+        return self.job.head or ""
+
+    @property
+    def essentials(self) -> dict[str, Any]:
+        """What has to be the same on all hosts, in the user's words."""
+        return {
+            "protocol": PROTOCOL,
+            "program": Path(self.job.program).name or "(a function)",
+            "workers": self.asked.workers,
+            "hosts": self.asked.hosts,
+            "plan": self.plan or "(the script's)",
+        }
+
+
+def mismatch(head: Mapping[str, Any], host: Mapping[str, Any]) -> str:
+    """Name what differs, with both values; "" where nothing does."""
+    names = sorted(name for name in head.keys() | host.keys() if head.get(name) != host.get(name))
+    return ", ".join(f"{name}: {head.get(name)!r} on the head, {host.get(name)!r} here" for name in names)

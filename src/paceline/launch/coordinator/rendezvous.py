@@ -1,0 +1,253 @@
+"""How the hosts of a job find each other: the same command is started once on each, and who is who is found.
+
+`--head HOST:PORT` names a meeting point. The supervisor that can listen there is the head
+(`paceline.launch.coordinator.host_admission`); every other one visits it (`paceline.launch.coordinator.join_request`),
+proves the job's token, and says what it was started for. When as many hosts are there as the job has, all started for
+the same job, the head deals the worker ranks: its own first, the others' in the order in which they came. Nobody has to
+be started first.
+
+Where workers were lost and all begin again, the hosts that are left meet in the same way, each with the number that it
+had: the head still listens there, and nobody else may.
+
+Who comes when an elastic job is at work joins it with the same command (`Coordinator.join`). So a job that begins on
+one host has a meeting point too, where `--head` names one.
+
+What a supervisor keeps from one start of the workers to the next, besides the warm parent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import socket
+import time
+from collections.abc import Callable
+
+from paceline import environment
+from paceline.errors import LaunchError
+from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.host_admission import HostAdmission
+from paceline.launch.coordinator.host_agent import HostAgent
+from paceline.launch.coordinator.join_request import JobTerms, JoinRequest
+from paceline.launch.io.event_loop import EventLoop
+from paceline.launch.io.signals import StopSignals
+from paceline.launch.job.restart_plan import RestartPlan
+from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
+from paceline.launch.snapshots.snapshot_store import SnapshotStore
+from paceline.plan.job import Job, head_address
+
+__all__ = ["MAX_RENDEZVOUS_S", "RetainedHostState", "join_hosts"]
+
+MAX_RENDEZVOUS_S = 300.0  # where job.timeout_s is longer
+AGAIN_S = 30.0  # for hosts that were there just now
+RETRY_S = 0.5
+TELL_S = 5.0  # between two messages that say what is waited for
+TURN_S = 0.1
+LOOPBACK = "127.0.0.1"
+
+
+def join_hosts(
+    job: Job,
+    *,
+    plan: str | None,
+    attempt: int,
+    run_dir: str,
+    loop: EventLoop,
+    say: Callable[[str], None],
+    signals: StopSignals,
+    asked: Job | None = None,
+    again: RestartPlan | None = None,
+    stays: RetainedHostState | None = None,
+    replication: SnapshotReplication | None = None,
+) -> Coordinator | HostAgent:
+    """Wait until all hosts are there, and return this host's side.
+
+    `asked`: the job as the user started it, where it begins `again` with fewer workers or hosts; `stays` says then
+    which host this one was. `replication` is made known to the other hosts.
+
+    Raises LaunchError where they do not come in time or do not fit together, Interrupted where a signal comes first.
+    """
+    host = socket.gethostname()
+    if job.workers is None:
+        raise LaunchError("The number of workers is not known: it has to be decided before a job is launched.")
+    if job.hosts == 1 and job.head is not None and job.launcher == "inline":
+        say(f"head={job.head!r} is not used: launcher='inline' runs on this host alone")
+    if job.hosts == 1 and (job.head is None or job.launcher == "inline"):
+        return Coordinator(
+            host=host,
+            address=LOOPBACK,
+            job=job,
+            remote_hosts=[],
+            door=None,
+            attempt=attempt,
+            run_dir=run_dir,
+            say=say,
+            again=again,
+        )
+    if job.head is None:
+        raise LaunchError(
+            f"A job on {job.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on every host."
+        )
+    token = environment.token(job)
+    at = head_address(job.head)
+    terms = JobTerms(
+        job=job, asked=asked or job, plan=plan, attempt=attempt, run_dir=run_dir, host=host, token=token, at=at
+    )
+    patience = _RendezvousTimeout(terms, loop, say, signals, limit_s=AGAIN_S if again is not None else MAX_RENDEZVOUS_S)
+    meeting = _Rendezvous(terms, loop, say, patience, replication=replication, again=again)
+    if again is None or stays is None:
+        return meeting.hold()
+    if stays.listener is None:
+        return meeting.join(stays.host_index)
+    listener, stays.listener = stays.listener, None
+    return meeting.gather(listener)
+
+
+class _RendezvousTimeout:
+    """Lets things happen, says what is waited for, and ends the waiting."""
+
+    def __init__(
+        self, terms: JobTerms, loop: EventLoop, say: Callable[[str], None], signals: StopSignals, *, limit_s: float
+    ) -> None:
+        self._terms, self._loop, self._say, self._signals = terms, loop, say, signals
+        self._began = time.monotonic()
+        self._limit_s = min(terms.job.timeout_s, limit_s)
+        self._tell_at = self._began + TELL_S
+
+    def turn(self, doing: str) -> None:
+        """One turn of the loop; raises LaunchError when the time is over, Interrupted when a signal has come."""
+        self._loop.turn(TURN_S)
+        self._signals.check()
+        now = time.monotonic()
+        passed = now - self._began
+        if passed > self._limit_s:
+            raise LaunchError(
+                f"Gave up after {passed:.0f} s {doing}. Start the same command on all {self._terms.job.hosts} hosts, "
+                "with a head that each of them reaches (its name, the port, firewalls)."
+            )
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_S
+            self._say(f"{doing} ({passed:.0f} s)")
+
+
+class _Rendezvous:
+    """This host's part in the meeting."""
+
+    def __init__(
+        self,
+        terms: JobTerms,
+        loop: EventLoop,
+        say: Callable[[str], None],
+        patience: _RendezvousTimeout,
+        *,
+        replication: SnapshotReplication | None,
+        again: RestartPlan | None,
+    ) -> None:
+        self._terms, self._loop, self._say, self._patience = terms, loop, say, patience
+        self._replication, self._again = replication, again
+        self._num_join_attempts = 0
+
+    def hold(self) -> Coordinator | HostAgent:
+        """Try to be the head, else to join it, until one of them succeeds or the patience ends."""
+        while True:
+            listener = _listen(self._terms)
+            if listener is not None:
+                return self.gather(listener)
+            member = self._visit(None)
+            if member is not None:
+                return member
+
+    def join(self, host_index: int) -> HostAgent:
+        """Join the head again."""
+        while (member := self._visit(host_index)) is None:
+            pass
+        return member
+
+    def gather(self, listener: socket.socket) -> Coordinator:
+        """Be the head."""
+        gathering = HostAdmission(
+            listener, self._terms, self._loop, self._say, replication=self._replication, again=self._again
+        )
+        try:
+            while not gathering.complete:
+                self._patience.turn(gathering.doing)
+                gathering.tick(time.monotonic())
+            return gathering.welcome()
+        except BaseException as error:  # also Interrupted and KeyboardInterrupt: nothing stays open
+            gathering.give_up(str(error) or type(error).__name__)
+            raise
+
+    def _visit(self, host_index: int | None) -> HostAgent | None:
+        """Try once to join the head; None, after a while, where that failed and may be tried again."""
+        self._num_join_attempts += 1
+        point = self._terms.point
+        visit = JoinRequest(
+            self._terms,
+            self._loop,
+            self._say,
+            number=self._num_join_attempts,
+            replication=self._replication,
+            host_index=host_index,
+        )
+        try:
+            while visit.member is None and not visit.failed:
+                self._patience.turn(visit.doing)
+                visit.tick(time.monotonic())
+            if visit.member is not None:
+                if visit.member.is_late:
+                    self._say(f"joined the run {visit.member.run_dir} at {point}; waiting for work")
+                return visit.member
+        finally:
+            visit.close()
+        if visit.final:
+            raise LaunchError(f"This host cannot join the job at {point}: {visit.failed}")
+        again_at = time.monotonic() + RETRY_S
+        while time.monotonic() < again_at:
+            self._patience.turn(f"connecting to the head at {point}; last try: {visit.failed}")
+        return None
+
+
+def _listen(terms: JobTerms) -> socket.socket | None:
+    """A listening socket where the meeting point is this host's and free; None where it is another's."""
+    try:
+        found = socket.getaddrinfo(*terms.at, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None  # not known yet, perhaps: the visit will say so
+    for family, kind, protocol, _, address in found:
+        if str(address[0]) in ("0.0.0.0", "::"):
+            raise LaunchError(f"head={terms.point!r} is every host's address: name one host that all others reach.")
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # connections of a job that has ended are no obstacle
+            sock.bind(address)
+            sock.listen()
+        except OSError as error:
+            sock.close()
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise LaunchError(
+                    f"Port {terms.at[1]} of head={terms.point!r} needs privileges: use one from 1024 up."
+                ) from error
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+                raise LaunchError(f"Cannot listen at head={terms.point!r}: {error.strerror}.") from error
+        else:
+            return sock
+    return None
+
+
+@dataclasses.dataclass(kw_only=True)
+class RetainedHostState:
+    """Whoever makes it closes it."""
+
+    signals: StopSignals
+    memory_checkpoints: SnapshotStore = dataclasses.field(default_factory=SnapshotStore)  # the workers' states
+    listener: socket.socket | None = None  # the head's: hosts that come again wait there
+    host_index: int = 0  # this host's
+
+    def close(self) -> None:
+        """Let go of it all."""
+        self.memory_checkpoints.close()
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None

@@ -1,0 +1,378 @@
+"""The workers of this host: has them forked, answers their channels, tells when they end, ends them when told to.
+
+It decides nothing about the job: the side (`paceline.launch.coordinator.coordinator`,
+`paceline.launch.coordinator.host_agent`) does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.comm.flight_recorder import STACK_SIGNAL
+from paceline.errors import LaunchError
+from paceline.launch.fork.warm_parent_client import WarmParent
+from paceline.launch.io.event_loop import EventLoop, MessageStream
+from paceline.launch.job.outcome import STUCK, WorkerExit, lost, read_error
+from paceline.launch.job.placement import worker_dir
+from paceline.launch.job.restart_plan import StoredSnapshot
+from paceline.launch.snapshots.snapshot_store import SnapshotStore
+from paceline.plan.job import ERROR_SPARE, Assignment
+
+__all__ = ["LocalWorkers", "LocalWorkersListener"]
+
+LAST_S = 2.0  # from SIGKILL until a worker that is still there is given up
+
+
+class LocalWorkersListener(Protocol):
+    """What a crew tells; `Coordinator` and `HostAgent` are listeners."""
+
+    def request(self, worker: int, request: Mapping[str, Any]) -> None: ...
+
+    def started(self, worker: int, pid: int) -> None: ...
+
+    def exited(self, ended: WorkerExit) -> None: ...
+
+    def barren(self) -> None:
+        """This host can start no more workers."""
+        ...
+
+
+class LocalWorkers:
+    """The workers of this host. Every worker is reported as exited exactly once, also when it could not be started.
+
+    `template` is what those that come later are told, but for their numbers.
+    """
+
+    def __init__(
+        self,
+        assignments: Sequence[Assignment],
+        *,
+        template: Assignment,
+        parent: WarmParent | None,
+        loop: EventLoop,
+        listener: LocalWorkersListener,
+        say: Callable[[str], None],
+        memory_checkpoints: SnapshotStore | None = None,
+        kept: Callable[[int], None] | None = None,
+        waits: bool = False,
+    ) -> None:
+        """`kept(worker)`: it has kept a snapshot. `waits`: workers are not forked before `begin`."""
+        self.alive = {assignment.rank: assignment for assignment in assignments}
+        self._template = template
+        self._parent, self._loop, self._listener, self._say = parent, loop, listener, say
+        self._memory_checkpoints, self._kept = memory_checkpoints, kept
+        self._waits, self._is_ready = waits, False
+        self._links: dict[int, MessageStream] = {}
+        self._pids: dict[int, int] = {}
+        self._retired: set[int] = set()  # pids of workers that were killed one by one
+        self._doomed: dict[int, int] = {}  # such of them as had not been started, by rank
+        self._unstarted: dict[int, str] = {}  # workers that came later and could not be started: why
+        self._remote_hosts: set[int] = set()
+        self._forked = False
+        self._gone = ""  # what became of the warm parent
+        self._told = False  # to end
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+
+    @property
+    def grace_s(self) -> float:
+        """How long workers may take to save and leave."""
+        return self._template.job.grace_s
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether every worker that was ever started has ended, also those that were killed one by one."""
+        return not (self.alive or self._retired or any(self._doomed.values()))
+
+    def start(self) -> None:
+        """Make the workers' directories, and fork them as soon as the warm parent is ready."""
+        for assignment in self.alive.values():
+            self._make_directory(assignment)
+        if self._parent is not None:
+            self._parent.attach(self._loop, on_message=self._heard, on_lost=self._parent_lost)
+
+    def begin(self) -> None:
+        """What the workers begin with is there."""
+        self._waits = False
+        if self._is_ready and not self._told and not self._forked:
+            self._fork_all()
+
+    def seat(self, worker: int, channel: socket.socket) -> None:
+        """Serve a worker that runs in this very process; it is sent no signals, and `left` tells its end."""
+        self._remote_hosts.add(worker)
+        self._serve(worker, channel)
+
+    def left(self, worker: int, *, pid: int, exit_code: int, peak_memory_bytes: int) -> None:
+        """A seated worker has come to its end."""
+        self._pids[worker] = pid
+        self._exited(worker, exit_code, None, peak_memory_bytes)
+
+    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+        """Answer a worker's request, or tell it something; nothing happens where it has ended."""
+        if worker in self._links:
+            self._links[worker].send(message)
+
+    def add(self, worker: int, *, workers: int, incarnation: int) -> None:
+        """Start one more worker, of a run that has `workers` then: it joins the others between two of their steps.
+        `incarnation`: its replica's. Where it cannot be started it is lost, which `tick` tells: whoever asks is in the
+        middle of a decision."""
+        if self._told or self._parent is None:
+            return
+        taken = {assignment.local_rank for assignment in self.alive.values()}
+        assignment = dataclasses.replace(
+            self._template,
+            rank=worker,
+            workers=workers,
+            local_rank=next(number for number in itertools.count() if number not in taken),
+            local_workers=max(self._template.local_workers, len(taken) + 1),
+            worker_dir=str(worker_dir(Path(self._template.run_dir), self._template.attempt, worker)),
+            command_started=time.time(),
+            joins=True,
+            begins_at=None,  # the others have the newest state
+            incarnation=incarnation,
+        )
+        self.alive[worker] = assignment
+        if self._gone:
+            self._unstarted[worker] = self._gone
+            return
+        self._make_directory(assignment)
+        if self._forked:  # otherwise it is forked as soon as the warm parent is ready
+            self._fork(assignment)
+
+    def kill_worker(self, worker: int) -> None:
+        """Send SIGKILL to one worker's process group."""
+        if worker not in self.alive or self._parent is None:
+            return
+        is_unstarted = self._unstarted.pop(worker, None) is not None
+        if is_unstarted or not self._forked:
+            del self.alive[worker]
+            return
+        self._parent.signal(worker, signal.SIGKILL)
+        # It may have a successor before its end is heard of: from now on it is nobody's.
+        if worker in self._pids:
+            self._retired.add(self._pids.pop(worker))
+        else:
+            self._doomed[worker] = self._doomed.get(worker, 0) + 1
+        del self.alive[worker]
+        if worker in self._links:
+            self._links.pop(worker).close()
+
+    @property
+    def stock(self) -> tuple[StoredSnapshot, ...]:
+        """What this host has in memory."""
+        return () if self._memory_checkpoints is None else self._memory_checkpoints.stock
+
+    def drop_state(self, worker: int) -> None:
+        """A worker has left for good: what it has kept counts no more."""
+        if self._memory_checkpoints is not None:
+            self._memory_checkpoints.drop(worker)
+
+    def ask_stack(self, worker: int) -> None:
+        """Have a worker write its Python stacks into its directory (a worker in this very process has a debugger)."""
+        if worker in self._pids and worker in self.alive and self._parent is not None:
+            self._parent.signal(worker, STACK_SIGNAL, alone=True)
+
+    def terminate(self, grace_s: float) -> None:
+        """Send SIGTERM to all process groups, and SIGKILL after `grace_s` seconds to those that are still there."""
+        if not self._told:
+            self._told = True
+            for worker in self.alive:
+                self.tell(worker, {"op": "end"})  # otherwise SIGTERM is a request to leave in good order
+            self._signal(signal.SIGTERM)
+            self._kill_at = time.monotonic() + grace_s
+
+    def kill(self) -> None:
+        """Send SIGKILL to all process groups."""
+        self._told = True
+        self._kill_at, self._give_up_at = None, time.monotonic() + LAST_S
+        self._signal(signal.SIGKILL)
+
+    def tick(self, now: float) -> None:
+        """Do what has become due."""
+        if self._memory_checkpoints is not None:
+            self._memory_checkpoints.tidy()
+        for worker in tuple(self._unstarted):
+            if worker in self._unstarted:  # otherwise it has been ended with another one of its replica
+                self._lost(worker, "WarmParentLost" if self._gone else "NotStarted", self._unstarted.pop(worker))
+        if self._kill_at is not None and now >= self._kill_at:
+            self.kill()
+        if self._give_up_at is not None and now >= self._give_up_at:
+            self._give_up_at = None
+            for worker in [*self.alive.keys() - self._remote_hosts]:
+                self._lost(worker, STUCK, f"worker {worker} did not end within {LAST_S:.0f} s of SIGKILL")
+
+    def close(self, *, keeps_parent: bool = False) -> None:
+        """End everything; bounded in time. `keeps_parent`: all workers have ended, and others are to be forked."""
+        if self._parent is not None and keeps_parent and not self._gone:
+            self._parent.detach()
+        elif self._parent is not None:
+            self._parent.close()
+        while self._links:
+            self._links.popitem()[1].close()
+
+    def _make_directory(self, assignment: Assignment) -> None:
+        directory = Path(assignment.worker_dir)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "error.json").unlink(missing_ok=True)  # of an earlier start that came no further
+        except OSError as error:
+            why = f"Cannot make the log directory {directory}: {error.strerror}"
+            self._cannot_start(assignment, why, "Make room there, or use another run directory (--run-dir)", error)
+
+    def _fork_all(self) -> None:
+        self._forked = True
+        for assignment in self.alive.values():
+            self._fork(assignment)
+
+    def _fork(self, assignment: Assignment) -> None:
+        worker = assignment.rank
+        if self._parent is None or worker in self._remote_hosts or worker in self._unstarted:
+            return
+        try:
+            memory_checkpoint = (
+                ()
+                if self._memory_checkpoints is None
+                else self._memory_checkpoints.file_descriptors_for(worker, step=assignment.begins_at)
+            )
+            ours, theirs = socket.socketpair()
+            self._serve(worker, ours)
+            self._parent.fork(assignment, theirs, memory_checkpoint=memory_checkpoint)
+        except OSError as error:
+            if worker in self._links:
+                self._links.pop(worker).close()
+            remedy = "Raise the limit on open files (ulimit -n), or use fewer workers on this host"
+            self._cannot_start(assignment, f"No channel for worker {worker}: {error.strerror}", remedy, error)
+        except LookupError as error:
+            raise LaunchError(f"Worker {worker} has nothing to begin with: {error}.") from error
+
+    def _cannot_start(self, assignment: Assignment, why: str, remedy: str, error: Exception | None = None) -> None:
+        """Raises LaunchError where this worker begins the run. One that comes later is lost, like any that dies before
+        it has joined."""
+        if not assignment.joins:
+            raise LaunchError(f"{why}. {remedy}.") from error
+        self._unstarted[assignment.rank] = why
+        self._say(f"{why}. {remedy}.")
+
+    def _serve(self, worker: int, channel: socket.socket) -> None:
+        def closed(error: Exception) -> None:
+            if self._links.get(worker) is link:  # otherwise that of its successor
+                del self._links[worker]
+            if isinstance(error, ValueError):  # otherwise it is the worker's end, which the warm parent tells
+                self._say(f"worker {worker}'s channel was closed: {error}")
+
+        link = self._links[worker] = MessageStream(
+            channel, self._loop, on_message=lambda request: self._requested(worker, request), on_close=closed
+        )
+
+    def _requested(self, worker: int, request: Mapping[str, Any]) -> None:
+        if request.get("op") == "begun" and self._parent is not None:
+            self._parent.let_orphans_finish(self.grace_s)
+        if request.get("op") == "kept":  # the memory is this host's, and nobody else's business
+            if self._kept is not None:
+                self._kept(worker)
+            return
+        self._listener.request(worker, request)
+
+    def _heard(self, message: Mapping[str, Any]) -> None:
+        match message["op"]:
+            case "ready":
+                self._check_ready(message)
+                self._is_ready = True
+                if not self._told and not self._waits:
+                    self._fork_all()
+            case "failed":
+                what = f"{message['kind']} while importing what workers need: {message['message']}"
+                raise LaunchError(f"{what}\n\n{message['traceback'].rstrip()}")
+            case "started" if self._doomed.get(message["worker"], 0) > 0:
+                self._doomed[message["worker"]] -= 1  # it was to be killed before it began
+                self._retired.add(message["pid"])
+            case "started":
+                self._pids[message["worker"]] = message["pid"]
+                self._listener.started(message["worker"], message["pid"])
+            case "not_started" if self._doomed.get(message["worker"], 0) > 0:
+                self._doomed[message["worker"]] -= 1
+            case "not_started":
+                why = f"worker {message['worker']} could not be forked: {message['reason']}"
+                remedy = "Free memory or processes (ulimit -u, the container's pids limit), or use fewer workers"
+                self._cannot_start(self.alive[message["worker"]], why, remedy)
+            case "exited" if message["pid"] in self._retired:
+                self._retired.discard(message["pid"])
+            case "exited" if message["worker"] not in self.alive:
+                pass  # it was given up as stuck, and has ended after all
+            case "exited":
+                self._exited(message["worker"], message["exit_code"], message["signal"], message["peak_memory_bytes"])
+            case op:
+                raise LaunchError(f"the warm parent said {op!r}, which this version of Paceline does not know")
+
+    def _check_ready(self, message: Mapping[str, Any]) -> None:
+        if message["devices_touched"]:
+            raise LaunchError(
+                "An accelerator was opened while workers' modules were imported; forked workers could not use it."
+            )
+        if message["threads"]:
+            names = ", ".join(message["threads"])
+            self._say(f"threads are running before the workers are forked, which may stall them: {names}")
+        if self._parent is not None and (output := self._parent.output()):
+            self._say(f"while importing: {output}")
+
+    def _signal(self, signum: int) -> None:
+        for worker in [*self.alive.keys() - self._remote_hosts]:
+            if self._forked and self._parent is not None:
+                self._parent.signal(worker, signum)
+            else:
+                self._exited(worker, None, signum, 0)  # there is no such process, and none will come
+
+    def _exited(self, worker: int, exit_code: int | None, signum: int | None, peak_memory_bytes: int) -> None:
+        directory = Path(self.alive[worker].worker_dir)
+        error = read_error(directory) if exit_code != 0 else None
+        with contextlib.suppress(OSError):  # of one that was killed; a hidden file of a few blocks is left
+            (directory / ERROR_SPARE).unlink(missing_ok=True)
+        self._report(
+            WorkerExit(
+                worker=worker,
+                host=self.alive[worker].host,
+                pid=self._pids.get(worker, 0),
+                exit_code=exit_code,
+                signal=signum,
+                peak_memory_bytes=peak_memory_bytes,
+                error=error,
+                sent_by_us=self._told,
+            )
+        )
+
+    def _lost(self, worker: int, kind: str, message: str, *, echo: bool = False) -> None:
+        self._report(
+            lost(
+                worker,
+                host=self.alive[worker].host,
+                pid=self._pids.get(worker, 0),
+                kind=kind,
+                message=message,
+                echo=echo,
+                sent_by_us=self._told,
+            )
+        )
+
+    def _report(self, ended: WorkerExit) -> None:
+        del self.alive[ended.worker]
+        self._unstarted.pop(ended.worker, None)
+        self._pids.pop(ended.worker, None)  # a successor that is killed before its start is heard of has another one
+        self._listener.exited(ended)
+
+    def _parent_lost(self, how: str) -> None:
+        output = f"\n{self._parent.output()}" if self._parent is not None else ""
+        if not self._forked:
+            raise LaunchError(f"The process that imports what workers need {how}.{output}")
+        self._gone = f"the process that the workers were forked from {how}{output}"
+        self._listener.barren()
+        for number, worker in enumerate(sorted(self.alive.keys() - self._remote_hosts)):
+            if worker in self.alive and worker not in self._unstarted:  # ended with another one of its replica, or anew
+                self._lost(worker, "WarmParentLost", self._gone, echo=number > 0)

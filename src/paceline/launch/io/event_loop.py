@@ -1,0 +1,183 @@
+"""The one place where a supervisor waits: sockets that have something to say, each with the function to call.
+
+A message stream that never blocks: the supervisor's end of every socket (workers, warm parent, other hosts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from paceline.comm.messages.json_channel import LineBuffer, encode
+
+__all__ = ["READ", "WRITE", "EventLoop", "MessageStream"]
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class EventLoop:
+    """Sockets and their callbacks. One thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, sock: socket.socket, events: int, ready: Callable[[int], None]) -> None:
+        """Call `ready(events)` when the socket can be read or written; replaces what was asked for it before."""
+        if sock in self._selector.get_map():
+            self._selector.modify(sock, events, ready)
+        else:
+            self._selector.register(sock, events, ready)
+
+    def forget(self, sock: socket.socket) -> None:
+        """Watch this socket no longer; to be called before it is closed."""
+        if sock in self._selector.get_map():
+            self._selector.unregister(sock)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait at most this long, then call what is ready."""
+        for key, events in self._selector.select(timeout_s):
+            # A callback may forget, close and even replace (same number) a socket that was ready in the same turn.
+            now = self._selector.get_map().get(key.fd)
+            if now is not None and now.fileobj is key.fileobj:
+                now.data(events & now.events)
+
+    def close(self) -> None:
+        self._selector.close()
+
+
+CHUNK_BYTES = 1 << 16
+
+
+class PassedDescriptor(Protocol):
+    """What is handed over with a message: a socket, or a file."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class MessageStream:
+    """Sends and receives messages over a socket that it owns; the other end's end is told once.
+
+    `on_close(error)` gets a ConnectionError when the other end has closed it or has gone, and a ValueError when what
+    came in made no sense and it was closed here.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: EventLoop,
+        *,
+        on_message: Callable[[dict[str, Any]], None],
+        on_close: Callable[[Exception], None],
+    ) -> None:
+        self._sock, self._loop = sock, loop
+        self._on_message, self._on_close = on_message, on_close
+        self._lines = LineBuffer()
+        self._outgoing: deque[tuple[bytes, Sequence[PassedDescriptor]]] = deque()
+        self._blocked = False  # the system took no more: also waiting until it can be written to
+        self.closed = False
+        self.heard = time.monotonic()  # when something last came in
+        sock.setblocking(False)
+        loop.watch(sock, READ, self._ready)
+
+    def send(self, message: Mapping[str, Any], *, passing: Sequence[PassedDescriptor] = ()) -> None:
+        """Send a message as soon as the other end takes it; `passing` is handed over with it, and closed here."""
+        if self.closed:
+            _close_all(passing)
+            return
+        self._outgoing.append((encode(message), passing))
+        self._write()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything was handed to the system, the other end has closed, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while self._outgoing and not self.closed and (left := deadline - time.monotonic()) > 0:
+            self._loop.turn(left)
+
+    def release(self) -> socket.socket:
+        """Let go of the socket, which stays open: the next link over it hears what comes from now on."""
+        self.closed = True
+        self._loop.forget(self._sock)
+        self._drop()
+        return self._sock
+
+    def close(self) -> None:
+        """Close this end; nothing is called any more."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.forget(self._sock)
+        self._sock.close()
+        self._drop()
+
+    def _ready(self, events: int) -> None:
+        if events & WRITE:
+            self._write()
+        if events & READ and not self.closed:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(CHUNK_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._lost(ConnectionError(error.strerror or str(error)))
+            return
+        if not data:
+            self._lost(ConnectionError("it closed the connection"))
+            return
+        self.heard = time.monotonic()
+        messages = self._lines.feed(data)
+        while not self.closed:
+            try:
+                message = next(messages, None)
+            except ValueError as error:
+                self._lost(error)
+                return
+            if message is None:
+                return
+            self._on_message(message)
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                data, passing = self._outgoing[0]
+                if passing:  # they travel with the first byte of the message
+                    sent = socket.send_fds(self._sock, [data], [one.fileno() for one in passing])
+                    _close_all(passing)
+                else:
+                    sent = self._sock.send(data)
+                self._outgoing.popleft()
+                if sent < len(data):
+                    self._outgoing.appendleft((data[sent:], ()))
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            # Nobody will read this. What the other end said before it closed is still to be read, and reading finds
+            # the end.
+            self._drop()
+        if self._blocked != bool(self._outgoing):
+            self._blocked = not self._blocked
+            self._loop.watch(self._sock, READ | WRITE if self._blocked else READ, self._ready)
+
+    def _drop(self) -> None:
+        for _, passing in self._outgoing:
+            _close_all(passing)
+        self._outgoing.clear()
+
+    def _lost(self, error: Exception) -> None:
+        self.close()
+        self._on_close(error)
+
+
+def _close_all(passed: Sequence[PassedDescriptor]) -> None:
+    for one in passed:
+        with contextlib.suppress(OSError):
+            one.close()

@@ -1,0 +1,77 @@
+"""The signals that end a job, noted while a supervisor runs, so that none of them ends it half-way.
+
+A batch system's warning (`environment.notice_signals`: SIGUSR1 in a Slurm job) is noted as the SIGTERM that it
+announces, once: that SIGTERM, when it comes, is then the second one.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from paceline import environment
+
+__all__ = ["STOP_SIGNALS", "Interrupted", "StopSignals"]
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A signal came before there was anything that could be stopped in good order."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+class StopSignals:
+    """While entered, Ctrl-C, SIGTERM and a closing terminal are only noted; afterwards they do what they did before.
+
+    Python lets only the main thread do this: in another one nothing is noted. A signal that is ignored (nohup, a
+    shell's background job) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[int] = []
+        self._before: dict[int, Any] = {}
+        self._warnings: tuple[int, ...] = ()
+        self._is_warned = False
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._warnings = environment.notice_signals()
+            for signum in (*STOP_SIGNALS, *self._warnings):
+                before = signal.getsignal(signum)
+                if before not in (None, signal.SIG_IGN):  # None: set by other than Python, and could not be put back
+                    self._before[signum] = before
+                    signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            signum, before = self._before.popitem()
+            signal.signal(signum, before)
+
+    def note(self, signum: int) -> None:
+        """Add a signal, as if it had come."""
+        self._noted.append(signum)
+
+    def take(self) -> list[int]:
+        """Those that have come since the last call, in order."""
+        taken = self._noted[:]
+        del self._noted[: len(taken)]
+        return taken
+
+    def check(self) -> None:
+        """Raise Interrupted where one has come."""
+        if taken := self.take():
+            raise Interrupted(taken[0])
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if signum not in self._warnings:
+            self._noted.append(signum)
+        elif not self._is_warned:
+            self._is_warned = True
+            self._noted.append(signal.SIGTERM)

@@ -1,0 +1,3 @@
+"""In-memory checkpoints of a host's workers: kept from one start to the next, and replicated to a neighbor host;
+imports launch.io and launch.job.
+"""

@@ -1,0 +1,168 @@
+"""A connection between two supervisors over which snapshots travel: lines of JSON, and behind some of them the bytes.
+
+    load    one snapshot: whose, of which step, how many bytes; they follow
+    whole   what came last is what it was to be, signed; or torn: it was overwritten meanwhile, and counts for nothing
+    taken   it counts here now; or refused: there is no room for it
+    give    asks for a snapshot, which comes as above; or lacks: it is not there
+
+Nothing blocks: the system copies between memory and socket as much as there is room for, and at most `TURN_BYTES` in
+one turn of the loop, so that whoever has something else to say is heard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.comm.memory_checkpoint import FIRST_BYTE, SnapshotSlot
+from paceline.comm.messages.json_channel import decode, encode
+from paceline.launch.io.event_loop import READ, WRITE, EventLoop
+
+__all__ = ["SnapshotConnection"]
+
+PIECE_BYTES = 1 << 20
+TURN_BYTES = 8 << 20
+LINE_BYTES = 1 << 16  # of one line, at most
+
+
+@dataclasses.dataclass
+class _Bytes:
+    """Bytes of a slot that are still on their way; without a slot they are passed over."""
+
+    slot: SnapshotSlot | None
+    offset: int
+    left: int
+
+
+class SnapshotConnection:
+    """Sends and receives over a socket that it owns.
+
+    `on_message(message)` hears each line; where bytes follow (`message["bytes"]`), it returns the slot that they go
+    to, or None where they are to be passed over. `on_close(reason)`: the other end has gone, or made no sense.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: EventLoop,
+        *,
+        on_message: Callable[[Mapping[str, Any]], SnapshotSlot | None],
+        on_close: Callable[[str], None],
+    ) -> None:
+        self._sock, self._loop = sock, loop
+        self._on_message, self._on_close = on_message, on_close
+        self._outgoing: deque[bytes | _Bytes | Callable[[], Mapping[str, Any]]] = deque()
+        self._lines = bytearray()
+        self._incoming = _Bytes(None, 0, 0)
+        self._piece = memoryview(bytearray(PIECE_BYTES))
+        self.closed = False
+        self.work_s = 0.0  # that it has kept a core of this host busy
+        sock.setblocking(False)
+        loop.watch(sock, READ, self._ready)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a line, behind what is on its way."""
+        self._put(encode(message))
+
+    def send_slot(
+        self, message: Mapping[str, Any], slot: SnapshotSlot, num_bytes: int, *, then: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Send a line, so many bytes of a slot behind its mark, and the line that `then()` gives when all are sent."""
+        self._put(encode({**message, "bytes": num_bytes}), _Bytes(slot, FIRST_BYTE, num_bytes), then)
+
+    def close(self) -> None:
+        """Close this end; nothing is called any more."""
+        if not self.closed:
+            self.closed = True
+            self._loop.forget(self._sock)
+            self._sock.close()
+            self._outgoing.clear()
+
+    def _put(self, *items: bytes | _Bytes | Callable[[], Mapping[str, Any]]) -> None:
+        if not self.closed:
+            self._outgoing += items
+            self._loop.watch(self._sock, READ | WRITE, self._ready)
+
+    def _ready(self, events: int) -> None:
+        began = time.thread_time()
+        try:
+            if events & WRITE:
+                self._write()
+            if events & READ and not self.closed:
+                self._read()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._lost(error.strerror or str(error))
+        except (ValueError, KeyError, TypeError, EOFError) as error:
+            self._lost(f"it said something that makes no sense ({type(error).__name__}: {error})")
+        self.work_s += time.thread_time() - began
+
+    def _write(self) -> None:
+        room = TURN_BYTES
+        while self._outgoing and room > 0:
+            item = self._outgoing[0]
+            if callable(item):
+                self._outgoing[0] = encode(item())
+            elif isinstance(item, bytes):
+                sent = self._sock.send(item)
+                self._outgoing.popleft()
+                if sent < len(item):
+                    self._outgoing.appendleft(item[sent:])
+            elif item.slot is None or item.left == 0:
+                self._outgoing.popleft()
+            else:
+                wanted = min(item.left, PIECE_BYTES)
+                sent = os.sendfile(self._sock.fileno(), item.slot.fd, item.offset, wanted)
+                if sent == 0:
+                    raise ValueError(f"a snapshot ends {item.left} bytes before its end")
+                item.offset, item.left, room = item.offset + sent, item.left - sent, room - sent
+        if not self._outgoing:
+            self._loop.watch(self._sock, READ, self._ready)
+
+    def _read(self) -> None:
+        room = TURN_BYTES
+        while room > 0 and not self.closed:
+            wanted = min(self._incoming.left, PIECE_BYTES) or LINE_BYTES
+            count = self._sock.recv_into(self._piece[:wanted])
+            if count == 0:
+                self._lost("it closed the connection")
+                return
+            room -= count
+            if self._incoming.left:
+                self._store(self._piece[:count])
+            else:
+                self._lines += self._piece[:count]
+                self._take_lines()
+
+    def _take_lines(self) -> None:
+        """Hear what has come whole; the bytes behind a line are not lines."""
+        while not self.closed and (end := self._lines.find(b"\n")) >= 0:
+            message = decode(self._lines[:end])
+            del self._lines[: end + 1]
+            num_bytes = int(message.get("bytes", 0))
+            self._incoming = _Bytes(self._on_message(message), FIRST_BYTE, num_bytes)
+            if num_bytes:
+                early = bytes(self._lines[:num_bytes])
+                del self._lines[:num_bytes]
+                self._store(memoryview(early))
+            if self._incoming.left:
+                return
+        if len(self._lines) > LINE_BYTES:
+            raise ValueError(f"a line of more than {LINE_BYTES} bytes")
+
+    def _store(self, data: memoryview) -> None:
+        incoming = self._incoming
+        if incoming.slot is not None:
+            incoming.slot.write(incoming.offset, data)
+        incoming.offset, incoming.left = incoming.offset + len(data), incoming.left - len(data)
+
+    def _lost(self, reason: str) -> None:
+        if not self.closed:
+            self.close()
+            self._on_close(reason)

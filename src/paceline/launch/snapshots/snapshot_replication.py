@@ -1,0 +1,377 @@
+"""What the workers of a host keep in memory goes on to the next host, where it outlives the host; and comes back.
+
+Each host has a *neighbour*, the next one in the order of their numbers, and the first after the last. When a worker has
+kept a snapshot, its supervisor sends it there, in the background and one at a time. There it lies in two slots as well,
+so what came before counts until the next one is whole. The worker waits for that (`MemoryCheckpoint.is_replicated`)
+before it writes the next but one, so at every moment there is a step that all hosts and all their neighbours have.
+
+Part of a snapshot is unpickled by whoever begins with it. So its sender signs that part with the job's token, and what
+is not signed counts for nothing: nobody between the hosts can put something else in its place.
+
+Where all begin again, a host whose memory lacks what its workers begin with asks a host that has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.comm.memory_checkpoint import FIRST_BYTE, ReplicationStatus, SnapshotHeader, SnapshotSlot
+from paceline.launch.io.authentication import AuthenticatedConnection, AuthenticatedListener
+from paceline.launch.io.event_loop import EventLoop
+from paceline.launch.snapshots.snapshot_connection import SnapshotConnection
+from paceline.launch.snapshots.snapshot_store import SnapshotStore
+
+__all__ = ["HostAddress", "SnapshotReplication"]
+
+RETRY_S = 1.0
+MAX_FAILED_ATTEMPTS = 3  # attempts in a row that failed: it is not there
+HostAddress = tuple[str, int]  # an address and a port
+
+
+class SnapshotReplication:
+    """One host's part, within its supervisor's loop. `say` tells the user a sentence."""
+
+    def __init__(
+        self, memory_checkpoints: SnapshotStore, token: bytes, loop: EventLoop, say: Callable[[str], None]
+    ) -> None:
+        self._memory_checkpoints, self._token, self._loop, self._say = memory_checkpoints, token, loop, say
+        self._door: AuthenticatedListener | None = None
+        self._incoming: list[_IncomingHost] = []
+        self._neighbour: _NeighborSender | None = None
+        self._fetching: list[_SnapshotFetch] = []
+        self.port = 0
+
+    def open(self, address: str) -> None:
+        """Let other hosts in, at an address of this one; who does not prove the job's token is turned away."""
+        if self._door is None:
+            listener = socket.socket(_family(address), socket.SOCK_STREAM)
+            listener.bind((address, 0))
+            listener.listen()
+            self.port = int(listener.getsockname()[1])
+            self._door = AuthenticatedListener(listener, self._token, self._loop, on_proved=self._came, say=self._say)
+
+    def replicate_to(self, at: HostAddress | None, name: str = "") -> None:
+        """From now on what is kept here goes to this host, which is called `name`; None: it stays."""
+        if self._neighbour is not None:
+            if self._neighbour.at == at:
+                return
+            self._neighbour.close()
+        self._memory_checkpoints.travel(at is not None)
+        self._neighbour = None
+        if at is not None:
+            self._neighbour = _NeighborSender(
+                self._memory_checkpoints, self._token, self._loop, at, name=name, say=self._say
+            )
+
+    def kept(self, worker: int) -> None:
+        """A worker of this host has kept a snapshot."""
+        if self._neighbour is not None:
+            self._neighbour.add(worker)
+
+    def fetch(
+        self,
+        wanted: Mapping[HostAddress, Sequence[int]],
+        step: int,
+        *,
+        done: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        """Get workers' states after `step` from other hosts; then comes `done()`, or `failed(why)`."""
+        left = set(wanted)
+        if not left:
+            done()
+
+        def one_done(at: HostAddress) -> None:
+            left.discard(at)
+            if not left:
+                done()
+
+        for at, workers in wanted.items():
+            self._fetching.append(
+                _SnapshotFetch(
+                    self._memory_checkpoints, self._token, self._loop, at, workers, step, done=one_done, failed=failed
+                )
+            )
+
+    def tick(self, now: float) -> None:
+        if self._door is not None:
+            self._door.tick(now)
+        if self._neighbour is not None:
+            self._neighbour.tick(now)
+        for one in self._fetching:
+            one.call.tick(now)
+
+    def close(self) -> None:
+        """End everything that is under way: what has not come whole does not count."""
+        if self._door is not None:
+            self._door.close()
+        for one in (self._neighbour, *self._fetching, *self._incoming):
+            if one is not None:
+                one.close()
+
+    def _came(self, sock: socket.socket) -> None:
+        self._incoming = [one for one in self._incoming if not one.way.closed]
+        self._incoming.append(_IncomingHost(self._memory_checkpoints, self._token, sock, self._loop))
+
+
+class _SnapshotReceiver:
+    """Snapshots that come in: each counts when its last byte is there and the sender has signed that it is whole."""
+
+    def __init__(self, memory_checkpoints: SnapshotStore, token: bytes) -> None:
+        self._memory_checkpoints, self._token = memory_checkpoints, token
+        self._slot: SnapshotSlot | None = None
+        self._worker, self._mark = -1, SnapshotHeader(step=-1, index=0, index_bytes=0)
+        self._refusal = ""
+
+    def load(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
+        """One comes; returns where its bytes go."""
+        self._worker, self._mark, self._refusal = int(message["worker"]), SnapshotHeader(**message["mark"]), ""
+        try:
+            slot = self._memory_checkpoints.room_for(self._worker)
+            slot.clear()
+            slot.reserve(FIRST_BYTE + int(message["bytes"]))
+            self._slot = slot
+        except OSError as error:
+            self._slot, self._refusal = None, error.strerror or str(error)
+        return self._slot
+
+    def whole(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """It is there, and counts; returns the answer. ValueError where it is not what its sender has signed."""
+        if self._slot is None:
+            return {"op": "refused", "worker": self._worker, "reason": self._refusal}
+        if not hmac.compare_digest(_signature(self._token, self._worker, self._slot, self._mark), message["signature"]):
+            raise ValueError(f"the snapshot of worker {self._worker} is not what its sender has signed")
+        self._slot.commit(self._mark)
+        self._slot = None
+        return {"op": "taken", "worker": self._worker, "step": self._mark.step}
+
+
+class _IncomingHost:
+    """Another host that sends what it keeps, or asks for what is kept here."""
+
+    def __init__(self, memory_checkpoints: SnapshotStore, token: bytes, sock: socket.socket, loop: EventLoop) -> None:
+        self._memory_checkpoints, self._token, self._taking = (
+            memory_checkpoints,
+            token,
+            _SnapshotReceiver(memory_checkpoints, token),
+        )
+        self.way = SnapshotConnection(sock, loop, on_message=self._heard, on_close=_unheard)
+
+    def close(self) -> None:
+        self.way.close()
+
+    def _heard(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
+        match message["op"]:
+            case "load":
+                return self._taking.load(message)
+            case "whole":
+                self.way.send(self._taking.whole(message))
+            case "torn":
+                self.way.send({"op": "torn", "worker": int(message["worker"])})
+            case "give":
+                worker = int(message["worker"])
+                slot = self._memory_checkpoints.holding(worker, int(message["step"]))
+                if slot is None or not _send(self.way, worker, slot, self._token):
+                    self.way.send({"op": "lacks", "worker": worker})
+            case op:
+                raise ValueError(f"unknown message {op!r}")
+        return None
+
+
+class _NeighborSender:
+    """The host to which this one sends what its workers keep, one snapshot at a time."""
+
+    def __init__(
+        self,
+        memory_checkpoints: SnapshotStore,
+        token: bytes,
+        loop: EventLoop,
+        at: HostAddress,
+        *,
+        name: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.at = at
+        self._memory_checkpoints, self._token, self._loop, self._name, self._say = (
+            memory_checkpoints,
+            token,
+            loop,
+            name,
+            say,
+        )
+        self._waiting = dict.fromkeys(memory_checkpoints.own)  # workers whose newest snapshot is to be sent, in order
+        self._under_way: tuple[int, float, float] | None = None  # worker, when it began, and what had been worked then
+        self._way: SnapshotConnection | None = None
+        self._num_failures = 0  # in a row
+        self._has_room = True
+        self._again_at: float | None = None
+        self._call = AuthenticatedConnection(
+            token, loop, on_proved=self._proved, on_failed=lambda reason, _: self._broken(reason)
+        )
+        self._call.begin(_family(at[0]), at)
+
+    def add(self, worker: int) -> None:
+        """A worker has kept one more."""
+        if self._has_room:
+            self._waiting[worker] = None
+            self._send_next()
+
+    def tick(self, now: float) -> None:
+        self._call.tick(now)
+        if self._again_at is not None and now >= self._again_at:
+            self._again_at = None
+            self._call.begin(_family(self.at[0]), self.at)
+
+    def close(self) -> None:
+        self._call.close()
+        if self._way is not None:
+            self._way.close()
+
+    def _proved(self, sock: socket.socket) -> None:
+        if self._num_failures >= MAX_FAILED_ATTEMPTS:
+            self._memory_checkpoints.travel(True)
+            self._waiting = dict.fromkeys(self._memory_checkpoints.own)
+        self._num_failures = 0
+        self._way = SnapshotConnection(sock, self._loop, on_message=self._heard, on_close=self._broken)
+        self._send_next()
+
+    def _broken(self, reason: str) -> None:
+        """The connection is gone, and perhaps the host; then the head says who is next."""
+        if self._under_way is not None:
+            self._waiting[self._under_way[0]] = None
+        self._way, self._under_way, self._again_at = None, None, time.monotonic() + RETRY_S
+        self._num_failures += 1
+        if self._num_failures == MAX_FAILED_ATTEMPTS:
+            self._stay(f"cannot be reached for copies of them at {self.at[0]}, port {self.at[1]} ({reason})")
+
+    def _stay(self, why: str) -> None:
+        """Have nobody wait for a copy that does not come."""
+        self._say(f"snapshots in memory stay on their own host: host {self._name} {why}")
+        self._memory_checkpoints.travel(False)
+
+    def _send_next(self) -> None:
+        while self._way is not None and self._under_way is None and self._waiting:
+            worker = next(iter(self._waiting))
+            del self._waiting[worker]
+            slot = self._memory_checkpoints.newest_of(worker)
+            if slot is not None and _send(self._way, worker, slot, self._token):
+                self._under_way = worker, time.monotonic(), self._way.work_s
+
+    def _heard(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
+        if self._under_way is None or self._way is None or int(message["worker"]) != self._under_way[0]:
+            raise ValueError(f"nobody has asked for {message}")
+        worker, began, worked_s = self._under_way
+        self._under_way = None
+        slot = self._memory_checkpoints.newest_of(worker)
+        match message["op"]:
+            case "taken" if slot is not None and slot.mark is not None and slot.mark.step == message["step"]:
+                work_s = self._way.work_s - worked_s
+                slot.note(ReplicationStatus(step=slot.mark.step, work_s=work_s, took_s=time.monotonic() - began))
+            case "taken" | "torn":
+                self._waiting[worker] = None
+            case "refused":
+                self._has_room = False
+                self._waiting.clear()
+                self._stay(f"has no room for copies of them ({message['reason']})")
+            case op:
+                raise ValueError(f"unknown message {op!r}")
+        self._send_next()
+        return None
+
+
+class _SnapshotFetch:
+    """Asks another host for the states with which workers begin here."""
+
+    def __init__(
+        self,
+        memory_checkpoints: SnapshotStore,
+        token: bytes,
+        loop: EventLoop,
+        at: HostAddress,
+        workers: Sequence[int],
+        step: int,
+        *,
+        done: Callable[[HostAddress], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._at, self._workers, self._step = at, set(workers), step
+        self._done, self._failed, self._loop = done, failed, loop
+        self._taking = _SnapshotReceiver(memory_checkpoints, token)
+        self._way: SnapshotConnection | None = None
+        self.call = AuthenticatedConnection(
+            token, loop, on_proved=self._proved, on_failed=lambda reason, _: self._fail(reason)
+        )
+        self.call.begin(_family(at[0]), at)
+
+    def close(self) -> None:
+        self.call.close()
+        if self._way is not None:
+            self._way.close()
+
+    def _proved(self, sock: socket.socket) -> None:
+        self._way = SnapshotConnection(sock, self._loop, on_message=self._heard, on_close=self._fail)
+        for worker in sorted(self._workers):
+            self._way.send({"op": "give", "worker": worker, "step": self._step})
+
+    def _heard(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
+        match message["op"]:
+            case "load":
+                return self._taking.load(message)
+            case "whole":
+                told = self._taking.whole(message)
+                if told["op"] == "refused":
+                    self._fail(f"no room for it here ({told['reason']})")
+                    return None
+                self._workers.discard(int(told["worker"]))
+                if not self._workers and self._way is not None:
+                    self._way.close()
+                    self._done(self._at)
+            case "torn" | "lacks":
+                self._fail("it is not there any more")
+            case op:
+                raise ValueError(f"unknown message {op!r}")
+        return None
+
+    def _fail(self, reason: str) -> None:
+        if self._workers:
+            who = ", ".join(map(str, sorted(self._workers)))
+            self._workers.clear()
+            self.close()
+            self._failed(f"the state of worker {who} after step {self._step} did not come from {self._at[0]}: {reason}")
+
+
+def _send(way: SnapshotConnection, worker: int, slot: SnapshotSlot, token: bytes) -> bool:
+    """Have a snapshot sent; False where it does not count any more. It is torn where it is overwritten meanwhile."""
+    mark = slot.mark
+    if mark is None:
+        return False
+
+    def then() -> dict[str, Any]:
+        if slot.mark != mark:
+            return {"op": "torn", "worker": worker}
+        return {"op": "whole", "worker": worker, "signature": _signature(token, worker, slot, mark)}
+
+    num_bytes = mark.index + mark.index_bytes - FIRST_BYTE
+    way.send_slot({"op": "load", "worker": worker, "mark": dataclasses.asdict(mark)}, slot, num_bytes, then=then)
+    return True
+
+
+def _signature(token: bytes, worker: int, slot: SnapshotSlot, mark: SnapshotHeader) -> str:
+    """Of whose it is, and of all of it that is more than numbers."""
+    rest = bytearray(mark.index_bytes)
+    slot.read_into(mark.index, memoryview(rest))
+    return hmac.digest(token, f"snapshot {worker} {mark} ".encode() + rest, hashlib.sha256).hex()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _unheard(reason: str) -> None:
+    """Whoever has sent something comes again."""

@@ -1,0 +1,308 @@
+"""`paceline audit RUN`: proves that every sample of each finished epoch was used exactly once, or lists what was not.
+
+The proof has two halves. The half-open ranges of positions that the valid steps of an epoch used are sorted, and must
+follow each other without a gap or an overlap from 0 to the end: the work grows with the number of ranges, not of
+samples. And the order that turns positions into samples must be a permutation of the dataset: for epochs of up to ten
+million samples that is tried, too.
+
+Where replicas take turns (`ParameterServer(staleness=...)`) the ledgers also say how far each update was behind: none
+may be further than the plan allowed.
+
+Words an audit for the screen: a line for each epoch, and one for each range of samples that was lost or repeated.
+
+People count epochs from 1, and so does everything here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json as json_text
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.monitor.audit.epoch import (
+    MOST_LISTED,
+    EpochAudit,
+    MissingRange,
+    RepeatedRange,
+    UndoneRange,
+    as_array,
+    audit_epoch,
+)
+from paceline.monitor.audit.ledger_reader import AttemptLedger, RunLedgers, StalenessSeen
+from paceline.monitor.records.run_files import local_path
+from paceline.monitor.records.run_record import RunRecord
+from paceline.units import workers_text
+
+__all__ = ["AuditResult", "audit", "audit_text", "main_audit"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AuditResult:
+    """What the ledgers of a run prove."""
+
+    run_dir: str
+    num_attempts: int
+    epochs: tuple[EpochAudit, ...]
+    problems: tuple[str, ...]  # beyond single epochs
+    notes: tuple[str, ...]  # worth knowing, nothing wrong
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing is wrong; nothing need be proved either."""
+        return not self.problems and all(epoch.state != "broken" for epoch in self.epochs)
+
+    @property
+    def verdict(self) -> str:
+        """ "clean": finished epochs are proved; "nothing to prove yet": there is none; "not clean"."""
+        if not self.is_clean:
+            return "not clean"
+        has_proof = any(epoch.state in ("exact", "continued") for epoch in self.epochs)
+        return "clean" if has_proof else "nothing to prove yet"
+
+
+def audit(run_dir: Path | str) -> AuditResult:
+    """Read all ledgers of a run and judge them; raises ValueError where `run_dir` is not the directory of a run."""
+    run_dir = Path(run_dir)
+    if not any(run_dir.glob("attempt_*")):
+        RunRecord.load(run_dir)  # says what is wrong with the name
+    ledgers = RunLedgers(run_dir)
+    problems, notes = list(ledgers.problems), list(ledgers.notes)
+    for attempt in ledgers.attempts:
+        problems += _partial_steps(attempt)
+        notes += _void_note(attempt)
+    for stream, lag in sorted(ledgers.lags.items()):
+        problems += _too_far_behind(stream, lag)
+        notes.append(_how_far_behind(stream, lag))
+    notes += _unprovable(ledgers)
+    problems += _missing_ledgers(run_dir, ledgers.attempts)
+    if not ledgers.attempts:
+        problems.append("there is no ledger: no step was committed, and nothing is proved")
+    last_epochs = dict(sorted(ledgers.epochs))  # the last epoch of each stream wins
+    for stream, last in last_epochs.items():
+        present = [epoch for name, epoch in ledgers.epochs if name == stream]
+        absent = sorted(set(range(min(present), last)) - set(present))
+        problems += [
+            f"stream {stream}: epoch {epoch + 1} has no step at all, though epoch {last + 1} has" for epoch in absent
+        ]
+    rollbacks = [rollback for attempt in ledgers.attempts for _, rollback in sorted(attempt.rollbacks.items())]
+    epochs = tuple(
+        audit_epoch(stream, epoch, ledgers.epochs[stream, epoch], rollbacks, is_last=epoch == last_epochs[stream])
+        for stream, epoch in sorted(ledgers.epochs)
+    )
+    return AuditResult(
+        run_dir=str(run_dir),
+        num_attempts=len(ledgers.attempts),
+        epochs=epochs,
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def main_audit(run_dir: Path | str, json: bool = False) -> int:
+    """Print the audit of a run; returns 0 when nothing is wrong in it, 1 when something is, 2 where there is no run."""
+    try:
+        result = audit(run_dir)
+    except ValueError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    if json:
+        judged = {"clean": result.is_clean, "verdict": result.verdict}
+        print(json_text.dumps(judged | dataclasses.asdict(result), indent=1))
+    else:
+        from paceline.monitor.audit.audit import audit_text
+
+        print(audit_text(result))
+    return 0 if result.is_clean else 1
+
+
+def _partial_steps(attempt: AttemptLedger) -> list[str]:
+    """Say which valid steps some workers have in their ledgers and others have not."""
+    says: list[str] = []
+    if attempt.silent and attempt.steps:
+        silent = workers_text(attempt.silent)
+        says.append(f"attempt {attempt.number}: {silent} left no readable ledger, though others committed steps")
+    for stream, by_worker in sorted(attempt.steps.items()):
+        columns = {worker: np.unique(as_array(by_worker.get(worker, array("q")))) for worker in attempt.workers}
+        steps, counts = np.unique(np.concatenate(list(columns.values())), return_counts=True)
+        partial = steps[counts < len(attempt.workers)]
+        for step in partial[:MOST_LISTED].tolist():
+            having = [worker for worker, known in columns.items() if _contains(known, step)]
+            lacking = sorted(set(attempt.workers) - set(having))
+            says.append(
+                f"step {step} of attempt {attempt.number} ({stream}) is in the ledgers of {workers_text(having)} "
+                f"but not of {workers_text(lacking)}: its samples were used in part. Where a kill ended the run there, "
+                "continuing it from a checkpoint takes the step again"
+            )
+        if len(partial) > MOST_LISTED:
+            says.append(f"and {len(partial) - MOST_LISTED} more steps of attempt {attempt.number} ({stream})")
+    return says
+
+
+def _too_far_behind(stream: str, lag: StalenessSeen) -> Iterator[str]:
+    for step, behind, bound in lag.beyond[:MOST_LISTED]:
+        yield (
+            f"step {step} ({stream}): the weights that its gradient was computed on lacked {behind} updates, but the "
+            f"plan allows {bound} (staleness={bound})"
+        )
+    if len(lag.beyond) > MOST_LISTED:
+        yield f"and {len(lag.beyond) - MOST_LISTED} more steps of stream {stream} were too far behind"
+
+
+def _how_far_behind(stream: str, lag: StalenessSeen) -> str:
+    bounds = [str(bound) for bound in sorted(bound for bound in lag.bounds if bound is not None)]
+    allowed = ", ".join(bounds + ["any number"] * (None in lag.bounds))
+    return f"stream {stream}: updates were up to {lag.most} behind; the plan allows {allowed}"
+
+
+def _missing_ledgers(run_dir: Path, attempts: list[AttemptLedger]) -> list[str]:
+    """Say when the newest attempt had more workers than there are ledgers of it here, and all are needed."""
+    if not attempts or not (run_dir / "run.json").exists():
+        return []
+    record, newest = RunRecord.load(run_dir), attempts[-1]
+    here = len(newest.workers) + len(newest.silent)
+    if record.attempt != newest.number or here >= record.workers:
+        return []
+    if newest.wholes:  # an elastic run: any member's ledger has the whole steps
+        return []
+    return [
+        f"attempt {newest.number} had {record.workers} workers, but only {here} of their directories are here: "
+        f"copy attempt_{newest.number}/worker_* from the other hosts, then audit again"
+    ]
+
+
+def _contains(ordered: NDArray[np.int64], value: int) -> bool:
+    place = int(np.searchsorted(ordered, value))
+    return place < len(ordered) and int(ordered[place]) == value
+
+
+def _void_note(attempt: AttemptLedger) -> list[str]:
+    void = np.unique(as_array(attempt.void_steps))
+    if not len(void):
+        return []
+    which = f"steps {void[0]}-{void[-1]} of attempt {attempt.number} are void"
+    if len(void) == 1:
+        which = f"step {void[0]} of attempt {attempt.number} is void"
+    if attempt.until_step:
+        return [f"{which}: a later attempt went on from step {attempt.until_step:.0f}"]
+    return [f"{which}: no later attempt went on from this one"]
+
+
+def _unprovable(ledgers: RunLedgers) -> Iterator[str]:
+    """Say of which samples the ledgers prove less than that each was used once."""
+    endless = {
+        name for (name, _), columns in ledgers.epochs.items() if any(each.samples is None for each in columns.streams)
+    }
+    for stream in sorted(endless):
+        yield (
+            f"stream {stream} is an iterable: where its epochs end is not known; what it gave was checked for "
+            "repetitions and gaps"
+        )
+    begun = ledgers.begun_elsewhere
+    if begun is not None:
+        yield f"the run went on from step {begun.from_step} of {begun.source}: what came before is not in its ledgers"
+
+
+MOST_STEPS = 20  # skipped ones that are named
+
+
+def audit_text(result: AuditResult) -> str:
+    """Return the audit as text."""
+    attempts = "1 attempt" if result.num_attempts == 1 else f"{result.num_attempts} attempts"
+    lines = [f"audit of {local_path(result.run_dir)}, {attempts}"]
+    for _, alike in itertools.groupby(result.epochs, key=_group_key):
+        lines += _epochs_lines(list(alike))
+    lines += [f"  note: {note}" for note in result.notes]
+    lines += [f"  PROBLEM: {problem}" for problem in result.problems]
+    num_finished = sum(epoch.state in ("exact", "continued") for epoch in result.epochs)
+    match result.verdict:
+        case "clean":
+            finished = f"{num_finished} finished epoch{'s' * (num_finished != 1)}"
+            lines.append(f"clean: {finished}, no sample was lost and none was used twice")
+        case "nothing to prove yet":
+            lines.append("nothing to prove yet: no finished epoch")
+        case _:
+            lines.append("NOT clean: see above")
+    return "\n".join(lines)
+
+
+def _group_key(epoch: EpochAudit) -> tuple[object, ...]:
+    """Equal for neighbours that one line can tell of."""
+    is_plain = epoch.state == "exact" and not (epoch.skipped_steps or epoch.num_dropped or epoch.undone)
+    return (epoch.stream, epoch.num_samples, epoch.is_permutation) if is_plain else (epoch.stream, epoch.epoch, "alone")
+
+
+def _epochs_lines(epochs: list[EpochAudit]) -> Iterator[str]:
+    first, last = epochs[0], epochs[-1]
+    if len(epochs) == 1:
+        yield from _epoch_lines(first)
+        return
+    tried = ", by orders that are permutations" if first.is_permutation else ""
+    name = f"  {first.stream}, epochs {first.epoch + 1}-{last.epoch + 1} (steps {first.first_step}-{last.last_step}): "
+    yield f"{name}in each, each of {first.num_samples:,} samples was used exactly once{tried}"
+
+
+def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
+    name = f"  {epoch.stream}, epoch {epoch.epoch + 1} (steps {epoch.first_step}-{epoch.last_step}): "
+    if epoch.state == "exact":
+        tried = ", by an order that is a permutation" if epoch.is_permutation else ""
+        yield f"{name}each of {epoch.num_samples:,} samples was used exactly once{tried}"
+    elif epoch.state == "continued":
+        yield (
+            f"{name}each of {epoch.num_used:,} samples from position {epoch.begins_at:,} on was used exactly once; "
+            "those before were another run's"
+        )
+    elif epoch.state == "unfinished" and not epoch.num_samples:
+        yield f"{name}{epoch.num_used:,} samples of an iterable were used{_since(epoch)}, each once, none left out"
+    elif epoch.state == "unfinished":
+        used = f"{epoch.num_used:,} of {epoch.num_samples:,} samples were used{_since(epoch)}, each once"
+        yield f"{name}unfinished; {used}"
+    else:
+        yield f"{name}BROKEN: {'; '.join(epoch.says)}"
+    if epoch.skipped_steps:
+        steps = ", ".join(map(str, epoch.skipped_steps[:MOST_STEPS]))
+        yield f"    skipped (samples used, weights unchanged): step{'s' * (len(epoch.skipped_steps) > 1)} {steps}"
+    if epoch.num_dropped:
+        yield f"    dropped (too late for their steps, which were taken without them): {epoch.num_dropped:,} samples"
+    for undone in epoch.undone:
+        first, last = undone.first_step, undone.last_step
+        steps = f"step {first}" if first == last else f"steps {first}-{last}"
+        yield f"    undone    {_positions(undone)}, by a rollback of {steps} to step {undone.to_step}: not used again"
+    for gap in epoch.missing:
+        yield f"    missing   {_positions(gap)}, {_between(gap)}"
+    for twice in epoch.repeated:
+        by = " and ".join(
+            f"step {step} (worker {worker})" for step, worker in zip(twice.steps, twice.workers, strict=True)
+        )
+        yield f"    repeated  {_positions(twice)}, by {by}"
+
+
+def _since(epoch: EpochAudit) -> str:
+    return f" from position {epoch.begins_at:,} on" if epoch.begins_at else ""
+
+
+def _positions(found: MissingRange | RepeatedRange | UndoneRange) -> str:
+    count = found.stop - found.start
+    more = ", ..." if count > len(found.samples) else ""
+    which = f"position {found.start:,}" if count == 1 else f"positions {found.start:,}-{found.stop - 1:,}"
+    if not found.samples:  # of an iterable: nobody can say which they are
+        return which
+    return f"{which} ({count:,} sample{'s' * (count > 1)}: {', '.join(map(str, found.samples))}{more})"
+
+
+def _between(gap: MissingRange) -> str:
+    if gap.after_step is None and gap.before_step is None:
+        return "in no step"
+    if gap.after_step == gap.before_step:
+        return f"within step {gap.after_step}"
+    if gap.before_step is None:
+        return f"after step {gap.after_step}"
+    if gap.after_step is None:
+        return f"before step {gap.before_step}"
+    return f"between steps {gap.after_step} and {gap.before_step}"

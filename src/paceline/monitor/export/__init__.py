@@ -1,0 +1,1 @@
+"""Files and endpoints for other programs: metrics.jsonl, summary.json, TensorBoard, Prometheus; imports records."""

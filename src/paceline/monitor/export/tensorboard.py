@@ -1,0 +1,130 @@
+"""Writes TensorBoard scalars by step: loss, reported metrics, eval/*, progress/*, samples_per_second, seconds/*, idle.
+
+`seconds/*` is where the time between two commits went; its parts add up to `seconds/total`. `idle/worker_k` is the
+share of it in which worker k waited for the others; of many workers only the least and the most. Epochs count from 0.
+
+TensorBoard's own protocol buffers and record writer are used, without the writer that sits above them in that
+package: that one would start a thread, and import TensorFlow where it is installed. The package takes 0.3 s to
+import, so rows wait in memory for a moment and are written together: nobody's start-up pays for it.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import writing
+from paceline.events import Evaluated, Record, Reported, WorkerStarted
+from paceline.monitor.records.steps import IdleShares, Step, parts_of
+
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+__all__ = ["TensorBoardFile"]
+
+MOST_IDLE = 32  # workers that have a curve of their own
+EVERY_S = 2.0  # rows are written this long after the first that waits
+
+
+class TensorBoardFile:
+    """Appends scalars to one new event file in `directory`; the file appears with the first of them.
+
+    Raises RunFileError where it cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._waiting: list[tuple[float, int, dict[str, float]]] = []
+        self._due = 0.0
+        self._resumed_from_step = 0
+        self._writer: RecordWriter | None = None
+        self._event: Any = None  # the class of TensorBoard's records, once it is imported
+
+    def accept(self, item: Record | Step) -> None:
+        if isinstance(item, Step):
+            self._add(item.time, item.step, _scalars(item))
+        elif isinstance(item.event, Evaluated):
+            self._add(item.time, item.event.step, _below("eval", item.event.metrics))
+        elif isinstance(item.event, Reported):
+            self._add(item.time, item.event.step, dict(item.event.metrics))
+        elif isinstance(item.event, WorkerStarted):
+            self._resumed_from_step = item.event.resumed_from_step
+
+    def poll(self, now: float) -> None:
+        """Write what has waited long enough; `now` is monotonic, in seconds."""
+        if self._waiting:
+            if self._due == 0.0:
+                self._due = now + EVERY_S
+            if now >= self._due:
+                self._write()
+
+    def close(self) -> None:
+        self._write()
+        if self._writer is not None:
+            with writing(self.directory):
+                self._writer.close()
+            self._writer = None
+
+    def _add(self, when: float, step: int, scalars: dict[str, float]) -> None:
+        self._waiting.append((when, step, scalars))
+
+    def _write(self) -> None:
+        self._due = 0.0
+        if not self._waiting:
+            return
+        with writing(self.directory):
+            writer = self._writer = self._writer or self._begin()
+            for when, step, scalars in self._waiting:
+                event = self._event(wall_time=when, step=step)
+                for tag, value in scalars.items():
+                    event.summary.value.add(tag=tag, simple_value=value)
+                writer.write(event.SerializeToString())
+            self._waiting.clear()
+            writer.flush()
+
+    def _begin(self) -> RecordWriter:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        messages: Any = event_pb2  # its classes are made at run time
+        self._event = messages.Event
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads a directory's files in the order of their names: the time, to the nanosecond, comes first.
+        seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+        path = self.directory / f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}"
+        writer = RecordWriter(open(path, "wb"))  # noqa: SIM115  # the writer closes it
+        writer.write(self._event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        if self._resumed_from_step:  # points of later steps in earlier files are void: they are taken again
+            start = messages.SessionLog(status=messages.SessionLog.START)
+            mark = self._event(wall_time=time.time(), step=self._resumed_from_step + 1, session_log=start)
+            writer.write(mark.SerializeToString())
+        return writer
+
+
+def _scalars(row: Step) -> dict[str, float]:
+    scalars = {"loss": row.loss, **row.metrics, "samples_per_second": row.samples_per_s, "progress/epoch": row.epoch}
+    scalars["progress/workers"] = len(row.workers)
+    scalars["noise_scale"] = row.noise_scale
+    scalars.update(_below("seconds", {**row.seconds, **parts_of(row.seconds)}))
+    scalars.update(_below("idle", _idle(row)))
+    return {name: value for name, value in scalars.items() if value is not None and not math.isinf(value)}
+
+
+def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _idle(row: Step) -> dict[str, float]:
+    idle = IdleShares()
+    idle.add(row)
+    shares = idle.shares
+    if len(shares) < 2:
+        return {}
+    if len(shares) > MOST_IDLE:
+        return {"least": min(shares.values()), "most": max(shares.values())}
+    return {f"worker_{worker}": share for worker, share in shares.items()}

@@ -1,0 +1,3 @@
+"""Finds hangs, mismatched collectives and stragglers from the workers' flight recorders and stacks; imports console,
+records and comm.
+"""

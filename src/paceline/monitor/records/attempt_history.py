@@ -1,0 +1,208 @@
+"""Which attempts led to a run's state: the line back from one attempt, by the heads of the ledgers.
+
+Each attempt says, in the first lines of its workers' ledgers, from which step of which attempt it went on. That need
+not be the attempt before: one that was started over, or from an older step, and saved nothing, leads nowhere.
+
+Finds in the workers' events what earlier attempts have done: steps that `metrics.jsonl` lacks, and lost steps.
+
+A supervisor that is killed dies some steps behind its workers, and their newest checkpoint may be of one of those. The
+next attempt goes on from there, and writes the rows that are missing first. Steps after the newest checkpoint are taken
+again, and whoever starts the run again is told how many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.events import Record, StepDone
+from paceline.monitor.records.event_reader import attempt_dir, decode_event
+from paceline.monitor.records.run_files import last_lines, worker_number
+from paceline.monitor.records.steps import Step, StepMerger
+
+__all__ = [
+    "AttemptSteps",
+    "ResumePoint",
+    "lineage",
+    "parse_ledger_line",
+    "passes_through",
+    "repeated_steps_text",
+    "resume_point_of",
+    "resume_points",
+    "steps_between",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """What an attempt went on from, by the head of its ledgers."""
+
+    from_step: int
+    of_attempt: int | None  # whose checkpoint it was; None: none of this run
+    source: str | None = None  # the checkpoint, where it is another run's
+    starts: tuple[tuple[str, int, int], ...] = ()  # stream, epoch, position: where that checkpoint stands
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptSteps:
+    """The steps of an attempt that led to what came later: `after` + 1 to `until`.
+
+    Of an attempt that has left no ledger nobody knows on what it went on. It may have gone on from any before, so all
+    of these follow it, each from step 1; of a step that several took the later one's word counts.
+    """
+
+    attempt: int
+    after: int
+    until: float
+
+    def __contains__(self, step: int) -> bool:
+        return self.after < step <= self.until
+
+
+def lineage(newest: int, begun: Mapping[int, ResumePoint]) -> Iterator[AttemptSteps]:
+    """Yield the stretches that led to the state of an attempt, its own first; `begun` is of all that left ledgers."""
+    attempt: int | None = newest
+    until = math.inf
+    while attempt is not None:
+        if attempt not in begun:
+            yield from (AttemptSteps(attempt=one, after=0, until=until) for one in range(attempt, 0, -1))
+            return
+        own = begun[attempt]
+        yield AttemptSteps(attempt=attempt, after=own.from_step, until=until)
+        until = min(until, own.from_step)
+        is_known = own.source is None and own.of_attempt is not None and own.of_attempt < attempt and until > 0
+        attempt = own.of_attempt if is_known else None
+
+
+def passes_through(attempt: int, place: ResumePoint | None, begun: Mapping[int, ResumePoint]) -> bool:
+    """Whether the line to an attempt's last step goes through the state that another one has begun with; where that is
+    not known it may."""
+    if place is None:
+        return True
+    line = list(lineage(attempt, begun))
+    if any(one.attempt not in begun for one in line):  # nobody knows where it begins
+        return True
+    if place.of_attempt is not None:
+        return any(one.attempt == place.of_attempt and place.from_step <= one.until for one in line)
+    first = begun[line[-1].attempt]
+    return (first.from_step, first.of_attempt, first.source) == (place.from_step, None, place.source)
+
+
+def resume_points(run_dir: Path, *, until_attempt: int) -> dict[int, ResumePoint]:
+    """What the attempts up to this one went on from, as far as their ledgers tell; reads a few lines of each."""
+    found: dict[int, ResumePoint] = {}
+    for number in range(1, until_attempt + 1):
+        paths = sorted((run_dir / f"attempt_{number}").glob("worker_*/ledger.jsonl"))
+        told = (resume_point_of(path) for path in paths if worker_number(path.parent.name) is not None)
+        begun = next((one for one in told if one is not None), None)
+        if begun is not None:
+            found[number] = begun
+    return found
+
+
+def resume_point_of(path: Path) -> ResumePoint | None:
+    """What an attempt went on from, by the first line of a ledger or its repetition after a restore; None where that
+    is missing or cut off."""
+    if not path.exists():
+        return None
+    begun: ResumePoint | None = None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            line = parse_ledger_line(text)
+            if line is None or not isinstance(line.get("from_step"), int):
+                break
+            begun = _resume_point(line)
+    return begun
+
+
+def parse_ledger_line(text: str) -> dict[str, Any] | None:
+    """The object that a line of a ledger holds; None where it is damaged."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def _resume_point(line: dict[str, Any]) -> ResumePoint:
+    return ResumePoint(
+        from_step=line["from_step"],
+        of_attempt=line.get("of_attempt"),
+        source=line.get("source"),
+        starts=tuple((str(name), int(epoch), int(place)) for name, (epoch, place) in line.get("starts", {}).items()),
+    )
+
+
+STEP_DONE = '{"event": "StepDone"'  # how the line of a step begins
+
+
+def steps_between(run_dir: Path, line: Sequence[AttemptSteps], *, after: int, until: int) -> list[tuple[int, Step]]:
+    """Return steps after + 1 to `until` as the attempts of a line, the newest first, have told of them, each with its
+    attempt; costs O(those)."""
+    rows: dict[int, tuple[int, Step]] = {}
+    for stretch in line:
+        if len(rows) >= until - after:
+            break
+        first, last = max(after, stretch.after), int(min(until, stretch.until))
+        for row in _steps_of_attempt(attempt_dir(run_dir, stretch.attempt), first, last) if first < last else ():
+            rows.setdefault(row.step, (stretch.attempt, row))
+    return [rows[step] for step in sorted(rows)]
+
+
+def repeated_steps_text(run_dir: Path, *, before_attempt: int, resumed_from: int) -> str | None:
+    """Say which steps an attempt takes again because they were not saved; None where there are none.
+
+    They are those of the newest earlier attempt that took any step from the same state on. Reads the ends of its files.
+    """
+    begun = resume_points(run_dir, until_attempt=before_attempt)
+    for attempt in range(before_attempt - 1, 0, -1):
+        last_step = max(map(_last_step, attempt_dir(run_dir, attempt).glob("worker_*/events.jsonl")), default=0)
+        if last_step and passes_through(attempt, begun.get(before_attempt), begun):
+            break
+    else:
+        return None
+    num_again = last_step - resumed_from
+    if num_again <= 0:
+        return None
+    again = f"{num_again} steps are" if num_again > 1 else "1 step is"
+    if resumed_from:
+        return f"attempt {attempt} came to step {last_step}, and saved step {resumed_from} last: {again} taken again"
+    return (
+        f"attempt {attempt} came to step {last_step}, and nothing was saved: beginning at step 1, {again} taken again"
+    )
+
+
+def _last_step(path: Path) -> int:
+    """The last step that a worker committed; 0: none."""
+    for line in last_lines(path):
+        record = decode_event(line) if line.startswith(STEP_DONE) else None
+        if record is not None and isinstance(record.event, StepDone):
+            return record.event.step
+    return 0
+
+
+def _steps_of_attempt(directory: Path, after: int, until: int) -> list[Step]:
+    merger = StepMerger(())
+    for path in sorted(directory.glob("worker_*/events.jsonl")):
+        if worker_number(path.parent.name) is not None:
+            for record in reversed(
+                list(_step_records(path, after, until))
+            ):  # of a step that was told twice the first counts
+                merger.add(record)
+    return merger.rest()
+
+
+def _step_records(path: Path, after: int, until: int) -> Iterator[Record]:
+    """A worker's word on these steps, from the last to the first."""
+    for line in last_lines(path):
+        record = decode_event(line) if line.startswith(STEP_DONE) else None
+        if record is None or not isinstance(record.event, StepDone):
+            continue
+        if record.event.step <= after and not record.event.alone:  # those are not in order
+            return
+        if after < record.event.step <= until:
+            yield record

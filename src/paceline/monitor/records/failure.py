@@ -1,0 +1,236 @@
+"""Says why a run failed: the error that began it, first and once; everything that followed from it in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal as signals
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.monitor.records.run_files import local_path
+from paceline.units import bytes_text, workers_text
+
+__all__ = ["Failure", "explain", "headline", "is_consequence", "is_echo", "root_cause"]
+
+PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # where our own frames lie
+OURS = re.compile(r"[\\/](site|dist)-packages[\\/]paceline[\\/]")  # the same on a host with another layout
+STARTERS = ("<frozen runpy>", "<frozen importlib", "<string>")  # what runs a script, above its own frames
+CHAIN = re.compile(  # between the tracebacks of an error and of what it came from
+    r"(\n\n(?:During handling of the above exception, another exception occurred"
+    r"|The above exception was the direct cause of the following exception):\n\n)"
+)
+FRAME = re.compile(r'^  File "([^"]+)", line (\d+)')
+TORCH = re.compile(r"[\\/](site|dist)-packages[\\/]torch[\\/]")
+LOADER = re.compile(  # what torch makes of an error in a loader process
+    r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal (Traceback \(most recent call last\):\n.*)", re.DOTALL
+)
+OF_ONE_WORKER = re.compile(r"worker_\d+[\\/]\w+\.\w+|\(in loader process \d+\)$")
+MESSAGE_WIDTH = 200  # of an error's message in a headline; the traceback below has all of it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How one worker ended that did not end well."""
+
+    worker: int
+    host: str
+    pid: int
+    exit_code: int | None = None  # one of these two is set
+    signal: int | None = None
+    error: Mapping[str, Any] | None = None  # its error.json
+    step: int = 0  # last step it had committed; error.json knows better, where there is one
+    time: float | None = None  # when its end was seen, time.time()
+    peak_memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    oom_likely: bool = False
+    sent_by_us: bool = False  # the signal: the supervisor ended this worker because of another one
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """Return the failure the others follow from: errors before echoes, before those we ended; then the earliest."""
+    if not failures:
+        raise ValueError("there is no failure to choose from: pass at least one")
+    return min(failures, key=lambda failure: (_order(failure), _when(failure), failure.worker))
+
+
+def is_consequence(failure: Failure, failures: Sequence[Failure]) -> bool:
+    """Say whether one of these failures only came of another one."""
+    return _order(failure) != 0 and failure is not root_cause(failures)
+
+
+def explain(failures: Sequence[Failure]) -> str:
+    """Return what the user reads when a run has failed; the text ends without a newline."""
+    if not failures:
+        return ""
+    first = root_cause(failures)
+    equal = [failure for failure in failures if failure is first or _is_same(failure, first)]
+    others = [failure for failure in failures if all(failure is not each for each in equal)]
+    also = sorted((failure for failure in others if _order(failure) == 0), key=_when)
+    followed = [failure.worker for failure in others if _order(failure) != 0]
+    if first.error and first.error.get("usage"):
+        return f"paceline: {first.error.get('message', '')}{_where(str(first.error.get('traceback', '')))}"
+    parts = [headline(first, equal)]
+    if first.error and not first.error.get("says_all"):
+        _, _, trace = _told(first.error)
+        parts += [own_frames(trace)] if trace else []
+    if first.error and first.error.get("stacks"):  # of all workers, where one has kept the others waiting
+        parts.append(str(first.error["stacks"]))
+    if first.oom_likely:
+        parts.append("If so, use a smaller Batch(micro=...): a step then needs less memory and gives the same result.")
+    parts += [f"{headline(failure)} (independently)" for failure in also]
+    if followed:
+        parts.append(f"{workers_text(followed)} stopped because of it")
+    return "\n".join(parts)
+
+
+def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
+    """Return one line that says who failed, where, when and of what; `equal` are the failures of the same kind."""
+    what = _what(failure)
+    if failure.error and failure.error.get("names_workers"):
+        return str(failure.error.get("message", ""))
+    if len(equal) > 1:
+        hosts = ", ".join(dict.fromkeys(each.host for each in equal))
+        who = f"{workers_text(each.worker for each in equal)} ({'hosts' if ',' in hosts else 'host'} {hosts})"
+        if failure.error is None:
+            plural = what.replace("was killed", "were all killed", 1).replace("ended with", "all ended with", 1)
+            return f"{who} {plural}"
+        return f"{who} all failed with the same error {_after(failure)}: {what}"
+    who = f"worker {failure.worker} (host {failure.host}, pid {failure.pid})"
+    return f"{who} failed {_after(failure)}: {what}" if failure.error else f"{who} {what}"
+
+
+def own_frames(traceback: str) -> str:
+    """Return a traceback with the user's frames: those of Paceline and torch above the first one are left out, and
+    runs of them below it become one line. A traceback without a frame of the user's stays as it is."""
+    return "".join(part if CHAIN.match(part) else _own_frames(part) for part in CHAIN.split(traceback.rstrip("\n")))
+
+
+def _own_frames(traceback: str) -> str:
+    lines = traceback.split("\n")
+    starts = [number for number, line in enumerate(lines) if FRAME.match(line)]
+    if all(_owner(lines[start]) for start in starts):
+        return traceback
+    end = next((n for n in range(starts[-1] + 1, len(lines)) if not lines[n].startswith(" ")), len(lines))
+    shown: list[str] = []
+    folded: list[str] = []  # whose frames they were
+    for start, stop in itertools.pairwise([*starts, end]):
+        owner = _owner(lines[start])
+        if owner:
+            folded.append(owner)
+            continue
+        if shown:
+            shown += _fold(folded)
+        folded = []
+        shown += lines[start:stop]
+    return "\n".join([*lines[: starts[0]], *shown, *_fold(folded), *lines[end:]])
+
+
+def _fold(owners: Sequence[str]) -> list[str]:
+    """The line that stands for frames of these owners, if there are any."""
+    count = "1 frame" if len(owners) == 1 else f"{len(owners)} frames"
+    return [f"  ... {count} in {', '.join(dict.fromkeys(owners))}"] if owners else []
+
+
+def _where(traceback: str) -> str:
+    """Return " (train.py, line 7)": the user's last line in a traceback; nothing where there is none."""
+    frames = [match for line in traceback.split("\n") if (match := FRAME.match(line)) and not _owner(line)]
+    return f" ({local_path(frames[-1].group(1))}, line {frames[-1].group(2)})" if frames else ""
+
+
+def _told(error: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return kind, message and traceback as the user's code made them, also where a loader process was between."""
+    kind, message, trace = (str(error.get(name, "")) for name in ("kind", "message", "traceback"))
+    loader = LOADER.match(message)
+    if loader is None:
+        return kind or "error", message, trace
+    trace = loader.group(2).rstrip("\n")
+    lines = trace.split("\n")
+    last_frame = max((number for number, line in enumerate(lines) if FRAME.match(line)), default=0)
+    said = itertools.dropwhile(lambda line: line.startswith(" "), lines[last_frame + 1 :])
+    kind, _, message = "\n".join(said).partition(": ")
+    return kind, f"{message} (in loader process {loader.group(1)})", trace
+
+
+def _what(failure: Failure) -> str:
+    if failure.error is not None:
+        kind, message, _ = _told(failure.error)
+        short = " ".join(message.split())
+        if len(short) > MESSAGE_WIDTH and not (failure.error.get("usage") or failure.error.get("says_all")):
+            short = short[: MESSAGE_WIDTH - 3] + "..."
+        return f"{kind}: {short}" if short else kind
+    if failure.signal is None:
+        text = f"ended with exit code {failure.exit_code} {_after(failure)}"
+        return f"{text}, without an error of its own; see its stderr.log"
+    text = f"was killed by signal {failure.signal} ({_signal_name(failure.signal)}) {_after(failure)}"
+    if failure.peak_memory_bytes:
+        text += f"; peak memory {bytes_text(failure.peak_memory_bytes)}"
+        if failure.memory_limit_bytes:
+            text += f" of {bytes_text(failure.memory_limit_bytes)}"
+    return f"{text}: probably out of memory" if failure.oom_likely else text
+
+
+def _order(failure: Failure) -> int:
+    """0: failed by itself; 1: says only that a peer went away; 2: ended by us."""
+    if failure.error is not None:
+        return 1 if failure.error.get("echo") else 0
+    return 2 if failure.sent_by_us else 0
+
+
+def _when(failure: Failure) -> float:
+    when = (failure.error or {}).get("time", failure.time)
+    return float("inf") if when is None else float(when)
+
+
+def _step(failure: Failure) -> int:
+    step = (failure.error or {}).get("step")
+    return failure.step if step is None else int(step)
+
+
+def _after(failure: Failure) -> str:
+    """The last step that was committed: the one in hand has the next number."""
+    step = _step(failure)
+    return f"after step {step}" if step else "before the end of the first step"
+
+
+def _is_same(one: Failure, other: Failure) -> bool:
+    """Both failed by themselves, with the same words (or the same signal)."""
+    if _order(one) or _order(other) or (one.error is None) != (other.error is None):
+        return False
+    if one.error is None or other.error is None:
+        return (one.signal, one.exit_code, one.oom_likely) == (other.signal, other.exit_code, other.oom_likely)
+    return _key(one.error) == _key(other.error)
+
+
+def _key(error: Mapping[str, Any]) -> tuple[str, str]:
+    """Equal for errors that say the same, each of its own worker's files or loader process."""
+    kind, message, _ = _told(error)
+    return kind, OF_ONE_WORKER.sub("", message)
+
+
+def _owner(frame: str) -> str:
+    """Whose frame it is: "paceline", "torch", or nobody's but the user's (and other libraries')."""
+    match = FRAME.match(frame)
+    path = match.group(1) if match else ""
+    if path.startswith((PACKAGE, *STARTERS)) or path.endswith("runpy.py") or OURS.search(path):
+        return "paceline"
+    return "torch" if TORCH.search(path) else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signals.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"SIG{number}"
+
+
+def is_echo(path: Path) -> bool:
+    """Say whether an error only tells that a peer went away."""
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("echo"))
+    except (OSError, ValueError, AttributeError):  # being written at this moment, or cut off: an error all the same
+        return False

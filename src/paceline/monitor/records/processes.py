@@ -1,0 +1,63 @@
+"""Names a process for good: a number can be given to another process later, number and start time cannot."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+__all__ = ["is_same_process", "process_started_s", "process_state", "run_delay_s", "this_host"]
+
+TOLERANCE_S = 0.5  # start times are kept to a hundredth; a number does not come round that quickly
+
+
+def process_started_s(pid: int) -> float | None:
+    """Return when a process of this host began (on Linux: seconds after boot); None for none, or for a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None if Path("/proc/self/stat").exists() else _started_elsewhere(pid)
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] in "ZX" else int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def is_same_process(pid: int, started_s: float) -> bool:
+    """Say whether the process that had this number and start time still runs on this host."""
+    now = process_started_s(pid)
+    return now is not None and abs(now - started_s) < TOLERANCE_S
+
+
+def this_host() -> str:
+    """Return this machine's name as run.json keeps it."""
+    return socket.gethostname()
+
+
+def _started_elsewhere(pid: int) -> float | None:
+    """The same where there is no /proc (macOS)."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+STATES = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}
+
+
+def run_delay_s(pid: int) -> float | None:
+    """How long a process's first thread could run and was not let, since it began; None where nobody knows."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def process_state(pid: int) -> str:
+    """Whether a process of this host is "running", "stopped" (SIGSTOP, a debugger) or "gone"."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "gone" if Path("/proc/self/stat").exists() else "running"
+    return STATES.get(text.rpartition(")")[2].split()[0], "running")

@@ -1,0 +1,122 @@
+"""Files that grow, and files that are replaced: how the monitor reads a run directory while others write in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.errors import DISK_FULL
+
+__all__ = ["GrowingFile", "last_lines", "local_path", "replace_text", "worker_number"]
+
+CHUNK_BYTES = 1 << 18
+
+
+class GrowingFile:
+    """Follows a file that others append to, line by line; the file may not exist yet. A poll costs O(new bytes)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._partial = b""
+
+    def poll(self, limit_bytes: int | None = 1 << 20) -> list[str]:
+        """Return the lines completed since the last call; reads about `limit_bytes` (None: to the end of the file)."""
+        if self._file is None:
+            try:
+                self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
+            except FileNotFoundError:
+                return []
+        pieces: list[bytes] = []
+        num_bytes = 0
+        while (limit_bytes is None or num_bytes < limit_bytes) and (piece := self._file.read(CHUNK_BYTES)):
+            pieces.append(piece)
+            num_bytes += len(piece)
+        if not pieces:
+            return []
+        *lines, self._partial = (self._partial + b"".join(pieces)).split(b"\n")
+        return [line.decode("utf-8", errors="replace") for line in lines]
+
+    def rest(self) -> str:
+        """Return the last line as far as it has been written, and forget it: for when nobody writes any more."""
+        partial, self._partial = self._partial, b""
+        return partial.decode("utf-8", errors="replace")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def last_lines(path: Path) -> Iterator[str]:
+    """Yield the complete lines of a file from the last to the first, read from its end; none where there is no file."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115  # closed below, when it has been read
+    except FileNotFoundError:
+        return
+    with file:
+        place = file.seek(0, os.SEEK_END)
+        rest, is_complete = b"", False  # the beginning of a line whose end lies in the block read before
+        while place > 0:
+            size = min(place, CHUNK_BYTES)
+            place -= size
+            file.seek(place)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            if lines and not is_complete:
+                lines.pop()  # what follows the last newline: nothing, or a line that is still being written
+                is_complete = True
+            for line in reversed(lines):
+                yield line.decode("utf-8", errors="replace")
+        if is_complete:
+            yield rest.decode("utf-8", errors="replace")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file's text in one instant: a reader sees the old text or the new one, also after a crash.
+
+    Where the disk is full, a text that fits into the blocks of the old file is written over it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.errno not in DISK_FULL or not _write_over(path, text.encode()):
+            raise
+    finally:
+        with contextlib.suppress(OSError):  # nothing to add to the error that is on its way
+            temporary.unlink(missing_ok=True)
+
+
+def _write_over(path: Path, content: bytes) -> bool:
+    """Write into the blocks that a file has; returns whether that was possible."""
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_blocks * 512 < len(content):
+                return False
+            file.write(content)
+            file.truncate()
+    except OSError:  # the caller raises the first error
+        return False
+    return True
+
+
+def worker_number(directory: str) -> int | None:
+    """Return k for "worker_k", None for another name."""
+    prefix, _, number = directory.rpartition("_")
+    return int(number) if prefix == "worker" and number.isascii() and number.isdigit() else None
+
+
+def local_path(path: Path | str) -> str:
+    """Return a path as a person would type it here: relative where it lies below the working directory."""
+    whole = Path(os.path.abspath(path))
+    try:
+        return str(whole.relative_to(Path.cwd()))
+    except (ValueError, FileNotFoundError):  # elsewhere; or the working directory was deleted
+        return str(whole)

@@ -1,0 +1,161 @@
+"""`run.json`: what a run directory says of itself, for those who come later and for other terminals.
+
+One process writes it (the supervisor, through `begin_attempt`, `changed` and `end_attempt`), each time as a whole and
+in one instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.monitor.records.processes import is_same_process, process_started_s, this_host
+from paceline.monitor.records.run_files import replace_text
+
+__all__ = ["RUNNING", "AttemptRecord", "RunRecord"]
+
+RUNNING = "running"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptRecord:
+    """One start of the run: it ended where `ended` is set."""
+
+    attempt: int
+    started: float  # time.time()
+    state: str = RUNNING
+    ended: float | None = None
+    exit_code: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """The contents of `RUN/run.json`; `changed` and its kin write the file and return the new record."""
+
+    run_dir: Path = dataclasses.field(compare=False)  # where the record was found; not written
+    state: str = RUNNING  # running | finished | failed | stopped
+    job: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    plan: str | None = None
+    workers: int = 0
+    attempts: tuple[AttemptRecord, ...] = ()
+    host: str = ""  # of the supervisor
+    pid: int = 0
+    pid_started_s: float = 0.0  # with it the process can be told from a later one of the same number
+    metrics_url: str | None = None
+    exit_code: int | None = None
+    started: float = 0.0  # of the newest attempt, time.time()
+    ended: float | None = None
+
+    @classmethod
+    def load(cls, run_dir: Path | str) -> RunRecord:
+        """Read a run directory's record; raises ValueError, saying what is there, where it is not one."""
+        run_dir = Path(run_dir)
+        try:
+            fields = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+            attempts = tuple(AttemptRecord(**attempt) for attempt in fields.pop("attempts"))
+            return cls(run_dir=run_dir, attempts=attempts, **fields)
+        except (FileNotFoundError, NotADirectoryError):
+            what = (
+                "has no run.json"
+                if run_dir.is_dir()
+                else "is not a directory"
+                if run_dir.exists()
+                else "does not exist"
+            )
+            raise ValueError(
+                f"{str(run_dir)!r} {what}: it is not the directory of a run. Name the one that `paceline run` printed "
+                "(runs/... unless --run-dir said otherwise)."
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{run_dir / 'run.json'} cannot be read ({error}): it is damaged or of another version."
+            ) from error
+
+    @classmethod
+    def begin_attempt(
+        cls, run_dir: Path | str, *, job: Mapping[str, Any], workers: int, plan: str | None = None
+    ) -> RunRecord:
+        """Note that the calling process starts the next attempt in `run_dir` (made if needed), and return the record.
+
+        The attempt's number is `record.attempt`. Raises ValueError where another supervisor works in the directory.
+        """
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        before = cls._idle(run_dir)
+        attempts = before.attempts if before else ()
+        number = 1 + max([attempt.attempt for attempt in attempts], default=0)
+        started = time.time()
+        if (
+            before and attempts and before.state == RUNNING and before.pid == os.getpid()
+        ):  # its workers were lost, and begin again
+            lost = dataclasses.replace(attempts[-1], state="failed", ended=started, exit_code=1)
+            attempts = (*attempts[:-1], lost)
+        return cls(
+            run_dir=run_dir,
+            job=dict(job),
+            plan=plan,
+            workers=workers,
+            attempts=(*attempts, AttemptRecord(attempt=number, started=started)),
+            host=this_host(),
+            pid=os.getpid(),
+            pid_started_s=process_started_s(os.getpid()) or 0.0,
+            started=started,
+        ).save()
+
+    @classmethod
+    def next_attempt(cls, run_dir: Path | str) -> int:
+        """Return the number of the attempt that `begin_attempt` would begin; raises ValueError as it does."""
+        before = cls._idle(Path(run_dir))
+        return 1 + (before.attempt if before else 0)
+
+    def end_attempt(self, state: str, exit_code: int) -> RunRecord:
+        """Note how the attempt ended ("finished", "failed" or "stopped"); keeps what others have noted meanwhile."""
+        now = time.time()
+        last = dataclasses.replace(self.attempts[-1], state=state, ended=now, exit_code=exit_code)
+        return self.changed(state=state, exit_code=exit_code, ended=now, attempts=(*self.attempts[:-1], last))
+
+    def changed(self, **fields: Any) -> RunRecord:
+        """Write the record with other values in some fields; the other fields are taken as the file has them now."""
+        return dataclasses.replace(RunRecord.load(self.run_dir), **fields).save()
+
+    def save(self) -> RunRecord:
+        """Write `run.json` and return the record."""
+        fields = dataclasses.asdict(self)
+        del fields["run_dir"]
+        replace_text(self.run_dir / "run.json", json.dumps(fields, indent=1) + "\n")
+        return self
+
+    @classmethod
+    def _idle(cls, run_dir: Path) -> RunRecord | None:
+        """The record that is there, of a run that nobody else works on (else ValueError); None where there is none."""
+        if not (run_dir / "run.json").exists():
+            return None
+        before = cls.load(run_dir)
+        if before.is_alive() and before.pid != os.getpid():
+            raise ValueError(
+                f"{str(run_dir)!r} is in use: process {before.pid} runs attempt {before.attempt} there. "
+                f"Stop it first (paceline stop {run_dir}), or use another --run-dir."
+            )
+        return before
+
+    @property
+    def attempt(self) -> int:
+        """The number of the newest attempt, from 1."""
+        return self.attempts[-1].attempt if self.attempts else 0
+
+    def is_here(self) -> bool:
+        """Say whether the supervisor ran on this host, so that its process can be looked for."""
+        return self.host == this_host()
+
+    def is_alive(self) -> bool:
+        """Say whether the supervisor is at work on this host, by its process."""
+        return self.state == RUNNING and self.is_here() and is_same_process(self.pid, self.pid_started_s)
+
+    def state_now(self) -> str:
+        """Return the state, with "lost" for a run whose supervisor died without a word (asked on its own host)."""
+        return "lost" if self.state == RUNNING and self.is_here() and not self.is_alive() else self.state

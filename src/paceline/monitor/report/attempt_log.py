@@ -1,0 +1,168 @@
+"""What the goodput ledger is made from: the events of each attempt, the few rare ones at hand, the steps as a stream.
+
+A run of a million steps has files of hundreds of megabytes. Their lines are read twice: once for everything that is not
+a step, which is kept, and once, worker by worker, for the steps, which are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.events import Record, RunFinished, RunStarted, WorkerJoined, WorkerLost, WorkerStarted
+from paceline.monitor.records.event_reader import attempt_dir, decode_event
+from paceline.monitor.records.failure import is_echo
+from paceline.monitor.records.run_files import last_lines, worker_number
+from paceline.monitor.records.run_record import RUNNING, RunRecord
+
+__all__ = ["AttemptLog", "StepTime", "read_attempts"]
+
+STEP = '{"event": "StepDone"'  # how the line of a step begins
+
+
+class StepTime(NamedTuple):
+    """One worker's word on a step, as much of it as the ledger needs."""
+
+    time: float  # when it was told, after its commit
+    step: int
+    seconds: Mapping[str, float]  # as in StepDone
+    skipped: bool = False  # no worker took it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttemptLog:
+    """What the files of an attempt say."""
+
+    attempt: int
+    workers: int  # that it began with
+    began: float  # the user's command
+    ended: float  # the last moment that is known
+    state: str  # finished | failed | stopped | lost | running
+    exit_code: int | None
+    last_step: int  # that anybody told of; 0: none
+    elsewhere: frozenset[int] = frozenset()  # workers of other hosts, whose files are not here
+    echoes: frozenset[int] = frozenset()  # workers whose error only tells that a peer went away
+    records: Sequence[Record]  # of supervisor and workers, without the steps, by time
+    steps: Callable[[int], Iterable[StepTime]]  # of a worker, by time
+
+
+def read_attempts(record: RunRecord) -> list[AttemptLog]:
+    """Return the attempts of a run that left files, by their numbers."""
+    logs: list[AttemptLog] = []
+    for attempt in record.attempts:
+        directory = attempt_dir(record.run_dir, attempt.attempt)
+        if not directory.is_dir():
+            continue
+        paths = {worker: path / "events.jsonl" for path in directory.iterdir() if (worker := _worker(path)) is not None}
+        records = sorted(
+            (found for path in (directory / "events.jsonl", *paths.values()) for found in _rare(path)),
+            key=operator.attrgetter("time"),
+        )
+        last_told = {worker: _last_told(path) for worker, path in paths.items()}
+        state = attempt.state
+        if state == RUNNING and (attempt.attempt != record.attempt or record.state_now() != RUNNING):
+            state = "lost"
+        ends = [found.time for found in records if isinstance(found.event, RunFinished)]
+        ended = attempt.ended or max(ends, default=0.0)
+        if not ended:
+            known = [found.time for found in records] + [when for when, _ in last_told.values()]
+            ended = time.time() if state == RUNNING else max(known, default=attempt.started)
+        logs.append(
+            AttemptLog(
+                attempt=attempt.attempt,
+                workers=_num_workers(records, record.workers),
+                began=_began(records, attempt.started),
+                ended=ended,
+                state=state,
+                exit_code=attempt.exit_code,
+                elsewhere=_elsewhere(records, record.workers, paths),
+                last_step=max((step for _, step in last_told.values()), default=0),
+                echoes=frozenset(worker for worker, path in paths.items() if is_echo(path.with_name("error.json"))),
+                records=records,
+                steps=_Steps(paths),
+            )
+        )
+    return logs
+
+
+def _elsewhere(records: Sequence[Record], otherwise: int, here: Collection[int]) -> frozenset[int]:
+    """The workers without a directory here. Where there is no other host, and none of them came later, they never
+    were; where all are elsewhere, nothing could be booked, and so they count as starting."""
+    started = next((found.event for found in records if isinstance(found.event, RunStarted)), None)
+    begun = _num_workers(records, otherwise)
+    spread = range(begun) if started is not None and started.hosts > 1 and here else ()
+    named = {found.event.rank for found in records if isinstance(found.event, WorkerLost | WorkerJoined)}
+    return frozenset({*spread, *(worker for worker in named if worker >= begun)} - set(here))
+
+
+class _Steps:
+    """Reads a worker's steps each time that it is called."""
+
+    def __init__(self, paths: Mapping[int, Path]) -> None:
+        self._paths = paths
+
+    def __call__(self, worker: int) -> Iterator[StepTime]:
+        path = self._paths.get(worker)
+        for line in _lines(path) if path is not None else ():
+            if line.startswith(STEP):
+                told = _step(line)
+                if told is not None:
+                    yield told
+
+
+def _step(line: str) -> StepTime | None:
+    try:
+        fields = json.loads(line)
+        return StepTime(fields["time"], fields["step"], fields["seconds"], fields.get("skipped", False))
+    except (ValueError, TypeError, KeyError):  # cut off by a kill, or damaged
+        return None
+
+
+def _rare(path: Path) -> Iterator[Record]:
+    for line in _lines(path):
+        if not line.startswith(STEP):
+            found = decode_event(line)
+            if found is not None:
+                yield found
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            yield from file
+    except FileNotFoundError:  # a worker that had no time to say anything
+        return
+
+
+def _last_told(path: Path) -> tuple[float, int]:
+    """When a worker last said something, and the last step it told of."""
+    when = 0.0
+    for line in last_lines(path):
+        found = decode_event(line)
+        if found is None:
+            continue
+        when = when or found.time
+        step = getattr(found.event, "step", 0)
+        if step:
+            return when, step
+    return when, 0
+
+
+def _began(records: Sequence[Record], otherwise: float) -> float:
+    """When the user's command began: known by the workers' start-up times; those of successors count from later."""
+    moments = [found.time for found in records if isinstance(found.event, RunStarted)]
+    moments += [found.time - found.event.startup_s for found in records if isinstance(found.event, WorkerStarted)]
+    return min(moments, default=otherwise)
+
+
+def _num_workers(records: Sequence[Record], otherwise: int) -> int:
+    return next((found.event.workers for found in records if isinstance(found.event, RunStarted)), otherwise)
+
+
+def _worker(path: Path) -> int | None:
+    return worker_number(path.name)

@@ -1,0 +1,268 @@
+"""`paceline report RUN`: where every second of a run went and what each incident cost, as a table, JSON and a page.
+
+What each worker held, for the report: its peak memory, and how much of it the model's and optimizer's state was.
+
+Layouts that split a replica are chosen for this, so each worker has a row: stages differ, and uneven parts do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from paceline.events import StateKept, WorkerFinished, WorkerStarted
+from paceline.monitor.records.run_files import local_path
+from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.report.attempt_log import AttemptLog, read_attempts
+from paceline.monitor.report.curves import Curves, read_curves
+from paceline.monitor.report.goodput import ACCOUNTS, USEFUL, GoodputLedger, Incident, goodput_ledger
+from paceline.units import bytes_text, duration_text, workers_text
+
+__all__ = [
+    "RunReport",
+    "WorkerMemory",
+    "clock_text",
+    "cost_text",
+    "elsewhere_text",
+    "incident_text",
+    "memory_by_worker",
+    "memory_lines",
+    "read_report",
+    "report_text",
+]
+
+WIDTH = 100
+MOST_LISTED = 20  # incidents, and workers, that the table shows; the page and the JSON have all
+SOURCES = {"memory": "from memory", "disk": "from disk", "nothing": "nothing was kept"}
+COLUMNS = ("useful", "data", "communication", "checkpoint", "start_up", "recovery", "vacant", "idle")  # of a worker
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """A run with its books and curves."""
+
+    run_dir: Path
+    state: str
+    plan: str | None
+    record: RunRecord
+    ledger: GoodputLedger
+    curves: Curves
+    first_step: int | None
+    last_step: int | None
+    kept: SnapshotCost | None = None  # None: no snapshots in memory
+    held: Mapping[int, WorkerMemory] = dataclasses.field(default_factory=lambda: dict[int, WorkerMemory]())  # by worker
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapshotCost:
+    """What snapshots in memory have cost: all of them, of all attempts."""
+
+    num: int
+    every: int  # steps, in the end
+    seconds: float  # that training stood still
+    share: float  # of the time in steps, the standing still included
+    num_bytes: int  # of a host's memory
+    travel_s: float = 0.0  # that a copy took to the next host at most; 0: none went there
+
+
+def read_report(run_dir: Path | str) -> RunReport:
+    """Read a run's files; raises ValueError where `run_dir` is not the directory of a run, or nothing is in it yet."""
+    record = RunRecord.load(run_dir)
+    logs = read_attempts(record)
+    ledger = goodput_ledger(logs)
+    plans = [each.event.plan for log in logs for each in log.records if isinstance(each.event, WorkerStarted)]
+    steps = [step for book in ledger.attempts for step in (book.first_step, book.last_step) if step is not None]
+    return RunReport(
+        run_dir=record.run_dir,
+        state=record.state_now(),
+        plan=plans[-1] if plans else record.plan,
+        record=record,
+        ledger=ledger,
+        curves=read_curves(record.run_dir / "metrics.jsonl", ledger.elapsed),
+        first_step=min(steps, default=None),
+        last_step=max(steps, default=None),
+        kept=_snapshot_cost(logs, ledger),
+        held=memory_by_worker(logs),
+    )
+
+
+def report_text(report: RunReport) -> str:
+    """Return the report as a table of at most 100 columns."""
+    ledger = report.ledger
+    attempts = len(ledger.attempts)
+    title = (
+        f"{local_path(report.run_dir)}: {report.state}, {duration_text(ledger.duration_s)}, "
+        f"{len(ledger.workers)} worker{'s' * (len(ledger.workers) != 1)}, {attempts} attempt{'s' * (attempts != 1)}"
+    )
+    return "\n".join(
+        [
+            title,
+            f"goodput {ledger.goodput:.1%}: the share of that time in useful steps",
+            *([elsewhere_text(ledger)] if ledger.elsewhere else []),
+            "",
+            *_accounts_lines(ledger),
+            *_workers_lines(ledger),
+            *memory_lines(report.held, most=MOST_LISTED),
+            *([f"\n{snapshot_cost_text(report.kept)}"] if report.kept is not None else []),
+            *_incidents_lines(ledger),
+        ]
+    )
+
+
+def snapshot_cost_text(kept: SnapshotCost) -> str:
+    """Return "snapshots in memory: every 40 steps, 0.4 % of the time, 1.2 GiB per host"."""
+    text = f"snapshots in memory: every {kept.every} steps, {kept.share:.1%} of the steps' time"
+    away = f", on the next host after {duration_text(kept.travel_s)}" if kept.travel_s else ""
+    return f"{text}, {bytes_text(kept.num_bytes)} per host{away}"
+
+
+def _snapshot_cost(logs: Sequence[AttemptLog], ledger: GoodputLedger) -> SnapshotCost | None:
+    events = [record.event for log in logs for record in log.records if isinstance(record.event, StateKept)]
+    if not events:
+        return None
+    seconds = sum(event.seconds for event in events)
+    apart = ("start_up", "recovery", "vacant", "idle", "down")
+    in_steps = sum(wall for account, wall in ledger.wall_s.items() if account not in apart)
+    return SnapshotCost(
+        num=len(events),
+        every=events[-1].every,
+        seconds=seconds,
+        share=seconds / in_steps if in_steps else 0.0,
+        num_bytes=max(event.num_bytes for event in events),
+        travel_s=max(event.travel_s for event in events),
+    )
+
+
+def elsewhere_text(ledger: GoodputLedger) -> str:
+    """Say whose files are not here."""
+    who = workers_text(ledger.elsewhere)
+    return f"{who} ran on other hosts, whose files are not here: their time is not in these books"
+
+
+def incident_text(incident: Incident) -> str:
+    """Say what happened and how long it took to go on."""
+    causes = ", ".join(incident.causes)
+    if incident.kind == "end":
+        after = f"attempt {incident.attempt} ended after step {incident.step + incident.steps_lost}: {causes}"
+        if incident.went_on is None:
+            return after
+        went_on = f"attempt {incident.attempt + 1} went on from step {incident.step}"
+        if incident.source is not None:
+            went_on += f" ({SOURCES[incident.source]})"
+        return f"{after}; {went_on}, steps lost {incident.steps_lost}"
+    if incident.kind == "spike":
+        undone = f"rolled back to step {incident.step}, steps undone {incident.steps_undone}"
+        return f"step {incident.at_step}: {causes}; left out" + (f", {undone}" if incident.steps_undone else "")
+    if incident.kind == "weights":
+        return f"step {incident.at_step}: {causes}; healed"
+    if incident.kind == "server":
+        return f"step {incident.at_step}: {causes}; its mirror took its place"
+    if incident.kind == "left":
+        go_on = f"{len(incident.members)} worker{'s go' if len(incident.members) != 1 else ' goes'} on"
+        return f"worker {incident.workers[0]} has left ({causes}) after step {incident.step}: {go_on}"
+    parts = [f"{causes} after step {incident.step}"]
+    if incident.went_on is not None:
+        parts.append(
+            f"detected in {incident.detected_s or 0:.2f} s, regrouped in {incident.regrouped_s or 0:.2f} s, "
+            f"steps lost {incident.steps_lost}"
+        )
+    parts += [f"worker {each.worker} back at step {each.step} after {each.after_s:.2f} s" for each in incident.joined]
+    return "; ".join(parts)
+
+
+def cost_text(incident: Incident) -> str:
+    """Return "0.54 s: recovery 0.54 s": worker-seconds, by account."""
+    if incident.kind in ("left", "server") and not incident.costs:
+        return "nothing"
+    parts = [f"{account} {duration_text(seconds)}" for account, seconds in incident.costs.items() if seconds >= 0.0005]
+    return f"{duration_text(incident.cost_s)} of workers' time" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
+
+
+def clock_text(seconds: float) -> str:
+    """Return "0:07", "12:30" or "3:05:00"."""
+    minutes, whole = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+
+
+def _accounts_lines(ledger: GoodputLedger) -> Iterator[str]:
+    whole = ledger.duration_s or 1.0
+    yield f"{'where the time went':<20}{'wall':>12}{'share':>8}{'workers':>13}   what it is"
+    rows = [(name, ledger.wall_s[name], ledger.worker_s[name], text) for name, text in ACCOUNTS.items()]
+    for name, wall, workers, text in rows:
+        if workers >= 0.0005:
+            mark = "+" if name in USEFUL else " "
+            yield (
+                f"{mark} {name:<18}{duration_text(wall):>12}{wall / whole:>8.1%}{duration_text(workers):>13}   {text}"
+            )
+    total = sum(workers for _, _, workers, _ in rows)
+    yield f"  {'total':<18}{duration_text(ledger.duration_s):>12}{1:>8.1%}{duration_text(total):>13}   + are useful"
+
+
+def _workers_lines(ledger: GoodputLedger) -> Iterator[str]:
+    if len(ledger.workers) < 2:
+        return
+    yield ""
+    yield f"{'worker':<8}" + "".join(f"{name.replace('communication', 'comm'):>11}" for name in COLUMNS)
+    for worker, accounts in list(ledger.workers.items())[:MOST_LISTED]:
+        useful = {"useful": sum(accounts[name] for name in USEFUL)} | dict(accounts)
+        yield f"{worker:<8}" + "".join(f"{_brief(useful[name]):>11}" for name in COLUMNS)
+    if len(ledger.workers) > MOST_LISTED:
+        yield f"and {len(ledger.workers) - MOST_LISTED} more: see the page, or --json"
+
+
+def _incidents_lines(ledger: GoodputLedger) -> Iterator[str]:
+    if not ledger.incidents:
+        return
+    yield ""
+    yield f"incidents: {len(ledger.incidents)}"
+    for incident in ledger.incidents[-MOST_LISTED:]:
+        lines = _wrapped(f"{incident_text(incident)}; cost {cost_text(incident)}")
+        when = clock_text(ledger.elapsed(incident.began))
+        yield from (f"{when if place == 0 else '':>9}  {line}" for place, line in enumerate(lines))
+    if len(ledger.incidents) > MOST_LISTED:
+        yield f"{'':>9}  and {len(ledger.incidents) - MOST_LISTED} earlier ones: see the page, or --json"
+
+
+def _wrapped(text: str) -> Sequence[str]:
+    import textwrap
+
+    return textwrap.wrap(text, WIDTH - 11, break_long_words=False)
+
+
+def _brief(seconds: float) -> str:
+    return duration_text(seconds) if seconds >= 0.0005 else "-"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerMemory:
+    """Of one worker, in bytes."""
+
+    peak_memory_bytes: int  # of its process, or of its GPU
+    state_bytes: int  # parameters, buffers and optimizer state in the end; 0: not known
+
+
+def memory_by_worker(logs: Sequence[AttemptLog]) -> dict[int, WorkerMemory]:
+    """Return what the workers of the newest attempt that came to an end have told, by worker."""
+    for log in reversed(logs):
+        told = [record.event for record in log.records if isinstance(record.event, WorkerFinished)]
+        if told:
+            return {
+                one.rank: WorkerMemory(peak_memory_bytes=one.peak_memory_bytes, state_bytes=one.state_bytes)
+                for one in sorted(told, key=lambda one: one.rank)
+            }
+    return {}
+
+
+def memory_lines(held: Mapping[int, WorkerMemory], *, most: int) -> Iterator[str]:
+    """A table with a row for each of the first `most` workers; nothing where nobody has told."""
+    if not held:
+        return
+    yield ""
+    yield f"{'worker':<8}{'peak memory':>14}   {'of it parameters, buffers and optimizer state'}"
+    for worker, one in list(held.items())[:most]:
+        state = bytes_text(one.state_bytes) if one.state_bytes else "not known"
+        yield f"{worker:<8}{bytes_text(one.peak_memory_bytes):>14}   {state}"
+    if len(held) > most:
+        yield f"and {len(held) - most} more: see --json"

@@ -1,0 +1,233 @@
+"""Books one worker's place in an attempt: what each of its seconds was, from its events in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline.events import (
+    CheckpointSaved,
+    Evaluated,
+    Record,
+    StateKept,
+    WorkerFinished,
+    WorkerLeft,
+    WorkerLost,
+    WorkerStarted,
+)
+from paceline.monitor.records.steps import OTHER, PHASES
+from paceline.monitor.report.attempt_log import AttemptLog, StepTime
+from paceline.monitor.report.incidents import Incident, Rewinds
+
+__all__ = ["ACCOUNTS", "USEFUL", "WorkerTime"]
+
+ACCOUNTS: dict[str, str] = {
+    "compute": "forward and backward",
+    "optimizer": "the optimizer's step",
+    OTHER: "the script's own code in a step",
+    "data": "waiting for data",
+    "communication": "waiting for other workers in a step",
+    "evaluation": "worker.evaluate",
+    "checkpoint": "standing still for a save, or a snapshot in memory",
+    "start_up": "from the command to the first step",
+    "recovery": "dropped work, regrouping, successors' start",
+    "repeated": "steps that had to be taken again",
+    "undone": "steps left out, or undone by a rollback",
+    "vacant": "the empty place of a worker that was lost or has left",
+    "idle": "no step left to take",
+    "down": "between attempts",
+}
+USEFUL = ("compute", "optimizer", OTHER)
+
+
+class WorkerTime:
+    """Takes the events of the workers that held one place, by time; `close` returns what it comes to.
+
+    `note(began, ended, parts)` hears of everything that is booked.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        log: AttemptLog,
+        incidents: Sequence[Incident],
+        rewinds: Rewinds,
+        note: Callable[[float, float, Mapping[str, float]], None],
+        *,
+        begun_by: Incident | None = None,
+    ) -> None:
+        """`begun_by`: the loss after which all began again, as this attempt."""
+        self.first_step: int | None = None
+        self.last_step: int | None = None
+        self._worker, self._log, self._rewinds, self._note = worker, log, rewinds, note
+        self._accounts = dict.fromkeys(ACCOUNTS, 0.0)
+        self._until = log.began  # everything before is booked
+        self._state = "new"  # new | starting | at work | vacant | finished | given up
+        self._incident = begun_by  # that emptied the place
+        self._usual: dict[str, float] = {}  # an undisturbed step's seconds, by account
+        self._evaluation_s = self._stall_s = self._keep_s = 0.0  # since the last step was told
+        losses = [incident for incident in incidents if incident.kind == "loss"]
+        self._own_losses = [incident for incident in losses if worker in incident.workers]
+        self._leavings = [one for one in incidents if one.kind == "left" and worker in one.workers]
+        self._end = next((incident for incident in incidents if incident.kind == "end"), None)
+        self._left_out = {incident.at_step: incident for incident in incidents if incident.kind == "spike"}
+        self._disturbed = _disturbed(losses, worker)
+        saves = [record for record in log.records if isinstance(record.event, CheckpointSaved)]
+        self._stalls = {_save(record).step: _save(record).stall_s for record in saves}
+        events = (record.event for record in log.records)
+        self._keeps = {event.step: event.seconds for event in events if isinstance(event, StateKept)}
+        self._own_saves = {_save(record).step: _save(record) for record in saves if record.worker == worker}
+
+    def take(self, item: Record | StepTime) -> None:
+        when = min(max(item.time, self._until), self._log.ended)  # the clocks of hosts differ
+        if isinstance(item, StepTime):
+            self._step(item, when)
+            return
+        match item.event:
+            case WorkerStarted(startup_s=startup_s):
+                self._started(when, startup_s)
+            case WorkerLost():
+                self._incident = self._own_losses.pop(0) if self._own_losses else self._incident
+                self._book(when, {"recovery": when - self._until}, self._incident)
+                self._state = "vacant"
+            case WorkerLeft(resized=resized):
+                if self._state != "finished":
+                    self._last_words(when)
+                self._incident = self._leavings.pop(0) if self._leavings else None
+                self._state = "given up" if resized else "vacant"
+            case WorkerFinished():
+                self._last_words(when)
+                self._state = "finished"
+            case Evaluated(duration_s=duration_s):
+                self._evaluation_s += duration_s
+            case _:
+                pass
+
+    def close(self) -> dict[str, float]:
+        """Book what is left of the attempt; return the accounts."""
+        ended = self._log.ended
+        rest = ended - self._until
+        match self._state:
+            case "finished":
+                if (self.last_step or 0) >= self._log.last_step:  # else it left before the others: its place is gone
+                    self._book(ended, {"idle": rest})
+            case "given up":
+                pass  # the run was made smaller on purpose
+            case "vacant":
+                self._book(ended, {"vacant": rest}, self._incident)
+            case "new":
+                self._book(ended, {"recovery" if self._incident else "start_up": rest}, self._incident)
+            case "starting":
+                self._book(ended, {"recovery" if self._incident else "start_up": rest}, self._incident)
+            case _ if self._end is not None:
+                self._book(ended, {"recovery": rest}, self._end)
+            case _ if self._log.state == "running":
+                self._book(ended, {OTHER: rest})
+            case _:
+                self._last_words(ended)
+        return self._accounts
+
+    def _started(self, when: float, startup_s: float) -> None:
+        forked = max(self._until, when - startup_s)
+        if self._state == "vacant":
+            self._book(forked, {"vacant": forked - self._until}, self._incident)
+        elif self._state in ("finished", "given up") or self._worker >= self._log.workers:
+            self._until = forked  # the place was added later, or was given up for a time
+            self._incident = None
+        self._state = "starting"
+
+    def _step(self, told: StepTime, when: float) -> None:
+        length = when - self._until
+        parts = {phase: max(0.0, told.seconds.get(phase, 0.0)) for phase in PHASES}
+        measured = sum(parts.values())
+        if measured > length:  # clocks differ a little, and parts may overlap
+            parts = {phase: seconds * length / measured for phase, seconds in parts.items()}
+        rest = max(0.0, length - measured)
+        owner = self._disturbed.get(told.step)
+        if self._state == "starting":
+            self._state, owner, self._incident = "at work", self._incident, None
+            parts["start_up"] = 0.0
+            parts["recovery" if owner else "start_up"] += rest
+        elif owner is not None and told.time >= owner.began:
+            parts = self._as_usual(length)
+        else:
+            owner = None
+            self._share_out(parts, rest)
+            self._usual = {**parts, "recovery": 0.0}
+        rewound_by = self._rewinds.of(told.step, told.time)
+        if rewound_by is not None:
+            owner = rewound_by
+            parts = _wasted(parts, "undone" if rewound_by.kind == "spike" else "repeated")
+        elif told.skipped:
+            parts, owner = _wasted(parts, "undone"), self._left_out.get(told.step)
+        self._evaluation_s, self._stall_s = 0.0, self._stalls.get(told.step, 0.0)
+        self._keep_s = self._keeps.get(told.step, 0.0)
+        self.first_step, self.last_step = self.first_step or told.step, told.step
+        self._book(when, parts, owner)
+
+    def _as_usual(self, length: float) -> dict[str, float]:
+        """A disturbed step counts like the one before; what it took longer was lost."""
+        usual = sum(self._usual.values())
+        shrink = min(1.0, length / usual) if usual else 0.0
+        parts = {account: seconds * shrink for account, seconds in self._usual.items()}
+        parts["recovery"] = max(0.0, length - usual)
+        return parts
+
+    def _share_out(self, parts: dict[str, float], rest: float) -> None:
+        """Divide what a step did not measure. While one worker saves, the others wait for it in their exchange."""
+        parts["evaluation"] = min(self._evaluation_s, rest)
+        rest -= parts["evaluation"]
+        if self._own_saves:
+            parts["checkpoint"] = min(self._stall_s, rest)
+            rest -= parts["checkpoint"]
+        else:
+            parts["checkpoint"] = min(self._stall_s, parts["communication"])
+            parts["communication"] -= parts["checkpoint"]
+        kept_s = min(self._keep_s, rest)  # all workers at the same time
+        parts["checkpoint"] += kept_s
+        parts[OTHER] = rest - kept_s
+
+    def _last_words(self, when: float) -> None:
+        """Book what came after the last step: an evaluation, the last save, and whatever the script does then."""
+        length = max(0.0, when - self._until)
+        if self.last_step is None:
+            self._book(when, {"start_up": length})
+            return
+        parts = {"evaluation": min(self._evaluation_s, length)}
+        save = self._own_saves.get(self.last_step)
+        if save is not None:  # nothing goes on meanwhile: also the writing is waited for
+            parts["checkpoint"] = min(length - parts["evaluation"], save.stall_s + save.write_s)
+        parts["idle"] = max(0.0, length - sum(parts.values()))
+        self._book(when, parts)
+
+    def _book(self, until: float, parts: Mapping[str, float], incident: Incident | None = None) -> None:
+        """Book everything up to a moment; what is not ordinary work is the incident's cost, where there is one."""
+        if until <= self._until:
+            return
+        for account, seconds in parts.items():
+            self._accounts[account] += seconds
+            if incident is not None and account in ("recovery", "repeated", "undone", "vacant"):
+                incident.book(account, seconds)
+        self._note(self._until, until, parts)
+        self._until = until
+
+
+def _wasted(parts: Mapping[str, float], account: str) -> dict[str, float]:
+    """Book a step that did not count under one account. What came before it, the start, was not the step's."""
+    kept = {name: seconds for name, seconds in parts.items() if name == "start_up"}
+    return {**kept, account: sum(parts.values()) - sum(kept.values())}
+
+
+def _disturbed(losses: Sequence[Incident], worker: int) -> dict[int, Incident]:
+    """The steps at which a worker was held up: by a loss, or because a successor was taken in."""
+    steps = {incident.step + 1: incident for incident in losses if incident.went_on is not None}
+    for incident in losses:
+        for joined in incident.joined:
+            if joined.worker != worker:
+                steps.setdefault(joined.step, incident)
+    return steps
+
+
+def _save(record: Record) -> CheckpointSaved:
+    if not isinstance(record.event, CheckpointSaved):
+        raise TypeError(f"not a save: {record.event}")
+    return record.event

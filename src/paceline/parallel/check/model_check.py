@@ -1,0 +1,138 @@
+"""One look at a model for a plan: every axis of the layout says what stands against it, and all of it is told at once.
+
+`worker.prepare` looks before it cuts, and cuts as was found; `paceline plan --check` looks without any other worker.
+The rooms of the axes find and judge; here they are only asked, one after the other, on the same small input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from paceline.errors import PlanError, Reason
+from paceline.parallel.check.model_hints import ModelHints
+from paceline.parallel.check.model_support import require_fit, require_open
+from paceline.parallel.context.find_plan import find_plan as find_context
+from paceline.parallel.context.plan import ContextPlan
+from paceline.parallel.expert.find_experts import RoutedExperts, find_experts
+from paceline.parallel.fully_sharded.sharded_model import require_splittable
+from paceline.parallel.model_units import names_matching
+from paceline.parallel.pipeline.find_stages import PipelinePlan, find_stages
+from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
+from paceline.parallel.tensor.find_plan import find_plan as find_tensor
+from paceline.parallel.tensor.find_plan import refuse_empty
+from paceline.parallel.tensor.plan import TensorPlan
+from paceline.plan import Plan
+
+__all__ = ["ModelCheck", "check_model"]
+
+T = TypeVar("T")
+NONE = ModelHints()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCheck:
+    """The cuts of each axis that the layout has and that works, and all that stands against the rest."""
+
+    name: str  # of the model's class
+    errors: tuple[PlanError, ...]  # one for each axis that refuses, with its reasons
+    units: tuple[str, ...] = ()  # modules that the script names as such, in place of the repeated blocks
+    sample: SampleInput | None = None  # the small input; None: none was needed, or found
+    tensor: TensorPlan | None = None
+    stages: PipelinePlan | None = None
+    context: ContextPlan | None = None
+    experts: tuple[RoutedExperts, ...] | None = None
+
+    @property
+    def refusals(self) -> tuple[Reason, ...]:
+        """Every reason once, with the module's name and the remedy."""
+        return tuple(dict.fromkeys(reason for error in self.errors for reason in _reasons(self.name, error)))
+
+    def error(self) -> PlanError | None:
+        """Return what tells all refusals; None where there are none."""
+        if len(self.errors) < 2:
+            return self.errors[0] if self.errors else None
+        return PlanError.listing(f"{self.name} cannot be trained by this plan", self.refusals)
+
+
+def check_model(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: torch.device,
+    hints: ModelHints = NONE,
+    finds_context: bool = True,
+    fill: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
+) -> ModelCheck:
+    """Return what `plan` finds in a whole `model` that is on `device`, and leave it as it was; needs no other worker.
+
+    `hints`: what its script says of it; the small input is guessed where it is not given. `finds_context`: whether it
+    is found out here how sequences are shared, which is costly. `fill`: of a model whose parameters are on the meta
+    device, what makes it one that can be run, as long as it lasts.
+    """
+    layout, name, errors = plan.layout, type(model).__name__, list[PlanError]()
+
+    def ask(find: Callable[[], T]) -> T | None:
+        try:
+            return find()
+        except PlanError as error:
+            errors.append(error)
+            return None
+
+    def tensor() -> TensorPlan:
+        own = "auto" if hints.cut is None else hints.cut
+        found = find_tensor(model, size=layout.tensor, plan=own, sample=known, sequence=layout.sequence)
+        refuse_empty(found, model)
+        return found
+
+    def stages() -> PipelinePlan:
+        precision = plan.compute.precision
+        return find_stages(
+            model, layout, sample=known, named=units, starts=hints.stages, precision=precision, device=device
+        )
+
+    def context() -> ContextPlan:  # guesses by itself, since tokens may be in the first dim
+        tokenwise = (*hints.tokenwise, *(one.name for one in routed or ()))  # of experts that is what spreading asks
+        return find_context(model, size=layout.context, sample=hints.sample, tokenwise=tokenwise, layers=layers)
+
+    def experts() -> tuple[RoutedExperts, ...]:
+        return tuple(find_experts(model, size=layout.experts, named=hints.experts))
+
+    units = ask(lambda: names_matching(model, hints.units)) or ()
+    ask(lambda: require_fit(model, plan, may_be_hollow=fill is not None))
+    if ask(lambda: require_open(model, plan) or True) is None:
+        return ModelCheck(name=name, errors=tuple(errors))
+    if layout.shard > 1 or plan.compute.offload == "all":
+        ask(lambda: require_splittable(model, units))
+    routed = ask(experts) if layout.experts > 1 else None
+    is_run = layout.tensor * layout.stages * layout.context > 1
+    tensors = [*model.parameters(), *model.buffers()]
+    if not is_run or any(is_lazy(one) or (one.is_meta and fill is None) for one in tensors):
+        return ModelCheck(name=name, units=units, experts=routed, errors=tuple(errors))
+    with fill(model) if fill is not None else contextlib.nullcontext():
+        size = math.lcm(layout.tensor, layout.stages, 2 * layout.context if layout.context > 1 else 1)
+        known = as_sample(hints.sample) if hints.sample is not None else ask(lambda: guess_sample(model, size=size))
+        if known is None:
+            return ModelCheck(name=name, units=units, experts=routed, errors=tuple(errors))
+        layers = ask(tensor) if layout.tensor > 1 else None
+        return ModelCheck(
+            name=name,
+            units=units,
+            sample=known,
+            tensor=layers,
+            stages=ask(stages) if layout.stages > 1 else None,
+            context=ask(context) if layout.context > 1 and finds_context else None,
+            experts=routed,
+            errors=tuple(errors),  # last: the axes have added to it
+        )
+
+
+def _reasons(name: str, error: PlanError) -> tuple[Reason, ...]:
+    return error.reasons or (Reason(module=name, what=str(error), remedy=""),)

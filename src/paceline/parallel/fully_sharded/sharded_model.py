@@ -1,0 +1,413 @@
+"""Split a model's state over the workers of a replica (ZeRO), by torch's `fully_shard`.
+
+Each repeated block is a *unit*, and what is in no block is one more. Between steps a worker holds its rows of every
+parameter. A unit's parameters are gathered before its forward; its gradients are summed over the replica, row by row,
+after its backward. What is kept meanwhile is the layout's `zero`:
+
+    1   parameters from the step's first forward to its last backward; whole gradients, summed in the last run
+    2   parameters as for 1; gradients are summed after each run
+    3   parameters only around a unit's forward and its backward
+
+Experts that are spread are units of their own, whose rows are over those who have the same ones; all else is over all
+workers of the replica that run different micro-batches.
+
+Where a schedule forms gradients of weights after those of inputs (*late* ones), they are summed when they are there,
+and under 3 parameters are gathered around that half of a backward once more.
+
+The sums are plain: no division by the number of workers, whose losses are weighted already. A *run* is one forward and
+backward; all workers of a replica make as many in a walk, since each gathers from all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from paceline.comm.flight_recorder import FlightRecorder
+from paceline.comm.group import WorkerGroup
+from paceline.comm.sharded_tensors import is_sharded, local_part
+from paceline.errors import PlanError, Reason
+from paceline.parallel.fully_sharded.collectives import (
+    ShardAllGather,
+    ShardCollectives,
+    ShardReduceScatter,
+    reduce_late_gradients,
+)
+from paceline.parallel.model_units import blocks_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ShardGroup", "ShardedModel", "ShardedModels", "require_splittable", "units_of"]
+
+Slot = tuple[nn.Module, str, Parameter]  # where a parameter is registered, and what is registered while it is split
+HALF = torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShardGroup:
+    """The workers that split rows among them."""
+
+    mesh: DeviceMesh  # torch's own, of one dim
+    group: WorkerGroup
+    name: str  # what the ring calls them
+
+
+class ShardedModels:
+    """All sharded models of one worker: what has to be said to them before, between and after runs."""
+
+    def __init__(self) -> None:
+        self._models: list[ShardedModel] = []
+        self.traffic = ShardCollectives()
+
+    def add(self, model: ShardedModel) -> None:
+        self._models.append(model)
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """While it lasts nothing is gathered: forwards of modules that are split apart see what is registered."""
+        for model in self._models:
+            model.is_still = True
+        try:
+            yield
+        finally:
+            for model in self._models:
+                model.is_still = False
+
+    def begin(self) -> None:
+        """A walk begins: nothing is gathered that the optimizer may have changed since, and nobody used anything."""
+        self.traffic.trail = 0
+        for model in self._models:
+            model.close()
+            model.used.clear()
+
+    def before_run(self, *, is_last: bool, is_void: bool) -> None:
+        """The walk's next forward and backward come; a void run is noted nowhere."""
+        for model in self._models:
+            model.before_run(is_last=is_last, is_void=is_void)
+
+    def after_inputs(self, model: nn.Module) -> None:
+        """A run's gradients of inputs are there, in a model whose gradients of weights come late."""
+        for one in self._of(model):
+            one.after_inputs()
+
+    def before_weights(self, model: nn.Module) -> None:
+        """The gradients of weights come that were put off in one run."""
+        for one in self._of(model):
+            one.before_weights()
+
+    def after_weights(self, model: nn.Module, *, is_last: bool) -> None:
+        """They are there; all workers of the replica must call it alike."""
+        for one in self._of(model):
+            one.after_weights(is_last=is_last)
+
+    def _of(self, model: nn.Module) -> list[ShardedModel]:
+        return [one for one in self._models if one.model is model]
+
+    def close(self) -> None:
+        """Give back what is gathered: each model's registered parameters are its own rows again."""
+        for model in self._models:
+            model.close()
+
+    def give_up(self) -> None:
+        """A walk was left early: forget gradients that are not summed yet, and whatever was under way."""
+        for model in self._models:
+            model.give_up()
+
+    def is_used(self, parameter: Parameter) -> bool | None:
+        """Whether a run of this walk gave a parameter a gradient; None of one that is in no sharded model."""
+        found: bool | None = None
+        for model in self._models:
+            if id(parameter) in model.parameters:
+                found = bool(found) or id(parameter) in model.used
+        return found
+
+    @property
+    def reduces_on_last_pass(self) -> bool:
+        """Whether gradients are summed by the last run's backward alone."""
+        return any(model.zero == 1 for model in self._models)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows of parameters that are here."""
+        return sum(model.num_bytes for model in self._models)
+
+
+class ShardedModel:
+    """A model whose parameters have been split, in place; make it on all workers of the replica alike."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rows: ShardGroup,
+        zero: int,
+        precision: str,
+        ring: FlightRecorder,
+        traffic: ShardCollectives,
+        on_host: bool = False,
+        units: Sequence[str] = (),
+        apart: Sequence[tuple[str, nn.Module]] | None = None,
+        experts: Sequence[tuple[str, nn.Module]] = (),
+        expert_rows: ShardGroup | None = None,
+        is_late: bool = False,
+    ) -> None:
+        """`rows`: the replica's workers. `traffic` is added to. `units`: names of modules to gather by themselves, in
+        place of repeated blocks. `apart`: only these modules are split, each by itself, and what is in none of them
+        stays whole: others call them than the model's own forward alone. `on_host`: the rows of parameters and
+        gradients are kept in the host's memory. `experts`: modules with some of the model's experts, whose rows are
+        over `expert_rows`. `is_late`: gradients of weights come after those of inputs. Raises PlanError.
+        """
+        require_splittable(model, units)
+        self.model, self.zero = model, zero
+        self._is_late = is_late
+        self._sums: dict[
+            Any, tuple[ShardReduceScatter, ShardGroup]
+        ] = {}  # by unit: how its gradients are summed, and over whom
+        self._on_host = on_host
+        self.used: set[int] = set()  # ids of parameters
+        self.is_still = False
+        self._met: set[nn.Module] = set()  # units that have been run
+        self._is_void = False
+        self._units: list[Any] = []  # torch's FSDPModules
+        inside = {one for _, module in experts for one in module.modules()}
+        blocks = [pair for pair in units_of(model, units) if pair[1] not in inside]
+        whole = [("", model)] if apart is None else []
+        # On the CPU torch has no norm of fp32 inputs with weights in 16 bits, and autocast casts none of them.
+        # Late gradients add up whole, which 16 bits are too few for.
+        is_half = precision == "bf16" and rows.mesh.device_type != "cpu" and not is_late
+        half = {inner for _, block in blocks for inner in block.modules()} if is_half else set[nn.Module]()
+        before = _registered(model)
+        self._set_apart = {parameter for parameter in model.parameters() if parameter.is_meta}  # other workers' experts
+        self._roots: list[Any] = []  # of torch's trees of modules
+        for name, module in experts:
+            door = self._split(
+                _GatherModule(module, self), over=expert_rows or rows, is_root=False, is_half=module in half
+            )
+            self._set_apart.update(module.parameters())
+            self._note(door, name, over=expert_rows or rows, ring=ring, traffic=traffic)
+            self._roots.append(door)
+        for name, module in [*(blocks if apart is None else apart), *whole]:
+            unit = module if apart is None else _GatherModule(module, self)
+            sharded = self._split(unit, over=rows, is_root=module is model, is_half=module in half)
+            self._note(sharded, name or type(model).__name__, over=rows, ring=ring, traffic=traffic)
+            if apart is not None or module is model:
+                self._roots.append(sharded)
+        _tie_again(model, before)
+        doors = set(self._units[: len(experts)])
+        inner = [*(module for _, module in experts), *(block for _, block in blocks if apart is None)]
+        self._slots = {unit: _slots_of(unit, inner=() if unit in doors else inner) for unit in self._units}
+        held = model.parameters() if apart is None else [p for slots in self._slots.values() for _, _, p in slots]
+        self.parameters = {id(parameter): parameter for parameter in held}
+        self._of_experts = {id(split) for unit in doors for _, _, split in self._slots[unit]}
+        self._gathered: dict[int, Parameter] = {}  # id of a split parameter -> the whole one that autograd sees
+        for unit in self._units:
+            # Registered after torch's own hook, so it runs when the unit's parameters are gathered.
+            follow = functools.partial(self._follow, unit)
+            unit.register_forward_pre_hook(torch.compiler.disable(follow))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(local.numel() * local.element_size() for local in map(local_part, self.parameters.values()))
+
+    def before_run(self, *, is_last: bool, is_void: bool) -> None:
+        self._is_void = is_void
+        for unit in self._units:
+            unit.set_requires_gradient_sync(not self._is_late and (is_last or self.zero > 1), recurse=False)
+            unit.set_reshard_after_backward(not self._is_late and (is_last or self.zero == 3), recurse=False)
+
+    def after_inputs(self) -> None:
+        if self.zero == 3:
+            self.close()
+
+    def before_weights(self) -> None:
+        for unit in self._units if self.zero == 3 else ():
+            unit.unshard()
+
+    def after_weights(self, *, is_last: bool) -> None:
+        for unit in self._units if is_last or self.zero > 1 else ():
+            held = {id(one): one for _, _, one in self._slots[unit] if one.requires_grad}
+            scatter, over = self._sums[unit]
+            pairs: list[tuple[Any, Parameter | None]] = [
+                (one, self._gathered.get(number)) for number, one in held.items() if is_sharded(one)
+            ]
+            reduce_late_gradients(pairs, scatter, over.mesh.get_group())
+        if is_last or self.zero == 3:
+            self.close()
+
+    def close(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def give_up(self) -> None:
+        for parameter in self._gathered.values():
+            parameter.grad = None
+        for root in self._roots:
+            reset = getattr(root, "reset_iter_state", None)  # torch 2.13; before it, nothing forgets a broken forward
+            if reset is not None and root in self._met:  # what it forgets is made by the first forward
+                reset()
+        self.close()
+
+    def _note(
+        self, sharded: Any, name: str, *, over: ShardGroup, ring: FlightRecorder, traffic: ShardCollectives
+    ) -> None:
+        """Have what a unit exchanges go over our own transport where there is one, and noted under its name."""
+        shared = over.group if over.group.shares_memory else None
+        sharded.set_custom_all_gather(ShardAllGather(ring, group=over.name, unit=name, traffic=traffic, over=shared))
+        scatter = ShardReduceScatter(ring, group=over.name, unit=name, traffic=traffic, over=shared)
+        sharded.set_custom_reduce_scatter(scatter)
+        self._sums[sharded] = scatter, over
+        self._units.append(sharded)
+
+    def _split(self, unit: nn.Module, *, over: ShardGroup, is_root: bool, is_half: bool) -> Any:
+        """Make a module one of torch's FSDPModules."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        # Under autocast alone a unit's 16-bit copies would live from its forward to its backward, gathered or not:
+        # blocks are gathered in 16 bits instead. The rest stays as autocast wants it, so that sums along the residual
+        # stream keep their precision. Gradients are summed in fp32.
+        half = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = half if is_half and not is_root else MixedPrecisionPolicy()
+        # None: the root, which backward needs first, stays gathered between forward and backward.
+        reshard = False if self.zero < 3 else None if is_root else True
+        on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._on_host else OffloadPolicy()
+        sharded: Any = fully_shard(
+            unit,
+            mesh=over.mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=on_host,
+            ignored_params=self._set_apart,
+        )
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.13
+            # Micro-batches may use other parameters on other workers: all send the same, zeros for the unused.
+            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        return sharded
+
+    def _follow(self, unit: nn.Module, *_: Any) -> None:
+        """Note which whole parameters get a gradient: the split ones get zeros where they are not used."""
+        self._met.add(unit)
+        for module, name, split in self._slots[unit]:
+            whole = getattr(module, name)
+            if whole is not split and whole.requires_grad and self._gathered.get(id(split)) is not whole:
+                self._gathered[id(split)] = whole
+                whole.register_post_accumulate_grad_hook(functools.partial(self._arrived, id(split)))
+
+    def _arrived(self, number: int, _: Tensor) -> None:
+        # Experts get tokens of other workers, whose runs may count where this one's is void.
+        if not self._is_void or number in self._of_experts:
+            self.used.add(number)
+
+
+def units_of(model: nn.Module, named: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are gathered by themselves: those that are `named`, or else the repeated blocks, but for
+    those that share parameters with anything outside of them, and containers, which have no forward of their own."""
+    found = [
+        (name, block)
+        for name, block in blocks_of(model, named)
+        if not isinstance(block, (nn.ModuleList, nn.ModuleDict)) and block is not model
+    ]
+    shared = _shared_outside(model, [block for _, block in found])
+    return [(name, block) for name, block in found if not any(id(p) in shared for p in block.parameters())]
+
+
+def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
+    """Raise one PlanError that names every parameter and module that `fully_shard` cannot split, and what to do."""
+    found: list[Reason] = []
+
+    def note(module: str, what: str, remedy: str) -> None:
+        found.append(Reason(module=module, what=what, remedy=remedy))
+
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        kind = type(model).__name__
+        note(kind, f"the model is a {kind}, which has no forward:", "put it into a module that has one.")
+    blocks = blocks_of(model, named) if named else []
+    shared = _shared_outside(model, [block for _, block in blocks])
+    for name, block in blocks:
+        held = [key for key, parameter in block.named_parameters() if id(parameter) in shared]
+        if held:
+            note(name, f"the unit {name} shares {held[0]} with what is outside of it:", "leave it out of units=.")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            note(name, f"{name} is a single number without a dim:", "make it nn.Parameter(torch.ones(1)), of one dim.")
+        elif not parameter.is_contiguous():
+            note(name, f"{name} is not contiguous in memory (strides {parameter.stride()}):", "use .contiguous().")
+        if parameter.is_complex() or not parameter.is_floating_point():
+            note(
+                name,
+                f"{name} is of {_short(parameter.dtype)}: only real floating numbers are split.",
+                "Make it a buffer, or of real numbers: torch.view_as_real() of a complex one.",
+            )
+    units = units_of(model, named)
+    for name, unit in [*units, ("what is in no block", model)]:
+        kinds = {p.dtype for _, _, p in _slots_of(unit, inner=(one for _, one in units))}
+        if len(kinds) > 1:
+            some = " and ".join(sorted(map(_short, kinds)))
+            note(name, f"{name} mixes {some}, but travels as one:", "give its parameters one type.")
+    if found:
+        raise PlanError.listing(f"Layout(shard=...) cannot split {type(model).__name__}", found)
+
+
+def _shared_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
+    """ids of the blocks' parameters that another block has as well, or what is in no block."""
+    inside = {module for block in blocks for module in block.modules()}
+    found = {id(p) for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
+    holders: dict[int, int] = {}
+    for block in blocks:
+        for parameter in block.parameters():
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    return found | {number for number, count in holders.items() if count > 1}
+
+
+class _GatherModule(nn.Module):
+    """Makes a module gather inside of its own forward, within all that is done around it; `fully_shard` splits this."""
+
+    def __init__(self, module: nn.Module, model: ShardedModel) -> None:
+        super().__init__()
+        self.inside = module
+        self._forward = forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs) if model.is_still else self(*args, **kwargs)
+
+        module.forward = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def _registered(model: nn.Module) -> list[Slot]:
+    return [
+        (module, key, parameter)
+        for module in model.modules()
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+
+
+def _tie_again(model: nn.Module, before: Sequence[Slot]) -> None:
+    """Register what has become of parameters wherever else the model has them: in modules of other stages."""
+    changed = {id(old): new for module, key, old in before if (new := getattr(module, key)) is not old}
+    for module, key, parameter in _registered(model):
+        if id(parameter) in changed:
+            setattr(module, key, changed[id(parameter)])
+
+
+def _slots_of(unit: nn.Module, *, inner: Iterable[nn.Module]) -> list[Slot]:
+    """Where a unit's own parameters are registered, without those of the units inside it."""
+    others = set(itertools.chain.from_iterable(one.modules() for one in inner if one is not unit))
+    modules = [one for one in unit.modules() if one not in others]
+    return [(one, name, parameter) for one in modules for name, parameter in one.named_parameters(recurse=False)]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,60 @@
+"""Models without the memory of their weights: made on the meta device, and run on weights of one number.
+
+While `fake_weights` lasts, a parameter goes to the meta device as soon as a module registers it, so a model of any size
+is made in the memory of its largest one; buffers, data and everything else are real. While `filled_weights` lasts, each
+of its parameters is one small number that is seen at every place (strides of 0): what a forward asks of shapes, types
+and devices is as with real weights, and so is what it costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.parallel.meta.meta_device import absent, swapped
+
+__all__ = ["fake_weights", "filled_weights"]
+
+REGISTER = nn.Module.register_parameter  # torch's own
+NUMBER = 0.02  # neither 0, by which models may divide, nor large
+
+
+@contextlib.contextmanager
+def fake_weights() -> Iterator[None]:
+    """While it lasts, modules that are made keep no weights."""
+    made = WeakTensorKeyDictionary()  # tied ones stay so
+
+    def without_data(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is not nn.Parameter or param.is_meta:  # lazy ones, too, have a class of their own
+            return REGISTER(self, name, param)
+        if param not in made:
+            made[param] = absent(param)
+        return REGISTER(self, name, made[param])
+
+    nn.Module.register_parameter = without_data
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = REGISTER
+
+
+@contextlib.contextmanager
+def filled_weights(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the model's parameters on the meta device can be computed with, on the CPU; copies are real."""
+    former, nn.Module.register_parameter = nn.Module.register_parameter, REGISTER
+    try:
+        with swapped(model.modules(), lambda tensor: _of_one_number(tensor) if tensor.is_meta else tensor):
+            yield
+    finally:
+        nn.Module.register_parameter = former
+
+
+def _of_one_number(tensor: Tensor) -> Tensor:
+    dtype = tensor.dtype
+    value = NUMBER if dtype.is_floating_point or dtype.is_complex else 0
+    spread = torch.full((), value, dtype=dtype).expand(tensor.shape)
+    return nn.Parameter(spread, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else spread

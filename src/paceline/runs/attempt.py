@@ -1,0 +1,389 @@
+"""One attempt of a run, seen from outside the workers: its directory, its record, who watches it, how it failed.
+
+A supervisor has an `Attempt`; in a world that somebody else started there is none (`paceline.runs.monitor_thread`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError, PlanError, WorkerError, writing
+from paceline.events import Event, EventLog, RunStarted, Warned
+from paceline.host_memory import memory_limit_bytes, oom_kills, oom_likely
+from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.host_agent import HostAgent
+from paceline.launch.coordinator.rendezvous import RetainedHostState
+from paceline.launch.fork.warm_parent_client import WarmParent
+from paceline.launch.fork.worker_locks import wait_until_workers_ended
+from paceline.launch.job.outcome import JobOutcome, WorkerExit
+from paceline.launch.job.restart_plan import RestartPlan
+from paceline.launch.local import launch
+from paceline.monitor.attempt_end import AttemptEnd
+from paceline.monitor.hang.hang_monitor import HangMonitor
+from paceline.monitor.records.failure import Failure, explain, root_cause
+from paceline.monitor.records.processes import this_host
+from paceline.monitor.records.run_record import RUNNING, RunRecord
+from paceline.monitor.watch import Watch
+from paceline.plan import Job, Plan
+
+__all__ = ["Attempt", "begin_record", "error_from_failures", "qualified_name", "run_started", "wait_for_orphans"]
+
+ORPHANS_END_S = 10.0  # beyond their grace time: until whoever did not leave in time is killed
+WHILE_MET_S = 10.0  # less than the head waits for a host's first word
+
+
+class Attempt:
+    """One attempt of a run, seen from the supervisor of one host: its directory, its record, whoever watches it.
+
+    It is the observer of its own launch. Nothing is written before all hosts have met: only then is it known which of
+    them is the head, which keeps the books of the whole run; the others follow its directory and its count.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        plan: Plan | None,
+        overrides: Sequence[str] = (),
+        given: Sequence[str] = (),
+        command_started: float,
+        follow: bool = False,
+        function: tuple[Callable[[Any], Any], Mapping[str, Any]] | None = None,
+        asked: Job | None = None,
+        again: RestartPlan | None = None,
+    ) -> None:
+        """`job` has its workers and its run_dir; with `follow` the latter gives way to the head's.
+
+        `function` is the function of `paceline.run(fn)` with the Job fields of that call. `again`: the workers of the
+        attempt before were lost, and begin again in this way; `asked` is the job as the user started it.
+        """
+        self.job = job
+        self._plan, self._overrides, self._given = plan, tuple(overrides), tuple(given)
+        self._command_started = command_started
+        self._follow, self._function = follow, function
+        self._again, self.asked = again, asked or job
+        self.next: RestartPlan | None = None  # after `run`: how the next attempt is to begin
+        self.run_dir = Path(str(job.run_dir))
+        self.number = 0
+        self.is_head = True
+        self.failures: tuple[Failure, ...] = ()
+        self._record: RunRecord | None = None
+        self._log: EventLog | None = None
+        self._watch: Watch | None = None
+        self._lookout: HangMonitor | None = None
+
+    @property
+    def directory(self) -> Path:
+        return self.run_dir / f"attempt_{self.number}"
+
+    def run(
+        self,
+        warm: WarmParent,
+        *,
+        stays: RetainedHostState | None = None,
+        judge: Callable[[Attempt, JobOutcome, int], RestartPlan | None] | None = None,
+    ) -> JobOutcome:
+        """Start the workers, watch them to their end, and tell the user how it went.
+
+        `judge(self, outcome, at_step)` says on the head whether, and how, all begin again: then `next` is set, on all
+        hosts, and the next attempt tells the user.
+        """
+        kills_before = oom_kills()
+        outcome, again = JobOutcome(state="failed", exit_code=1), self._again
+        try:
+            outcome = launch(
+                self.job,
+                plan=None if self._plan is None else str(self._plan),
+                overrides=self._overrides,
+                given=self._given,
+                run_dir=self.run_dir,
+                attempt=next_attempt(self.run_dir) if again is None or stays is None or not stays.host_index else 0,
+                observer=self,
+                met=self._begin,
+                command_started=self._command_started,
+                warm=warm,
+                stays=stays,
+                asked=self.asked,
+                again=again,
+                judge=None if judge is None else functools.partial(self._judged, judge),
+            )
+            self.next = outcome.again
+        except (LaunchError, PlanError):
+            outcome = dataclasses.replace(outcome, exit_code=2)
+            raise
+        finally:
+            seen = tuple(_worker_end(exit, oom_kills_before=kills_before) for exit in outcome.failures)
+            outcome = dataclasses.replace(outcome, exit_code=self._end(outcome, seen))
+        return outcome
+
+    def _judged(
+        self, judge: Callable[[Attempt, JobOutcome, int], RestartPlan | None], outcome: JobOutcome
+    ) -> RestartPlan | None:
+        """What follows where workers were lost, all of which have ended."""
+        seen = 0 if self._watch is None else self._watch.catch_up()
+        return judge(self, outcome, max(seen, 0 if self._again is None else self._again.restarted.step))
+
+    def successor(self, again: RestartPlan) -> Attempt:
+        """The next attempt of the same run, to be run at once."""
+        begins_by = again.restarted
+        job, given = dataclasses.replace(self.job, workers=again.workers, hosts=again.num_hosts), self._given
+        if begins_by.source == "disk":  # what is there, this run has saved
+            job, given = dataclasses.replace(job, fresh=False), (*given, "fresh")
+        return Attempt(
+            dataclasses.replace(job, run_dir=str(self.run_dir)),
+            plan=self._plan,
+            overrides=self._overrides,
+            given=given,
+            command_started=begins_by.lost_at,
+            function=self._function,
+            asked=self.asked,
+            again=again,
+        )
+
+    def poll(self) -> None:
+        """Take in what the workers have written (the launch calls it)."""
+        if self._lookout is not None:
+            self._lookout.poll(time.monotonic())
+        if self._watch is not None:
+            self._watch.poll()
+
+    def say(self, text: str) -> None:
+        """Show a sentence; while the hosts are still meeting there is no console yet."""
+        if self._watch is not None:
+            self._watch.say(text)
+        else:
+            print(f"paceline: {text}", flush=True)
+
+    def emit(self, event: Event) -> None:
+        """Take down what has happened; only the head keeps the run's record."""
+        if self._log is not None:
+            self._log.emit(event)
+
+    def value(self, outcome: JobOutcome) -> Any:
+        """What the function returned on worker 0, or, in an elastic run, on the first of those who were there at its
+        end; None on the other hosts, which do not have it.
+
+        Raises LaunchError where none of them was on this host.
+        """
+        if not self.is_head:
+            return None
+        import cloudpickle  # only here: the command never needs it
+
+        there = [ended for ended in outcome.exits if ended.exit_code == 0]
+        for ended in there:
+            result = self.directory / f"worker_{ended.worker}" / "result.pkl"
+            if result.exists():
+                return cloudpickle.loads(result.read_bytes())
+        hosts = ", ".join(dict.fromkeys(ended.host for ended in there))
+        raise LaunchError(
+            f"The run has finished, but no worker was left on this host at its end, so what the function returned is "
+            f"in the run's directory on {hosts}: {self.directory}/worker_*/result.pkl. Give the hosts a run_dir on a "
+            "disk that they share, or write files of your own."
+        )
+
+    def _begin(self, side: Coordinator | HostAgent) -> Path:
+        """All hosts are there: open the books. Returns the run's directory on this host; RunFileError where it cannot
+        be written."""
+        self.number, self.is_head = side.attempt, side.host_index == 0
+        if self._follow and not self.is_head:
+            self.run_dir = Path(side.run_dir)
+            self._let_orphans_end()
+        workers = self.job.workers or 1
+        if self.is_head:
+            self._record = begin_record(self.run_dir, self.job, workers=workers, plan=self._plan)
+            if self._record.attempt != self.number:
+                raise PlanError(f"{str(self.run_dir)!r} was used by another run meanwhile: start the job again.")
+        with writing(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self._function is not None:
+                self._write_function(*self._function)
+            if self.is_head:
+                self._log = EventLog(self.directory / "events.jsonl", worker=None)
+                self._log.emit(self._started())
+                if self._again is not None:
+                    self._log.emit(self._again.restarted)
+        local = None if self.is_head and self.job.hosts == 1 else side.here
+        self._watch = Watch(
+            self.run_dir,
+            self.number,
+            workers,
+            job=self.job,
+            local=local,
+            host=side.host,
+            record=self.is_head,
+            explains=self._function is None,  # otherwise the exception of `paceline.run(fn)` does
+        )
+        if self.job.launcher != "inline":  # there a debugger keeps everybody waiting, on purpose
+            self._lookout = self._hang_monitor_for(side)
+        return self.run_dir
+
+    def _let_orphans_end(self) -> None:
+        """This host may have been in the run before: only now does it know where. Without a commit it is soon over."""
+        try:
+            wait_for_orphans(
+                dataclasses.replace(self.job, run_dir=str(self.run_dir)), say=self.say, limit_s=WHILE_MET_S
+            )
+        except LaunchError:
+            self.say(
+                f"workers of the start before are still there after {WHILE_MET_S:.0f} s: the run goes on beside them"
+            )
+
+    def _hang_monitor_for(self, side: Coordinator | HostAgent) -> HangMonitor:
+        """Whoever looks out for hangs: on the head; elsewhere it only tells the head what it sees."""
+
+        def say(text: str) -> None:
+            self.emit(Warned(text=text))
+
+        if isinstance(side, Coordinator):
+            lookout = HangMonitor(
+                self.directory, host=side.host, local=side.here, reach=side, say=say, may_balance=self._may_balance
+            )
+            side.remote_hosts.on_activity = lookout.heard
+        else:
+            lookout = HangMonitor(
+                self.directory, host=side.host, local=side.here, reach=None, say=say, tell=side.send_activity
+            )
+            side.before_stack = lookout.stack_requested
+        return lookout
+
+    @property
+    def _may_balance(self) -> bool:
+        """Whether slower workers could be given less, as far as is known here: the plan may be in the script."""
+        plan = self._plan
+        return not self.job.balance and (plan is None or (plan.layout.workers_each == 1 and not plan.is_asynchronous))
+
+    def _end(self, outcome: JobOutcome, failures: tuple[Failure, ...]) -> int:
+        """Close the books, as far as they were opened; returns the exit status."""
+        books = AttemptEnd(
+            self.directory, log=self._log, watch=self._watch, record=self._record, since=self._command_started
+        )
+        if self._lookout is not None:
+            failures = self._lookout.explained(failures)
+        exit_code = books.close(outcome.state, outcome.exit_code, failures, goes_on=self.next is not None)
+        if self._watch is not None:
+            self.failures = self._watch.failures
+        return exit_code
+
+    def _started(self) -> RunStarted:
+        program = self.job.program
+        if not program and self._function is not None:
+            program = qualified_name(self._function[0])
+        return run_started(self.job, self.run_dir, self.number, program=program, launcher=self.job.launcher)
+
+    def _write_function(self, function: Callable[[Any], Any], fields: Mapping[str, Any]) -> None:
+        import cloudpickle  # only here: the command never needs it
+
+        program = self.directory / "program.pkl"
+        temporary = program.with_name(f".{program.name}.{this_host()}.{os.getpid()}")  # hosts may share the directory
+        temporary.write_bytes(cloudpickle.dumps((function, self._plan, dict(fields))))
+        temporary.replace(program)
+
+
+def next_attempt(run_dir: Path) -> int:
+    """The number of the next attempt in this directory; PlanError where the directory is in use."""
+    try:
+        return RunRecord.next_attempt(run_dir)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    except OSError as error:
+        raise _unusable(run_dir, error) from error
+
+
+def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | None = None) -> None:
+    """Return when workers of an earlier start have ended: they may be saving the very state that this one is to go on
+    from. Raises LaunchError after `limit_s` seconds (None: what they have to save, and to be ended)."""
+    run_dir = Path(str(job.run_dir))
+    grace_s, is_elsewhere = job.grace_s, True
+    with contextlib.suppress(ValueError):  # the record is another host's, or damaged: that is told where it is used
+        record = RunRecord.load(run_dir)
+        if record.is_alive():
+            return  # the directory is in use, and that is told as well
+        grace_s = float(record.job.get("grace_s", job.grace_s))
+        is_elsewhere = record.state_now() == RUNNING  # this host may come back to it
+    limit_s = grace_s + ORPHANS_END_S if limit_s is None else limit_s
+    wait_until_workers_ended(run_dir, limit_s=limit_s, say=say, on_this_host=is_elsewhere)
+
+
+def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) -> RunRecord:
+    """Note in the run directory that this process starts its next attempt; PlanError where the directory is in use."""
+    try:
+        return RunRecord.begin_attempt(
+            run_dir, job=dataclasses.asdict(job), workers=workers, plan=None if plan is None else str(plan)
+        )
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    except OSError as error:
+        raise _unusable(run_dir, error) from error
+
+
+def _unusable(run_dir: Path, error: OSError) -> PlanError:
+    return PlanError(
+        f"cannot use {run_dir} as the run's directory: {error.strerror}. Choose another with run_dir (--run-dir)."
+    )
+
+
+def run_started(job: Job, run_dir: Path, attempt: int, *, program: str, launcher: str) -> RunStarted:
+    return RunStarted(
+        run_dir=str(run_dir),
+        attempt=attempt,
+        workers=job.workers or 1,
+        hosts=job.hosts,
+        program=program,
+        launcher=launcher,
+    )
+
+
+def qualified_name(function: Callable[..., Any]) -> str:
+    """The function's qualified name, with its module where that is not the program itself."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    module = getattr(inner, "__module__", "__main__")
+    return name if module in ("__main__", "__mp_main__", None) else f"{module}.{name}"
+
+
+def error_from_failures(failures: Sequence[Failure]) -> WorkerError | PlanError:
+    """The exception that tells a caller in Python what went wrong."""
+    first = root_cause(failures)
+    fields = first.error or {}
+    if fields.get("usage"):
+        return PlanError(str(fields.get("message", "")))
+    return WorkerError(
+        explain(failures),
+        worker=first.worker,
+        host=first.host,
+        step=int(fields.get("step") or first.step),
+        exit_code=first.exit_code,
+        traceback=str(fields.get("traceback", "")),
+    )
+
+
+def _worker_end(exit: WorkerExit, *, oom_kills_before: int | None) -> Failure:
+    """A worker's end as the monitor tells it."""
+    fields = exit.error or {}
+    limit = memory_limit_bytes()
+    return Failure(
+        worker=exit.worker,
+        host=exit.host,
+        pid=exit.pid,
+        exit_code=exit.exit_code,
+        signal=exit.signal,
+        error=exit.error,
+        step=int(fields.get("step") or 0),
+        peak_memory_bytes=exit.peak_memory_bytes,
+        memory_limit_bytes=limit,
+        oom_likely=oom_likely(
+            exit.signal,
+            peak_memory_bytes=exit.peak_memory_bytes,
+            memory_limit_bytes=limit,
+            oom_kills_before=oom_kills_before,
+            oom_kills_after=oom_kills(),
+        ),
+        sent_by_us=exit.sent_by_us,
+    )

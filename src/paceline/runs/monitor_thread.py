@@ -1,0 +1,284 @@
+"""The thread beside a worker in a world that somebody else started: it records and shows the run, and ends a hang.
+
+There is no supervisor there. Worker 0's thread keeps the run's record and console, and looks out for hangs. On every
+other host the thread of that host's first worker tells it, through the world's store, what the workers there do, has
+them write their stacks when it asks for them, and ends those that hold up the others when it says so:
+
+    doing_k   what the workers of the host do whose first worker has rank k, once a second
+    ask_k     of which of them the stacks are wanted        end_k   which of them are to be killed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.comm.flight_recorder import FILE_NAME, STACK_SIGNAL, read_flight_record
+from paceline.errors import PacelineError, writing
+from paceline.events import EventLog, Warned
+from paceline.monitor.attempt_end import AttemptEnd
+from paceline.monitor.hang.hang_monitor import HangMonitor
+from paceline.monitor.records.run_record import RUNNING, RunRecord
+from paceline.monitor.watch import Watch
+from paceline.plan.job import Assignment, Job
+from paceline.runs.attempt import run_started
+
+__all__ = ["monitoring_thread", "note_end", "note_failure", "note_left", "reporting_thread"]
+
+POLL_S = 0.1
+LOOK_S = 1.0  # between two looks into the store
+TELL_S = 1.0  # from telling why to killing: an engine passes on what its workers print, and ends all when one dies
+LEAD_S = 10.0  # workers end by themselves when they have waited too long: what is known is told before that
+
+Hosts = Sequence[Sequence[int]]  # the ranks on each host, the first one's first
+
+
+class SharedStore(Protocol):
+    """torch's, as far as it is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@contextlib.contextmanager
+def monitoring_thread(
+    assignment: Assignment, job: Job, *, hosts: Hosts, store: SharedStore, program: str, launcher: str
+) -> Iterator[None]:
+    """Watch the run from a thread beside worker 0. `launcher` is who started the workers.
+
+    How the body ends is how the run ended, unless `note_end` or `note_left` have said so before.
+    """
+    run_dir = Path(assignment.run_dir)
+    directory = run_dir / f"attempt_{assignment.attempt}"
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        log = EventLog(directory / "events.jsonl", worker=None)
+        log.emit(run_started(job, run_dir, assignment.attempt, program=program, launcher=launcher))
+    local = _ranks_on_this_host(assignment, hosts)
+    watch = Watch(run_dir, assignment.attempt, assignment.workers, job=job, console="plain", local=local)
+    reach = _WorkerAccess(directory, log, local=local, hosts=hosts, store=store)
+    lookout = HangMonitor(
+        directory,
+        host=assignment.host,
+        local=local,
+        reach=reach,
+        say=lambda text: log.emit(Warned(text=text)),
+        lead_s=min(LEAD_S, job.timeout_s / 2),
+        may_balance=not job.balance,
+    )
+
+    def close(state: str, exit_code: int) -> None:
+        record = RunRecord.load(run_dir)
+        if record.state != RUNNING:  # it is noted already, perhaps by another worker
+            state, exit_code = record.state, record.exit_code or 0
+        AttemptEnd(directory, log=log, watch=watch, record=record, since=assignment.command_started).close(
+            state, exit_code
+        )
+
+    def poll() -> None:
+        now = time.monotonic()
+        reach.listen(lookout, now)
+        lookout.poll(now)
+        watch.poll()
+        if reach.is_due(now):
+            is_doomed = assignment.rank in reach.doomed  # this very process does not come to its end by itself
+            reach.doomed.discard(assignment.rank)
+            reach.end_doomed()
+            if is_doomed:
+                close("failed", 1)
+                os._exit(1)
+
+    state, exit_code = "failed", 1
+    with _polling(poll) as stop:
+        try:
+            yield
+            state, exit_code = "finished", 0
+        except KeyboardInterrupt:
+            state, exit_code = "stopped", 128 + signal.SIGINT
+            raise
+        except SystemExit as leaving:
+            if not leaving.code:
+                state, exit_code = "finished", 0
+            raise
+        finally:
+            stop()
+            close(state, exit_code)
+
+
+@contextlib.contextmanager
+def reporting_thread(assignment: Assignment, *, hosts: Hosts, store: SharedStore) -> Iterator[None]:
+    """Tell worker 0 what the workers of this host do, from a thread beside the first of them; do what it says."""
+    directory = Path(assignment.run_dir) / f"attempt_{assignment.attempt}"
+    local = _ranks_on_this_host(assignment, hosts)
+    asked, doomed, doing = (f"{what}_{assignment.rank}" for what in ("ask", "end", "doing"))
+
+    def tell(activities: Sequence[Mapping[str, Any]]) -> None:
+        store.set(doing, json.dumps(activities))
+
+    lookout = HangMonitor(directory, host=assignment.host, local=local, reach=None, say=lambda _: None, tell=tell)
+    seen: dict[str, bytes] = {}
+    next_at = 0.0
+
+    def heard(key: str) -> list[int]:
+        """The ranks that are newly in the store under `key`."""
+        text = store.get(key) if store.check([key]) else b"[]"
+        if seen.get(key, b"[]") == text:
+            return []
+        seen[key] = text
+        return [rank for rank in json.loads(text)["workers"] if rank in local]
+
+    def poll() -> None:
+        nonlocal next_at
+        now = time.monotonic()
+        with _store_may_be_gone():
+            lookout.poll(now)
+            if now < next_at:
+                return
+            next_at = now + LOOK_S
+            for worker in heard(asked):
+                lookout.stack_requested(worker)
+                _signal(directory, worker, STACK_SIGNAL)
+            for worker in heard(doomed):
+                _signal(directory, worker, signal.SIGKILL)
+
+    with _polling(poll):
+        yield
+
+
+def note_failure(assignment: Assignment) -> None:
+    """Note that the run has failed, on behalf of worker 0, which may be ended before it can."""
+    note_end(assignment, "failed", 1)
+
+
+def note_end(assignment: Assignment, state: str, exit_code: int) -> None:
+    """Note in run.json how the run ends, where that is not noted already."""
+    # ValueError: on another host's disk there is no record. OSError: worker 0 will find that out, too, and tell.
+    with contextlib.suppress(ValueError, OSError):
+        record = RunRecord.load(assignment.run_dir)
+        if record.state == RUNNING and record.attempt == assignment.attempt:
+            record.end_attempt(state, exit_code)
+
+
+def note_left(assignment: Assignment, exit_code: int) -> None:
+    """Note that all workers have saved and left, on worker 0; it counts more than a signal that was noted before."""
+    if assignment.rank == 0:
+        record = RunRecord.load(assignment.run_dir)
+        if record.attempt == assignment.attempt:
+            record.end_attempt("stopped", exit_code)
+
+
+class _WorkerAccess:
+    """The lookout's arm: to the workers of this host by signals, to others by the store."""
+
+    def __init__(
+        self, directory: Path, log: EventLog, *, local: Collection[int], hosts: Hosts, store: SharedStore
+    ) -> None:
+        self.doomed: set[int] = set()  # hold up the others for longer than they wait
+        self._directory, self._log, self._local, self._store = directory, log, local, store
+        self._first = {rank: ranks[0] for ranks in hosts for rank in ranks}
+        self._others = [ranks[0] for ranks in hosts if ranks[0] not in local]
+        self._heard: dict[int, bytes] = {}
+        self._count = 0
+        self._next_at = 0.0
+        self._end_at: float | None = None
+
+    def ask_stack(self, worker: int) -> None:
+        if worker in self._local:
+            _signal(self._directory, worker, STACK_SIGNAL)
+        else:
+            self._say("ask", [worker])
+
+    def can_do_without(self, workers: Sequence[int]) -> bool:
+        """Engines end a job when one of its workers ends."""
+        return False
+
+    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
+        if not self.doomed:
+            self._log.emit(Warned(text=f"{error['message']}\n{error['stacks']}"))
+            self.doomed.update(workers)
+            self._end_at = time.monotonic() + TELL_S
+
+    def is_due(self, now: float) -> bool:
+        """Whether somebody is to be ended, and has been told why."""
+        return self._end_at is not None and now >= self._end_at
+
+    def end_doomed(self) -> None:
+        """Kill whom `stuck` has named: the others, and the engine, then come to an end."""
+        self._end_at = None
+        for worker in self.doomed & set(self._local):
+            _signal(self._directory, worker, signal.SIGKILL)
+        others = sorted(self.doomed - set(self._local))
+        if others:
+            self._say("end", others)
+
+    def listen(self, lookout: HangMonitor, now: float) -> None:
+        """Pass on what the other hosts have said."""
+        if now < self._next_at:
+            return
+        self._next_at = now + LOOK_S
+        with _store_may_be_gone():
+            for first in self._others:
+                key = f"doing_{first}"
+                text = self._store.get(key) if self._store.check([key]) else b"[]"
+                if text != self._heard.get(first):
+                    self._heard[first] = text
+                    lookout.heard(json.loads(text), now)
+
+    def _say(self, what: str, workers: Sequence[int]) -> None:
+        self._count += 1
+        with _store_may_be_gone():
+            for first in {self._first[worker] for worker in workers}:
+                here = [worker for worker in workers if self._first[worker] == first]
+                self._store.set(f"{what}_{first}", json.dumps({"number": self._count, "workers": here}))
+
+
+@contextlib.contextmanager
+def _polling(poll: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Call `poll` from a thread until the body has ended, or has called what it is given."""
+    is_over = threading.Event()
+
+    def turn() -> None:
+        while not is_over.wait(POLL_S):
+            poll()
+
+    thread = threading.Thread(target=turn, name="paceline-watch", daemon=True)
+
+    def stop() -> None:
+        is_over.set()
+        thread.join()
+
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop()
+
+
+@contextlib.contextmanager
+def _store_may_be_gone() -> Iterator[None]:
+    """Whoever serves the store may have ended: that is told by those who need it."""
+    with contextlib.suppress(RuntimeError, PacelineError, ConnectionError):  # RuntimeError: of torch's own stores
+        yield
+
+
+def _signal(directory: Path, worker: int, signum: int) -> None:
+    """Send a signal to a worker of this host, by the process number that it has left."""
+    image = read_flight_record(directory / f"worker_{worker}" / FILE_NAME, with_calls=False)
+    if image is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(image.pid, signum)
+
+
+def _ranks_on_this_host(assignment: Assignment, hosts: Hosts) -> tuple[int, ...]:
+    """The ranks on this worker's host."""
+    return next(tuple(ranks) for ranks in hosts if assignment.rank in ranks)

@@ -1,0 +1,94 @@
+"""What an all-reduce costs: when each send begins and ends on links of a given latency and bandwidth.
+
+A send begins when what it carries is there, and its sender's port is free; it takes the port for as long as its bytes
+take, arrives a latency later, and takes as long to be received. Between hosts the port is the host's, shared by all its
+workers; inside it is the worker's own. With equal links that gives the formulas of the papers: a ring takes
+2 (n-1) (a + m/(n B)) for m bytes, latency a and bandwidth B (Patarasuk and Yuan 2009), halving and doubling
+2 a log2 n + 2 (n-1)/n m/B where n is a power of two (Thakur, Rabenseifner and Gropp 2005, section 4.5), two trees about
+2 m/B and the way up and down (Sanders, Speck and Traeff 2009, theorem 2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from paceline.schedule.allreduce.build import build, num_chunks_of
+from paceline.schedule.allreduce.rounds import Schedule, Send
+
+__all__ = ["LinkCost", "NetworkCost", "predict", "seconds"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LinkCost:
+    """One way from worker to worker."""
+
+    latency_s: float  # from the first byte sent until it is received
+    bytes_per_s: float
+    overhead_s: float = 0.0  # of each message, during which the port does nothing else
+
+    def busy_s(self, num_bytes: float) -> float:
+        """How long a message takes a port."""
+        return self.overhead_s + num_bytes / self.bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkCost:
+    """The links of a job; `hosts[w]` is the host of worker w."""
+
+    hosts: tuple[int, ...]
+    between: LinkCost
+    inside: LinkCost = dataclasses.field(default_factory=lambda: LinkCost(latency_s=1e-5, bytes_per_s=5e9))
+    adds_bytes_per_s: float = 5e9  # at which a worker adds what it has received
+    begin_s: float = 0.0  # before the first byte: a sender of gloo waits for the receiver's word, one latency
+
+
+def predict(name: str, *, num_bytes: int, network: NetworkCost) -> float:
+    """Return the seconds that an algorithm takes for a tensor, in as many chunks as it would be cut into."""
+    num_workers = len(network.hosts)
+    num_chunks = num_chunks_of(name, num_bytes=num_bytes, num_workers=num_workers)
+    schedule = build(name, num_workers=num_workers, num_chunks=num_chunks, hosts=network.hosts)
+    return seconds(schedule, num_bytes=num_bytes, network=network)
+
+
+def seconds(schedule: Schedule, *, num_bytes: float, network: NetworkCost) -> float:
+    """Return the seconds from the first send until the last worker has the sum; ValueError where there are other
+    workers in the network than in the schedule."""
+    if len(network.hosts) != schedule.num_workers:
+        raise ValueError(
+            f"the network has {len(network.hosts)} workers and the schedule {schedule.num_workers}. Give Network a "
+            "host for each worker of the schedule."
+        )
+    chunk_bytes = num_bytes / schedule.num_chunks
+    there = [[0.0] * schedule.num_chunks for _ in range(schedule.num_workers)]  # since when, by worker and chunk
+    ports: dict[tuple[str, int, bool], float] = {}  # free from then on
+    last = 0.0  # from the first byte on
+    for sends in schedule.rounds:
+        arrivals = [(send, _arrival(send, there, ports, chunk_bytes, network)) for send in sends]
+        for send, arrival in arrivals:
+            num_added = (send.stop - send.first) * chunk_bytes if send.adds else 0.0
+            done = arrival + num_added / network.adds_bytes_per_s
+            there[send.target][send.first : send.stop] = [done] * (send.stop - send.first)
+            last = max(last, done)
+    return network.begin_s + last
+
+
+def _arrival(
+    send: Send,
+    there: Sequence[Sequence[float]],
+    ports: dict[tuple[str, int, bool], float],
+    chunk_bytes: float,
+    network: NetworkCost,
+) -> float:
+    """When a send has been received; the ports of both sides are taken until then."""
+    source, target = network.hosts[send.source], network.hosts[send.target]
+    is_inside = source == target
+    link = network.inside if is_inside else network.between
+    out = ("out", send.source if is_inside else source, is_inside)
+    into = ("in", send.target if is_inside else target, is_inside)
+    busy_s = link.busy_s((send.stop - send.first) * chunk_bytes)
+    begin = max(max(there[send.source][send.first : send.stop]), ports.get(out, 0.0))
+    ports[out] = begin + busy_s
+    arrival = max(begin + link.latency_s, ports.get(into, 0.0)) + busy_s
+    ports[into] = arrival
+    return arrival

@@ -1,0 +1,3 @@
+"""Parameter servers, both sides: synchronous, asynchronous with bounded staleness, backup workers, mirrors, embedding
+tables; may import sync.allreduce.
+"""

@@ -1,0 +1,272 @@
+"""A server of replicas of which the slowest are left out: a step is taken with the gradients that came in time.
+
+Gradients are filed by step and share. The first server also has the clock (`paceline.schedule.backup_workers`) of each
+stream: it deals shares, and holds the answer to who has arrived back until it is known how the step ends. The closer
+alone is told which shares are chosen; it has all servers add these up, and step. Then it tells the first server how
+that went, and all others are told the same, the *record* of the step. What is pushed for a step that was taken is
+thrown away.
+
+The first server also keeps the buffers of the model: those that chosen shares have changed become their mean, weighted
+by samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
+from paceline.schedule.backup_workers import BackupClock, BackupShare, num_micro_of
+from paceline.schedule.staleness_clock import Pause, Save, StreamEnd
+from paceline.sync.parameter_server.server import (
+    PassKey,
+    PendingSum,
+    Server,
+    ServerParameters,
+    pass_key_of,
+    places_of,
+    squared_norm,
+)
+
+__all__ = ["BackupWorkersServer"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Arrival:
+    """What a share that came in time has told."""
+
+    num_samples: int
+    numbers: Sequence[float]  # to be summed
+    used: Sequence[int]  # the places of the parameters that it has a gradient of
+    buffers: Mapping[int, Tensor]  # those that it has changed
+
+
+class _Stream:
+    """The clock of one stream, and what is known of its steps."""
+
+    def __init__(self, ordinal: int, header: Mapping[str, Any], *, drop: int) -> None:
+        self.ordinal = ordinal
+        self.clock = BackupClock(
+            drop=drop,
+            limit=header["limit"],
+            workers=len(header["workers"]),
+            num_micro=functools.partial(num_micro_of, epochs=header["epochs"], micros=header["micros"]),
+            saves=range(*header["saves"]),
+            writer=min(header["workers"]),
+        )
+        self.workers = set[int](header["workers"])  # who takes shares
+        self.arrivals: dict[int, _Arrival] = {}  # by share, of the step under way
+        self.records: dict[int, dict[str, Any]] = {}  # by step: how it ended, for those who will ask
+
+    def sums(self) -> dict[str, Any]:
+        """What the chosen shares of the step under way come to."""
+        chosen = [self.arrivals[share] for share in self.clock.chosen]
+        return {
+            "shares": list(self.clock.chosen),
+            "numbers": [sum(some) for some in zip(*(one.numbers for one in chosen), strict=True)],
+            "used": sorted({place for one in chosen for place in one.used}),
+        }
+
+    def settle(
+        self, *, taken: bool, norm: float, verdict: Mapping[str, Any] | None, without: int | None = None
+    ) -> None:
+        """The step is over; `without` as for the clock."""
+        clock = self.clock
+        self.records[clock.done] = {**self.sums(), "taken": taken, "norm": norm, "verdict": verdict}
+        self.arrivals.clear()
+        clock.settle(without=without)
+        self.records = {number: one for number, one in self.records.items() if number >= clock.oldest}
+
+
+class BackupWorkersServer(Server):
+    """`drop` is the plan's; `buffers` those of the model, on the first server."""
+
+    def __init__(
+        self,
+        part: ServerParameters,
+        listener: TensorServer,
+        *,
+        is_deserted: Callable[[], bool],
+        drop: int,
+        buffers: Sequence[Tensor],
+    ) -> None:
+        super().__init__(part, listener, is_deserted=is_deserted)
+        self._drop = drop
+        self._streams: dict[str, _Stream] = {}
+        self._buffers = [buffer.detach().clone() for buffer in buffers]
+        self._changed: set[int] = set()  # of them
+        self._norm = math.nan  # of the gradients of the step that was taken last
+        self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # questions that cannot be answered yet
+
+    def _take_other(self, caller: bytes, message: TensorMessage) -> None:
+        header = message.header
+        answer: dict[str, Any] | None = None
+        match header["op"]:
+            case "turn":
+                self._break_off(header)
+                self._forget_held(caller)
+                self._stream(header).clock.returned(header["worker"])  # others may have waited for that
+                self._held.append((caller, header))
+            case "arrive":
+                self._arrive(message)
+                self._held.append((caller, header))
+            case "wish":
+                self._stream(header).clock.wish()
+            case "saved":
+                self._stream(header).clock.saved(header["number"])
+            case "noted":
+                self._stream(header).clock.noted(header["worker"])
+            case "left":
+                self._break_off(header)
+                self._forget_held(caller)
+                self._stream(header).clock.lost(header["worker"])
+                self._stream(header).workers.discard(header["worker"])
+            case "stand":
+                answer = {"number": self._stream(header).clock.done}
+            case "awaited":
+                answer = self._awaited(header)
+            case "synced":  # what this caller had pushed before is here
+                answer = {}
+            case "add":
+                answer = {"squared": self._add(header)}
+            case "apply":
+                self._norm = header["norm"]
+                self._step(header)
+                answer = {}
+            case "settle":
+                self._settle(header)
+            case "weights":
+                changed = {number: self._buffers[number].clone() for number in sorted(self._changed)}
+                self._tell_weights(caller, header, buffers=changed)
+            case op:
+                raise ValueError(f"a worker asked for {op!r}, which this server does not know")
+        if answer is not None:
+            self.listener.send(caller, {"call": header["call"], **answer})
+        while self._answer_held():  # an answer may allow another one
+            pass
+
+    def _stream(self, header: Mapping[str, Any]) -> _Stream:
+        name = header["stream"]
+        if name not in self._streams:
+            self._streams[name] = _Stream(len(self._streams), header, drop=self._drop)
+        return self._streams[name]
+
+    def _awaited(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        """Who has asked for nothing that is held back: the others wait for some of them."""
+        stream = self._streams.get(header.get("stream", ""))
+        if stream is None:
+            return {"awaited": [], "done": 0}
+        asking = {held["worker"] for _, held in self._held}
+        return {"awaited": sorted(stream.workers - asking), "done": stream.clock.done}
+
+    def _forget_held(self, caller: bytes) -> None:
+        """A worker that says something else waits no longer for an answer: its wait was broken off."""
+        self._held = [one for one in self._held if one[0] != caller]
+
+    def _break_off(self, header: Mapping[str, Any]) -> None:
+        """Where a closer asks for something else, or leaves, its step was broken off: an error was caught. Where the
+        servers have taken it all the same, it counts."""
+        stream = self._stream(header)
+        if stream.clock.closer != header["worker"]:
+            return
+        if self._stepped == (stream.ordinal, stream.clock.done, 0):
+            self._combine([stream.arrivals[share] for share in stream.clock.chosen])
+            stream.settle(taken=True, norm=self._norm, verdict=None, without=header["worker"])
+        else:
+            stream.settle(taken=False, norm=math.nan, verdict=None, without=header["worker"])
+
+    def _gathering(self, walk: PassKey) -> PendingSum | None:
+        return super()._gathering(walk) if walk > self._stepped else None  # others are late
+
+    def _add(self, header: Mapping[str, Any]) -> float:
+        """Add up the gradients of the chosen shares, in their order; returns the square of the sum's norm."""
+        gathering = self._gatherings.setdefault(pass_key_of(header), PendingSum())  # new where nothing of it is here
+        chosen = set(header["shares"])
+        for place in places_of(header):
+            pushed = gathering.pushed[place]
+            gathering.pushed[place] = {share: one for share, one in pushed.items() if share in chosen}
+        gathering.add_up(places_of(header))
+        return squared_norm([gathering.sums[place] for place in places_of(header)])
+
+    def _arrive(self, message: TensorMessage) -> None:
+        header = message.header
+        stream = self._stream(header)
+        arrival = _Arrival(
+            num_samples=header["samples"],
+            numbers=header["numbers"],
+            used=header["used"],
+            buffers=dict(zip(header["buffers"], message.tensors, strict=True)),
+        )
+        share = stream.clock.arrive(header["worker"])
+        if share is not None:
+            stream.arrivals[share.index] = arrival
+
+    def _settle(self, header: Mapping[str, Any]) -> None:
+        """The closer tells how the step under way went, when all servers have taken it."""
+        stream = self._stream(header)
+        if stream.clock.closer != header["worker"]:  # it was broken off, and has asked for another share since
+            return
+        if header["taken"]:
+            self._combine([stream.arrivals[share] for share in stream.clock.chosen])
+        stream.settle(taken=header["taken"], norm=header["norm"], verdict=header["verdict"])
+
+    @torch.no_grad()
+    def _combine(self, chosen: Sequence[_Arrival]) -> None:
+        """Give buffers the mean of what chosen shares have made of them; one that has not changed it counts with what
+        it was."""
+        changed = sorted({number for one in chosen for number in one.buffers})
+        num_samples = sum(one.num_samples for one in chosen)
+        for number in changed:
+            buffer = self._buffers[number]
+            wide = torch.complex128 if buffer.is_complex() else torch.float64
+            mean = torch.zeros_like(buffer, dtype=wide)
+            for one in chosen:
+                mean += one.buffers.get(number, buffer).to(wide) * (one.num_samples / num_samples)
+            is_integer = not (buffer.is_floating_point() or buffer.is_complex())
+            buffer.copy_(mean.round() if is_integer else mean)
+        self._changed.update(changed)
+
+    def _answer_held(self) -> bool:
+        """Answer what can be answered now; returns whether that was anything."""
+        held, self._held = self._held, []
+        for caller, header in held:
+            judge = self._ended if header["op"] == "arrive" else self._dealt
+            answer = judge(self._stream(header), header)
+            if answer is None:
+                self._held.append((caller, header))
+            else:
+                self.listener.send(caller, {"call": header["call"], **answer})
+        return len(self._held) < len(held)
+
+    def _ended(self, stream: _Stream, header: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What a worker that has arrived is told: to close the step, or how it has ended."""
+        number = header["number"]
+        if stream.clock.closer == header["worker"] and stream.clock.done == number:
+            return {"closes": True, **stream.sums()}
+        if number == stream.clock.done and not stream.clock.is_idle:
+            return None
+        return {"closes": False, **stream.records[number]}
+
+    def _dealt(self, stream: _Stream, header: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What a worker that asks for a share is told."""
+        turn = stream.clock.ask(header["worker"])
+        if turn is None:
+            return None
+        passed_over = stream.clock.take_passed_over(header["worker"])
+        about = {"version": self.part.version, "passed_over": passed_over}
+        match turn:
+            case BackupShare(number=number, index=index, count=count):
+                share = {"number": number, "index": index, "count": count}
+                return {**about, "turn": "share", **share, "walk": [stream.ordinal, number, 0]}
+            case Save(number=number):
+                return {**about, "turn": "save", "number": number}
+            case Pause(number=number):
+                return {**about, "turn": "pause", "number": number}
+            case StreamEnd(has_left=has_left):
+                return {**about, "turn": "over", "number": header["limit"], "has_left": has_left}

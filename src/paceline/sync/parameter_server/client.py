@@ -1,0 +1,396 @@
+"""The parameter servers of a run, as a worker reaches them: who starts which, where they are, and how all are asked.
+
+Workers start them in turn, host after host, and tell their endpoints and secrets over the run's board. A server that is
+there stays the same for the whole attempt, whoever comes and goes.
+
+A question that a server may hold back until other workers have done something, and for whom its asker waits.
+
+A server that says nothing may be lost, or wait for a worker that is slow. So a worker that has waited for a while asks
+it, again and again, who is *awaited*, which is never held back: a server that answers this is there, however long the
+question itself takes. For whom it waits then stands in the worker's ring, as a call that those have not entered: so
+whoever looks out for hangs names them, with their stacks, and ends the wait when `timeout_s` is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.comm.flight_recorder import HELD, FlightRecorder, spans
+from paceline.comm.group import WorkerGroup
+from paceline.comm.messages.tensor_messages import ServerLost, ServerTimeout, TensorClient, TensorMessage
+from paceline.errors import SyncError
+from paceline.schedule.parameter_placement import in_turn
+from paceline.sync.parameter_server.server import PassKey, Server, ServerFactory, ServerParameters, write_option
+from paceline.sync.parameter_server.server_process import end_server, fork_server, is_stopped, reaped
+
+__all__ = ["HeldRequest", "ServerClient", "ServerRequest", "starting_turn"]
+
+KEY = "paceline/servers/{attempt}/{number}"
+POLL_S = 0.005
+END_S = 3.0  # until a server that this worker has started has noticed that all are gone
+TOLD_S = 10.0  # a wait of so long is told
+STARTER_FIRST_S = 0.5  # who has started a server knows by which signal it was killed, and may say so first
+
+
+ServerRequest = tuple[Mapping[str, Any], Sequence[Tensor]]
+
+
+class ServerClient:
+    """One worker's connections to all servers."""
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        store: dist.Store,
+        attempt: int,
+        address: str,
+        host: str,
+        timeout_s: float,
+        check: Callable[[], None],
+        say: Callable[[str], None] = lambda _: None,
+        holds_back: bool = False,
+        ring: FlightRecorder | None = None,
+    ) -> None:
+        """`store` is the run's board, `address` that of this host as others see it. `check()` is called in waits, and
+        ends them by raising. `say` warns the user; `holds_back`: a server may have good reason not to answer yet.
+        `ring`: this worker's; None: one that nobody reads."""
+        self.count = count
+        self.silence_s: float | None = None  # a server gives up a worker, or its mirror, that is not heard for so long
+        self._store, self._attempt, self._address, self._host = store, attempt, address, host
+        self._timeout_s, self._check = timeout_s, check
+        self._say, self._holds_back = say, holds_back
+        self._ring = ring or FlightRecorder.unread()
+        self._callers: list[TensorClient] = []
+        self._abouts: dict[str, Mapping[str, Any]] = {}  # of each server by its name: where it is
+        self._started: list[int] = []  # process numbers
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # before `fetch_state`: each group, and its copy
+        self._is_closed = False
+
+    @property
+    def are_there(self) -> bool:
+        """Whether this worker has met all of them."""
+        return len(self._callers) == self.count
+
+    def meet(
+        self, part: Callable[[int], ServerParameters], *, index: int, size: int, server: ServerFactory = Server
+    ) -> None:
+        """Start those that are this worker's to start, with what `part(number)` gives in them, and connect to all.
+
+        `index` is this worker's turn among `size` of them (`starting_turn`).
+        """
+        for number in range(index, self.count, size):
+            key = KEY.format(attempt=self._attempt, number=number)
+            if not self._store.check([key]):
+                secret = secrets.token_bytes(32)
+                pid, endpoint = fork_server(
+                    lambda number=number: part(number),
+                    address=self._address,
+                    secret=secret,
+                    server=server,
+                    silence_s=self.silence_s,
+                )
+                self._started.append(pid)
+                about = {"endpoint": endpoint, "secret": secret.hex(), "pid": pid, "host": self._host}
+                self._store.set(key, json.dumps(about))
+        self.join()
+
+    def join(self) -> None:
+        """Connect to all; those that others start are waited for."""
+        self._require_open()
+        for number in range(len(self._callers), self.count):  # where a member was lost meanwhile, some are met already
+            about = self._found(KEY.format(attempt=self._attempt, number=number), f"parameter server {number}")
+            self._callers.append(self._connected(f"parameter server {number}", about))
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                "the parameter servers have ended with this worker's run, and what they held with them: take it before "
+                "the training function returns, by model.state_dict(), or from a checkpoint (paceline export)"
+            )
+
+    def begin(self, walk: PassKey, *, index: int, size: int) -> None:
+        """A walk begins, on this one of so many workers."""
+
+    def push(self, number: int, header: Mapping[str, Any], *tensors: Tensor) -> Callable[[], None]:
+        """Send what nobody answers; returns what waits until the tensors may be written to again."""
+        caller = self._callers[number]
+        return functools.partial(caller.wait_sent, caller.send(header, tensors))
+
+    def caller(self, number: int) -> TensorClient:
+        return self._callers[number]
+
+    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[TensorMessage]:
+        """Ask each server its question, all at once; returns the answers, in their order.
+
+        Without `checks` only the servers' end and the time limit end the wait, whoever else is lost meanwhile.
+        """
+        calls = [caller.begin(question) for caller, question in zip(self._callers, questions, strict=True)]
+        return [caller.answer(call, checks=checks) for caller, call in zip(self._callers, calls, strict=True)]
+
+    def ask_first(
+        self,
+        question: Mapping[str, Any],
+        tensors: Sequence[Tensor] = (),
+        *,
+        about: Mapping[str, Any],
+        worker_rank: int,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> TensorMessage:
+        """Ask the first server what it may hold back; `about` says who asks. `meanwhile()` is called in the wait."""
+        caller = self.caller(0)
+        held = HeldRequest(caller, about, ring=self._ring, worker_rank=worker_rank, timeout_s=self._timeout_s)
+
+        def look() -> None:
+            meanwhile()
+            held.look()
+
+        try:
+            return caller.answer(caller.begin({**about, **question}, tensors), meanwhile=look, heard=held.heard)
+        finally:
+            held.close()
+
+    def ask_some(self, questions: Mapping[int, ServerRequest]) -> dict[int, TensorMessage]:
+        """Ask these servers, all at once, whoever else is lost meanwhile; returns the answers."""
+        calls = {number: self._callers[number].begin(*question) for number, question in questions.items()}
+        return {number: self._callers[number].answer(call, checks=False) for number, call in calls.items()}
+
+    def take(self, places: Sequence[int], flats: Sequence[Tensor], parameters: Sequence[Parameter]) -> int:
+        """Overwrite parameters by the weights that a server has told; returns how many tensors these were."""
+        kinds = [*dict.fromkeys(parameters[place].dtype for place in places)]
+        by_dtype, offsets = dict(zip(kinds, flats, strict=False)), dict.fromkeys(kinds, 0)
+        for place in places:
+            parameter = parameters[place]
+            offset, count = offsets[parameter.dtype], parameter.numel()
+            parameter.copy_(by_dtype[parameter.dtype][offset : offset + count].view(parameter.shape))
+            offsets[parameter.dtype] += count
+        return len(kinds)
+
+    def fetch_state(self, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> Sequence[Sequence[Any]]:
+        """Put what the servers' optimizers keep into these, until `drop_state`; returns what goes by rows of tables."""
+        self._groups = [(group, {**group}) for optimizer in optimizers for group in optimizer.param_groups]
+        answers = self.ask([{"op": "state"}] * self.count, checks=False)  # a member's loss does not end a save
+        for answer in answers:
+            tensors = iter(answer.tensors)
+            for number, place, key, is_tensor, value in answer.header["entries"]:
+                optimizers[number].state[parameters[place]][key] = next(tensors) if is_tensor else value
+            for number, group, key, is_tensor, value in answer.header["written"]:  # all servers of a group count alike
+                write_option(optimizers[number].param_groups[group], key, next(tensors) if is_tensor else value)
+        return answers[0].header.get("rows", ())
+
+    def drop_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have the optimizers as they were before `fetch_state`."""
+        for optimizer in optimizers:
+            optimizer.state.clear()
+        for group, before in self._groups:
+            group.clear()
+            group.update(before)
+        self._groups = []
+
+    def is_told_lost(self, error: BaseException) -> bool:
+        """Whether an error says that one of these servers was lost, or has not answered in time."""
+        return isinstance(error, ServerLost) and error.listener in self._abouts
+
+    def cause_of(self, error: BaseException | None, *, at_once: bool = False) -> str:
+        """Return how a server was lost, where that is what an error says: "parameter server 1 (pid 4711 on node1)
+        killed by signal 9"; else "". One that stands still on this host is killed: nobody asks it again. Unless
+        `at_once`, who knows less than others lets them speak first."""
+        if not isinstance(error, ServerLost) or error.listener not in self._abouts:
+            return ""
+        name, about = error.listener, self._abouts[error.listener]
+        if isinstance(error, ServerTimeout):
+            how = "stood still (SIGSTOP, or a debugger)" if self._is_stopped(about) else "gave no answer"
+            cause = f"{name} {how} for {self._timeout_s:.0f} s (timeout_s)"
+            if (known := self._given_up(about)) is not None:  # and it may have been killed before this one looked
+                return known
+            self._give_up(about, cause)
+            if about["host"] == self._host:
+                end_server(about["pid"])
+            return cause
+        if (known := self._given_up(about)) is not None:
+            return known
+        if about["host"] == self._host and about["pid"] in self._started:
+            how = reaped(about["pid"], within_s=END_S)
+            if how:
+                self._started.remove(about["pid"])
+            return f"{name} {how or 'was lost'}"
+        if not at_once:
+            time.sleep(STARTER_FIRST_S)
+        return f"{name} was lost"
+
+    def close(self, *, others_stay: bool = False, at_once: bool = False) -> None:
+        """Leave them; those that this worker has started are waited for a moment, and end with the last caller. Where
+        `others_stay`, nobody waits for that, nor `at_once`, after an error: then what was said last need not arrive."""
+        self._is_closed = True
+        for caller in self._callers:
+            caller.close(at_once=at_once)
+        self._callers = []
+        if others_stay or at_once:  # whoever ends while this process lives is reaped all the same
+            if self._started:
+                threading.Thread(target=_reap, args=(self._started,), name="paceline-reaper", daemon=True).start()
+            return
+        deadline = time.monotonic() + END_S
+        while self._started and time.monotonic() < deadline:
+            self._started = [pid for pid in self._started if os.waitpid(pid, os.WNOHANG)[0] == 0]
+            if self._started:
+                time.sleep(POLL_S)  # a child that has left its parent's session tells nobody but waitpid
+        for pid in filter(is_stopped, self._started):  # the end of the others does not wake it
+            end_server(pid)
+            reaped(pid, within_s=END_S)
+
+    def _give_up(self, about: Mapping[str, Any], cause: str) -> None:
+        """Say on the board why a server is given up, before it is killed: others see no more than its end."""
+        with contextlib.suppress(RuntimeError):  # of a board that has gone, too: the cause is what is to be told
+            self._store.set(self._key_of_end(about), cause)
+
+    def _given_up(self, about: Mapping[str, Any]) -> str | None:
+        """Why another worker has given a server up."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([self._key_of_end(about)]):
+                return self._store.get(self._key_of_end(about)).decode()
+        return None
+
+    def _key_of_end(self, about: Mapping[str, Any]) -> str:
+        return f"{KEY.format(attempt=self._attempt, number='given_up')}/{about['host']}/{about['pid']}"
+
+    def _connected(self, name: str, about: Mapping[str, Any]) -> TensorClient:
+        """A connection to a server."""
+        name = f"{name} (pid {about['pid']} on {about['host']})"
+        self._abouts[name] = about
+        return TensorClient(
+            about["endpoint"],
+            bytes.fromhex(about["secret"]),
+            name=name,
+            timeout_s=self._timeout_s,
+            check=self._heed,
+            waits=self._teller(name, about),
+        )
+
+    def _heed(self) -> None:
+        """Called in waits for a server; ends them by raising."""
+        self._check()
+
+    def _teller(self, name: str, about: Mapping[str, Any]) -> Callable[[float], None]:
+        """What tells of a wait that has become long, once."""
+        is_told, due_s = False, min(TOLD_S, self._timeout_s / 2)
+
+        def waits(seconds: float) -> None:
+            nonlocal is_told
+            if seconds < due_s:
+                is_told = False  # another wait
+            elif not is_told and ((is_still := self._is_stopped(about)) or not self._holds_back):
+                is_told = True
+                pid, host = about["pid"], about["host"]
+                remedy = f"; `kill -CONT {pid}` on {host} has it go on" if is_still else ""
+                self._say(
+                    f"{name} {'is stopped (SIGSTOP, or a debugger)' if is_still else 'has not answered'}, and this "
+                    f"worker has waited {seconds:.0f} s for it{remedy}. It is given up after {self._timeout_s:.0f} s "
+                    "(timeout_s)"
+                )
+
+        return waits
+
+    def _is_stopped(self, about: Mapping[str, Any]) -> bool:
+        return about["host"] == self._host and is_stopped(about["pid"])
+
+    def _found(self, key: str, name: str) -> dict[str, Any]:
+        return json.loads(self._told(key, f"where {name} is"))
+
+    def _told(self, key: str, name: str) -> str:
+        """What somebody says on the board, or will."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check([key]):
+            self._check()
+            if time.monotonic() > deadline:
+                raise SyncError(f"{name} was not told within {self._timeout_s:.0f} s (timeout_s)")
+            time.sleep(POLL_S)  # a board's wait would not look for lost members
+        return self._store.get(key).decode()
+
+
+def starting_turn(group: WorkerGroup) -> int:
+    """Whether this member of a group is the first one that starts a server (0), the second one, and so on."""
+    return in_turn(group.hosts).index(group.index)
+
+
+def _reap(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):  # somebody else has
+            os.waitpid(pid, 0)
+
+
+ASK_S = 1.0  # how often it is asked who is awaited; most waits are over before
+MARGIN_S = 15.0  # beyond `timeout_s`: whoever looks out for hangs knows more, and ends the wait before
+
+
+class HeldRequest:
+    """One such wait of a worker, from its making to `close`; `look` and `heard` are for `TensorClient.answer`."""
+
+    def __init__(
+        self,
+        caller: TensorClient,
+        about: Mapping[str, Any],
+        *,
+        ring: FlightRecorder,
+        worker_rank: int,
+        timeout_s: float,
+    ) -> None:
+        """`about` says who asks, and of which stream."""
+        self._caller, self._about = caller, about
+        self._ring, self._worker_rank, self._timeout_s = ring, worker_rank, timeout_s
+        self._since = time.monotonic()  # the wait has been for the same as now
+        self._next_at = self._since + ASK_S
+        self._asked: int | None = None  # the call by which it was asked who is awaited
+        self._known: tuple[Sequence[int], int] = ([], 0)  # who is, and how many updates are done
+        self._group = ""  # in the ring
+
+    def look(self) -> None:
+        """Ask who is awaited, where it is time. Raises SyncError where the wait has been too long."""
+        now = time.monotonic()
+        if self._asked is None and now >= self._next_at:
+            self._asked = self._caller.begin({**self._about, "op": "awaited"})
+        if now - self._since > self._timeout_s + MARGIN_S:
+            who = ", ".join(map(str, self._known[0]))
+            told = f"worker {who} to do its part" if who else "others"
+            raise SyncError(
+                f"{self._caller.name} has held an answer back for {now - self._since:.0f} s (timeout_s is "
+                f"{self._timeout_s:g}): it waits for {told}"
+            )
+
+    def heard(self, message: TensorMessage) -> None:
+        """An answer to another question."""
+        if message.header.get("call") != self._asked:
+            return
+        now = time.monotonic()
+        self._asked, self._next_at = None, now + ASK_S
+        known = message.header.get("awaited", []), message.header.get("done", 0)
+        if known != self._known:
+            self._since, self._known = now, known
+            self._note()
+
+    def close(self) -> None:
+        """The wait is over."""
+        if self._group:
+            self._ring.leave()
+            self._ring.part(self._group)
+            self._group = ""
+
+    def _note(self) -> None:
+        self.close()
+        awaited = [one for one in self._known[0] if one != self._worker_rank]
+        if awaited:
+            self._group = f"held by {spans(awaited).decode()}"
+            self._ring.join(self._group, sorted([*awaited, self._worker_rank]))
+            self._ring.wait(self._ring.enter(HELD, "", group=self._group))  # all alike: they are no different calls

@@ -1,0 +1,424 @@
+"""A stream of steps from one dataset: where it stands, which steps come next, and this worker's part of each.
+
+The position is two numbers (epoch, samples into it); the next step follows from them alone, so a restore costs the same
+anywhere in an epoch. Map-style datasets (`len` and `[]`) are read in the order of `schedule.sample_order`. Iterable
+datasets are passed over by every worker, which keeps its own micro-batches: exact at any number of workers as long as
+the dataset gives the same items in the same order everywhere, which is checked at each step by count; a restore passes
+over the items before the position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.group import WorkerGroup, total
+from paceline.errors import SyncError
+from paceline.plan import Batch
+from paceline.schedule.micro_batches import MicroBatch, WorkerShare, deal, deal_to_replicas, micro_batches, step_ranges
+from paceline.worker.data.data_loading import (
+    Collate,
+    MapReader,
+    MicroBatchRequest,
+    ReadOptions,
+    StepItems,
+    StreamReader,
+    open_loader,
+    refuse_loader,
+)
+from paceline.worker.data.load_balancing import LoadBalancer
+from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.data.stream_position import SampleOrder, StreamPosition, resume_position, stream_seed
+from paceline.worker.membership.consensus import RunTogether
+from paceline.worker.topology.parallel_groups import ParallelGroups, single_worker_replicas
+
+__all__ = ["StreamPosition", "StreamSource", "is_map_style"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StreamSource:
+    """What `worker.batches` was asked for."""
+
+    dataset: Any
+    epochs: int
+    collate: Collate
+    loaders: int
+    prefetch: int
+    pin: bool
+    name: str
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Whether samples can be asked for by number."""
+    is_iterable_kind = isinstance(dataset, torch.utils.data.IterableDataset)
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable_kind
+
+
+class BatchStream:
+    """Yields the remaining steps of a source as StepBatch objects, from the cursor on; commits move the cursor.
+
+    `cursor` is what a checkpoint says; what has changed since then is refused, or said in `notes`.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        batch: Batch,
+        *,
+        cursor: StreamPosition,
+        group: WorkerGroup,
+        walk: Callable[[StepBatch], Iterator[Any]],
+        together: RunTogether,
+        balance: LoadBalancer,
+        timeout_s: float,
+        axes: ParallelGroups | None = None,
+        replicas: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        """`replicas()`: the numbers of the present ones, in order, where they take steps by themselves."""
+        self.source = source
+        self._axes = single_worker_replicas(group) if axes is None else axes
+        self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
+        self._together, self._balance, self._replicas = together, balance, replicas
+        self._deal_anew()
+        self._items: Iterator[Any] = iter(())
+        self._is_stale = True  # what is read ahead, or would be, is another share than this worker's
+        self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
+        self._check()
+        self._order = SampleOrder(
+            samples=self.num_samples,
+            seed=stream_seed(batch, source.name),
+            shuffle=batch.shuffle and self.num_samples > 0,
+            batch=batch.size,
+            micro=batch.resolved_micro,
+            drop_last=batch.drop_last,
+        )
+        self.cursor, self.notes = resume_position(cursor, self._order, source.name)
+        self.was_finished = self._is_finished()
+
+    def about(self) -> dict[str, Any]:
+        """For the ledger: what is read and how."""
+        return dataclasses.asdict(self._order)
+
+    def last_step(self, done: int) -> int | None:
+        """The number of the step at which the stream ends, when `done` steps were made before it; None: not known."""
+        if not self.num_samples:
+            return None
+        left = self.source.epochs - self.cursor.epoch
+        if left <= 0:
+            return done
+        return done + self._order.num_steps(self.cursor.position) + self._order.num_steps(0) * (left - 1)
+
+    def steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
+        """Yield the remaining steps; `next_step()` gives the number of the step to come."""
+        yield from self._map_steps(next_step) if self.num_samples else self._iterable_steps(next_step)
+
+    def mine(self, start: int, stop: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches that this worker reads of the step that has positions [start, stop)."""
+        micros, share = self._share(start, stop)
+        return micros[share.reads.start : share.reads.stop]
+
+    def _share(self, start: int, stop: int) -> tuple[tuple[MicroBatch, ...], WorkerShare]:
+        """A step's micro-batches, and which of them are this worker's."""
+        micros = micro_batches(start, stop, self._batch.resolved_micro)
+        return micros, self._shares(len(micros))[self._place[0]]
+
+    def _shares(self, num_micro: int) -> Sequence[WorkerShare]:
+        """What each worker runs, of those who run different micro-batches."""
+        size, each = self._place[1], self._axes.micro_batch_peers.size
+        if each > 1:
+            return deal_to_replicas(num_micro, replicas=size // each, each=each)
+        return [WorkerShare(own, len(own)) for own in self._balance.shares(num_micro, size)]
+
+    def _deal_anew(self) -> None:
+        """Among the members of now."""
+        self._place = self._axes.share_of(self._group)
+        self._owners = None if self._replicas is None else tuple(self._replicas())
+
+    def _dealt(self, start: int, stop: int) -> dict[str, Any]:
+        """What a batch is told of this worker's share."""
+        micros, share = self._share(start, stop)
+        found: dict[str, Any] = {
+            "micros": micros[share.own.start : share.own.stop],
+            "num_runs": share.num_runs,
+            "spare": None if share.spare is None else micros[share.spare],
+        }
+        if self._owners is not None:
+            each, shares = self._axes.micro_batch_peers.size, self._shares(len(micros))
+            of_each = [
+                tuple(
+                    micro
+                    for share in shares[first : first + each]
+                    for micro in micros[share.own.start : share.own.stop]
+                )
+                for first in range(0, len(shares), each)
+            ]
+            found["dealt"] = dict(zip(self._owners, of_each, strict=True))
+            found["num_here"] = sum(micro.num_samples for micro in of_each[self._place[0] // each])
+        return found
+
+    def read(self, batch: StepBatch, micros: Sequence[MicroBatch]) -> Iterator[Any]:
+        """The data of these micro-batches of a batch, whoever's they were."""
+        if self.num_samples:
+            return self._open(
+                MapReader(self._reading()), (MicroBatchRequest(batch.epoch, micro) for micro in micros), loaders=0
+            )
+        counted: StepItems = next(self._passed_over(batch.epoch, batch.start, mine=lambda start, stop: tuple(micros)))
+        return iter(counted.data)
+
+    def _is_finished(self) -> bool:
+        """Whether no step is left. An iterable tells only when it was read to its end."""
+        return self.last_step(0) == 0 if self.num_samples else self.cursor.epoch >= self.source.epochs
+
+    def _map_steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
+        for epoch, start, stop in self._plan(StreamPosition(self.cursor.epoch, self.cursor.position)):
+            if self._is_stale:
+                self._open_map(epoch, start)
+            batch = StepBatch(
+                stream=self.source.name,
+                step=next_step(),
+                epoch=epoch,
+                start=start,
+                stop=stop,
+                **self._dealt(start, stop),
+                ends_epoch=stop == self._order.end_of_epoch(start),
+                fetch=lambda: next(self._items),
+                walk=self._walk,
+            )
+            yield batch
+            if not self._is_stale:
+                batch.drain()
+            batch.let_go()
+
+    def num_left(self) -> int:
+        """How many steps the stream has from where it began. Raises ValueError where its end is not known."""
+        last = self.last_step(0)
+        if last is None:
+            raise ValueError(
+                f"stream {self.source.name!r} is read from an iterable, whose end nobody knows: under "
+                "ParameterServer(staleness=...) or (drop=...) batches are dealt by their numbers. Use a dataset with "
+                "len() and [], or staleness=0 and drop=0"
+            )
+        if self.source.loaders:
+            raise ValueError(
+                f"loaders={self.source.loaders} under ParameterServer(staleness=...) or (drop=...): which batch a "
+                "replica gets is known only when it asks for one, so nothing can be read ahead yet. Use loaders=0, or "
+                "staleness=0 and drop=0"
+            )
+        return last
+
+    def batch_at(self, number: int, *, begun: StreamPosition, step: int, share: tuple[int, int] = (0, 1)) -> StepBatch:
+        """A batch, counted from `begun`, as a worker runs one of so many shares of it."""
+        epoch, start = self._at(number, begun)
+        stop = min(start + self._batch.size, self.num_samples)
+        micros = micro_batches(start, stop, self._batch.resolved_micro)
+        (index, count), each = share, deal(len(micros), share[1])
+        own = micros[each[index].start : each[index].stop]
+        reader, requests = MapReader(self._reading()), iter(own)
+        return StepBatch(
+            stream=self.source.name,
+            step=step,
+            epoch=epoch,
+            start=start,
+            stop=stop,
+            micros=own,
+            ends_epoch=stop == self._order.end_of_epoch(start),
+            fetch=lambda: reader[MicroBatchRequest(epoch, next(requests))],
+            walk=self._walk,
+            dealt={place: micros[some.start : some.stop] for place, some in enumerate(each)} if count > 1 else None,
+        )
+
+    def steps_of_epochs(self, begun: StreamPosition) -> tuple[int, int]:
+        """How many steps are left of the epoch in which `begun` stands, and how many a later one has."""
+        return self._order.num_steps(begun.position), self._order.num_steps(0)
+
+    def num_micros(self, begun: StreamPosition) -> tuple[int, int, int]:
+        """How many micro-batches a step has, the last one of the epoch in which `begun` stands, and of a later one."""
+        size, num_last = self._batch.size, [self._batch.size] * 2
+        if not self._batch.drop_last:
+            num_last = [left % size or size for left in (self.num_samples - begun.position, self.num_samples)]
+        first, later = (len(micro_batches(0, count, self._batch.resolved_micro)) for count in num_last)
+        return self._batch.num_micro, first, later
+
+    def stand_after(self, number: int, *, begun: StreamPosition) -> None:
+        """Move the cursor to where it is when so many batches are done."""
+        self.cursor.epoch, self.cursor.position = begun.epoch, begun.position
+        if number:
+            epoch, start = self._at(number - 1, begun)
+            self.cursor.epoch, self.cursor.position = epoch, min(start + self._batch.size, self.num_samples)
+
+    def _at(self, number: int, begun: StreamPosition) -> tuple[int, int]:
+        """Epoch and first position of a batch, counted from `begun`."""
+        in_first, size = self._order.num_steps(begun.position), self._batch.size
+        if number < in_first:
+            return begun.epoch, begun.position + number * size
+        later, place = divmod(number - in_first, self._order.num_steps(0))
+        return begun.epoch + 1 + later, place * size
+
+    def members_changed(self) -> None:
+        """Shares are others from the next step on; `redeal` has the one under way."""
+        self._is_stale = True
+        self._deal_anew()
+
+    @property
+    def is_dealt_anew(self) -> bool:
+        """Whether the members have changed since a batch was dealt last: their shares of it are others now."""
+        return self._is_stale
+
+    def redeal(self, batch: StepBatch) -> None:
+        """Give a batch this worker's present share, for a step that is taken again from its beginning."""
+        share = self._dealt(batch.start, batch.stop)
+        if self.num_samples:
+            self._open_map(batch.epoch, batch.start)
+            batch.redeal(lambda: next(self._items), **share)
+            return
+        self._open_iterable(batch.epoch, batch.start)
+        counted: StepItems = next(self._items)
+        parts = iter(counted.data)
+        batch.redeal(lambda: next(parts), **share)
+
+    def _open_map(self, epoch: int, position: int) -> None:
+        """Read ahead from here on; the loader runs ahead of the cursor."""
+        requests = (
+            MicroBatchRequest(number, micro)
+            for number, start, stop in self._plan(StreamPosition(epoch, position))
+            for micro in self.mine(start, stop)
+        )
+        self._items, self._is_stale = self._open(MapReader(self._reading()), requests), False
+
+    def _open_iterable(self, epoch: int, position: int) -> None:
+        """Pass over what comes before, and read ahead from here on."""
+        self._items, self._is_stale = self._passed_over(epoch, position, mine=self.mine), False
+
+    def _passed_over(
+        self, epoch: int, position: int, *, mine: Callable[[int, int], tuple[MicroBatch, ...]]
+    ) -> Iterator[StepItems]:
+        """The items of an iterable from a position on, step by step, of these micro-batches."""
+        b = self._batch
+        reader = StreamReader(
+            self._reading(),
+            size=b.size,
+            micro=b.resolved_micro,
+            drop_last=b.drop_last,
+            first_epoch=epoch,
+            epochs=self.source.epochs,
+            position=position,
+            mine=mine,
+        )
+        return self._open(reader, None)
+
+    def _plan(self, begin: StreamPosition) -> Iterator[tuple[int, int, int]]:
+        """(epoch, start, stop) of each step from `begin` on."""
+        b = self._batch
+        for epoch in range(begin.epoch, self.source.epochs):
+            position = begin.position if epoch == begin.epoch else 0
+            for first, stop in step_ranges(
+                num_samples=self.num_samples, size=b.size, drop_last=b.drop_last, position=position
+            ):
+                yield epoch, first, stop
+
+    def _iterable_steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
+        epoch, position = self.cursor.epoch, self.cursor.position
+        while epoch < self.source.epochs:
+            if self._is_stale:
+                self._open_iterable(epoch, position)
+            counted: StepItems = next(self._items)
+            self._agree_on_count(counted.num_samples, epoch, position)
+            if self._is_stale and counted.num_samples:  # a member was lost just now: the same step, another share
+                self._open_iterable(epoch, position)
+                counted = next(self._items)
+            if counted.num_samples == 0:
+                if (epoch, position) == (0, 0):
+                    raise ValueError(self._nothing_in_it())
+                epoch, position = epoch + 1, 0
+                self.cursor.epoch, self.cursor.position = epoch, position
+                continue
+            parts = iter(counted.data)
+            batch = StepBatch(
+                stream=self.source.name,
+                step=next_step(),
+                epoch=epoch,
+                start=position,
+                stop=position + counted.num_samples,
+                **self._dealt(position, position + counted.num_samples),
+                ends_epoch=None,
+                fetch=lambda parts=parts: next(parts),
+                walk=self._walk,
+            )
+            yield batch
+            batch.let_go()
+            position += counted.num_samples
+
+    def _agree_on_count(self, count: int, epoch: int, position: int) -> None:
+        """Raise on all workers when they did not all read the same number of items for this step."""
+        group = self._group if self._replicas is None else self._axes.whole
+        if group.size == 1:
+            return
+
+        def counted() -> list[float]:
+            return total(group, [count, count * count, 1], what="the item count of an iterable dataset")
+
+        sums = self._together(counted) if self._replicas is None else counted()
+        size = int(sums[2])
+        if size * sums[1] != sums[0] ** 2:
+            raise SyncError(
+                f"the iterable dataset of stream {self.source.name!r} gave worker {self._group.index} {count} "
+                "items after position "
+                f"{position} of epoch {epoch + 1}, but {sums[0] / size:.1f} on average: it must give the same items "
+                "in the same order on every worker. "
+                "Seed it, sort its files, and do not split it by worker yourself"
+            )
+
+    def _nothing_in_it(self) -> str:
+        b, name = self._batch, self.source.name
+        if b.drop_last:
+            return (
+                f"the iterable dataset of stream {name!r} gave fewer than {b.size} items in its first epoch, and "
+                f"Batch(size={b.size}, drop_last=True) drops them all: there is no step. Use drop_last=False, or a "
+                "smaller size"
+            )
+        return f"the iterable dataset of stream {name!r} is empty: it gave no item in its first epoch, on any worker"
+
+    def _open(
+        self,
+        reader: MapReader | StreamReader,
+        requests: Iterator[MicroBatchRequest] | None,
+        *,
+        loaders: int | None = None,
+    ) -> Iterator[Any]:
+        s = self.source
+        loaders = s.loaders if loaders is None else loaders
+        return open_loader(reader, requests, loaders=loaders, prefetch=s.prefetch, pin=s.pin, timeout_s=self._timeout_s)
+
+    def _reading(self) -> ReadOptions:
+        s = self._order
+        return ReadOptions(self.source.dataset, self.source.collate, s.samples, s.seed, s.shuffle)
+
+    def _check(self) -> None:
+        s = self.source
+        refuse_loader(s.dataset)
+        if not is_map_style(s.dataset):
+            if not hasattr(s.dataset, "__iter__"):
+                raise TypeError(
+                    f"worker.batches() got a {type(s.dataset).__name__}: a dataset needs len() and [], or must be "
+                    "iterable"
+                )
+            if hasattr(s.dataset, "__next__"):
+                raise TypeError(
+                    "worker.batches() got an iterator, which can be read only once; pass the iterable that makes it"
+                )
+            if s.loaders > 1:
+                raise ValueError(
+                    f"loaders={s.loaders}: an iterable dataset is read by one loader process at most; use "
+                    "loaders=1 or 0"
+                )
+        elif self.num_samples == 0:
+            raise ValueError(f"the dataset of stream {s.name!r} is empty")
+        elif self._batch.drop_last and self.num_samples < self._batch.size:
+            raise ValueError(
+                f"the dataset of stream {s.name!r} has {self.num_samples} samples, which Batch(size="
+                f"{self._batch.size}, drop_last=True) all drops: there would be no step. Use drop_last=False, or a "
+                f"size of {self.num_samples} or less"
+            )

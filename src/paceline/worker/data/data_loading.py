@@ -1,0 +1,220 @@
+"""Read micro-batches: the objects that run inside torch's DataLoader, in this process or in loader processes.
+
+A `MicroBatchRequest` names a micro-batch by numbers; the reader turns it into data. Random state is seeded from the
+request, so augmentation in a dataset's `__getitem__` gives the same sample wherever and whenever it is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from paceline.schedule.micro_batches import MicroBatch
+from paceline.schedule.sample_order import sample_indices
+from paceline.worker.data import random_state
+
+__all__ = [
+    "MicroBatchRequest",
+    "ReadOptions",
+    "StepItems",
+    "StreamReader",
+    "fetch_samples",
+    "open_loader",
+    "refuse_loader",
+]
+
+Collate = Callable[[list[Any]], Any]
+BLOCK = 1024  # positions whose order is computed at once
+PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MicroBatchRequest:
+    """A micro-batch of a map-style dataset."""
+
+    epoch: int
+    micro: MicroBatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a data stream reads and how; numbers only, but for the user's dataset and collate function."""
+
+    dataset: Any
+    collate: Collate = default_collate
+    num_samples: int = 0
+    seed: int = 0
+    shuffle: bool = True
+
+
+class MapReader(Dataset[Any]):
+    """Turns a Request into collated data. Seeds the global random state: read aside where that is a worker's own."""
+
+    def __init__(self, reading: ReadOptions) -> None:
+        self._reading = reading
+        self._block: tuple[int, int, list[int]] | None = None  # epoch, number, dataset indices
+
+    def __getitem__(self, request: MicroBatchRequest) -> Any:
+        reading, micro = self._reading, request.micro
+        indices = [self._index(request.epoch, position) for position in range(micro.start, micro.stop)]
+        random_state.seed_all(reading.seed, 1, request.epoch, micro.start)
+        return reading.collate(fetch_samples(reading.dataset, indices))
+
+    def _index(self, epoch: int, position: int) -> int:
+        """The dataset index at a position; the order is computed for a block of positions at a time."""
+        number, offset = divmod(position, BLOCK)
+        if self._block is None or self._block[:2] != (epoch, number):
+            reading = self._reading
+            positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, reading.num_samples))
+            indices = sample_indices(
+                seed=reading.seed,
+                epoch=epoch,
+                num_samples=reading.num_samples,
+                positions=positions,
+                shuffle=reading.shuffle,
+            )
+            self._block = (epoch, number, indices.tolist())
+        return self._block[2][offset]
+
+
+class RequestList(Sampler[MicroBatchRequest]):
+    """Hands an endless or finite iterable of requests to the DataLoader."""
+
+    def __init__(self, requests: Callable[[], Iterator[MicroBatchRequest]]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[MicroBatchRequest]:
+        return self._requests()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepItems:
+    """From an iterable dataset: how many items the whole step has, and the data of this worker's micro-batches."""
+
+    num_samples: int
+    data: tuple[Any, ...]
+
+    def pin_memory(self) -> StepItems:
+        """Return the same in page-locked memory; torch's DataLoader calls it where it pins."""
+        return dataclasses.replace(self, data=tuple(map(pin_memory, self.data)))
+
+
+class StreamReader(IterableDataset[Any]):
+    """Reads the whole of an iterable dataset and collates this worker's micro-batches of each step.
+
+    Every worker passes over every item, so the steps are the same at any number of workers, provided that the dataset
+    gives the same items in the same order everywhere.
+    """
+
+    def __init__(
+        self,
+        reading: ReadOptions,
+        *,
+        size: int,
+        micro: int,
+        drop_last: bool,
+        first_epoch: int,
+        epochs: int,
+        position: int,
+        mine: Callable[[int, int], Sequence[MicroBatch]],
+    ) -> None:
+        self._reading = reading
+        self._size, self._micro, self._drop_last = size, micro, drop_last
+        self._first_epoch, self._epochs, self._position = first_epoch, epochs, position
+        self._mine = mine
+
+    def __iter__(self) -> Iterator[StepItems]:
+        for epoch in range(self._first_epoch, self._epochs):
+            position = self._position if epoch == self._first_epoch else 0
+            yield from self._epoch(epoch, position)
+            yield StepItems(0, ())  # the end of an epoch
+
+    def _epoch(self, epoch: int, position: int) -> Iterator[StepItems]:
+        reading = self._reading
+        set_epoch = getattr(reading.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        with random_state.PreservedRandomState():
+            random_state.seed_all(reading.seed, 2, epoch)
+            items = iter(reading.dataset)
+            for _ in range(position):
+                next(items, None)
+            state = random_state.capture_random_state()
+        while True:
+            with random_state.PreservedRandomState():
+                random_state.restore_random_state(state)
+                step = [item for _, item in zip(range(self._size), items, strict=False)]
+                state = random_state.capture_random_state()
+            if not step or (len(step) < self._size and self._drop_last):
+                return
+            mine = self._mine(position, position + len(step))
+            data = [self._collated(step[m.start - position : m.stop - position], epoch, m) for m in mine]
+            yield StepItems(len(step), tuple(data))
+            position += len(step)
+
+    def _collated(self, items: list[Any], epoch: int, micro: MicroBatch) -> Any:
+        """Collate a micro-batch with random state of its own, the same on whichever worker."""
+        with random_state.PreservedRandomState():
+            random_state.seed_all(self._reading.seed, 2, epoch, micro.start)
+            return self._reading.collate(items)
+
+
+def refuse_loader(dataset: Any) -> None:
+    """Raise TypeError for torch's DataLoader, which would cut and shuffle by itself."""
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "worker.batches() got a DataLoader, which cuts batches and shuffles by itself. Pass its dataset, and the "
+            "rest as arguments: worker.batches(loader.dataset, collate=loader.collate_fn, "
+            "loaders=loader.num_workers); the batch size and the shuffling belong to the plan, Batch(size=, shuffle=)"
+        )
+
+
+def fetch_samples(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return the samples with these numbers, at once where the dataset has torch's `__getitems__`."""
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]
+
+
+def open_loader(
+    reader: MapReader | StreamReader,
+    requests: Iterable[MicroBatchRequest] | None,
+    *,
+    loaders: int,
+    prefetch: int,
+    pin: bool,
+    timeout_s: float,
+) -> Iterator[Any]:
+    """Start reading ahead; `loaders` processes (0: in this process), each `prefetch` micro-batches ahead."""
+    loader = DataLoader(
+        reader,
+        batch_size=None,  # requests are whole micro-batches already
+        sampler=None if requests is None else RequestList(lambda: iter(requests)),
+        collate_fn=_as_is,
+        num_workers=loaders,
+        prefetch_factor=prefetch if loaders else None,
+        pin_memory=pin,
+        worker_init_fn=_begin_loader if loaders else None,
+        generator=torch.Generator(),  # its own: the user's random state is not touched
+        timeout=timeout_s if loaders else 0,
+    )
+    return iter(loader)
+
+
+def _as_is(data: Any) -> Any:
+    return data
+
+
+def _begin_loader(_: int) -> None:
+    """A loader process dies with its worker, ignores the terminal's Ctrl-C, and uses one thread."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)

@@ -1,0 +1,70 @@
+"""Uneven machines: a worker that is persistently slower is given fewer micro-batches of the same global batch.
+
+Every few steps all workers tell what a micro-batch takes them, and each computes the same shares from that. Gradients
+are weighted by samples, so shares change who works, and nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from paceline.schedule.micro_batches import deal, deal_by_speed
+
+__all__ = ["EVERY_STEPS", "LoadBalancer"]
+
+EVERY_STEPS = 10  # steps between two looks
+LEAST_GAIN = 0.05  # the slowest must get faster by this share, or nothing is changed
+
+
+class LoadBalancer:
+    """One worker's part: measures, and remembers what all have agreed on."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self._measured: list[float] = []  # seconds for a micro-batch, in each step since the last look
+        self._seconds: tuple[float, ...] | None = None  # of all workers, by index; None: taken as equal
+
+    def note(self, seconds: float, num_micro: int) -> None:
+        """A step's micro-batches have taken this worker so long."""
+        if self.is_on and num_micro:
+            self._measured.append(seconds / num_micro)
+
+    def is_due(self, step: int) -> bool:
+        """Whether all are to tell what they have measured, after this step."""
+        return self.is_on and step > 0 and step % EVERY_STEPS == 0
+
+    def measured(self) -> float:
+        """The typical time for a micro-batch since the last look; 0: none was run."""
+        typical = statistics.median(self._measured) if self._measured else 0.0
+        self._measured.clear()
+        return typical
+
+    def agree(self, seconds: Sequence[float], num_micro: int) -> bool:
+        """Take what all have measured, by index; returns whether shares of `num_micro` change."""
+        known = [one for one in seconds if one > 0]
+        if len(known) < len(seconds):
+            return False
+        new = tuple(seconds)
+        before, after = (
+            _slowest(shares, new) for shares in (self.shares(num_micro, len(new)), deal_by_speed(num_micro, new))
+        )
+        if after > before * (1 - LEAST_GAIN):
+            return False
+        self._seconds = new
+        return True
+
+    def shares(self, num_micro: int, size: int) -> tuple[range, ...]:
+        """Which micro-batches of a step each worker runs, by index."""
+        if self._seconds is None or len(self._seconds) != size:
+            return deal(num_micro, size)
+        return deal_by_speed(num_micro, self._seconds)
+
+    def forget(self) -> None:
+        """The workers are others."""
+        self._seconds = None
+        self._measured.clear()
+
+
+def _slowest(shares: Sequence[range], seconds: Sequence[float]) -> float:
+    return max(len(share) * one for share, one in zip(shares, seconds, strict=True))

@@ -1,0 +1,187 @@
+"""One step's data as one worker sees it: its micro-batches of the global batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from paceline.schedule.micro_batches import MicroBatch
+from paceline.worker.data import random_state
+
+__all__ = ["StepBatch", "to_device"]
+
+
+class StepBatch:
+    """This worker's micro-batches of a step. Iterating over it is the plain loop: `for x, y in batch:
+    worker.backward(...)`.
+
+    `ends_epoch` says whether it is the last of its epoch (None: an iterable dataset does not tell).
+
+    `step` is the number that the step gets when it is committed, `num_samples` counts the real samples of the whole
+    global batch, `num_here` those that the step's mean is over: where replicas take steps by themselves, this one's
+    share of them, else all. `len()` counts the micro-batches of this worker, which may be none. It can be walked over
+    again (for a second optimizer); the data is kept.
+
+    Where a replica is split over several workers, all of them run as many micro-batches: a walk may have void ones at
+    its end, which are run for the others' sake and count for nothing. `is_void` tells while one is under way.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: str,
+        step: int,
+        epoch: int,
+        start: int,
+        stop: int,
+        micros: Sequence[MicroBatch],
+        ends_epoch: bool | None,
+        fetch: Callable[[], Any],
+        walk: Callable[[StepBatch], Iterator[Any]],
+        num_runs: int | None = None,
+        spare: MicroBatch | None = None,
+        num_here: int | None = None,
+        dealt: Mapping[int, tuple[MicroBatch, ...]] | None = None,
+    ) -> None:
+        self.stream, self.step, self.epoch = stream, step, epoch
+        self.start, self.stop, self.ends_epoch = start, stop, ends_epoch
+        self.micros = tuple(micros)
+        self.num_samples = stop - start
+        self.num_here = self.num_samples if num_here is None else num_here
+        self.num_runs = len(self.micros) if num_runs is None else num_runs  # in a walk; beyond the micro-batches: void
+        self.spare = spare  # what the void ones run where this worker has none of its own
+        self.dealt = dealt or {}  # where each replica takes a step of its share, or some are left out: what each has
+        self.chosen: tuple[int, ...] | None = None  # of these shares those that count, when it is known; None: all
+        self.behind: int | None = None  # its update, by so many others that the weights did not have; None: not known
+        self.is_void = False  # the one under way
+        self.num_passes = 0
+        self.serial = 0  # which one of all batches that this worker was given; set by the worker
+        self.data_s = 0.0  # waited for data
+        self._fetch, self._walk = fetch, walk
+        self._kept: list[Any] = []
+
+    @property
+    def dropped(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches that came too late for the step, and do not count."""
+        if self.chosen is None:
+            return ()
+        return tuple(micro for share, micros in self.dealt.items() if share not in self.chosen for micro in micros)
+
+    def __len__(self) -> int:
+        return len(self.micros)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._walk(self)
+
+    def __repr__(self) -> str:
+        return f"<step {self.step}, epoch {self.epoch}: {len(self)} micro-batches here of {self.num_samples} samples>"
+
+    def runs(self) -> Iterator[tuple[int, MicroBatch, bool]]:
+        """What a walk runs: the number to `read`, the micro-batch, and whether it is void."""
+        for number, micro in enumerate(self.micros):
+            yield number, micro, False
+        last = self.micros[-1] if self.micros else self.spare
+        for _ in range(len(self.micros), self.num_runs if last is not None else 0):
+            yield max(0, len(self.micros) - 1), cast("MicroBatch", last), True
+
+    def read(self, place: int) -> Any:
+        """Return the data of this worker's micro-batch number `place`, on the CPU; at first waits for the loader."""
+        while len(self._kept) <= place:
+            began = time.perf_counter()
+            self._kept.append(self._fetch())
+            self.data_s += time.perf_counter() - began
+        return self._kept[place]
+
+    def part(
+        self,
+        micros: Sequence[MicroBatch],
+        *,
+        num_runs: int,
+        spare: MicroBatch | None,
+        num_here: int,
+        fetch: Callable[[], Any],
+    ) -> StepBatch:
+        """Return some more micro-batches of the same step, in a walk of their own; `fetch` gives their data."""
+        part = StepBatch(
+            stream=self.stream,
+            step=self.step,
+            epoch=self.epoch,
+            start=self.start,
+            stop=self.stop,
+            micros=micros,
+            ends_epoch=self.ends_epoch,
+            fetch=fetch,
+            walk=self._walk,
+            num_runs=num_runs,
+            spare=spare,
+            num_here=num_here,
+        )
+        part.serial = self.serial
+        return part
+
+    def redeal(
+        self,
+        fetch: Callable[[], Any],
+        *,
+        micros: Sequence[MicroBatch],
+        num_runs: int,
+        spare: MicroBatch | None,
+        num_here: int | None = None,
+        dealt: Mapping[int, tuple[MicroBatch, ...]] | None = None,
+    ) -> None:
+        """Begin again with another share, of which all is told as of the first; `fetch` gives its data."""
+        self.micros, self._fetch = tuple(micros), fetch
+        self.num_runs, self.spare = num_runs, spare
+        self.num_here = self.num_samples if num_here is None else num_here
+        self.dealt = dealt or {}
+        self._kept.clear()
+
+    def drain(self) -> None:
+        """Take what was not read from the loader, so that the next step gets its own."""
+        num_reads = len(self.micros) or (self.spare is not None)
+        if len(self._kept) < num_reads:
+            with random_state.PreservedRandomState():
+                self.read(num_reads - 1)
+
+    def let_go(self) -> None:
+        """The loop has gone on: forget the data. Rounds keep their batches, and may be long."""
+        self._kept.clear()
+        self._fetch = _no_batches_left
+
+
+def _no_batches_left() -> Any:
+    raise RuntimeError("the data of a batch was read after the loop had gone on to the next one")
+
+
+def to_device(data: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Move all tensors in a tree of dicts, lists, tuples and dataclasses to `device`, floats to `dtype` if given."""
+    if isinstance(data, Tensor):
+        target = dtype if data.is_floating_point() else None
+        if data.device == device and (target is None or data.dtype == target):
+            return data
+        return data.to(device=device, dtype=target, non_blocking=True)
+    if isinstance(data, Mapping):
+        moved = {key: to_device(value, device, dtype) for key, value in data.items()}
+        return moved if type(data) is dict else _rebuilt(data, moved)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(value, device, dtype) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(to_device(value, device, dtype) for value in data)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        fields = {f.name: to_device(getattr(data, f.name), device, dtype) for f in dataclasses.fields(data) if f.init}
+        return dataclasses.replace(data, **fields)
+    own_to = getattr(data, "to", None)  # batch classes of other libraries (tokenizers, graphs)
+    return own_to(device) if callable(own_to) else data
+
+
+def _rebuilt(original: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """A mapping of the original's class, where that can be made from a dict."""
+    try:
+        return type(original)(moved)  # type: ignore[call-arg]  # tried: of a class that does not take a dict the next line is for
+    except TypeError:
+        return moved

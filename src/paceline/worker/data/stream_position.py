@@ -1,0 +1,119 @@
+"""Where a stream stands, and which order of samples its position counts in.
+
+A position means something only in its order, which follows from the number of samples, the seed and whether they are
+shuffled: a checkpoint keeps them beside it, so that a position is never taken for one of another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import CheckpointError
+from paceline.plan import Batch
+from paceline.schedule.sample_order import mix
+
+__all__ = ["SampleOrder", "StreamPosition", "resume_position", "stream_seed"]
+
+PLAIN_STREAM = "train"  # the default name: its seed is the plan's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOrder:
+    """The order of a stream's samples, and how it is cut into steps."""
+
+    samples: int  # 0: not known (an iterable)
+    seed: int
+    shuffle: bool
+    batch: int
+    micro: int
+    drop_last: bool
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """Equal for two that put the same samples at the same positions."""
+        return self.samples, self.seed, self.shuffle
+
+    @property
+    def cut(self) -> tuple[int, int, bool]:
+        """Equal for two that make the same steps of an order."""
+        return self.batch, self.micro, self.drop_last
+
+    def num_steps(self, position: int) -> int:
+        """Steps of an epoch from `position` on; `samples` must be known."""
+        left = self.samples - position
+        return left // self.batch if self.drop_last else -(-left // self.batch)
+
+    def end_of_epoch(self, position: int) -> int:
+        """Where the steps of an epoch end that are taken from `position` on; `samples` must be known."""
+        return min(self.samples, position + self.num_steps(position) * self.batch)
+
+    def __str__(self) -> str:
+        samples = f"{self.samples} samples" if self.samples else "an iterable"
+        return f"{samples}, seed {self.seed}, {'shuffled' if self.shuffle else 'not shuffled'}"
+
+
+@dataclasses.dataclass(slots=True)
+class StreamPosition:
+    """Where a stream stands: `position` samples of `epoch` are committed. `of`: None before the stream is opened."""
+
+    epoch: int = 0
+    position: int = 0
+    of: SampleOrder | None = None
+
+    @staticmethod
+    def from_plain(saved: Mapping[str, Any]) -> StreamPosition:
+        """Read what `plain` wrote."""
+        fields = dict(saved)
+        return StreamPosition(fields.pop("epoch"), fields.pop("position"), SampleOrder(**fields))
+
+    def plain(self) -> dict[str, Any]:
+        """For a checkpoint: plain values."""
+        told = {} if self.of is None else dataclasses.asdict(self.of)
+        return {"epoch": self.epoch, "position": self.position, **told}
+
+
+def stream_seed(batch: Batch, stream: str) -> int:
+    """The seed of a stream's order: streams over the same dataset must not give the same samples at the same time."""
+    return batch.seed if stream == PLAIN_STREAM else mix(batch.seed, zlib.crc32(stream.encode())) >> 1
+
+
+def resume_position(saved: StreamPosition, now: SampleOrder, stream: str) -> tuple[StreamPosition, list[str]]:
+    """Return where a stream goes on that a checkpoint knows, and what to say of changes since then.
+
+    Raises CheckpointError where the rest of a begun epoch cannot be told from what was used: its order was another.
+    """
+    then = saved.of
+    if then is None or (saved.epoch, saved.position) == (0, 0):
+        return StreamPosition(of=now), []
+    cursor, notes = StreamPosition(saved.epoch, saved.position, now), []
+    if then.order != now.order:
+        if saved.position > 0 and not _is_at_end(saved, then):
+            raise CheckpointError(
+                f"the checkpoint stands at sample {saved.position} of epoch {saved.epoch + 1} of stream {stream!r}, "
+                f"which was read from {then}; now it has {now}: which samples of the epoch are left cannot be told. "
+                "Use the same dataset, seed and shuffle until the epoch is done, or another name in worker.batches() "
+                "to begin at its first sample, or another run_dir, or fresh=True"
+            )
+        if saved.position:
+            cursor = StreamPosition(saved.epoch + 1, 0, now)
+        notes.append(
+            f"stream {stream!r} goes on in epoch {cursor.epoch + 1} with another order of samples: {now}; "
+            f"before: {then}"
+        )
+    if then.cut != now.cut:
+        notes.append(
+            f"stream {stream!r} goes on at sample {cursor.position} of epoch {cursor.epoch + 1} in other steps: "
+            f"{_cut_text(now)}; before: {_cut_text(then)}"
+        )
+    return cursor, notes
+
+
+def _is_at_end(cursor: StreamPosition, of: SampleOrder) -> bool:
+    return of.samples > 0 and of.num_steps(cursor.position) == 0
+
+
+def _cut_text(of: SampleOrder) -> str:
+    return f"batch {of.batch} in micro-batches of {of.micro}{', the short last one dropped' if of.drop_last else ''}"

@@ -1,0 +1,3 @@
+"""Numbers that go wrong: loss spikes, rollback, and replicas whose weights differ; imports `state` and the rooms
+below.
+"""

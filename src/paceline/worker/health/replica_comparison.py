@@ -1,0 +1,172 @@
+"""Compares the weights of all replicas, names who differs, and gives those the state of the majority.
+
+Replicas start equal, get the same sums of gradients, and take the same steps: their weights are equal to the last bit,
+as long as every processor and memory does its work. One collective of 8 bytes a worker compares digests. Where they
+differ, more is told, and a strict majority is believed: its first member's whole state (models, optimizers, schedulers)
+is broadcast, tensor by tensor into fresh memory, and only who differs takes it over, when all have it. So a member that
+is lost meanwhile leaves nobody with half a state: the comparison is done again as a whole.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import WorkerGroup
+from paceline.errors import BadNumbersError
+from paceline.events import WeightsDiffer
+from paceline.worker.health.weight_digest import WeightDigester, combined_digest
+from paceline.worker.membership.consensus import RunTogether
+from paceline.worker.record.run_files import RunFiles
+from paceline.worker.state.snapshot import named_tensors, restore_tensors
+from paceline.worker.state.state_dict import StateRegistry
+
+__all__ = ["ReplicaComparison", "ReplicaMismatch", "WeightReport", "majority_verdict"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightReport:
+    """What one worker says of its weights."""
+
+    worker_rank: int
+    host: str
+    pid: int
+    digests: tuple[int, ...]  # of its tensors
+
+    def __str__(self) -> str:
+        return f"worker {self.worker_rank} ({self.host}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaMismatch:
+    """Who differs from whom."""
+
+    differing: tuple[int, ...]  # places in the group
+    source: int | None  # of the majority's first member; None: there is no majority
+    num_alike: int  # members of the largest group of equal ones
+    first: int  # the first tensor that is not equal everywhere
+
+
+def majority_verdict(voices: Sequence[WeightReport]) -> ReplicaMismatch:
+    """Return what unequal voices mean: more than half of all, with equal digests, are right."""
+    counts = collections.Counter(voice.digests for voice in voices)
+    believed, num_alike = counts.most_common(1)[0]
+    differing = tuple(place for place, voice in enumerate(voices) if voice.digests != believed)
+    by_tensor = zip(*(voice.digests for voice in voices), strict=True)
+    first = next(number for number, told in enumerate(by_tensor) if len(set(told)) > 1)
+    if 2 * num_alike <= len(voices):
+        return ReplicaMismatch(differing=tuple(range(len(voices))), source=None, num_alike=num_alike, first=first)
+    source = next(place for place, voice in enumerate(voices) if voice.digests == believed)
+    return ReplicaMismatch(differing=differing, source=source, num_alike=num_alike, first=first)
+
+
+class ReplicaComparison:
+    """Compares one worker's weights with those of the others; all must call `run`, between two steps."""
+
+    def __init__(
+        self,
+        *,
+        worker_rank: int,
+        host: str,
+        group: WorkerGroup,
+        together: RunTogether,
+        registry: StateRegistry,
+        files: RunFiles,
+    ) -> None:
+        self._worker_rank, self._host, self._group, self._together = worker_rank, host, group, together
+        self._registry, self._files = registry, files
+        self._digester = WeightDigester()
+
+    def run(self, step: int, *, since_step: int) -> None:
+        """Compare, and heal who differs from the majority. They were equal after `since_step`.
+
+        Raises BadNumbersError on all workers where there is no majority.
+        """
+        if self._group.size == 1:
+            return
+        names, (voices, finding, state) = self._together(self._compared)
+        if finding is None:
+            return
+        who = [voices[place] for place in finding.differing]
+        self._files.emit(
+            WeightsDiffer(
+                workers=[voice.worker_rank for voice in who],
+                who=list(map(str, who)),
+                step=step,
+                since_step=since_step,
+                first=names[finding.first],
+                source=None if finding.source is None else voices[finding.source].worker_rank,
+                num_alike=finding.num_alike,
+            )
+        )
+        if finding.source is None:
+            raise BadNumbersError(_no_majority(who, names[finding.first], step=step, since_step=since_step))
+        if state is not None:
+            restore_tensors(self._registry, *state)
+
+    def _compared(
+        self,
+    ) -> tuple[list[str], tuple[list[WeightReport], ReplicaMismatch | None, tuple[dict[str, Tensor], Any] | None]]:
+        """Names of the tensors; what all said, who differs, and, where this worker does, the state to be taken over."""
+        tensors = self._weights()
+        digests = self._digester.digests(tensors.values())
+        told = torch.zeros(self._group.size, dtype=torch.int64)
+        told[self._group.index] = _signed(combined_digest(digests))
+        self._group.all_reduce(told, what="digests of the weights").wait()
+        names = list(tensors)
+        if len(set(told.tolist())) == 1:
+            return names, ([], None, None)
+        own = WeightReport(worker_rank=self._worker_rank, host=self._host, pid=os.getpid(), digests=tuple(digests))
+        voices: list[WeightReport] = self._group.gather_objects(own)
+        finding = majority_verdict(voices)
+        state = None
+        if finding.source is not None:
+            state = self._broadcast_state(finding.source, takes=self._group.index in finding.differing)
+        return names, (voices, finding, state)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers of the models that are trained here.
+
+        Others (an average of the weights) may be followed by one worker alone.
+        """
+        groups = [group for optimizer in self._registry.optimizers.values() for group in optimizer.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        prefixes = tuple(
+            f"{name}."
+            for name, model in self._registry.models.items()
+            if any(id(parameter) in trained for parameter in model.parameters())
+        )
+        tensors = named_tensors(self._registry, with_caches=False)
+        states = tuple(f"{name}.state." for name in self._registry.optimizers)
+        return {k: v for k, v in tensors.items() if k.startswith(prefixes) and not k.startswith(states)}
+
+    def _broadcast_state(self, source: int, *, takes: bool) -> tuple[dict[str, Tensor], Any] | None:
+        is_source = self._group.index == source
+        taken: dict[str, Tensor] = {}
+        for name, tensor in named_tensors(self._registry, with_caches=False).items():
+            # Never into the live tensor: a transfer that is broken off would leave it torn.
+            room = tensor.detach().clone(memory_format=torch.contiguous_format)
+            self._group.broadcast(room, source=source, what=f"the state of {name}")
+            if takes:
+                taken[name] = room
+        plain = self._group.broadcast_object(self._registry.plain() if is_source else None, source=source)
+        return (taken, plain) if takes else None
+
+
+def _signed(digest: int) -> int:
+    return digest - (1 << 64) if digest >> 63 else digest
+
+
+def _no_majority(who: Sequence[WeightReport], first: str, *, step: int, since_step: int) -> str:
+    return (
+        f"step {step}: the weights of the workers are not equal any more, and no majority says whose are right: "
+        f"{', '.join(map(str, who))}, first in {first}. They were equal after step {since_step}. Memory or a processor "
+        "has failed, or the program treats workers differently; with three or more workers the odd one is named and "
+        f"healed. Start again with the same run_dir; checkpoints after step {since_step} may hold wrong weights."
+    )

@@ -1,0 +1,429 @@
+"""Rounds: steps that a replica takes by itself, and the agreement at their end that makes all of them count.
+
+In an ordinary run each step is agreed on, and this does nothing. In a local one a walk has nobody but this replica in
+it; the *round* is what is committed on all replicas, or on none. It ends at the steps that the plan says (those that
+`every` divides), and earlier where something needs equal weights, or cannot wait: a save, the end of the data, a lost
+member, a request to leave. Then all *meet*: each says at which step it is, and who is behind goes on until it has come
+to the newest one.
+
+A step is over when the loop asks for the next batch: until then other optimizers may step on the same one, and weights
+that are agreed on before would be equal no more. An operation in the loop's body may end the round earlier; what is
+stepped afterwards on the same batch begins the next one.
+
+A replica that meets is at a *place*: in the loop's body after its step, behind that, or in the body again, with a batch
+in hand. One that is at another place, though after the same step, does other things next. So places are what is
+compared, and a round ends at one of them. All replicas come through the same places in the same order; who comes to an
+operation that another has gone past will never be met there, which is an error.
+
+What a lost member should have run in the round, the others run before they agree, in as many steps more; so each sample
+of the round is used once, whoever is lost, and whenever. How far a replica has come weighs as much as the share of the
+round's samples that it has run. Buffers become the mean by the same weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import WorkerGroup, total
+from paceline.comm.sharded_tensors import local_part
+from paceline.errors import BadNumbersError, SyncError
+from paceline.plan import Gossip, LocalSGD, Plan
+from paceline.schedule.micro_batches import MicroBatch, deal
+from paceline.schedule.sample_order import mix
+from paceline.sync.allreduce.buckets import NamedParameter
+from paceline.sync.local.local_sgd import OuterStep, fragments_of
+from paceline.sync.local.weight_averaging import WeightAveraging
+from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.membership.consensus import Consensus
+from paceline.worker.state.prepared_models import PreparedModels
+from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.topology.parallel_groups import ParallelGroups
+
+__all__ = ["CommunicationRounds", "LoopPoint", "ReplicaVote", "RoundShare"]
+
+
+class LoopPoint(enum.IntEnum):
+    """Where in the loop a replica is after a step, in the order in which it comes there."""
+
+    STEPPED = 0  # in the loop's body, which has stepped on its batch, and may step on it once more
+    FOLLOWING = 1  # the loop has asked for the next batch: what is due after the step is done
+    WAITING = 2  # for the next batch, which may not come
+    IN_HAND = 3  # in the loop's body, with a batch that it has not stepped on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoundShare:
+    """What one replica runs of one step of the round."""
+
+    batch: StepBatch  # as this worker was given it
+    step: int
+    owner: int  # the replica's number
+    micros: tuple[MicroBatch, ...]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(micro.num_samples for micro in self.micros)
+
+
+class ReplicaVote:
+    """What a walk has in place of the run's agreement, where its replica takes steps by itself, or batches in
+    turns: nothing is asked of other replicas. That something cannot wait, all workers of the replica learn in the
+    walk's tally."""
+
+    def __init__(self, agreement: Consensus) -> None:
+        self._agreement = agreement
+        self.is_called = False  # to the other replicas
+
+    @property
+    def wants_change(self) -> bool:
+        return self._agreement.is_urgent
+
+    def change_is_due(self) -> None:
+        self.is_called = True
+
+    def vote(self) -> bool:
+        return True
+
+
+class CommunicationRounds:
+    """One worker's rounds. All workers of a replica come to each method at the same place."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        group: WorkerGroup,
+        axes: ParallelGroups,
+        agreement: Consensus,
+        by_itself: ReplicaVote,
+        models: PreparedModels,
+        weights_changed: Callable[[], None],
+    ) -> None:
+        """`weights_changed()`: what was made of a model's weights before is not of these."""
+        self.is_open = False  # this replica has taken steps that do not count yet
+        self.stand = LoopPoint.WAITING  # told by the loop; a newcomer comes to a batch as the others do
+        self._buffers = BufferAverager()
+        self._plan, self._group, self._axes, self._agreement, self._models = plan, group, axes, agreement, models
+        self._by_itself, self._weights_changed = by_itself, weights_changed
+        self._agreeing: Sequence[WeightAveraging] = ()
+        self._trained: frozenset[int] = frozenset()  # ids of the parameters that are agreed on
+        self._has_begun = False
+        self._fresh: list[int] = []  # steps after which nothing has been done yet of what may be due
+        self._portions: list[RoundShare] = []  # of the round, of all replicas, as they were dealt; this one's were run
+        self._more: dict[
+            int, list[MicroBatch]
+        ] = {}  # what this replica has run besides: of lost ones' portions, by number
+        self.is_left_behind = False  # a member was lost in the last agreement, when others had begun the next round
+        self._has_lost = False  # a member, in this round
+        self._ahead: int | None = None  # the place that another replica had come to when all met, and this one had not
+        self._end_at: int | None = None  # that one, or where all who met are to end the round
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replicas take steps by themselves."""
+        return self._plan.is_local
+
+    def lacks(self, trained: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of these parameters that are not agreed on yet."""
+        return [parameter for parameter in trained if id(parameter) not in self._trained]
+
+    def prepare(self, trained: Iterable[nn.Parameter]) -> Sequence[WeightAveraging]:
+        """Between two rounds: agree on all these parameters from now on. Returns who does it, where that is new."""
+        ids = frozenset(map(id, trained))
+        if not self.is_local or ids == self._trained:
+            return ()
+        self._trained = ids
+        self._agreeing = self._models.agree_by(self._made, ids)
+        for model in self._models:
+            if any(id(parameter) in ids for parameter in model.parameters()):
+                self._buffers.add(model)
+        return self._agreeing
+
+    def _made(
+        self, parameters: Sequence[NamedParameter], group: WorkerGroup, everybody: WorkerGroup
+    ) -> Sequence[WeightAveraging]:
+        """Who agree on these parameters."""
+        sync = self._plan.sync
+        if not isinstance(sync, LocalSGD):
+            raise ValueError(f"replicas under {sync!r} agree in each step")
+        return [
+            OuterStep(
+                some,
+                group=group,
+                everybody=everybody,
+                sync=sync,
+                wire=self._plan.wire,
+                seed=mix(self._plan.batch.seed, number) >> 1,
+                holders=self._models.holders(),
+            )
+            for number, some in enumerate(fragments_of(parameters, sync.fragments))
+        ]
+
+    def begin(self) -> None:
+        """A walk comes: where it is the round's first, the weights and buffers of now are those that all have."""
+        if self._agreeing and not self._has_begun and not self.is_open:
+            for one in self._agreeing:
+                one.begin()
+            self._buffers.begin()
+            self._has_begun = True
+
+    def stepped(self, batch: StepBatch) -> None:
+        """This replica has taken a step of its own, which waits for the round's end."""
+        self.stand = LoopPoint.STEPPED
+        if self.is_local:
+            self._models.stepped()
+            self._note(batch)
+
+    def stepped_again(self, batch: StepBatch) -> None:
+        """It has stepped on the same batch once more: where the round was ended in between, another one has begun."""
+        if self.is_local and not self.is_open:
+            self._note(batch)
+
+    def _note(self, batch: StepBatch) -> None:
+        self.is_open = True
+        if batch.step not in self._fresh:
+            self._fresh.append(batch.step)
+        self._count(batch)
+
+    def _count(self, batch: StepBatch) -> None:
+        """Add what all replicas were dealt of a step to what they have run in the round."""
+        self._portions += [
+            RoundShare(batch=batch, step=batch.step, owner=owner, micros=micros)
+            for owner, micros in batch.dealt.items()
+        ]
+
+    def advance(self) -> None:
+        """Where parts of what is agreed on travel meanwhile: send and take those whose turn comes with the fresh
+        steps."""
+
+    def is_over(self, is_save_due: Callable[[int], bool]) -> bool:
+        """Whether the round ends after the fresh steps, as far as this replica knows, equally on all of its workers.
+        Saves wait for its end."""
+        if not self.is_open or not isinstance(self._plan.sync, LocalSGD | Gossip):
+            return False
+        every, cannot_wait = self._plan.sync.num_round_steps, self._cannot_wait
+        return any(cannot_wait or step % every == 0 or self._place(step) == self._end_at for step in self._fresh)
+
+    @property
+    def _cannot_wait(self) -> bool:
+        """Whether the round is to end before its time: this replica is called, a member was lost in it, or too few are
+        left to take steps."""
+        return self._by_itself.is_called or self._has_lost or self._agreement.holds
+
+    def members_changed(self) -> None:
+        """The members are others."""
+        self._has_lost = self.is_open
+
+    def followed(self) -> None:
+        """What was due after the fresh steps has been done."""
+        self._fresh.clear()
+
+    def end(self, step: int, *, run_more: Callable[[RoundShare], None], is_wanted: bool = True) -> bool:
+        """Agree with the other replicas, where all have come to the same place, and one of them at least wants to;
+        returns whether. Elsewhere another may be further, and this one has to go on. `run_more(portion)` takes a step
+        on what a lost member should have run. Blocks."""
+        ends = self._meet(step, is_wanted=is_wanted) if self._agreeing else None
+        if ends is False and self.is_mixing_due(step):
+            self._mix(step)
+        if not ends:
+            return False
+
+        def agree() -> Callable[[], None]:
+            self._redistribute_lost(run_more)
+            self._buffers.capture_anew(self._num_own())
+            changed = list(map(float, self._buffers.changed()))
+            num_all = sum(portion.num_samples for portion in self._portions)  # whoever's they were, they were run
+            for one in self._agreeing:
+                changed = one.exchange(self._num_own() / num_all if num_all else 0.0, changed, step=step)
+            self._require_finite(self._agreeing, step)
+            return self._combined(changed, num_all)
+
+        generation = self._agreement.generation
+        settle = self._agreement.do(agree)
+        self.is_left_behind = self._agreement.generation != generation and self._agreement.is_behind
+        for one in self._agreeing:
+            one.take()
+        settle()
+        self._close()
+        return True
+
+    def _combined(self, changed: Sequence[float], num_samples: int) -> Callable[[], None]:
+        """Combine the buffers that changed in any replica, and return what sets them."""
+        is_changed = [count > 0 for count in changed]
+        return self._buffers.combine(is_changed, num_samples=num_samples, groups=[self._axes.expert_replica_group])
+
+    def _close(self) -> None:
+        """All have the same weights: the round is over."""
+        self._weights_changed()
+        self._portions.clear()
+        self._more.clear()
+        self.is_open = self._has_begun = self._has_lost = self._by_itself.is_called = False
+        self._end_at = self._ahead = None
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the mean of all replicas' weights and buffers in the models, in a round: with the weights that they have
+        in an agreement. All must call it; what was there comes back afterwards. Raises Disrupted."""
+        if not self.is_open:
+            yield
+            return
+        live = [local_part(anchored) for anchored in self._models.agreed_on()]
+        live += [buffer for buffer in self._buffers.floating() if not buffer.is_meta]
+        kept = [tensor.clone() for tensor in live]
+        try:
+            _average(live, share=self._share(), group=self._axes.expert_replica_group)
+            self._weights_changed()
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(live, kept, strict=True):
+                    tensor.copy_(before)
+            self._weights_changed()
+
+    def _share(self) -> float:
+        """How much this replica has run, of what all that are present have. In the middle of a round the others have
+        not run yet what lost ones should have."""
+        replicas = self.replicas()
+        num_here = sum(portion.num_samples for portion in self._portions if portion.owner in replicas)
+        return self._num_own() / num_here if num_here else 1 / len(replicas)
+
+    def _num_own(self) -> int:
+        dealt = sum(portion.num_samples for portion in self._portions if portion.owner == self._own)
+        return dealt + sum(micro.num_samples for micros in self._more.values() for micro in micros)
+
+    def is_mixing_due(self, step: int) -> bool:
+        """Whether this replica, in the middle of a round, is to come together with others after this step."""
+        return False
+
+    def _mix(self, step: int) -> None:
+        """All have come to the same step, and nobody wants the round to end."""
+
+    def end_of_data(self, step: int) -> None:
+        """The data has ended here: raise SyncError where it goes on elsewhere, as only an iterable's can. Blocks."""
+        if not self._agreeing:
+            return
+        if not self.is_open:  # otherwise all have met just now
+            self._meet(step, is_wanted=False)
+        if self._ahead is not None:
+            raise SyncError(
+                f"the data has ended here after step {step}, and another replica has come to {_told(self._ahead)}: an "
+                "iterable dataset must give the same items in the same order on every worker. Seed it, sort its "
+                "files, and do not split it by worker yourself"
+            )
+
+    def require_nobody_ahead(self, step: int) -> None:
+        """This replica has come to an operation of all, and met: raise SyncError where another has gone past it."""
+        if self._ahead is not None:
+            raise SyncError(
+                "this replica has come to something that all do together (a save, an evaluation, the function's end, "
+                f"...) after step {step}, and another one has gone past that place, to {_told(self._ahead)}: all must "
+                "leave the loop after the same step, and do the same things in it. The loss that step(batch) returns "
+                f"under {self._plan.sync!r} is that of this replica's samples: decide by worker.average(loss)"
+            )
+
+    def _place(self, step: int) -> int:
+        """The place after this step where this replica is."""
+        return step * len(LoopPoint) + self.stand
+
+    def _meet(self, step: int, *, is_wanted: bool) -> bool | None:
+        """Come together with those who want the round to end, and those who do an operation in it: these cannot tell
+        who else does what. Returns whether it ends; None: others are further.
+
+        Where it does not end, this replica is not called any more: the next walk's tally says it again. Where somebody
+        would have it end, and all are in the loop's body, it ends when the loop asks for the next batch."""
+        place = self._place(step)
+
+        def look() -> tuple[list[int], bool, bool, bool]:
+            places = [0.0] * self._group.size
+            places[self._group.index] = float(place)
+            # What decides is told: who is past this when a member is lost does not know of that what the others do.
+            is_urgent = self._cannot_wait or place == self._end_at
+            asks = [float(is_wanted), float(is_urgent), float(self._agreement.wants_change)]
+            *found, wanted, urgent, wishes = total(self._group, [*places, *asks], what="a round's end")
+            return list(map(int, found)), wanted > 0, urgent > 0, wishes > 0
+
+        while True:
+            places, ends, is_urgent, is_change_due = self._agreement.do(look)
+            newest = max(places)
+            if place < newest:
+                self._end_at = self._ahead = newest
+                self._by_itself.is_called = False
+                return None
+            if min(places) == newest:
+                break
+        self._ahead = None
+        ends = ends or (is_urgent and self.stand == LoopPoint.FOLLOWING)
+        if is_urgent and not ends:
+            self._end_at = (step + (self.stand == LoopPoint.IN_HAND)) * len(LoopPoint) + LoopPoint.FOLLOWING
+        if ends and is_change_due:
+            self._agreement.change_is_due()
+        if not ends:
+            self._by_itself.is_called = False
+        return ends
+
+    def _redistribute_lost(self, run_more: Callable[[RoundShare], None]) -> None:
+        """Deal what lost members have run, or should have, to those who are left, and run this replica's part.
+
+        More may be lost while some do, and others have not begun: what somebody who is left says that he has run is
+        done, and all else is dealt anew.
+        """
+        replicas = self.replicas()
+        lost = [(number, one) for number, one in enumerate(self._portions) if one.owner not in replicas]
+        if not lost:
+            return
+        known = self._group.gather_objects(
+            [(number, micro.index) for number, micros in self._more.items() for micro in micros]
+        )
+        done = {one for told in known for one in told}
+        for number, portion in lost:
+            left = [micro for micro in portion.micros if (number, micro.index) not in done]
+            part = deal(len(left), len(replicas))[replicas.index(self._own)]
+            if part:
+                micros = left[part.start : part.stop]
+                run_more(dataclasses.replace(portion, owner=self._own, micros=tuple(micros)))
+                self._more.setdefault(number, []).extend(micros)
+
+    def _require_finite(self, agreeing: Iterable[WeightAveraging], step: int) -> None:
+        """Raise BadNumbersError, on all workers, where what was summed is not finite on any. All must call it."""
+        is_broken = not all(one.sums.is_finite() for one in agreeing)
+        if self._axes.is_split:  # each has looked at its own parts
+            is_broken = total(self._group, [float(is_broken)], what="whether weights are finite")[0] > 0
+        if is_broken:
+            raise BadNumbersError(
+                f"step {step}: how far the replicas have moved is not finite, so the weights of one of them are "
+                "broken. Start again with the same run_dir, which goes on from the newest checkpoint, with a lower "
+                "learning rate or with clip_norm"
+            )
+
+    @property
+    def _own(self) -> int:
+        """This replica's number."""
+        return self._agreement.rank // self._plan.layout.workers_each
+
+    def replicas(self) -> list[int]:
+        """The numbers of the replicas that take part, in the order in which shares are dealt."""
+        return list(dict.fromkeys(rank // self._plan.layout.workers_each for rank in self._agreement.ranks))
+
+
+def _told(place: int) -> str:
+    step, stand = divmod(place, len(LoopPoint))
+    return f"the batch after step {step}" if stand == LoopPoint.IN_HAND else f"step {step}"
+
+
+@torch.no_grad()
+def _average(tensors: Sequence[Tensor], *, share: float, group: WorkerGroup) -> None:
+    """Replace tensors by their sum over a group, each member's times its `share`; all must have the same; blocks."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for some in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in some]).mul_(share)
+        group.all_reduce(flat, what="the mean of all replicas' weights").wait()
+        for tensor, mean in zip(some, flat.split([one.numel() for one in some]), strict=True):
+            tensor.copy_(mean.view_as(tensor))

@@ -1,0 +1,295 @@
+"""The books of the steps: which batches are under way, which are committed, and what is told of them.
+
+A stream has one batch under way at a time; several streams may be interleaved. A step gets its number when it is walked
+over, is committed by the optimizer's step, and is told (as StepDone) when the loop asks for the stream's next batch, or
+before the next step is committed: numbers and events are in order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from paceline.events import Reported, StepDone, Warned
+from paceline.sync.allreduce.buckets import SentBytes
+from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.data.stream_position import StreamPosition
+from paceline.worker.loop.communication_rounds import CommunicationRounds
+from paceline.worker.record.run_files import RunFiles
+from paceline.worker.step.gradient_pass import StepOutcome
+
+__all__ = ["PendingStep", "StepLog"]
+
+NAMED_AT_MOST = 8
+SKIPS_REPORTED, SKIPS_ALLOWED = 3, 100  # steps in a row without finite gradients
+
+
+class PendingStep:
+    """What is known of a batch that is under way."""
+
+    def __init__(self, batch: StepBatch, cursor: StreamPosition) -> None:
+        self.batch, self.cursor = batch, cursor
+        self.outcome: StepOutcome | None = None  # of the first walk that called backward
+        self.metrics: dict[str, Tensor | float] = {}
+        self.is_committed = self.is_told = False
+        self.compute_s = self.communication_s = self.optimizer_s = 0.0
+        self.agreed_at = time.perf_counter()
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.outcome is None or not (self.outcome.is_taken or self.outcome.is_idle or self.outcome.is_late)
+
+
+class StepLog:
+    """Keeps count for one worker. `num_bytes_sent()` went to others so far, `wire_bytes()` of it to other replicas."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        num_bytes_sent: Callable[[], int],
+        wire_bytes: Callable[[], SentBytes],
+        *,
+        is_elastic: bool,
+        add_work: Callable[[int, Mapping[str, float]], None],
+        counts: bool,
+        recovery_s: Callable[[], float],
+        rounds: CommunicationRounds,
+        is_alone: bool = False,
+    ) -> None:
+        """`is_alone`: no other worker takes part in this one's steps. `counts`: whether this worker's word does; others
+        may run the same micro-batches. `recovery_s()` is what changes of the members have cost so far. `rounds` hears
+        which steps are committed here."""
+        self.step = 0  # committed steps, of all attempts
+        self.latest: PendingStep | None = None  # the batch that was handed out or walked over last
+        self._files, self._num_bytes_sent, self._is_elastic = files, num_bytes_sent, is_elastic
+        self._counts, self._is_alone = counts, is_alone
+        self._add_work = add_work  # of micro-batches, and the seconds of a step: for whoever looks for stragglers
+        self._open: dict[str, PendingStep] = {}  # by stream
+        self._num_batches = self._num_skips = 0
+        self._recovery_s, self._recovery_told_s = recovery_s, 0.0
+        self._told_at, self._bytes_told = time.perf_counter(), 0
+        self._wire_bytes, self._wire_told = wire_bytes, SentBytes()
+        self._warned: set[str] = set()
+        self._rounds = rounds
+        self.told: StepDone | None = None  # the last step
+
+    def plain(self) -> dict[str, int]:
+        """The counts, for a newcomer, which begins with the batch that is under way here."""
+        under_way = sum(not step.is_committed for step in self._open.values())
+        return {"step": self.step, "batches": self._num_batches - under_way, "skips": self._num_skips}
+
+    def fill(self, counts: Mapping[str, int]) -> None:
+        """Count on from a member's counts."""
+        self.step, self._num_batches, self._num_skips = counts["step"], counts["batches"], counts["skips"]
+
+    def open(self, batch: StepBatch, cursor: StreamPosition) -> None:
+        """A stream hands out a batch."""
+        self._num_batches += 1
+        batch.serial = self._num_batches
+        self.latest = self._open[batch.stream] = PendingStep(batch, cursor)
+
+    def begin_pass(self, batch: StepBatch) -> PendingStep:
+        """A walk over a batch begins: it gets the number of the next step, unless it is committed already."""
+        step = self._of(batch)
+        if not step.is_committed:
+            batch.step = self.step + 1
+        self.latest = step
+        return step
+
+    def end_pass(self, step: PendingStep, outcome: StepOutcome, *, names_unused: bool) -> None:
+        """All workers have agreed."""
+        step.communication_s += outcome.communication_s
+        step.agreed_at = time.perf_counter()
+        if outcome.is_empty:
+            return
+        step.outcome = step.outcome or outcome
+        if outcome.is_idle or outcome.is_late:
+            return
+        self._count_skips(step.batch.step, outcome)
+        if outcome.finite and math.isnan(outcome.loss):
+            self.warn(f"step {step.batch.step}: the loss is not a number (a total count of 0?)")
+        if outcome.unused and names_unused:
+            shown = ", ".join(sorted(outcome.unused)[:NAMED_AT_MOST])
+            more = len(outcome.unused) - NAMED_AT_MOST
+            more_text = f" and {more} more" if more > 0 else ""
+            text = f"these parameters got no gradient from any worker and stay as they are: {shown}{more_text}"
+            self.warn(text, once="unused")
+
+    def _count_skips(self, number: int, outcome: StepOutcome) -> None:
+        """Say that a step is skipped, a few times in a row; a run that only skips has lost its weights, and ends. With
+        a guard of its own the plan says more, and other limits."""
+        if outcome.spike is not None:
+            return
+        self._num_skips = 0 if outcome.finite else self._num_skips + 1
+        if 0 < self._num_skips <= SKIPS_REPORTED:
+            more = "; further ones in a row are not told" if self._num_skips == SKIPS_REPORTED else ""
+            who = "by this replica" if self._rounds.is_local else "on all workers"
+            text = f"step {number} was skipped {who}: its gradients are not finite (loss {outcome.loss:.4g})"
+            if outcome.broken:
+                text += f", that of {outcome.broken} first in backward"
+            self.warn(text + more)
+        if self._num_skips >= SKIPS_ALLOWED:
+            raise RuntimeError(
+                f"the gradients of {SKIPS_ALLOWED} steps in a row were not finite (loss {outcome.loss:.4g}): the "
+                "weights, the "
+                "data or the loss are broken. Lower the learning rate, clip (clip_norm=1.0), or look at the "
+                "first skipped step"
+            )
+
+    def commit(self, batch: StepBatch) -> None:
+        """The weights have changed (or the step is skipped): the batch is done."""
+        step = self._of(batch)
+        now = time.perf_counter()
+        step.optimizer_s += now - step.agreed_at
+        step.agreed_at = now
+        if step.is_committed:
+            self._rounds.stepped_again(batch)
+        elif step.outcome is not None:
+            self._commit(step)
+
+    def end(self, stream: str) -> None:
+        """The loop asks for the stream's next batch, so no optimizer will step for this one any more: it is done."""
+        step = self._open.get(stream)
+        if step is not None and not step.is_committed:
+            self.warn(
+                f"no prepared optimizer stepped for batch {step.batch.serial}: its samples count as used, its "
+                "gradients "
+                "are dropped. Prepare the optimizer and call optim.step() for every batch; to accumulate, use a larger "
+                "Batch(size=...)",
+                once="unstepped",
+            )
+            step.outcome = None
+            self._commit(step)
+
+    def close(self, stream: str) -> None:
+        """Everything that belongs to the stream's batch has been done."""
+        self.end(stream)
+        step = self._open.pop(stream, None)
+        if step is None:
+            return
+        self._tell(step)
+        if self.latest is step:
+            self.latest = None
+
+    def leave(self, stream: str | None = None) -> None:
+        """Loops (or one) were left early, or in an error: tell what was committed, and forget the rest."""
+        for name in [stream] if stream is not None else list(self._open):
+            step = self._open.pop(name, None)
+            if step is not None and step.is_committed:
+                self._tell(step)
+            if self.latest is step:
+                self.latest = None
+
+    def is_committed(self, stream: str) -> bool:
+        """Whether the batch of a stream that was handed out last is done."""
+        step = self._open.get(stream)
+        return step is not None and step.is_committed
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Note values of the latest batch; between batches they are told at once."""
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        if self.latest is not None:
+            self.latest.metrics.update(values)
+        else:
+            numbers = {name: float(value) for name, value in values.items()}
+            self._files.emit(Reported(step=self.step, metrics=numbers))
+
+    def warn(self, text: str, *, once: str | None = None) -> None:
+        """Warn; with `once` only the first time for that key."""
+        if once is None or once not in self._warned:
+            self._warned.add(once or "")
+            self._files.emit(Warned(text=text))
+
+    def _of(self, batch: StepBatch) -> PendingStep:
+        step = self._open.get(batch.stream)
+        if step is None or step.batch is not batch:
+            raise RuntimeError(
+                f"{batch} is over: the loop has asked for the next batch of stream {batch.stream!r}, or was left. "
+                "step(batch) belongs inside the loop"
+            )
+        return step
+
+    def _commit(self, step: PendingStep) -> None:
+        for other in self._open.values():
+            if other.is_committed and not other.is_told:
+                self._tell(other)
+        batch = step.batch
+        self.step += 1
+        batch.step = self.step
+        step.is_committed = True
+        step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
+        micros = batch.micros if self._counts else ()
+        self._rounds.stepped(batch)
+        if step.outcome is not None and step.outcome.is_late:
+            return  # it is in the ledgers of those who took it
+        self._files.ledger.committed(
+            batch,
+            micros,
+            step=batch.step,
+            skipped=step.is_skipped and not self._rounds.is_open,  # there it is this replica alone
+            is_whole=self._is_elastic or self._is_alone or batch.chosen is not None,
+            waits=self._rounds.is_open,
+        )
+
+    def _tell(self, step: PendingStep) -> None:
+        if step.is_told:
+            return
+        step.is_told = True
+        batch, outcome = step.batch, step.outcome
+        now, num_bytes, wire = time.perf_counter(), self._num_bytes_sent(), self._wire_bytes()
+        if self._files.capture is not None and outcome is not None:
+            self._files.capture.loss(batch.step, outcome.loss)
+        seconds = {
+            "data": batch.data_s,
+            "compute": step.compute_s,
+            "communication": step.communication_s,
+            "optimizer": step.optimizer_s,
+            "total": now - self._told_at,
+        }
+        recovery_s = self._recovery_s()
+        if recovery_s > self._recovery_told_s:
+            seconds["recovery"] = recovery_s - self._recovery_told_s
+            self._recovery_told_s = recovery_s
+        self._add_work(len(batch), seconds)
+        self.told = StepDone(
+            step=batch.step,
+            epoch=batch.epoch,
+            num_samples=batch.num_samples,
+            loss=None if outcome is None or outcome.is_idle else outcome.loss,
+            num_here=None if batch.num_here == batch.num_samples else batch.num_here,
+            metrics={name: float(value) for name, value in step.metrics.items() if not _is_on_another_stage(value)},
+            seconds=seconds,
+            skipped=step.is_skipped,
+            num_bytes_sent=num_bytes - self._bytes_told,
+            num_wire_bytes=wire.num_sent - self._wire_told.num_sent,
+            num_raw_bytes=wire.num_raw - self._wire_told.num_raw,
+            noise_scale=None if outcome is None else outcome.noise_scale,
+            alone=self._is_alone,
+            num_dropped=sum(micro.num_samples for micro in batch.dropped),
+            late=outcome is not None and outcome.is_late,
+        )
+        self._files.emit(self.told)
+        self._told_at, self._bytes_told, self._wire_told = now, num_bytes, wire
+
+
+def _is_on_another_stage(value: Tensor | float) -> bool:
+    """Whether another worker has the number: what is reported inside of a forward in stages, the last one knows."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _number(name: str, value: Any) -> Tensor | float:
+    """The value as it is now; tensors stay on their device, so that nothing waits for it."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"worker.report({name}=...) got a tensor of shape {list(value.shape)}; report single numbers"
+            )
+        return value.detach().reshape(()).clone()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"worker.report({name}={value!r}): report numbers, or tensors of one element") from None

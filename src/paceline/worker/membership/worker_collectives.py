@@ -1,0 +1,184 @@
+"""What the workers of a run tell each other on the script's behalf: means, values, and that all have come to a place.
+
+Everybody takes part, between two steps: inside of one others may have more or fewer micro-batches, and would be in
+another collective. Who comes later has not been there for what was told before the first loop over batches: it is given
+the results, as the others had them (`SetupReplay`).
+
+What all workers do together before the first step, kept for those who come later.
+
+A newcomer runs the same program from its first line, but the others are far beyond. What their gathers, broadcasts,
+averages and evaluations returned before their first loop over batches is on the board, and a newcomer's calls return
+that.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.group import WorkerGroup
+from paceline.errors import SyncError
+from paceline.worker.membership.consensus import Consensus
+
+__all__ = ["SetupReplay", "WorkerCollectives"]
+
+T = TypeVar("T")
+
+
+class WorkerCollectives:
+    """One worker's part in it. `is_in_step()`: a walk over a batch is under way."""
+
+    def __init__(
+        self,
+        *,
+        group: WorkerGroup,
+        agreement: Consensus,
+        prelude: SetupReplay,
+        device: torch.device,
+        is_in_step: Callable[[], bool],
+        is_apart: Callable[[], bool] = lambda: False,
+        catch_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`is_apart()`: workers do not do the same things in the same order at present. `catch_up()` is called by all
+        at the beginning of each operation, and gives them the same weights."""
+        self._is_apart, self._catch_up = is_apart, catch_up
+        self._group, self._agreement, self._prelude = group, agreement, prelude
+        self._device, self._is_in_step = device, is_in_step
+
+    def begin_steps(self, *, keeps: bool) -> None:
+        """The first loop over batches begins. A newcomer is taken in here, and has a member's state then.
+
+        `keeps`: what this worker does is kept in memory that outlives it.
+        """
+        if self._prelude.is_over:
+            return
+        self._agreement.begin_steps(keeps=keeps)
+        self._prelude.end(self._group.index == 0)
+
+    def together(self, operation: Callable[[], T]) -> T:
+        """Do an operation of all workers. Newcomers take the results of those before the first loop from the others."""
+        self._agreement.rejoin_group()
+        if self._agreement.is_newcomer:
+            return self._prelude.next()
+
+        def caught_up() -> T:
+            self._catch_up()
+            return operation()
+
+        value = self._agreement.run(caught_up)
+        self._prelude.note(value)
+        return value
+
+    def require_between_steps(self, what: str) -> None:
+        """Raise RuntimeError inside a step."""
+        if self._is_in_step():
+            raise RuntimeError(f"{what} was called inside a step (a walk over a batch); call it between steps")
+
+    def require_together(self, what: str) -> None:
+        """Raise RuntimeError where not all workers would come to it: inside a step, or where batches are dealt."""
+        self.require_between_steps(what)
+        if self._is_apart():
+            raise RuntimeError(
+                f"{what} was called in a loop over batches under ParameterServer(staleness=...) or (drop=...): "
+                "replicas take different numbers of batches there, so not all would come to it. Call it before or "
+                "after the loop"
+            )
+
+    def average(self, value: Tensor | float) -> Tensor:
+        """Return the mean of a tensor or number over all workers."""
+        self.require_together("worker.average()")
+        if isinstance(value, Tensor):
+            tensor = value.detach().clone()
+        else:
+            tensor = torch.tensor(value, dtype=torch.float64, device=self._device)
+
+        def mean() -> Tensor:
+            total = tensor.clone()
+            self._group.all_reduce(total, what="worker.average").wait()
+            return total / self._group.size
+
+        return self.together(mean)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every worker's value, in the order of their ranks."""
+        self.require_together("worker.gather()")
+        return self.together(lambda: self._group.gather_objects(value))
+
+    def broadcast(self, value: T, *, source: int | None) -> T:
+        """Return the value of the worker whose rank is `source` (None: of the first one). ValueError, on all workers,
+        where there is no such worker (any more)."""
+        self.require_together("worker.broadcast()")
+
+        def send() -> T:
+            ranks = self._agreement.ranks  # each time: when it is done again, the members are others
+            if source is not None and source not in ranks:
+                raise ValueError(
+                    f"worker.broadcast(source={source}): there is no worker {source}; present are {_listed(ranks)}. "
+                    "Without `source` the first of them sends"
+                )
+            return self._group.broadcast_object(value, source=0 if source is None else ranks.index(source))
+
+        return self.together(send)
+
+    def wait(self) -> None:
+        """Return when all workers have come here."""
+        self.require_together("worker.wait()")
+        self.together(self._group.barrier)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+KEY = "paceline/prelude"
+MAX_BYTES = 4 << 20  # bytes, of all values together: they travel in one message
+
+
+class SetupReplay:
+    """The results of one worker's calls, in their order; `store` is None where nobody can come later."""
+
+    def __init__(self, store: dist.Store | None) -> None:
+        self.is_over = False
+        self._store = store
+        self._values: list[Any] = []
+        self._num_taken = 0
+        self._is_read = False
+
+    def note(self, value: Any) -> None:
+        """Keep a result, until the first loop begins."""
+        if self._store is not None and not self.is_over:
+            self._values.append(value)
+
+    def next(self) -> Any:
+        """For a newcomer: what this call returned to the others."""
+        if self._store is None:
+            raise SyncError("there is no board to learn from what was done before this worker came")
+        if not self._is_read:
+            self._store.wait([KEY])
+            self._values = torch.load(io.BytesIO(base64.b64decode(self._store.get(KEY))), weights_only=False)
+            self._is_read = True
+        self._num_taken += 1
+        if self._num_taken > len(self._values):
+            raise SyncError(
+                "this worker joins a run whose members exchanged more than "
+                f"{MAX_BYTES >> 20} MiB by worker.gather(), worker.broadcast() and the like before their first step, "
+                "or fewer values than it asks for: compute large values on each worker instead of sending them"
+            )
+        return self._values[self._num_taken - 1]
+
+    def end(self, is_first: bool) -> None:
+        """The first loop begins (or another worker has become the first): the first worker leaves the results."""
+        self.is_over = True
+        if is_first and self._store is not None:
+            stream = io.BytesIO()
+            torch.save(self._values, stream)
+            if stream.tell() > MAX_BYTES:
+                stream = io.BytesIO()
+                torch.save([], stream)
+            self._store.set(KEY, base64.b64encode(stream.getvalue()).decode())

@@ -1,0 +1,113 @@
+"""What a worker leaves behind when it fails: error.json, for whoever explains the failure to the user."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.comm.messages.json_channel import ChannelClosed
+from paceline.errors import PacelineError, PlanError, SyncError
+from paceline.plan.job import ERROR_SPARE, Assignment
+
+__all__ = ["is_peer_failure", "release_error_space", "reserve_error_space", "write_error"]
+
+PEER_GONE = re.compile(
+    r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
+)
+TORCH_SAYS = re.compile(r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore")  # in a plain RuntimeError of torch.distributed
+LONG, TALL = 4000, 60  # characters and lines of one message that are kept; stderr.log has all of it
+SPARE_BYTES = 8192  # of a file that is written over when the disk is full
+
+
+def write_error(error: BaseException, assignment: Assignment, *, step: int) -> None:
+    """Write error.json, once: the first error of a worker is the one that counts. Says on stderr when it cannot."""
+    path = Path(assignment.worker_dir) / "error.json"
+    if path.exists():
+        return
+    fields = {
+        "kind": type(error).__name__,
+        "message": _short(_message(error)),
+        "traceback": "".join(map(_short, traceback.format_exception(error))),
+        "worker": assignment.rank,
+        "host": assignment.host,
+        "pid": os.getpid(),
+        "step": step,
+        "time": time.time(),
+        "usage": isinstance(error, PlanError),
+        "echo": is_peer_failure(error),
+        "says_all": isinstance(error, PacelineError) and not isinstance(error, SyncError),
+    }
+    temporary = path.with_suffix(".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(fields), encoding="utf-8")
+        temporary.rename(path)
+    except OSError as problem:
+        _write_over_spare(path, fields, problem)
+    finally:
+        with contextlib.suppress(OSError):  # the disk is out of order, and that is told
+            temporary.unlink(missing_ok=True)
+    release_error_space(path.parent)
+
+
+def reserve_error_space(worker_dir: Path) -> None:
+    """Take the disk space that error.json may need, while there is some: a full disk is the error that it tells of."""
+    (worker_dir / ERROR_SPARE).write_bytes(b" " * SPARE_BYTES)
+
+
+def release_error_space(worker_dir: Path) -> None:
+    """Give the space back."""
+    with contextlib.suppress(OSError):  # a hidden file of a few blocks is left
+        (worker_dir / ERROR_SPARE).unlink(missing_ok=True)
+
+
+def _write_over_spare(path: Path, fields: dict[str, Any], problem: OSError) -> None:
+    """Write the error without its traceback into blocks that the spare file has already."""
+    short = {**fields, "message": str(fields["message"])[: SPARE_BYTES // 8], "traceback": ""}
+    spare = path.parent / ERROR_SPARE
+    try:
+        with open(spare, "r+b") as file:
+            file.write(json.dumps(short).encode()[:SPARE_BYTES])
+            file.truncate()
+        spare.rename(path)
+    except OSError:  # the error itself goes on to stderr.log, where that can be written
+        with contextlib.suppress(OSError):
+            print(f"paceline: {path} could not be written: {problem}", file=sys.stderr)
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether the error only says that a peer went away: the peer's own error is the one to show."""
+    message = _message(error)
+    is_ours = isinstance(error, (SyncError, ChannelClosed, dist.DistError)) or (
+        type(error) is RuntimeError and TORCH_SAYS.search(message) is not None
+    )  # and not a connection of the user's own
+    return is_ours and PEER_GONE.search(message) is not None
+
+
+def _message(error: BaseException) -> str:
+    """`str(error)`, also where the user's own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception as failure:  # it is the user's code, and the error that is being told matters more
+        return f"(its __str__ failed: {type(failure).__name__})"
+
+
+def _short(text: str) -> str:
+    """A text without its middle where it is long."""
+    lines = text.splitlines(keepends=True)
+    if len(lines) > TALL:
+        half = TALL // 2
+        text = f"{''.join(lines[:half])}... ({len(lines) - 2 * half:,} lines left out)\n{''.join(lines[-half:])}"
+    if len(text) > LONG:
+        half = LONG // 2
+        text = f"{text[:half]} ... ({len(text) - 2 * half:,} characters left out) ... {text[-half:]}"
+    return text

@@ -1,0 +1,241 @@
+"""Run a script up to its first loop in one process, without peers, to look at what it prepares: `inspect_script`.
+
+The script's `paceline.run(train)` gives `train` a `InspectionWorker` in place of a worker. What it prepares is looked
+at for the whole layout; what would need other workers is answered as if there were one; the first call that trains or
+measures ends it. Models are made without the memory of their weights. Where the script does not stand that, because it
+looks into them, it is run a second time with real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline import config
+from paceline.errors import PlanError, Reason
+from paceline.parallel.check.memory_estimate import MemoryEstimate, estimate_memory
+from paceline.parallel.check.model_check import check_model
+from paceline.parallel.check.model_hints import ModelHints
+from paceline.parallel.check.remarks import Remark, remarks
+from paceline.parallel.meta.fake_weights import fake_weights, filled_weights
+from paceline.parallel.precision import convert
+from paceline.parallel.sample_input import as_sample, guess_sample
+from paceline.plan import Job, Plan
+
+__all__ = ["InspectionReport", "InspectionWorker", "inspect_script"]
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+PACKAGE = "paceline"  # by name: its door is above this room
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class InspectionReport:
+    """What came of it: refusals of the plan and of all models, remarks, and what each worker would hold."""
+
+    plan: Plan
+    workers: int
+    refusals: list[Reason] = dataclasses.field(default_factory=list[Reason])
+    remarks: list[Remark] = dataclasses.field(default_factory=list[Remark])
+    sizes: dict[str, list[MemoryEstimate]] = dataclasses.field(
+        default_factory=dict[str, list[MemoryEstimate]]
+    )  # by model
+
+
+def inspect_script(
+    script: Path, *, args: Sequence[str], plan: Plan | None, overrides: Sequence[str], workers: int | None
+) -> InspectionReport:
+    """Run `script` as far as it prepares, and return what was found.
+
+    `plan` and `workers` are the command's, which count before the script's own. Raises PlanError where the script never
+    calls paceline.run, and whatever it raises itself, with real weights.
+    """
+    try:
+        with fake_weights():
+            return _run(script, args, plan=plan, overrides=overrides, workers=workers, fill=filled_weights)
+    except PlanError:
+        raise
+    except Exception as error:  # the user's code, which is run again: an error that stays comes out there
+        found = _run(script, args, plan=plan, overrides=overrides, workers=workers, fill=None)
+        first = str(error).strip().partition("\n")[0]
+        what = (
+            f"its weights were made for this look, since without them the script raises {type(error).__name__}: {first}"
+        )
+        found.remarks.insert(0, Remark(module=script.name, what=what))
+        return found
+
+
+class _InspectionDone(BaseException):
+    """All models of the script are prepared: it has been seen."""
+
+
+class InspectionWorker:
+    """Stands where a script has its worker: looks at what is prepared, and ends the script where it would train.
+
+    It answers as worker 0 of the layout. Public names are those of `Worker`.
+    """
+
+    def __init__(self, findings: InspectionReport, *, fill: Callable[[nn.Module], Any] | None) -> None:
+        """`fill`: how a model without weights is made to run; None: it has them."""
+        self.rank = self.replica = self.step = 0
+        self.is_first, self.device, self.host = True, CPU, "localhost"
+        self.plan, self.workers = findings.plan, findings.workers
+        self._findings, self._fill = findings, fill
+        self._models: dict[str, tuple[nn.Module, Any]] = {}  # by name, with its look
+        self._optimizers: list[Optimizer] = []
+
+    def prepare(self, thing: T, *, name: str | None = None, **hints: Any) -> T:
+        """Look at a model, or note an optimizer; returns it unchanged. `hints`: those of `Worker.prepare`."""
+        if isinstance(thing, nn.Module):
+            self._look(thing, name, ModelHints(**hints))
+        elif isinstance(thing, Optimizer):
+            self._optimizers.append(thing)
+        return thing
+
+    def stepper(self, model: Any, *args: Any, **kwargs: Any) -> Callable[[Any], NoReturn]:
+        """Return what ends the script when it is called."""
+        if self.plan.layout.stages > 1 and not isinstance(model, nn.Module) and len(model) > 1:
+            what = f"A stepper over {len(model)} models under Layout(stages=...): one pipeline is of one model."
+            remedy = "Make a stepper for each, or one module of all that are trained together."
+            self._findings.refusals.append(Reason(module="worker.stepper", what=what, remedy=remedy))
+        return self._end
+
+    def report(self, **metrics: Any) -> None:
+        """Nothing is reported."""
+
+    def save(self) -> None:
+        """Nothing is saved."""
+
+    def restore(self, path: str | None = None) -> int:
+        """Nothing is restored."""
+        return 0
+
+    def wait(self) -> None:
+        """There is nobody to wait for."""
+
+    def average(self, value: Tensor | float) -> Tensor:
+        """Return the value as it is."""
+        return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value as often as there are workers."""
+        return [value] * self.workers
+
+    def broadcast(self, value: T, *, source: int | None = None) -> T:
+        """Return the value as it is."""
+        return value
+
+    def batches(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """End the script."""
+        self._end()
+
+    evaluate = backward = clip_gradients = batches
+
+    def close(self) -> None:
+        """The script has come to its end, or to its first loop: count what workers would hold."""
+        for name, (model, look) in self._models.items():
+            if look.errors:
+                continue  # nobody will hold anything of it
+            own = {id(one) for one in model.parameters()}
+            optimizers = [
+                one for one in self._optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])
+            ]
+            self._findings.sizes[name] = estimate_memory(model, look, self.plan, optimizers)
+
+    def _end(self, *_: Any) -> NoReturn:
+        raise _InspectionDone
+
+    def _look(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:
+        full = name or ("model" if not self._models else f"model_{len(self._models) + 1}")
+        convert(model, self.plan.compute.precision)
+        look = check_model(model, self.plan, device=CPU, hints=hints, fill=self._fill)
+        self._findings.refusals += look.refusals
+        with self._fill(model) if self._fill is not None else contextlib.nullcontext():
+            known = look.sample
+            if known is None and not look.errors:
+                known = as_sample(hints.sample) if hints.sample is not None else None
+                with contextlib.suppress(PlanError):  # this layout needs none
+                    known = known or guess_sample(model, size=1)
+            if not look.errors or known is not None:
+                self._findings.remarks += remarks(model, look, self.plan.layout, sample=known)
+        self._models[full] = model, look
+
+
+def _run(
+    script: Path,
+    args: Sequence[str],
+    *,
+    plan: Plan | None,
+    overrides: Sequence[str],
+    workers: int | None,
+    fill: Callable[[nn.Module], Any] | None,
+) -> InspectionReport:
+    """Run the script once, as `python script.py` would, with a Looker."""
+    seen: list[InspectionReport] = []
+    command_plan = plan
+
+    def run(function: Callable[[Any], Any], *, plan: Plan | str | None = None, **job: Any) -> NoReturn:
+        own = command_plan.layout.workers if command_plan is not None else None
+        findings = _findings(command_plan or plan, overrides, workers or own or job.get("workers"))
+        seen.append(findings)
+        config.read(Job, {key: value for key, value in job.items() if value is not None})
+        looker = InspectionWorker(findings, fill=fill)
+        with contextlib.suppress(_InspectionDone):
+            function(looker)
+        looker.close()
+        raise _InspectionDone
+
+    with _run_replaced(run), _as_program(script, args), contextlib.suppress(_InspectionDone):
+        runpy.run_path(str(script), run_name="__main__")
+    if not seen:
+        raise PlanError(
+            f"{script} ended without calling paceline.run(...): there is nothing to look at. "
+            'End the script with: if __name__ == "__main__": paceline.run(train)'
+        )
+    return seen[0]
+
+
+def _findings(plan: Plan | str | None, overrides: Sequence[str], workers: int | None) -> InspectionReport:
+    """The plan as it would be on so many workers, and every rule that it breaks."""
+    wanted = Plan.parse(plan) if isinstance(plan, str) else plan or Plan()
+    wanted = config.apply(wanted, *overrides) if overrides else wanted
+    count = workers or wanted.layout.workers or wanted.layout.workers_each
+    findings = InspectionReport(plan=wanted.resolve(count), workers=count)
+    for rule in wanted.check(workers=count):
+        findings.refusals.append(Reason(module="plan", what=rule.says, remedy=rule.fix))
+    return findings
+
+
+@contextlib.contextmanager
+def _run_replaced(run: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `paceline.run` is another function."""
+    package: Any = importlib.import_module(PACKAGE)
+    former = package.run
+    package.run = run
+    try:
+        yield
+    finally:
+        package.run = former
+
+
+@contextlib.contextmanager
+def _as_program(script: Path, args: Sequence[str]) -> Iterator[None]:
+    """While it lasts, the process has the script's arguments and its folder; what it prints goes to stderr."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.argv, sys.path[:] = argv, path

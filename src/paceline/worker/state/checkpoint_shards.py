@@ -1,0 +1,217 @@
+"""Who writes what of a checkpoint: one worker all of it, or each worker of the first replica what it holds.
+
+Short texts between the writers of one checkpoint: over the board, or, where the supervisor has gone, over files.
+
+The board is the better carrier: it is there also where a disk is full. But it is the supervisor's, and workers whose
+supervisor was killed save before they leave. Whoever finds the board gone writes down what it has said and others may
+not have heard, and goes on with files in the run's directory, which the writers of one checkpoint share anyway. All
+workers lose the board together, and all come there: who has nothing more to say has to look now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.checkpoint.async_writer import AsyncWriter
+from paceline.checkpoint.dcp_shards import TensorRegion, piece_key
+from paceline.checkpoint.sharded_writer import ShardWriter, WriterGroup
+from paceline.comm.messages.json_channel import ChannelClosed
+from paceline.comm.sharded_tensors import TensorSlice, boxes, local_part
+from paceline.errors import CheckpointError
+from paceline.events import Event
+from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
+
+__all__ = ["CheckpointShardWriter", "WriterMessages"]
+
+
+class CheckpointShardWriter:
+    """One worker's part of the checkpoints of a run; nothing is opened before the first save."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        on_event: Callable[[Event], None],
+        axes: ParallelGroups,
+        index: int,
+        store: dist.Store,
+        attempt: int,
+        timeout_s: float,
+        tidies: bool,
+        staging: Path | None = None,
+    ) -> None:
+        self._staging = staging
+        self._directory, self._keep, self._on_event, self._index = directory, keep, on_event, index
+        self._tidies = tidies
+        self._axes = axes
+        self._parts: WriterGroup | None = None
+        if axes.writers > 1 or axes.rows is not None:
+            place = directory.parent / f"attempt_{attempt}" / f"mail{axes.life}"
+            mail = WriterMessages(store, prefix=f"paceline/save_{attempt}{axes.life}", folder=place)
+            self._parts = WriterGroup(index=index, count=axes.writers, mail=mail, timeout_s=timeout_s)
+        self._writer: AsyncWriter | ShardWriter | None = None
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether there is nothing to do ahead of a save, or it has been done."""
+        return self._writer is not None
+
+    def warm(
+        self, tensors: Mapping[str, Tensor], cuts: Mapping[str, TensorSlice], homes: Mapping[str, StateOwner]
+    ) -> None:
+        """Get memory for saves in the background."""
+        self._opened().warm(self._mine(tensors, cuts, homes)[0])
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        cuts: Mapping[str, TensorSlice],
+        homes: Mapping[str, StateOwner],
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
+    ) -> None:
+        """Copy what this worker writes, and return; `cuts` are of tensors that are smaller than the whole, `homes` say
+        who writes whole ones (else the first does), `state` and `about` are the first one's word."""
+        writer = self._opened()
+        mine, where = self._mine(tensors, cuts, homes)
+        if isinstance(writer, AsyncWriter):
+            writer.save(step, mine, state, about, where=where)
+        else:
+            writer.save(mine, where)
+
+    def is_written(self, timeout_s: float) -> bool:
+        """Wait so long at most for what is being written here; returns whether nothing is any more."""
+        return self._writer is None or self._writer.is_written(timeout_s)
+
+    def wait(self) -> None:
+        """Wait for the save under way; raises CheckpointError when it failed."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the last save; raises CheckpointError when it failed, or takes longer."""
+        if self._writer is not None:
+            self._writer.close(timeout_s)
+
+    def _opened(self) -> AsyncWriter | ShardWriter:
+        if self._writer is None:
+            if self._parts is not None and self._index > 0:
+                self._writer = ShardWriter(self._parts, staging=self._staging)
+            else:
+                self._writer = AsyncWriter(
+                    self._directory,
+                    keep=self._keep,
+                    on_event=self._on_event,
+                    parts=self._parts,
+                    tidies=self._tidies,
+                    staging=self._staging,
+                )
+        return self._writer
+
+    def _mine(
+        self, tensors: Mapping[str, Tensor], cuts: Mapping[str, TensorSlice], homes: Mapping[str, StateOwner]
+    ) -> tuple[dict[str, Tensor], dict[str, TensorRegion]]:
+        """What this worker writes: its pieces of split tensors, and whole ones of which it is the home.
+
+        Workers along an axis on which a tensor is not split hold the same of it: the home has the word.
+        """
+        if self._parts is None:
+            return dict(tensors), {}
+        mine: dict[str, Tensor] = {}
+        where: dict[str, TensorRegion] = {}
+        for name, tensor in tensors.items():
+            home = homes.get(name) or StateOwner(tensor=None if name in cuts else 0)
+            if not self._axes.is_at(home):
+                continue
+            try:
+                found = boxes(tensor, cuts.get(name))
+            except ValueError as error:
+                raise CheckpointError(f"cannot store {name}: {error}") from None
+            if found is None and self._is_first(home):
+                mine[name] = local_part(tensor)
+            has_part = home.tensor in (None, self._axes.tensor.index)
+            for number, box in enumerate(found or () if has_part else ()):
+                key = piece_key(name, number)
+                mine[key], where[key] = box.part, TensorRegion(name, box.shape, box.offsets)
+        return mine, where
+
+    def _is_first(self, home: StateOwner) -> bool:
+        """Whether this worker has the word on what is whole."""
+        axes = self._axes
+        same = axes.shard_group if axes.expert_rows is None else axes.expert_rows.group  # their rows are of one tensor
+        at = (home.expert or 0, home.tensor or 0)
+        return same.index == 0 and at == (axes.experts.index, axes.tensor.index)
+
+
+T = TypeVar("T")
+
+NOT_HEARD = 2  # of the newest texts: of the save under way, and of the one before
+
+
+class WriterMessages:
+    """One writer's mail. `prefix` is that of its keys in the store; `folder`, in which nothing else is, need not be
+    there."""
+
+    def __init__(self, store: dist.Store, *, prefix: str, folder: Path) -> None:
+        self._store, self._prefix, self._folder = store, prefix, folder
+        self._has_board = True
+        self._said: dict[str, str] = {}  # the newest
+
+    def put(self, name: str, text: str) -> None:
+        """Leave a text under a name, in place of an earlier one; OSError where there are only files, and no room."""
+        self._said[name] = text
+        for old in list(self._said)[:-NOT_HEARD]:
+            del self._said[old]
+        self._on_board(lambda: self._store.set(self._key(name), text))
+        if not self._has_board:
+            self._write(name, text)
+
+    def look(self, name: str) -> str | None:
+        """Return what was put under a name; None: nothing yet."""
+        key = self._key(name)
+        found = self._on_board(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+        if self._has_board:
+            return found
+        with contextlib.suppress(FileNotFoundError):
+            return self._file(name).read_text(encoding="utf-8")
+        return None
+
+    def forget(self, name: str) -> None:
+        """Drop what was put under a name, if anything was."""
+        self._said.pop(name, None)
+        self._on_board(lambda: self._store.delete_key(self._key(name)))
+        if not self._has_board:
+            self._file(name).unlink(missing_ok=True)
+
+    def _on_board(self, ask: Callable[[], T]) -> T | None:
+        """What the board answers, while it is there."""
+        if self._has_board:
+            try:
+                return ask()
+            except ChannelClosed:
+                for name, text in self._said.items():
+                    self._write(name, text)  # where there is no room, this is tried again
+                self._has_board = False
+        return None
+
+    def _write(self, name: str, text: str) -> None:
+        path = self._file(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)  # whoever looks finds all of it or nothing
+
+    def _file(self, name: str) -> Path:
+        return self._folder / name.replace("/", "_")
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"

@@ -1,0 +1,411 @@
+"""One walk over a step's micro-batches: seed, rewind, forward and backward for each, then one agreement over all
+workers.
+
+The inside of the transaction. Each loss is scaled by its share of the step's real samples, so the sum over
+micro-batches and workers is the gradient of the mean over the global batch. Where losses come as (sum, count), say over
+tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
+counts are in.
+
+Where a model is cut into stages, all micro-batches of a replica go through them in one run, by a schedule.
+
+The workers of a replica that is split make as many runs, because they exchange tensors in each: who has fewer
+micro-batches runs one again at the end, *void*: its loss is multiplied by nought, and nothing of it is kept.
+
+The agreement is a *tally* that travels with the last bucket: the batch's number (it must be the same everywhere),
+whether anybody wants a change between two steps, sum of losses, sum of weights, which parameters were used by anybody,
+which buffers changed anywhere. In an elastic run a vote comes last: until then nothing outside of the walk has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Disrupted, WorkerGroup
+from paceline.errors import SyncError
+from paceline.parallel.fully_sharded.sharded_model import ShardedModels
+from paceline.parallel.precision import computing, input_dtype
+from paceline.plan import Plan
+from paceline.schedule.micro_batches import MicroBatch
+from paceline.sync.allreduce.gradient_reducer import GradientReducer
+from paceline.worker.data import random_state
+from paceline.worker.data.step_batch import StepBatch, to_device
+from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
+from paceline.worker.step.loss_spikes import LossSpike, LossSpikeDetector
+from paceline.worker.step.loss_value import LossLike, as_weight, single, split_loss
+from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.topology.parallel_groups import ParallelGroups
+
+if TYPE_CHECKING:
+    from paceline.worker.step.pipeline_stages import PipelinePass
+
+__all__ = ["StepExecutor", "StepInvalidated", "StepOutcome", "StepVote"]
+
+SERIALS = 16  # batches are told apart by their number modulo this: sums of squares stay exact in single precision
+WEIGHT_UNIT = 4096
+TRAILS = 1 << 24  # hashes of what was gathered: their sums over workers are exact
+
+NOISE_EACH, NOISE_EVERY = 300, 10  # gradients' noise is measured in so many first steps, then in every tenth
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What all workers agreed on: equal everywhere."""
+
+    loss: float  # of the whole global batch; NaN when nobody called backward
+    finite: bool  # of the gradients
+    unused: tuple[str, ...]  # parameters that no worker used
+    is_empty: bool  # nobody called backward: the walk only looked at the data
+    communication_s: float
+    broken: str = ""  # the first parameter whose gradient is not finite, of those that are here; "": none, or not asked
+    spike: LossSpike | None = None  # the step is not to be taken
+    is_idle: bool = False  # this replica, which takes steps by itself, had nothing to run
+    is_late: bool = False  # others took the step without this replica's share of it
+    noise_scale: float | None = None  # of gradients, in samples, as far as it is known by now
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the optimizer is to step; otherwise the gradients have been dropped."""
+        return self.finite and self.spike is None and not self.is_idle and not self.is_late
+
+
+class StepVote(Protocol):
+    """What a walk asks and tells those who do operations together."""
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether this worker knows of something to be done between two steps."""
+        ...
+
+    def change_is_due(self) -> None:
+        """All know that one of them wants a change."""
+        ...
+
+    def vote(self) -> bool:
+        """Wait until all have the result; False: it is void."""
+        ...
+
+
+class StepInvalidated(Disrupted):
+    """The members have regrouped, and this walk is void."""
+
+
+class StepExecutor:
+    """Runs walks, one at a time, for one worker."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        group: WorkerGroup,
+        agreement: StepVote,
+        device: torch.device,
+        axes: ParallelGroups,
+        measures_noise: bool,
+    ) -> None:
+        """`group`: all who agree at a walk's end, `axes` those of their replicas: where these take steps by themselves,
+        one."""
+        self.buffers = BufferAverager()
+        self.shards = ShardedModels()
+        self.outcome: StepOutcome | None = (
+            None  # of the last walk; None while one is under way, or when it was left early
+        )
+        self._plan, self._group, self._agreement, self._device = plan, group, agreement, device
+        self._axes = axes
+        self.losses = LossSpikeDetector(plan.guard)
+        self.noise = GradientNoiseScale()
+        # Those who share sequences, and sum at once, have gradients of tokens, and none of samples.
+        self._measures_noise = measures_noise and not axes.spans_context
+        self._precision = plan.compute.precision
+        self._aside = random_state.PreservedRandomState()
+        self._batch: StepBatch | None = None  # set while a walk is under way
+        self._gradients: GradientReducer | None = None
+        self._micro: MicroBatch | None = None
+        self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
+        self._ran: list[MicroBatch] = []  # whose losses these are
+        self.broken: tuple[
+            MicroBatch, ...
+        ] = ()  # of this worker's in the last walk: those whose losses were not finite
+        self.nonfinite_gradients: tuple[str, ...] | None = (
+            None  # this worker's gradients, where losses are finite and they not
+        )
+        self._looks = plan.guard.on_spike != "none"  # at them, before they are summed
+        self._is_backward_done = False
+        self._waited_before_s = 0.0  # inside the replica, before this walk
+        self._staged_waited_s = 0.0  # for other stages, in all
+
+    @property
+    def under_way(self) -> bool:
+        return self._batch is not None
+
+    def run(
+        self, batch: StepBatch, gradients: GradientReducer, *, is_finite: Callable[[], bool] | None = None
+    ) -> Iterator[Any]:
+        """Yield this worker's micro-batches on its device; the agreement happens when the last one has been dealt with.
+
+        All workers must walk over the batch to its end, also those whose share is empty. `is_finite()` judges the
+        averaged gradients, equally on all workers; by default they are looked through. A walk that is left early
+        changes nothing.
+        """
+        with self._walking(batch, gradients):
+            with self._aside:
+                for number, (place, micro, is_void) in enumerate(batch.runs()):
+                    data = to_device(batch.read(place), self._device, input_dtype(self._precision))
+                    batch.is_void = is_void
+                    self._open_micro(batch, micro, gradients, is_last=number == batch.num_runs - 1)
+                    with computing(self._precision, self._device):
+                        yield data
+                    if is_void:
+                        self.buffers.undo()
+                    elif not self._is_backward_done:
+                        self.buffers.capture(micro.num_samples)
+                    if number == 0 and batch.num_runs > 1 and not self.shards.reduces_on_last_pass:
+                        weighs = bool(self._losses) and self._axes.counts
+                        gradients.note_first(weight=float(self._losses[0][1]) if weighs else 0.0)
+            if len(batch) and gradients.has_any() and not self._losses:
+                raise RuntimeError(
+                    "gradients were made by loss.backward(): call worker.backward(loss) instead, which gives the "
+                    "micro-batch its weight in the global batch"
+                )
+            self.outcome = self._agree(batch, gradients, is_finite)
+
+    def run_pipeline(
+        self,
+        batch: StepBatch,
+        gradients: GradientReducer,
+        pipelined: PipelinePass,
+        *,
+        is_finite: Callable[[], bool] | None = None,
+    ) -> Iterator[Any]:
+        """Walk over a batch whose micro-batches all go through the stages of this replica; there is nothing to yield.
+
+        All workers must call it, as `run`.
+        """
+        with self._walking(batch, gradients):
+            with self._aside:
+                dtype = input_dtype(self._precision)
+                runs = list(batch.runs())
+                micros = [to_device(batch.read(place), self._device, dtype) for place, _, _ in runs]
+                waited_s = pipelined.waited_s
+                losses = pipelined.step(
+                    micros,
+                    sizes=[micro.num_samples for _, micro, _ in runs],
+                    void=[is_void for _, _, is_void in runs],
+                    num_step=batch.num_here,
+                    seeds=[
+                        (self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index) for _, micro, _ in runs
+                    ],
+                    buffers=self.buffers,
+                )
+                self._staged_waited_s += pipelined.waited_s - waited_s
+            self._is_backward_done = True  # of the last one, too
+            for micro, loss in zip(batch.micros if losses else (), losses[: len(batch.micros)], strict=True):
+                weight = micro.num_samples if loss.count is None else as_weight(loss.count)
+                self._losses.append((loss.value, weight, loss.count is None))
+                self._ran.append(micro)
+            self.outcome = self._agree(batch, gradients, is_finite)
+        return iter(())
+
+    @contextlib.contextmanager
+    def _walking(self, batch: StepBatch, gradients: GradientReducer) -> Iterator[None]:
+        """Begin and end a walk; one that is left without an outcome changes nothing."""
+        if self._batch is not None:
+            raise RuntimeError(
+                "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
+            )
+        self.buffers.begin()
+        self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
+        self._ran, self.broken, self.nonfinite_gradients = [], (), None
+        self._waited_before_s = self._waited_s()
+        is_due = batch.step <= NOISE_EACH or batch.step % NOISE_EVERY == 0
+        measures = self._measures_noise and is_due and batch.num_passes == 0  # further walks are about other losses
+        try:
+            if self._looks:
+                gradients.look()
+            # It may wait for servers, and be disrupted.
+            gradients.begin(batch.num_passes, step=batch.step, measures=measures)
+            self.shards.begin()
+            yield
+        except Disrupted:
+            batch.num_passes -= 1  # it will be walked over again, as the same walk
+            raise
+        finally:
+            self._batch = self._micro = self._gradients = None
+            batch.num_passes += 1
+            batch.is_void = False
+            if self.outcome is None:
+                self.buffers.give_up()
+                self.shards.give_up()
+                gradients.drop()
+            else:
+                self.shards.close()
+
+    def backward(self, loss: LossLike) -> None:
+        """Add the micro-batch's gradient with its weight."""
+        batch, micro = self._batch, self._micro
+        if batch is None or micro is None:
+            raise RuntimeError(
+                "worker.backward() outside of a walk over a batch. Write: for x, y in batch: "
+                "worker.backward(loss(model(x), y))"
+            )
+        if self._is_backward_done:
+            raise RuntimeError(
+                "worker.backward() was called twice for one micro-batch: add the losses and call it once, "
+                "or walk over the batch again for another optimizer"
+            )
+        self._is_backward_done = True
+        if self._gradients is not None:
+            self._gradients.check()
+        if batch.is_void:
+            with torch.autocast(self._device.type, enabled=False):
+                (_weighed(loss, micro.num_samples, batch.num_here)[0] * 0.0).backward()
+            return
+        self.buffers.capture(micro.num_samples)  # before backward: recomputed blocks change their buffers once more
+        value, weight, factor = _weighed(loss, micro.num_samples, batch.num_here)
+        is_mean = weight is None
+        self._losses.append((value.detach(), micro.num_samples if weight is None else weight, is_mean))
+        self._ran.append(micro)
+        with torch.autocast(self._device.type, enabled=False):
+            (value if factor == 1.0 else value * factor).backward()
+
+    def _waited_s(self) -> float:
+        """Seconds of all walks that this worker waited for others of its replica."""
+        return self.shards.traffic.waited_s + self._staged_waited_s + self._axes.waited_s
+
+    def _open_micro(self, batch: StepBatch, micro: MicroBatch, gradients: GradientReducer, *, is_last: bool) -> None:
+        self._micro, self._is_backward_done = micro, False
+        self.buffers.rewind()
+        random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index)
+        self.shards.before_run(is_last=is_last, is_void=batch.is_void)
+        if is_last:
+            gradients.arm()
+
+    def _agree(self, batch: StepBatch, gradients: GradientReducer, is_finite: Callable[[], bool] | None) -> StepOutcome:
+        if self.shards.reduces_on_last_pass and self._losses and not self._is_backward_done:
+            raise RuntimeError(
+                "the walk's last micro-batch was left without worker.backward(), and with Layout(zero=1) gradients are "
+                "summed in its backward: call worker.backward(loss) for every micro-batch, with loss * 0 where one "
+                "is to count for nothing; or use zero=2 or 3"
+            )
+        serial = batch.serial % SERIALS
+        losses = self._losses if self._axes.counts else []
+        own_loss, own_weight = _loss_and_weight(losses)
+        if gradients.carries_buffers:
+            num_samples = sum(micro.num_samples for micro in batch.micros)
+            self.buffers.combine(self.buffers.changed(), num_samples=num_samples, groups=[self._group])()
+        loss, loss_rest, weight, weight_rest = _halves(own_loss, own_weight)
+        wish = float(self._agreement.wants_change)
+        trail = self.shards.traffic.trail % TRAILS * self._axes.sign
+        gradients.flush(
+            [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()],
+            weight=own_weight,
+        )
+        serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
+        if self._group.size * squares != serials**2:
+            raise SyncError(
+                f"worker {self._group.index} walks over batch {batch.serial} of the run, others over another one: some "
+                "worker left out a step (continue, break) that others made. All workers must make the same steps: "
+                "decide by values that are equal on all, such as the loss"
+            )
+        if trails:
+            raise SyncError(
+                f"the workers of a replica ran other blocks of the model than each other in batch {batch.serial}, but "
+                "each block is gathered from all of them: under Layout(shard=...) every micro-batch must run the same "
+                "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
+            )
+        loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
+        scale = (batch.num_here / weight_sum if weight_sum > 0 else 1.0) / self._axes.context.size
+        gradients.land(scale=scale)
+        finite = is_finite() if is_finite is not None else gradients.is_finite()
+        series = f"{batch.stream}.{batch.num_passes}"
+        mean_loss = loss_sum / weight_sum if weight_sum else None
+        judged = self.losses.judge(series, mean_loss, finite=finite)
+        verdict = gradients.agree_on(None if judged is None else dataclasses.asdict(judged))
+        spike = None if verdict is None else LossSpike(**verdict)
+        batch.chosen, is_late = gradients.chosen, gradients.is_late
+        is_idle = batch.num_here == 0
+        settle, is_taken = self.buffers.give_up, finite and spike is None and not is_idle and not is_late
+        is_staged = self._axes.stages.size > 1
+        if is_taken and gradients.carries_buffers:
+            settle = lambda: None  # noqa: E731  # they are combined already
+        elif is_taken:
+            settle = self.buffers.combine(
+                [count > 0 for count in changed],
+                num_samples=batch.num_here,
+                # The workers of a stage have the same buffers, and each micro-batch was run by one of them.
+                groups=[self._axes.micro_batch_peers, self._axes.replica_group] if is_staged else [self._group],
+                counts=is_staged or self._axes.counts,
+            )
+        if not self._agreement.vote():
+            raise StepInvalidated("a member was lost before all had the sum: the walk is done again")
+        if wishes:
+            self._agreement.change_is_due()
+        if mean_loss is not None and not math.isfinite(mean_loss):
+            values = zip(self._ran, self._losses, strict=True)
+            self.broken = tuple(micro for micro, (value, _, _) in values if not math.isfinite(float(value)))
+        broken = ""
+        if not finite and (mean_loss is None or math.isfinite(mean_loss)):
+            self.nonfinite_gradients, first = gradients.broken()
+            broken, self._looks = first or "", True  # so that the next time it is known whose they are
+        self.losses.settled(series, mean_loss, spike)
+        settle()
+        if is_taken:
+            square = gradients.measured_square
+            self.noise.add(gradients.parts, square=square, scale=scale, weight=weight_sum, num_samples=batch.num_here)
+        else:
+            gradients.drop()
+        unused = gradients.unused()
+        return StepOutcome(
+            loss=float("nan") if mean_loss is None else mean_loss,
+            finite=finite,
+            unused=unused,
+            is_empty=not weight_sum and len(unused) == gradients.num_followed and not is_idle,
+            communication_s=gradients.waited_s + self._waited_s() - self._waited_before_s,
+            broken=broken,
+            spike=spike,
+            is_idle=is_idle,
+            is_late=is_late,
+            noise_scale=self.noise.samples,
+        )
+
+
+def _halves(loss: float, weight: float) -> tuple[float, float, float, float]:
+    """Numbers whose sums stay precise in single precision: a loss and its rest, a weight as units and rest."""
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(loss))
+    units = weight // WEIGHT_UNIT
+    return rounded, loss - rounded if math.isfinite(rounded) else 0.0, units, weight - units * WEIGHT_UNIT
+
+
+def _loss_and_weight(losses: Sequence[tuple[Tensor, Tensor | float, bool]]) -> tuple[float, float]:
+    """The sums of weighted losses and of weights over this worker's micro-batches."""
+    if not losses:
+        return 0.0, 0.0
+    values = torch.stack([value.double() for value, _, _ in losses]).tolist()  # one synchronisation for all
+    loss_sum = weight_sum = 0.0
+    for value, (_, weight, is_mean) in zip(values, losses, strict=True):
+        number = float(weight)
+        if 0 < number < 1:
+            raise ValueError(
+                f"the loss returned a pair whose second part is {number:.4g}: that is the count (of samples or "
+                "tokens) that the "
+                "sum is over. Return the mean alone, or (sum, count); report other values by worker.report()"
+            )
+        loss_sum += value * (number if is_mean else 1.0)
+        weight_sum += number
+    return loss_sum, weight_sum
+
+
+def _weighed(loss: LossLike, num_micro: int, num_step: int) -> tuple[Tensor, Tensor | float | None, float]:
+    """Return (value to differentiate, weight or None for "per real sample", factor for the value)."""
+    value, count = split_loss(loss)
+    if count is None:
+        return single(value), None, num_micro / num_step
+    return single(value), as_weight(count), 1.0 / num_step

@@ -1,0 +1,407 @@
+"""Models that are cut into stages: who has what of them, and what several of their workers have.
+
+All workers of a replica's stages are given the same micro-batches, and run the model's own forward and the loss on
+each, in which other stages' units are absent (see `parallel.pipeline`). The worker of the last stage has the losses.
+Parameters that two stages share have a *home*, the first of them: it sums their gradients, and its word counts.
+
+A step's micro-batches on their way through a model's stages, for one loss or one evaluation.
+
+All workers of the stages walk together (`StageWorker`). Around each of a worker's parts of a forward its buffers are
+put in place and looked at; what is returned is known on the worker of the last stage alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from paceline.comm.group import WorkerGroup
+from paceline.comm.sharded_tensors import local_part
+from paceline.errors import PlanError
+from paceline.parallel.fully_sharded.sharded_model import ShardedModels
+from paceline.parallel.model_units import ModelUnit
+from paceline.parallel.pipeline.stage_partition import StagePartition, keep_stages
+from paceline.parallel.pipeline.stage_transfer import StageTransport
+from paceline.parallel.pipeline.stage_worker import MOST_KINDS, PipelineStepResult, StageWorker, bubble_share
+from paceline.parallel.precision import computing
+from paceline.plan import Layout
+from paceline.schedule.pipeline import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Pipeline, build
+from paceline.schedule.pipeline_timeline import ideal_bubble_share
+from paceline.units import bytes_text
+from paceline.worker.data import random_state
+from paceline.worker.step.loss_value import single, split_loss
+from paceline.worker.step.model_buffers import BufferAverager
+
+__all__ = ["MicroBatchLoss", "PipelineModel", "PipelinePass", "TiedStageGradients"]
+
+
+class PipelineModel:
+    """One worker's stages of a model; what is not of them goes to the meta device when this is made."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        units: Sequence[ModelUnit],
+        cut: StagePartition,
+        layout: Layout,
+        group: WorkerGroup,
+        link: StageTransport,
+        device: torch.device,
+        precision: str,
+        note: Callable[[str], None],
+        still: Callable[[], AbstractContextManager[None]],
+        shards: ShardedModels,
+    ) -> None:
+        """`group`: the workers of this replica's stages; `note` tells the user a sentence; under `still()` layers that
+        are cut, and rows that are split, stay where they are; `shards` knows of rows."""
+        self.model, self.units, self.cut, self.group, self.link = model, units, cut, group, link
+        self.device, self.precision, self.note, self.still = device, precision, note, still
+        self.shards = shards
+        self._layout = layout
+        self._pipelines: dict[int, Pipeline] = {}
+        self._evaluations: dict[Any, PipelinePass] = {}
+        shape = self.pipeline(1)
+        self.own_stages = shape.stages_of(group.index)
+        self._worker_of = shape.worker_of
+        stage_of = {unit.name: cut.stage_of(unit.name) for unit in units}
+        self._stage_of_module = {inner: stage_of[unit.name] for unit in units for inner in unit.module.modules()}
+        self.headline = self._headline()
+        keep_stages(model, cut, self.own_stages)
+        self._is_running = False
+        model.register_forward_pre_hook(self._before_forward)
+
+    def pipeline(self, num_micro: int) -> Pipeline:
+        """The layout's schedule for so many micro-batches."""
+        if num_micro not in self._pipelines:
+            self._pipelines[num_micro] = build(
+                self._layout.schedule,
+                num_workers=self._layout.stages,
+                num_micro=num_micro,
+                stages_per_worker=self._layout.stages_per_worker,
+            )
+        return self._pipelines[num_micro]
+
+    def homes(self) -> dict[str, int]:
+        """Which of the stages' workers has the word on each entry of the model's state: tensors, and what modules keep
+        by `get_extra_state`."""
+        model, found = self.model, dict[str, int]()
+        for named, stages in ((model.named_parameters, self.cut.parameters), (model.named_buffers, self.cut.buffers)):
+            first = {id(tensor): name for name, tensor in named()}
+            for name, tensor in named(remove_duplicate=False):
+                found[name] = self._worker_of(stages[first[id(tensor)]][0])
+        for name in model.state_dict():
+            if name not in found:
+                module = model.get_submodule(name.rpartition(".")[0])
+                found[name] = self._worker_of(self._stage_of_module.get(module, 0))
+        return found
+
+    def own_units(self) -> list[tuple[str, nn.Module]]:
+        """The units of this worker's stages, with their names, but for those that share parameters with each other."""
+        own = [unit for unit in self.units if self.cut.stage_of(unit.name) in self.own_stages]
+        held = [{id(parameter) for parameter in unit.module.parameters()} for unit in own]
+        return [
+            (unit.name, unit.module)
+            for place, unit in enumerate(own)
+            if not any(held[place] & other for number, other in enumerate(held) if number != place)
+        ]
+
+    def shared(self) -> list[tuple[str, Parameter, tuple[int, ...]]]:
+        """Parameters here that several workers have: name, parameter, and the workers' indices, the home first."""
+        parameters, found = dict(self.model.named_parameters()), []
+        for name, stages in sorted(self.cut.shared.items()):
+            holders = tuple(dict.fromkeys(self._worker_of(stage) for stage in stages))
+            if len(holders) > 1 and self.group.index in holders:
+                found.append((name, parameters[name], holders))
+        return found
+
+    def is_of_stage(self, module: nn.Module, stage: int) -> bool:
+        """Whether what a module's own forward does counts with this stage; the root's with this worker's first."""
+        return self._stage_of_module.get(module, self.own_stages[0]) == stage
+
+    def evaluation(self, forward: Callable[[Any], Any], *, key: Any) -> PipelinePass:
+        """How forwards go through that are told apart by `key`, and are known from one evaluation to the next."""
+        if key not in self._evaluations:
+            self._evaluations[key] = PipelinePass(self, forward)
+        self._evaluations[key].loss_of = forward
+        return self._evaluations[key]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While it lasts, the model may be called."""
+        former, self._is_running = self._is_running, True
+        try:
+            yield
+        finally:
+            self._is_running = former
+
+    def _before_forward(self, *_: Any) -> None:
+        if not self._is_running:
+            raise RuntimeError(
+                f"{type(self.model).__name__} was called outside of step(batch) and worker.evaluate(...), but under "
+                f"Layout(stages={self._layout.stages}) this worker has only a part of it. Train by step = "
+                "worker.stepper(model, optim, loss), measure by worker.evaluate(model, dataset, measures)"
+            )
+
+    def _headline(self) -> str:
+        sizes = {id(tensor): tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()]}
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        stages_of = {**self.cut.parameters, **self.cut.buffers}
+        said: list[str] = []
+        for stage, names in enumerate(self.cut.stages):
+            num_bytes = sum(sizes[id(tensor)] for name, tensor in named if stage in stages_of[name])
+            what = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} units)"
+            said.append(f"{what}: {bytes_text(num_bytes)}")
+        return f"{type(self.model).__name__} is cut into {len(said)} stages: " + "; ".join(said)
+
+
+class TiedStageGradients:
+    """How gradients are spread over stages: each has its own; of what several share, each has a part of the sum."""
+
+    def __init__(self, models: Sequence[PipelineModel]) -> None:
+        self.group = models[0].group
+        self._shared = [(model.link, *one) for model in models for one in model.shared()]
+        self._is_home = {id(p): holders[0] == self.group.index for _, _, p, holders in self._shared}
+
+    def counts(self, parameter: Parameter) -> bool:
+        """Whether the gradient is here alone, or this worker is its home."""
+        return self._is_home.get(id(parameter), True)
+
+    def adds_up(self, parameter: Parameter) -> bool:
+        """Whether several stages share it."""
+        return id(parameter) in self._is_home
+
+    def holders(self, parameter: Parameter) -> tuple[int, ...]:
+        """The stages' workers that share it, the home first."""
+        return next((holders for _, _, shared, holders in self._shared if shared is parameter), ())
+
+    def complete(self, parameters: Sequence[Parameter]) -> None:
+        """Sum what stages share: the others send to the home, and get the sum back."""
+        shared = [parameter for parameter in parameters if self.adds_up(parameter)]
+        for parameter in shared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.add_up([(one, local_part(one.grad)) for one in shared if one.grad is not None])
+
+    def add_up(self, parts: Sequence[tuple[Parameter, Tensor]]) -> None:
+        part_of = {id(parameter): part for parameter, part in parts}
+        for link, name, parameter, holders in self._shared:  # in an order that all have
+            if id(parameter) in part_of:
+                part = part_of[id(parameter)]
+                part.copy_(self._summed(link, name, part.contiguous(), holders))
+
+    def _summed(self, link: StageTransport, name: str, part: Tensor, holders: tuple[int, ...]) -> Tensor:
+        (home, *others), index, what = holders, self.group.index, f"the gradient of {name}"
+        if index == home:
+            total = part.clone()
+            for other in others:
+                came = torch.empty_like(total)
+                link.receive(came, source=other, what=what, way=_link_direction(other, home)).wait()
+                total += came
+            for sent in [link.send(total, to=other, what=what, way=_link_direction(home, other)) for other in others]:
+                sent.wait()
+            return total
+        sent = link.send(part, to=home, what=what, way=_link_direction(index, home))
+        came = torch.empty_like(part)
+        link.receive(came, source=home, what=what, way=_link_direction(home, index)).wait()
+        sent.wait()
+        return came
+
+
+def _link_direction(by: int, to: int) -> str:
+    """As the pipeline names it; a worker's first stage has its number."""
+    return f"stage {by} to {to}"
+
+
+REPORT_AT_STEP = 5  # steps; the first one, which learns, is not measured
+LARGE_BUBBLE_GAP = 0.1  # of a step, beyond which more micro-batches are worth a word
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchLoss:
+    """A micro-batch's loss as the last stage knows it: a mean, or a sum with the count that it is over."""
+
+    value: Tensor
+    count: Any = None
+
+
+class PipelinePass:
+    """How micro-batches go through a model's stages for one loss (or evaluation), and what is learnt of its forward."""
+
+    def __init__(self, staged: PipelineModel, loss_of: Callable[[Any], Any]) -> None:
+        self.staged, self.loss_of = staged, loss_of
+        self.waited_s = 0.0  # for other stages, in all
+        self._worker = StageWorker(
+            staged.model,
+            units=staged.units,
+            cut=staged.cut,
+            pipeline=staged.pipeline(1),
+            worker_index=staged.group.index,
+            link=staged.link,
+            device=staged.device,
+        )
+        self._parameters = tuple(staged.model.parameters())
+        self._trained: list[bool] = []
+        self._is_mean: bool | None = None
+        self._count: Any = None  # of the newest loss; None: it is a mean
+        self._counts: dict[int, Any] = {}  # of each micro-batch's
+        self._checked: set[int] = set()  # ids of tapes, which the worker keeps
+        self._is_told = False  # that shapes keep changing
+        self._usual_micros, self._walks = 0, list[tuple[float, float]]()  # of a step; how long it was busy, and in all
+
+    def step(
+        self,
+        micros: Sequence[Any],
+        *,
+        sizes: Sequence[int],
+        void: Sequence[bool],
+        num_step: int,
+        seeds: Sequence[tuple[int, ...]],
+        buffers: BufferAverager,
+    ) -> list[MicroBatchLoss]:
+        """Run forward and backward of micro-batches of these sizes; returns their losses, on the last stage's worker.
+
+        Each counts by its share of the step's `num_step` samples, and for nothing where it is `void`, which the last
+        ones may be. All workers of the stages must call it.
+        """
+        if not micros:
+            return []
+        staged = self.staged
+        self._worker.pipeline = pipeline = staged.pipeline(len(micros))
+
+        @contextlib.contextmanager
+        def around(action: Action) -> Iterator[None]:
+            random_state.seed_all(*seeds[action.micro])  # numpy's generator as well, which no unit's own seeds reach
+            buffers.rewind(afresh=True)
+            yield
+            if void[action.micro]:
+                buffers.undo(afresh=True)
+                self._counted(action)
+                return
+            is_first = action.stage == staged.own_stages[0]
+            buffers.capture(
+                sizes[action.micro], among=lambda module: staged.is_of_stage(module, action.stage), is_new=is_first
+            )
+            self._counted(action)
+
+        self._learn(self._loss, micros)
+        factors = [
+            0.0 if is_void else size / num_step if self._is_mean else 1.0 / num_step
+            for size, is_void in zip(sizes, void, strict=True)
+        ]
+        last = {action.stage: action for action in pipeline.orders[staged.group.index] if action.kind != FORWARD}
+
+        def before(action: Action) -> None:
+            staged.shards.before_run(is_last=last.get(action.stage) is action, is_void=void[action.micro])
+            if action.kind == BACKWARD_WEIGHT:
+                staged.shards.before_weights(staged.model)
+
+        def after(action: Action) -> None:
+            if action.kind == BACKWARD_INPUT:
+                staged.shards.after_inputs(staged.model)
+            elif action.kind == BACKWARD_WEIGHT:
+                staged.shards.after_weights(staged.model, is_last=last.get(action.stage) is action)
+
+        self._worker.around, self._worker.before, self._worker.after, self._counts = around, before, after, {}
+        outcome = self._worker.step(self._loss, micros, weights=factors, seeds=seeds)
+        self._note(outcome, pipeline)
+        return [MicroBatchLoss(value=outcome.results[m], count=self._counts[m]) for m in sorted(outcome.results)]
+
+    def evaluate(
+        self, micros: Sequence[Any], *, around: Callable[[int], contextlib.AbstractContextManager[None]]
+    ) -> list[Any]:
+        """Run forwards alone, and return what they return, on the last stage's worker.
+
+        `around(place)` surrounds each of this worker's parts of a micro-batch's forward.
+        """
+        self._worker.pipeline = self.staged.pipeline(len(micros))
+        self._learn(self._output, micros)
+        self._worker.around = lambda action: around(action.micro)
+        self._worker.before = self._worker.after = lambda _: None
+        outcome = self._worker.evaluate(self._output, micros)
+        return [outcome.results[m] for m in sorted(outcome.results)]
+
+    def _learn(self, forward: Callable[[Any], Any], micros: Sequence[Any]) -> None:
+        """Record forwards of kinds that are met for the first time; refuses those that need what is not here."""
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:  # frozen or thawed, on all workers alike: other values have gradients
+            self._worker.forget()
+            self._trained = trained
+            self._checked.clear()
+        if forgotten := self._worker.trim():
+            self._checked.difference_update(map(id, forgotten))
+            if not self._is_told:
+                self._is_told = True
+                self.staged.note(
+                    f"the shapes of micro-batches keep changing: of more than {MOST_KINDS} kinds the oldest are "
+                    "forgotten and recorded anew, which takes time; pad to a few lengths"
+                )
+        for micro in micros:
+            with self.staged.still():
+                tape, way = self._worker.learn(forward, micro)
+            if id(tape) in self._checked:
+                continue
+            self._checked.add(id(tape))
+            for name, users in tape.parameters.items():
+                lacking = {way.stage_of[unit] for unit in users} - set(self.staged.cut.parameters[name])
+                if lacking:
+                    raise PlanError(
+                        f"{name} is used on stage {min(lacking)}, which does not have it: the sample that the "
+                        "model was cut by did not use it there. Give worker.prepare(model, sample=...) a batch like "
+                        "those of the training, with all arguments."
+                    )
+
+    def _output(self, micro: Any) -> Any:
+        with computing(self.staged.precision, self.staged.device), self.staged.running():
+            return self.loss_of(micro)
+
+    def _loss(self, micro: Any) -> Tensor:
+        with computing(self.staged.precision, self.staged.device), self.staged.running():
+            value, count = split_loss(self.loss_of(micro))
+            value = single(value)
+        if self._is_mean is None:
+            self._is_mean = count is None
+        elif self._is_mean != (count is None):
+            raise PlanError(
+                "the loss is a mean for some micro-batches and (sum, count) for others; with stages it must be one of "
+                "them, since a micro-batch's weight is needed before its loss. Return (sum, count) for all"
+            )
+        self._count = count
+        return value
+
+    def _counted(self, action: Action) -> None:
+        """Note the count of the loss that has just been formed, where that is this worker's."""
+        if action.stage != self.staged.cut.num_stages - 1:
+            return
+        if isinstance(self._count, Tensor) and self._count.is_meta:
+            raise PlanError(
+                "the count that the loss returns beside its sum hangs on what units of other stages made; with stages "
+                "compute it from the inputs, as in (target != -100).sum()"
+            )
+        self._counts[action.micro] = self._count
+
+    def _note(self, outcome: PipelineStepResult, pipeline: Pipeline) -> None:
+        """Book the wait, and say once how it compares with the schedule's ideal."""
+        self.waited_s += outcome.whole_s - outcome.busy_s
+        self._usual_micros = self._usual_micros or pipeline.num_micro
+        if len(self._walks) >= REPORT_AT_STEP or pipeline.num_micro != self._usual_micros:
+            return  # the last step of an epoch may be short
+        self._walks.append((outcome.busy_s, outcome.whole_s))
+        if len(self._walks) < REPORT_AT_STEP:
+            return
+        steps = list(zip(*self.staged.group.gather_objects(self._walks[1:]), strict=True))
+        share, ideal = sum(map(bubble_share, steps)) / len(steps), ideal_bubble_share(pipeline)
+        text = (
+            f"pipeline {pipeline.name} of {pipeline.num_stages} stages, {pipeline.num_micro} micro-batches: workers "
+            f"wait {share:.0%} of a step, the schedule's ideal is {ideal:.0%}"
+        )
+        if ideal > LARGE_BUBBLE_GAP and pipeline.num_micro < 4 * pipeline.num_workers:
+            text += "; with more micro-batches (a smaller Batch.micro) it is less"
+        self.staged.note(text)

@@ -1,0 +1,52 @@
+"""Which device a worker computes on, and which back end moves its tensors."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+from paceline.errors import PlanError
+
+__all__ = ["backend_for", "choose_device", "peak_memory_bytes", "why_gpus_are_idle"]
+
+
+def choose_device(wanted: str, *, local_rank: int, local_workers: int) -> torch.device:
+    """Return this worker's device: "auto" takes a GPU for each worker where the host has enough of them, else the CPU.
+
+    Raises PlanError when "cuda" is asked for and the host has fewer GPUs than workers.
+    """
+    num_devices = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted == "cuda" and num_devices < local_workers:
+        raise PlanError(
+            f"device='cuda' needs a GPU for each of the {local_workers} workers on this host, which has {num_devices}. "
+            f"Use workers={max(1, num_devices)}, or device='cpu'"
+        )
+    if num_devices >= local_workers:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def why_gpus_are_idle(wanted: str, *, local_workers: int) -> str | None:
+    """Say that "auto" leaves the GPUs of this host idle, where it does: there are fewer of them than workers."""
+    num_devices = torch.cuda.device_count() if wanted == "auto" and torch.cuda.is_available() else 0
+    if not 0 < num_devices < local_workers:
+        return None
+    gpus = "its GPU is" if num_devices == 1 else f"its {num_devices} GPUs are"
+    return (
+        f"all {local_workers} workers of this host compute on the CPU: {gpus} not enough for one each. "
+        f"Use workers={num_devices} on this host, or say device='cpu' (--device cpu)"
+    )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this worker had: on a GPU what torch allocated there, elsewhere what the process held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def backend_for(device: torch.device) -> str:
+    """The name of torch.distributed's back end: gloo for CPU tensors, NCCL for CUDA tensors."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

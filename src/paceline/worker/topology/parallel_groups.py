@@ -1,0 +1,396 @@
+"""Where a worker stands in its replica and among the replicas, and the groups that it is in there.
+
+The groups are those along the axes of the mesh, beside the whole run's (`Place.group`): *across*, at the same place in
+each replica, who hold the same numbers and sum their gradients; *inside*, who split the rows of a replica's state;
+*experts*, who have the experts of its routed blocks; *stages*, who have its units one after the other; *context*, who
+share its sequences; *tensor*, who cut its layers; and all of it, the *whole*. Stages, context and tensor run the same
+micro-batches. Where a
+layout does not cut a replica, a worker is alone in all but across, which is everybody; so it is, too, where only
+sequences are shared, as whoever shares them holds the whole model. In mixtures those who share sequences sum their
+gradients among themselves, after those across. Who spread experts hold all else whole: across is everybody, and experts
+are summed over the *twins*, who are at the same place in each replica and hold the very same state. In mixtures those
+across are the twins, and who spread experts sum what else they hold among themselves, afterwards; beside rows all of
+them are inside, and split the rows of what is not of experts.
+
+Which of a replica's workers has the word on a tensor of its state, where not all of them hold the same tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.elastic.generation_group import ElasticGroup
+from paceline.comm.flight_recorder import FlightRecorder
+from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
+from paceline.comm.shared_memory.shared_group import SharedGroup, shared_memory_unavailable, with_shared_memory
+from paceline.events import Event
+from paceline.parallel.fully_sharded.sharded_model import ShardGroup
+from paceline.parallel.mesh import Mesh, mesh_of
+from paceline.parallel.pipeline.stage_transfer import SharedMemoryTransport, StageTransport, TorchTransport
+from paceline.plan import Layout, Plan
+from paceline.worker.topology.recorded_groups import (
+    RecordedContextGroup,
+    RecordedExpertGroup,
+    RecordedStageLink,
+    RecordedTensorGroup,
+)
+
+__all__ = [
+    "ParallelGroups",
+    "StateOwner",
+    "default_group",
+    "parallel_groups_of",
+    "reduces_over_all_workers",
+    "replica_group_of",
+    "single_worker_replicas",
+    "spans_all_workers",
+    "workers_of",
+]
+
+JOINT_AXES = {
+    "rows": ("shard", "experts"),
+    "parts": ("experts", "stages"),
+}  # groups along two neighbouring axes at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelGroups:
+    """One worker's groups along the axes of the mesh."""
+
+    shard_group: WorkerGroup
+    replica_group: WorkerGroup
+    tensor: WorkerGroup
+    stages: WorkerGroup
+    context: WorkerGroup
+    experts: WorkerGroup
+    expert_replica_group: WorkerGroup  # but for experts, those across
+    parted: WorkerGroup  # those of a replica who have different tensors of its state: stages, experts, or both
+    whole: WorkerGroup  # all of the replica; alone where it takes no steps by itself
+    link: StageTransport | None = None  # between the stages' workers; None: there is one stage
+    rows: ShardGroup | None = None  # the workers inside, as models use them; None: rows are not split
+    expert_rows: ShardGroup | None = None  # those of them who have the same experts; None: experts are not spread
+    tensor_parallel_group: RecordedTensorGroup | None = (
+        None  # the tensor group, as layers use it; None: layers are not cut
+    )
+    context_parallel_group: RecordedContextGroup | None = (
+        None  # the context group, as models use it; None: each worker has whole sequences
+    )
+    expert_parallel_group: RecordedExpertGroup | None = (
+        None  # the experts group, as models use it; None: each worker has all experts
+    )
+    each: int = 1  # workers of a replica
+    life: str = ""  # tells this replica from all others of the attempt, where they come and go
+    preparation_group: WorkerGroup  # who find out together how a model is cut: all who prepare it at the same time
+    spans_context: bool = False  # those across are also those who share sequences
+
+    def by_itself(self) -> ParallelGroups:
+        """Return the axes of the same replica in a run that has no other one."""
+        return dataclasses.replace(
+            self,
+            replica_group=self.whole if self.is_expert_parallel_only else SingleWorkerGroup(),
+            expert_replica_group=SingleWorkerGroup(),
+        )
+
+    @property
+    def sign(self) -> int:
+        """Factors whose sum over the workers inside is 0: so weighted, numbers that are equal there cancel out."""
+        return 1 - self.shard_group.size if self.shard_group.index == self.shard_group.size - 1 else 1
+
+    @property
+    def is_split(self) -> bool:
+        return self.each > 1 or self.rows is not None
+
+    @property
+    def micro_batch_peers(self) -> WorkerGroup:
+        """Those of a replica who are at the same place of it but run different micro-batches, and must make as many
+        runs as each other."""
+        return self.shard_group if self.shard_group.size > 1 else self.experts
+
+    @property
+    def is_expert_parallel_only(self) -> bool:
+        """Whether experts are spread and nothing else is, so that all else of the model is summed over everybody."""
+        return self.each == self.experts.size > 1
+
+    def place_of(self, home: StateOwner) -> int:
+        """The place of who has the word among those who have different tensors of the state."""
+        return (home.expert or 0) * self.stages.size + home.stage
+
+    def is_at(self, home: StateOwner) -> bool:
+        """Whether this worker is where a tensor is, or a part of it; of those who cut layers all are."""
+        return home.stage == self.stages.index and home.expert in (None, self.experts.index)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this worker's word counts for the micro-batches that it runs: one of those does that run the same,
+        and of stages the last one, which has the losses."""
+        return self.tensor.index == self.context.index == 0 and self.stages.index == self.stages.size - 1
+
+    @property
+    def writers(self) -> int:
+        """How many workers write checkpoints, each what it holds: those of the first replica, and of those who share
+        sequences, who hold the same, the first."""
+        return self.each // self.context.size
+
+    def writer(self, index: int) -> int | None:
+        """Which of the writers the worker is that has this index in the run; None: it writes nothing."""
+        if not 0 <= index < self.each or self.context.index > 0:
+            return None
+        before, place = divmod(index, self.context.size * self.tensor.size)
+        return before * self.tensor.size + place
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that layers have waited here for the others of the replica, in all."""
+        return sum(one.waited_s for one in self.users)
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """Bytes that layers have given to others of the replica, in all."""
+        return sum(one.num_bytes_sent for one in self.users)
+
+    @property
+    def users(self) -> list[RecordedTensorGroup]:
+        """The groups that models themselves use."""
+        return [
+            one
+            for one in (self.tensor_parallel_group, self.context_parallel_group, self.expert_parallel_group)
+            if one is not None
+        ]
+
+    def share_of(self, group: WorkerGroup) -> tuple[int, int]:
+        """Return (index, size) of this worker among those who run different micro-batches, of the whole run's group."""
+        alike = self.stages.size * self.context.size * self.tensor.size
+        return group.index // alike, group.size // alike
+
+    def close(self) -> None:
+        """Let go of the transports."""
+        if self.is_split:
+            rows = [one.group for one in (self.rows, self.expert_rows) if one is not None]
+            own = (
+                *(self.shard_group, self.tensor, self.stages, self.context, self.experts),
+                *(self.parted, self.whole, self.preparation_group),
+            )
+            for group in dict.fromkeys((*own, *rows)):
+                group.close()
+            if not self.spans_context:  # otherwise those across are everybody, who are closed by themselves
+                self.expert_replica_group.close()
+
+
+def single_worker_replicas(group: WorkerGroup) -> ParallelGroups:
+    """Return the axes of a run whose replicas are single workers."""
+    return ParallelGroups(
+        shard_group=SingleWorkerGroup(),
+        replica_group=group,
+        expert_replica_group=group,
+        tensor=SingleWorkerGroup(),
+        stages=SingleWorkerGroup(),
+        context=SingleWorkerGroup(),
+        experts=SingleWorkerGroup(),
+        parted=SingleWorkerGroup(),
+        whole=SingleWorkerGroup(),
+        preparation_group=group,
+    )
+
+
+def parallel_groups_of(
+    plan: Plan,
+    group: WorkerGroup,
+    *,
+    worker_rank: int,
+    device: torch.device,
+    ring: FlightRecorder,
+    timeout_s: float,
+    hosts: Sequence[str],
+    tell: Callable[[Event], None],
+    streams: bool = False,
+    across: WorkerGroup | None = None,
+    num_workers: int | None = None,
+    on_way: Callable[[WorkerGroup, str, tuple[int, ...]], WorkerGroup] | None = None,
+) -> ParallelGroups:
+    """Build the groups that a layout needs beside the whole run's, over torch's default one; all of its workers must
+    call; blocks.
+
+    `hosts` names that of each worker in torch's default group: those of an axis who are on one host meet in its memory,
+    and `tell` is told why where they cannot. `streams`: parameters come to the device unit by unit, so there is a mesh
+    also over a worker that is alone inside. `across`: torch's default group is this replica's alone, and this one is
+    between replicas, which come and go; the run has about so many workers (`num_workers`) then, and `group` nobody yet.
+    `on_way` has the group of those across, of this name and these workers, sum as the plan says.
+    """
+    layout = plan.layout
+    if layout.workers_each == 1 and not streams:
+        return single_worker_replicas(group)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = mesh_of(layout, group.size if across is None else layout.workers_each)
+    first = 0 if across is None else worker_rank - worker_rank % layout.workers_each  # of the workers in the mesh
+
+    def along(name: str) -> tuple[int, ...]:
+        return tuple(first + number for number in mesh.group(joint.get(name, name), worker_rank - first))
+
+    meeting = ring.enter("meeting", "the workers of each replica find each other")
+    ring.wait(meeting)
+    over_torch: Any = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
+    meshes = {axis: over_torch[axis] for axis in mesh.sizes}
+    joint: dict[str, tuple[str, ...]] = {
+        name: axes for name, axes in JOINT_AXES.items() if all(mesh.sizes[axis] > 1 for axis in axes)
+    }
+    of_replica = tuple(axis for axis, size in mesh.sizes.items() if axis != "replica" and size > 1)
+    if plan.is_local and across is None and len(of_replica) > 1 and of_replica not in joint.values():
+        joint["whole"] = of_replica
+    meshes |= {name: over_torch[axes]._flatten(name) for name, axes in joint.items()}
+    ring.leave()
+    groups: dict[str, WorkerGroup] = {}
+    in_memory: dict[str, SharedGroup | None] = {}
+    spans_context = spans_all_workers(plan)
+    for axis, of_torch in meshes.items():
+        members, size = along(axis), of_torch.size()
+        groups[axis] = SingleWorkerGroup()
+        if size > 1 or axis == "shard":  # a worker alone inside may have its parameters brought unit by unit
+            ring.join(_group_name(axis, members), members)
+        if axis == "replica" and spans_context:
+            groups[axis] = group
+        elif size > 1:
+            one: Any = Group(of_torch.get_group(), device=device)
+            of_host = hosts[worker_rank - first]
+            if device.type == "cpu" and all(hosts[member - first] == of_host for member in members):
+                neighbours = num_workers or hosts.count(of_host)
+                one, reason = with_shared_memory(one, timeout_s=timeout_s, num_neighbours=neighbours, ranks=members)
+                if reason is not None and members[0] == worker_rank:
+                    tell(shared_memory_unavailable(f"workers along {axis!r} exchange tensors", reason))
+            in_memory[axis] = one if isinstance(one, SharedGroup) else None
+            if axis == "replica" and on_way is not None:
+                one = on_way(one, _group_name(axis, members), members)
+            groups[axis] = ElasticGroup(one, generation=0, ring=ring, name=_group_name(axis, members))
+    if across is not None:
+        groups["replica"] = across
+    whole: WorkerGroup = SingleWorkerGroup()
+    if plan.is_local and across is None and of_replica:
+        whole = groups[next((name for name, axes in joint.items() if axes == of_replica), of_replica[0])]
+    tensor_parallel_group: RecordedTensorGroup | None = None
+    if layout.tensor > 1:
+        tensor_parallel_group = RecordedTensorGroup(groups["tensor"])
+    context_parallel_group: RecordedContextGroup | None = None
+    if layout.context > 1:
+        context_parallel_group = RecordedContextGroup(groups["context"])
+    expert_parallel_group: RecordedExpertGroup | None = None
+    if layout.experts > 1:
+        expert_parallel_group = RecordedExpertGroup(groups["experts"])
+    link: StageTransport | None = None
+    if layout.stages > 1:
+        members = along("stages")
+        rising = over_torch.get_group("stages")
+        falling = _second_group(mesh, members) if device.type == "cuda" else None
+        index = members.index(worker_rank)
+        near = in_memory["stages"]
+        straight: StageTransport = TorchTransport(rising, falling, worker_index=index, limit_s=timeout_s)
+        if near is not None:
+            straight = SharedMemoryTransport(near.mailboxes(), straight, worker_index=index)
+        link = RecordedStageLink(straight, members=members, index=index, ring=ring)
+
+    def rows(axis: str) -> ShardGroup:
+        return ShardGroup(mesh=meshes[axis], group=groups[axis], name=_group_name(axis, along(axis)))
+
+    splits = layout.shard > 1 or streams
+    inside = "rows" if "rows" in meshes else "shard"
+    parted = "parts" if "parts" in meshes else "stages" if layout.stages > 1 else "experts"
+    return ParallelGroups(
+        shard_group=groups[inside],
+        replica_group=group if layout.workers_each == layout.experts > 1 else groups["replica"],
+        expert_replica_group=groups["replica"],
+        parted=groups[parted],
+        whole=whole,
+        tensor=groups["tensor"],
+        stages=groups["stages"],
+        context=groups["context"],
+        context_parallel_group=context_parallel_group,
+        experts=groups["experts"],
+        expert_parallel_group=expert_parallel_group,
+        link=link,
+        rows=rows(inside) if splits else None,
+        expert_rows=rows("shard") if splits and layout.experts > 1 else None,
+        tensor_parallel_group=tensor_parallel_group,
+        each=layout.workers_each,
+        preparation_group=group,
+        spans_context=spans_context,
+    )
+
+
+def reduces_over_all_workers(plan: Plan) -> bool:
+    """Whether the group of the whole run sums gradients, some of them at least."""
+    each = plan.layout.workers_each
+    return each == 1 or spans_all_workers(plan) or (each == plan.layout.experts and not plan.is_local)
+
+
+def spans_all_workers(plan: Plan) -> bool:
+    """Whether those across are everybody, those who share sequences among them: there is no other axis, and replicas
+    take no steps by themselves."""
+    return plan.layout.workers_each == plan.layout.context > 1 and not plan.is_local
+
+
+def replica_group_of(
+    layout: Layout,
+    *,
+    worker_rank: int,
+    device: torch.device,
+    ring: FlightRecorder,
+    timeout_s: float,
+    host: str,
+    num_workers: int,
+    tell: Callable[[Event], None],
+) -> tuple[ElasticGroup, list[str]]:
+    """Return the group of all workers of this replica, over torch's default group, which has no others, and the host of
+    each; `host` names this worker's, and `num_workers` are about those of the run. `tell`: see `parallel_groups_of`."""
+    name = _group_name("replica", members := workers_of(layout, worker_rank))
+    ring.join(name, members)
+    whole: Any = Group(default_group(), device=device)
+    hosts: list[str] = whole.gather_objects(host)
+    if len(set(hosts)) == 1 and device.type == "cpu":
+        whole, reason = with_shared_memory(whole, timeout_s=timeout_s, num_neighbours=num_workers, ranks=members)
+        if reason is not None and members[0] == worker_rank:
+            tell(shared_memory_unavailable("workers of a replica exchange tensors", reason))
+    return ElasticGroup(whole, generation=0, ring=ring, name=name), hosts
+
+
+def workers_of(layout: Layout, worker_rank: int) -> tuple[int, ...]:
+    """The workers of the replica that a worker is of."""
+    first = worker_rank - worker_rank % layout.workers_each
+    return tuple(range(first, first + layout.workers_each))
+
+
+def default_group() -> dist.ProcessGroup:
+    """torch's default process group; RuntimeError where there is none."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed has no default group")
+    return group
+
+
+def _second_group(mesh: Mesh, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """Another group of the same stages' workers, for what goes the other way; all workers make all of them."""
+    made = {one: dist.new_group(list(one)) for one in mesh.groups("stages")}
+    found = made[members]
+    if not isinstance(found, dist.ProcessGroup):
+        raise RuntimeError("torch.distributed made no group for the workers of this replica's stages")
+    return found
+
+
+def _group_name(axis: str, members: tuple[int, ...]) -> str:
+    """The same on all workers of the group."""
+    return f"{axis} {members[0]}-{members[-1]}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StateOwner:
+    """A place along each axis whose workers have different tensors; None: each along it has a part of its own.
+
+    Of what is whole (a count of steps, say, that goes with a tensor in parts) the first of these has the word.
+    """
+
+    stage: int = 0
+    expert: int | None = 0
+    tensor: int | None = 0

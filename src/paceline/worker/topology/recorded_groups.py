@@ -1,0 +1,188 @@
+"""The workers that cut layers, share sequences or spread experts, as models use them: noted in the ring.
+
+What passes between the stages of a replica, as the ring shows it: who waits for which value of which micro-batch.
+
+Each way between two stages is a group of its own in the ring, in which both workers count what goes there: the one who
+sends as it begins, the other one as it begins to wait. So who has entered less is the one who is awaited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.flight_recorder import FlightRecorder
+from paceline.comm.group import WorkerGroup
+from paceline.parallel.pipeline.stage_transfer import PendingTransfer, StageTransport
+from paceline.parallel.tensor.collectives import TrafficCounter
+
+__all__ = ["RecordedContextGroup", "RecordedExpertGroup", "RecordedStageLink", "RecordedTensorGroup"]
+
+
+class RecordedTensorGroup:
+    """Those who cut layers."""
+
+    what = "a layer that is cut"
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.index, self.size = group.index, group.size
+        self.traffic = TrafficCounter()
+        self.waited_s = 0.0  # for the others, in all; on a GPU nothing is waited for
+        self.is_still = False
+        self._group = group
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """Bytes of what was asked of the group, in all."""
+        return sum(self.traffic.num_bytes.values())
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """While it lasts nothing moves, and results have the right shapes alone: for a look at where a forward goes,
+        which each worker takes by itself."""
+        former, self.is_still = self.is_still, True
+        try:
+            yield
+        finally:
+            self.is_still = former
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of everybody's tensor, in new memory."""
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        if self.is_still:
+            return out
+        self._timed("all_reduce", out, lambda what: self._group.all_reduce(out, what=what).wait())
+        return out
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return everybody's tensor, by index."""
+        if self.is_still:
+            return [tensor] * self.size
+        whole = tensor.new_empty(self.size, *tensor.shape)
+        parts = list(whole.unbind())
+        self._timed("all_gather", whole, lambda what: self._group.all_gather(tensor.contiguous(), parts, what=what))
+        return parts
+
+    def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        """Return the sum of what everybody has at this worker's place in `parts`."""
+        if self.is_still:
+            return parts[self.index].clone()
+        whole = torch.stack(parts)
+        out, given = torch.empty_like(whole[0]), whole.unbind()
+        self._timed("reduce_scatter", whole, lambda what: self._group.reduce_scatter(given, out, what=what))
+        return out
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Send `parts[k]` to worker k, and return what each worker sent here, which has `shapes[k]`."""
+        if self.is_still:
+            return [parts[0].new_zeros(shape) for shape in shapes]
+        given = [part.contiguous() for part in parts]
+        out = [parts[0].new_empty(shape) for shape in shapes]
+        num_bytes = sum(part.numel() * part.element_size() for part in given)
+        self._timed("all_to_all", num_bytes, lambda what: self._group.all_to_all(given, out, what=what))
+        return out
+
+    def _timed(self, kind: str, moved: Tensor | int, move: Callable[[str], None]) -> None:
+        """Do a collective about a whole tensor, or so many bytes."""
+        began = time.perf_counter()
+        move(f"{kind} of {self.what}")
+        self.waited_s += time.perf_counter() - began
+        self.traffic.note(kind, moved if isinstance(moved, int) else moved.numel() * moved.element_size())
+
+
+class RecordedContextGroup(RecordedTensorGroup):
+    """Those who share sequences."""
+
+    what = "a shared sequence"
+
+
+class RecordedExpertGroup(RecordedTensorGroup):
+    """Those who spread experts, and exchange tokens."""
+
+    what = "tokens and their experts"
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send the first `sent[0]` rows to worker 0, the next to worker 1 and so on; return what came, by worker."""
+        came = rows.new_empty(sum(received), *rows.shape[1:])
+        parts, out = rows.split(list(sent)), came.split(list(received))
+        num_bytes = sum(part.nbytes for part in parts) - parts[self.index].nbytes
+        self._timed("all_to_all", num_bytes, lambda what: self._group.all_to_all(parts, out, what=what))
+        return came
+
+
+KIND = "transfer"
+NUM_RECORDED_STAGES = 2  # stages of a worker whose ways are noted: a ring has places for so many groups
+
+
+class RecordedStageLink:
+    """A link whose waits show in the ring."""
+
+    def __init__(self, link: StageTransport, *, members: Sequence[int], index: int, ring: FlightRecorder) -> None:
+        """`members`: the worker ranks of the stages' workers, of whom this is the one at `index`."""
+        self._link, self._members, self._index, self._ring = link, tuple(members), index, ring
+        self._names: dict[tuple[str, tuple[int, int]], str | None] = {}
+
+    def make_room(self, num_bytes: int) -> None:
+        """Be told that tensors have up to so many bytes from now on."""
+        self._link.make_room(num_bytes)
+
+    def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> PendingTransfer:
+        """Begin to send; the tensor may not change before the end."""
+        group = self._group(way, (self._index, to))
+        call = self._enter(tensor, what, group)
+        return _RecordedTransfer(self._link.send(tensor, to=to, what=what, way=way), self, tensor, what, group, call)
+
+    def receive(self, tensor: Tensor, *, source: int, what: str, way: str) -> PendingTransfer:
+        """Begin to receive into `tensor`, in place."""
+        group = self._group(way, (source, self._index))
+        return _RecordedTransfer(
+            self._link.receive(tensor, source=source, what=what, way=way), self, tensor, what, group, None
+        )
+
+    def wait(self, pending: PendingTransfer, tensor: Tensor, what: str, group: str | None, call: int | None) -> None:
+        """Wait for a transfer. After an error the ring shows it still: it may be the cause."""
+        if group is None:
+            pending.wait()
+            return
+        entered = self._enter(tensor, what, group) if call is None else call
+        self._ring.wait(entered or 0)
+        pending.wait()
+        self._ring.leave()
+
+    def _enter(self, tensor: Tensor, what: str, group: str | None) -> int | None:
+        if group is None:
+            return None
+        return self._ring.enter(KIND, what, dtype=tensor.dtype, numel=tensor.numel(), group=group, is_of_phase=True)
+
+    def _group(self, way: str, pair: tuple[int, int]) -> str | None:
+        """The ring's group for a way; None: it is not noted."""
+        if (way, pair) not in self._names:
+            stages = [int(word) for word in way.split() if word.isdecimal()]
+            is_followed = max(stages, default=0) < NUM_RECORDED_STAGES * len(self._members)
+            first, second = (self._members[index] for index in pair)
+            self._names[way, pair] = f"{way}, workers {first} to {second}" if is_followed else None
+        name = self._names[way, pair]
+        if name is not None and not self._ring.is_in(name):
+            self._ring.join(name, sorted(self._members[index] for index in pair))
+        return name
+
+
+class _RecordedTransfer:
+    def __init__(
+        self,
+        pending: PendingTransfer,
+        link: RecordedStageLink,
+        tensor: Tensor,
+        what: str,
+        group: str | None,
+        call: int | None,
+    ) -> None:
+        self._pending, self._link, self._tensor = pending, link, tensor
+        self._what, self._group, self._call = what, group, call
+
+    def wait(self) -> None:
+        self._link.wait(self._pending, self._tensor, self._what, self._group, self._call)
