@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from driving.forks import enter, measured_by
+from driving.options import options_of
 from paceline.comm.allreduce.scheduled_group import BACKEND, ScheduledGroup, SelectedAlgorithm
 from paceline.comm.group import Group
 from paceline.schedule.allreduce.build import FLAT
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--link", choices=LINKS, default="gigabit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--largest", type=int, default=64, help="MiB")
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 3 minutes", quick={"rounds": 1, "largest": 1, "workers": 2})
     if (why := refusal()) is not None:
         parser.error(f"far hosts cannot be made here: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts are removed

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from driving.options import options_of
 from paceline.testing import Report, run_with
 
 PROGRAM = Path(__file__).parent / "programs" / "recover_paceline.py"
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--width", type=int, default=1536, help="of the model: makes the step longer")
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 4 minutes", quick={"rounds": 1, "slow": "2", "steps": 20, "width": 512})
     slows = [float(text) for text in options.slow.split(",")]
     settings = [(1.0, False), *itertools.product(slows, (False, True))]
     found = {setting: Measured() for setting in settings}

@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from driving.options import options_of
+
 PROGRAM = Path(__file__).parent / "programs" / "best_cut_paceline.py"
 MICROS = 8
 
@@ -42,7 +44,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=24)
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 15 minutes", quick={"rounds": 1, "heavy": "2"})
     print("| heavy block | cut before block | ms per step | automatic, ms per step | automatic / best |")
     print("|---|---|---|---|---|", flush=True)
     for heavy in map(int, options.heavy.split(",")):

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from driving.options import options_of
+
 WIDTH = 1024  # of the model's square layers
 BASELINE_STEPS = 5
 
@@ -48,7 +50,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the training process")
     parser.add_argument("--directory", type=Path, default=None, help="where checkpoints are written")
     parser.add_argument("--contender", default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = options_of(parser, takes="about 5 minutes", quick={"rounds": 1, "saves": 1, "megabytes": 50.0})
     if arguments.contender:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             print(json.dumps(measure(arguments, Path(directory))))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 
+from driving.options import options_of
 from driving.sides import SIZES, Side, said
 
 STEPS = 2  # the second one is counted
@@ -37,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--workers", default="2,4")
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 2 minutes", quick={"workers": "2", "size": "tiny"})
     print("| workers | Paceline, of layers | by hand | the same | Paceline, besides |")
     print("|---|---|---|---|---|", flush=True)
     for workers in map(int, options.workers.split(",")):

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from driving.options import options_of
 from driving.runs import Run, Stand, compared, losses_of, struck
 
 MOST = 4
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.05, help="seconds that each step rests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: they are not)")
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 4 minutes", quick={"minutes": 0.3})
     with tempfile.TemporaryDirectory(prefix="paceline-come-and-go-") as scratch:
         folder = options.folder or Path(scratch)
         words = ["--silence-s", str(SILENCE_S), "--save-every", "500"]

@@ -21,6 +21,7 @@ import tempfile
 
 import torch
 
+from driving.options import options_of
 from driving.sides import Side, job_of, peak_bytes
 from driving.turns import in_turns
 
@@ -86,7 +87,11 @@ def main() -> None:
     parser.add_argument("--compile", default="false,true")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--block", type=int, default=6, help="steps of a turn")
-    options = parser.parse_args()
+    options = options_of(
+        parser,
+        takes="about 20 minutes",
+        quick={"recompute": "none,blocks", "offload": "none", "compile": "false", "turns": 1},
+    )
     offloads = options.offload.split(",")
     if options.device == "cpu" and "all" in offloads:
         offloads.remove("all")

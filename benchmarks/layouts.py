@@ -15,6 +15,7 @@ import argparse
 import statistics
 from collections.abc import Iterator
 
+from driving.options import options_of
 from driving.sides import SIZES, Side, job_of, sharded
 from driving.turns import in_turns
 
@@ -51,7 +52,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=6, help="steps of a turn")
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--only", default=KINDS)
-    options = parser.parse_args()
+    options = options_of(
+        parser, takes="about 40 minutes", quick={"starts": 1, "turns": 1, "workers": "2", "only": "shard"}
+    )
     heads = ["workers", "layout", "Paceline, ms per step", "by hand, ms per step", "Paceline / by hand", "middle half"]
     print(f"| {' | '.join(heads)} |")
     print("|---|---|---|---|---|---|", flush=True)

@@ -23,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from driving.options import options_of
 from driving.runs import Difference, Run, Stand, compared, losses_of
 
 WORKERS, OTHERS = 4, 3
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--apart", type=float, default=0.5, help="seconds between two kills, on the mean")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: they are not)")
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 15 minutes", quick={"kills": 5, "cases": "smooth:fp32"})
     rows, misses = list[str](), list[str]()
     with tempfile.TemporaryDirectory(prefix="paceline-many-kills-") as scratch:
         for case in options.cases.split(","):

@@ -19,6 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
+from driving.options import options_of
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
 
 LIMIT_MS = 100.0
@@ -114,7 +115,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=10_000)
     parser.add_argument("--seconds", type=int, default=120)
     parser.add_argument("--each", type=int, default=1, help="workers of a replica")
-    given = parser.parse_args()
+    given = options_of(parser, takes="about 3 minutes", quick={"workers": 1000, "seconds": 10})
     world = Pretended(given.workers, given.each)
     world.answer()
     chance = random.Random(0)

@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from driving.options import options_of
 from driving.sides import SIZES, peak_bytes, sharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -38,7 +39,9 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--zero", default="1,2,3")
     parser.add_argument("--steps", type=int, default=5)
-    options = parser.parse_args()
+    options = options_of(
+        parser, takes="about 10 minutes", quick={"workers": "2", "zero": "3", "size": "tiny", "steps": 2}
+    )
     from gpt import GPT
 
     model = GPT(*SIZES[options.size][:3])

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from driving.options import options_of
+
 PROGRAM = Path(__file__).parent / "programs" / "kept_paceline.py"
 BATCH = "batch(size=8,micro=2)"
 WARM_STEPS = 5  # not measured
@@ -59,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--layouts", default="shard=4,stages=4,tensor=4")
-    arguments = parser.parse_args()
+    arguments = options_of(parser, takes="about 6 minutes", quick={"steps": 40, "kills": 1, "layouts": "shard=4"})
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         kept = [cost(place / f"kept_{n}", arguments.steps, "") for n in range(2)]

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from driving.options import options_of
+
 MIB = 1 << 20
 BATCH = 16
 LOOK_S = 0.002
@@ -34,7 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2, help="processes for each way")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the plan that this process measures
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 10 minutes", quick={"layers": 2, "width": 256, "steps": 2, "rounds": 1})
     if options.one is not None:
         _measure(options)
         return

@@ -20,6 +20,7 @@ import paceline
 from paceline import Batch, Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from driving.options import options_of
 from gpt import GPT, next_byte_loss, standard_library, windows
 
 SIZES = {"demo": (128, 4, 4, 8), "large": (384, 6, 6, 8)}  # width, layers, heads, samples
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10)
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 5 minutes", quick={"blocks": 2, "size": "demo"})
     with tempfile.TemporaryDirectory() as scratch:
         rows = paceline.run(
             lambda worker: measure(worker, options.size, options.blocks, options.steps),

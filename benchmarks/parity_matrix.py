@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from driving.options import options_of
 from paceline.cli.parity.compare import CaptureReader, compare
 from paceline.errors import PlanError
 from paceline.plan import Plan
@@ -125,7 +126,9 @@ def main() -> None:
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--layouts", default="", help="only these, with blanks between them")
     parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
+    options = options_of(
+        parser, takes="about 40 minutes", quick={"workers": "1,2", "layouts": "replicas=2", "steps": 3}
+    )
     names, only = options.models.split(","), options.layouts.split()
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports, it imports once

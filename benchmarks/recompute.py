@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from driving.options import options_of
 from paceline.parallel.recompute import recompute_blocks
 
 MIB = 1 << 20
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 2 minutes", quick={"rounds": 1, "blocks": 2, "width": 128, "tokens": 256})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models: dict[str, nn.Module] = {}
     for name, keep in WAYS.items():

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from driving.options import options_of
 from paceline.events import Regrouped, decode
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -315,7 +316,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1536, help="of the model: makes the step longer")
     parser.add_argument("--rate", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 8 minutes", quick={"kills": 1, "stops": 1, "peers": "", "width": 256})
     wanted = list(filter(None, options.peers.split(",")))
     if unknown := [peer for peer in wanted if peer.partition(":")[0] not in PEERS]:
         parser.error(f"--peers: {', '.join(unknown)} is not known; known are {', '.join(PEERS)}")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
+from driving.options import options_of
 from paceline import Batch, Plan
 
 SAMPLES = 10**9
@@ -54,7 +55,7 @@ def first_item_s(worker: paceline.Worker, share: float | None) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7)
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 2 minutes", quick={"runs": 1})
     plan = Plan(batch=Batch(size=64, micro=8))
     print("| share of the epoch done | ms to the first step after a resume |\n|---|---|")
     for share in (0.0, 0.25, 0.5, 0.99):

@@ -26,6 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from driving.options import options_of
 from driving.runs import Difference, Run, compared, losses_of, state_of, struck
 from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find
 from paceline.events import CheckpointSaved, Event, WorkerStarted, decode
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: they are not)")
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 10 minutes", quick={"kills": 2})
     rows, misses = list[str](), list[str]()
     with tempfile.TemporaryDirectory(prefix="paceline-save-kills-") as scratch:
         folder = options.folder or Path(scratch)

@@ -33,6 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from driving.courses import DDP, ROUND, UNLIMITED, Matrix, Task, by_chance, link_name, shown_plan
+from driving.options import options_of
 from driving.site_runs import Failed, course
 from paceline.errors import PlanError
 from paceline.plan import Plan
@@ -157,7 +158,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="in which the best plans are timed again; 0: none")
     parser.add_argument("--batch", type=int, default=128, help="samples of a step, on all sites together")
     parser.add_argument("--out", type=Path, default=Path("runs/sites.json"))
-    options = parser.parse_args()
+    options = options_of(
+        parser,
+        takes="several hours",
+        quick={
+            "syncs": ["localsgd(every=8)"],
+            "wires": ["int8"],
+            "links": ["100:50"],
+            "seconds": 10.0,
+            "longest": 20.0,
+            "rounds": 0,
+            "batch": 32,
+        },
+    )
     if (why := refusal()) is not None:
         parser.error(f"far sites cannot be made here: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sites are removed

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from driving.options import options_of
 from paceline.plan import Plan
 
 PROGRAM = Path(__file__).parent / "programs" / "slow_one.py"
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--batches", type=int, default=240, help="of a run")
     parser.add_argument("--plans", nargs="*", default=PLANS)
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 6 minutes", quick={"pairs": 1, "batches": 30})
     print(f"| plan | undisturbed, batches/s | one worker {options.times:g}x slower | of the undisturbed | pairs |")
     print("|---|---|---|---|---|", flush=True)
     for plan in options.plans:

@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from driving.options import options_of
+
 PROGRAMS = Path(__file__).parent / "programs"
 
 
@@ -69,7 +71,7 @@ def command_s(*arguments: str, runs: int = 9) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7)
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 3 minutes", quick={"pairs": 1})
     lines = []
     for workers in (2, 8):
         rows = []

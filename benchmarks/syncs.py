@@ -18,6 +18,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from driving.options import options_of
 from driving.turns import Job, in_turns
 
 PROGRAM = Path(__file__).parent / "programs" / "gpt_paceline.py"
@@ -61,7 +62,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--block", type=int, default=17, help="steps of a turn")
     parser.add_argument("--plans", nargs="+", default=PLANS)
-    options = parser.parse_args()
+    options = options_of(
+        parser, takes="about 20 minutes", quick={"turns": 1, "block": 3, "plans": ["allreduce+raw", "allreduce+int8"]}
+    )
     if options.turns < 2:
         parser.error(f"--turns is {options.turns}; quantiles need at least 2")
     plans = list(dict.fromkeys([FIRST, *options.plans]))

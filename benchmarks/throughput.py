@@ -15,6 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from driving.options import options_of
 from driving.turns import Job, in_turns
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--block", type=int, default=8, help="steps of a turn")
     parser.add_argument("--size", choices=SIZES, default="large")
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 6 minutes", quick={"turns": 2, "block": 3, "size": "demo"})
     jobs = [job_of(side, options.size) for side in SIDES]
     took = dict(zip(SIDES, in_turns(jobs, turns=options.turns, block=options.block), strict=True))
 

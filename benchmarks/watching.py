@@ -25,6 +25,7 @@ from paceline.comm.flight_recorder import FILE_NAME, FlightRecorder, read_flight
 from paceline.monitor.hang.hang_monitor import LOOK_INTERVAL_S, HangMonitor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from driving.options import options_of
 from gpt import GPT, next_byte_loss, standard_library, windows
 
 STEPS, SAMPLES = 60, 16
@@ -104,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 3 minutes", quick={"repeats": 1})
     with tempfile.TemporaryDirectory() as scratch:
         step_s, calls = run(options.workers, scratch)
         collective_s, rest_s = ring_costs(Path(scratch), options.repeats)

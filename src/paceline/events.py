@@ -242,7 +242,7 @@ class SpikeSeen(Event):
 class WeightsDiffer(Event):
     """Workers whose weights are not equal to the others' to the last bit; said by all workers alike."""
 
-    workers: Sequence[int]  # who differs; all of them where there is no majority
+    workers: Sequence[int]  # that differ; all of them where there is no majority
     who: Sequence[str]  # the same in words: worker, host, pid
     step: int
     since_step: int  # they were equal after this one
@@ -281,7 +281,7 @@ class WorkerLeft(Event):
     host: str
     step: int
     reason: str  # "SIGTERM", "resized to 2 replicas", what has come on its host
-    members: Sequence[int]  # worker ranks of those who go on
+    members: Sequence[int]  # ranks of the workers that go on
     resized: bool = False  # the run was made smaller on purpose: there is no such place any more
 
 
@@ -340,7 +340,7 @@ class RunFinished(Event):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """An event with when it happened and who said it (`worker` is None for the supervisor)."""
+    """An event, when it happened, and which worker wrote it (`worker` is None for the supervisor)."""
 
     time: float
     worker: int | None

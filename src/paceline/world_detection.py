@@ -1,4 +1,4 @@
-"""Finds in environment variables the world that a process is in: who started it, and which of the workers it is.
+"""Finds in environment variables which engine started this process, and which of its workers it is.
 
 A *world* is a set of processes that somebody already started and numbered. Four sources tell of one
 (`paceline.environment` knows a fifth, our own):
@@ -70,7 +70,7 @@ class World:
 
     @property
     def kills_soon(self) -> bool:
-        """Whether who started it kills it a moment after SIGTERM: Open MPI's mpirun waits for a quarter of a second."""
+        """Whether the engine kills it a moment after SIGTERM: Open MPI's mpirun waits for a quarter of a second."""
         return self.source in ("openmpi", "mpi")
 
 
@@ -272,7 +272,9 @@ def _world(
     head: str | None = None,
     job_id: str = "",
 ) -> World:
-    """Check the numbers of one source; MASTER_ADDR and MASTER_PORT, where set, tell the head for every source."""
+    """Check the numbers of one source; MASTER_ADDR and MASTER_PORT, where set, give the rendezvous address for every
+    source.
+    """
     if not (0 <= worker_rank < workers and 0 <= local_rank < local_workers <= workers):
         raise LaunchError(
             f"The variables of {source} do not fit together: worker {worker_rank} of {workers}, "

@@ -235,6 +235,6 @@ def test_a_request_to_leave_that_one_has_heard_while_another_evaluates_before_it
     with pytest.raises(WorkersFailed) as failed:
         world(run, 2, plan_of(LocalSGD(every=4)))
     for text in failed.value.errors.values():
-        assert text.strip().endswith("Leaving: 75"), text
+        assert text.strip().endswith("CleanExit: 75"), text
     (kept,) = (world.run_dir / "checkpoints").iterdir()
     assert kept.name == "step_00000003"

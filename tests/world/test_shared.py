@@ -272,13 +272,15 @@ class TwoHosts(World):
 def ways(worker: Any) -> dict[str, bool]:
     """Of each axis with several workers, and of what models use of it, whether it lies in memory."""
     axes = worker._place.axes
-    groups = {name: getattr(axes, name) for name in ("across", "inside", "tensor", "stages", "context", "experts")}
+    groups = {
+        name: getattr(axes, name) for name in ("replica_group", "shard_group", "tensor", "stages", "context", "experts")
+    }
     if axes.rows is not None:
         groups["rows"] = axes.rows.group
     users = {
-        "cutters": axes.tensor_parallel_group,
-        "sharers": axes.context_parallel_group,
-        "exchangers": axes.expert_parallel_group,
+        "tensor_parallel_group": axes.tensor_parallel_group,
+        "context_parallel_group": axes.context_parallel_group,
+        "expert_parallel_group": axes.expert_parallel_group,
     }
     groups |= {name: user._group for name, user in users.items() if user is not None}
     found = {name: isinstance(group._group, SharedGroup) for name, group in groups.items() if group.size > 1}
@@ -286,11 +288,14 @@ def ways(worker: Any) -> dict[str, bool]:
 
 
 LAYOUTS = {
-    "shard": (Layout(shard=2), {"inside", "rows"}),
-    "tensor": (Layout(tensor=2), {"tensor", "cutters"}),
+    "shard": (Layout(shard=2), {"shard_group", "rows"}),
+    "tensor": (Layout(tensor=2), {"tensor", "tensor_parallel_group"}),
     "stages": (Layout(stages=2), {"stages", "link"}),
-    "context": (Layout(context=2), {"context", "across", "sharers"}),  # who share sequences are also those across
-    "experts": (Layout(experts=2), {"experts", "across", "exchangers"}),
+    "context": (
+        Layout(context=2),
+        {"context", "replica_group", "context_parallel_group"},
+    ),  # who share sequences are also those across
+    "experts": (Layout(experts=2), {"experts", "replica_group", "expert_parallel_group"}),
 }
 
 
@@ -305,7 +310,7 @@ def test_a_replica_of_one_host_meets_in_its_memory_where_the_job_has_several(tmp
     layout, inside = LAYOUTS[axis]
     world = TwoHosts(tmp_path)
     found = world(ways, 4, Plan(layout=dataclasses.replace(layout, replicas=2)))
-    assert found == [dict.fromkeys(inside, True) | {"across": False}] * 4
+    assert found == [dict.fromkeys(inside, True) | {"replica_group": False}] * 4
     assert world(ways, 2, Plan(layout=layout)) == [dict.fromkeys(inside, False)] * 2  # each host has one of its workers
     assert told(world, 2) == []
 
@@ -324,13 +329,13 @@ def test_why_there_is_no_memory_is_said_of_each_axis(
     monkeypatch.setattr(arena, "why_unsupported", lambda: "this is a test")
     tail = "over the loopback network, which is slower: this is a test"
     plan = Plan(layout=Layout(replicas=2, shard=2))
-    assert world(ways, 4, plan) == [{"inside": False, "across": False, "rows": False}] * 4
+    assert world(ways, 4, plan) == [{"shard_group": False, "replica_group": False, "rows": False}] * 4
     shard, replica = (f"workers along '{axis}' exchange tensors {tail}" for axis in ("shard", "replica"))
     whole = f"workers sum gradients {tail}"
     assert sorted(told(world, 4)) == sorted([(0, whole), (0, shard), (2, shard), (0, replica), (1, replica)])
     (tmp_path / "several").mkdir()
     several = TwoHosts(tmp_path / "several")
-    assert several(ways, 4, plan) == [{"inside": False, "across": False, "rows": False}] * 4
+    assert several(ways, 4, plan) == [{"shard_group": False, "replica_group": False, "rows": False}] * 4
     assert told(several, 4) == [(0, shard), (2, shard)]  # their replicas' workers are on two hosts
     assert not any(several(ways, 4, Plan(layout=Layout(replicas=4)))[0].values())
     assert told(several, 4) == [(rank, f"workers of one host sum gradients {tail}") for rank in (0, 2)]

@@ -1,4 +1,4 @@
-"""`paceline logs`: what the workers of a run wrote."""
+"""`paceline logs`: prints what the workers of a run wrote."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`paceline plan`: shows what a plan means on so many workers, and every rule that it breaks; of a script, also what
-stands against it in the script's models.
+"""`paceline plan`: shows what a plan means on a number of workers, and every rule that it breaks.
 
-`paceline plan train.py`: looks at what a script prepares, and prints what stands against its plan, what is good to
-know, and what each worker would hold, as tables that fit 100 columns.
+`paceline plan train.py --check` also looks at what a script prepares. It prints every problem of its models with the
+plan, remarks, and the memory that each worker needs, as tables that fit 100 columns.
 """
 
 from __future__ import annotations

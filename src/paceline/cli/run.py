@@ -1,8 +1,7 @@
-"""`paceline run`: starts a script or a job file on many workers.
+"""`paceline run`: starts a script or a job file on many workers; `--dry-run` prints what would be started.
 
-The options are the fields of Job, one each; a value is read by its field's annotation. `OPTIONS` adds only the help.
-
-What `paceline run --dry-run` prints: the job, the plan as far as it is known, and what would be started.
+The options are the fields of Job, one each; a field's annotation says how its value is read. `OPTIONS` adds only the
+help.
 """
 
 from __future__ import annotations

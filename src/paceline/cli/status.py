@@ -1,4 +1,4 @@
-"""`paceline status`: how a run is doing."""
+"""`paceline status`: how a run stands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline stop`: ends a run in order."""
+"""`paceline stop`: ends a run cleanly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Closes the books of an attempt: the supervisor's last events, the summary, `run.json`.
+"""Ends an attempt on disk: writes the supervisor's last events, the summary and `run.json`.
 
-Each is written even where another one cannot be, and what cannot is told: a full disk must not leave a run that says
-that it is running.
+Each file is written even where another one fails, and what could not be written is reported. A full disk must not leave
+a run that claims to be running.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Watches one attempt of a run: reads what the workers write, passes it on to the console and every file and endpoint.
+"""Watches one attempt of a run: reads what the workers write, and passes it to the console, files and endpoints.
 
-The supervisor's loop calls `poll` about five times a second; it costs well under a millisecond when nothing is new,
-and starts no thread (the metrics endpoint, where one is asked for, has its own).
+The supervisor's loop calls `poll` about five times a second. A call costs well under a millisecond when nothing is new.
+No thread is started; only the Prometheus endpoint has its own.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Watch:
 
     `local`: the workers whose files this host has; None: all `workers` of the job. Those that are added later are this
     host's where they say that they are on `host`. `record=False` (hosts that follow a head) writes no file of the run:
-    the head does. `explains=False`: somebody else tells the user why the run failed.
+    the coordinator does. `explains=False`: another process tells the user why the run failed.
     Raises LaunchError where the job's metrics endpoint cannot listen.
     """
 
@@ -278,7 +278,7 @@ class Watch:
         self._follow()
 
     def _note_at_work(self, worker: int | None, step: int) -> None:
-        """Count a worker in that was added while the run goes on, and out whoever left before the others."""
+        """Count in a worker that was added while the run goes on, and count out one that left early."""
         if worker in self._newcomers:
             self._count_in(worker)
             self._follow()
@@ -295,7 +295,7 @@ class Watch:
             self._merger.join(worker)
 
     def _follow(self) -> None:
-        """Have everybody who tells of workers tell of those that take part, and of those that are about to."""
+        """Have console and metrics cover the workers that take part, and those that are about to."""
         here = self._members & self._local
         self._warnings.expect(here)
         self._notes.expect(here)

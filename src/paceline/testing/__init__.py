@@ -1,4 +1,4 @@
-"""Have faults come to a run, and see what becomes of it: what `paceline drill` is made of, for tests of your own.
+"""Injects faults into a run and reports what became of it: what `paceline drill` is made of, for tests of your own.
 
 from paceline.testing import assert_unharmed, run_with
 

@@ -1,8 +1,8 @@
-"""Makes numbers wrong in a worker: a bit of its weights, or what its model makes of a micro-batch.
+"""Makes numbers wrong in a worker: flips a bit of its weights, or corrupts its model's output for a micro-batch.
 
-The user's program is not changed: torch tells which modules are called. The outermost one is the model. In a pipeline
-its output has no contents on all stages but the last; what goes wrong there is the output of the last module that has
-made any, which travels on.
+The user's program is not changed: torch's module hooks say which modules are called, and the outermost one is the
+model. Under pipeline parallelism only the last stage's model output has contents. On other stages the output of the
+last module that made one is corrupted, and it travels on.
 """
 
 from __future__ import annotations

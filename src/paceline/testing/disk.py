@@ -1,4 +1,4 @@
-"""The disk of a run's checkpoints: a small file system of its own that can be full, and a torn checkpoint."""
+"""The disk of a run's checkpoints, as a small file system that can be filled; and a torn checkpoint."""
 
 from __future__ import annotations
 

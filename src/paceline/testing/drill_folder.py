@@ -1,7 +1,7 @@
-"""The folder in which a drilled run and whoever started it tell each other what came, and what is to be done.
+"""The folder through which a drilled run and the process that started it exchange messages.
 
 programme.json      the faults, and what may be asked for
-fault_0.json        fault 0 came: when, where. It is made by whoever is first, and so a fault comes once
+fault_0.json        fault 0 has come: when and where. The first worker there creates it, so a fault comes once
 fault_0.cut         the worker asks for the cable to be cut, and waits
 fault_0.cut.done    it is cut
 """

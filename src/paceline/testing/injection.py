@@ -1,12 +1,12 @@
-"""The worker's side of a programme: notes by which places its worker comes, and has the faults come there.
+"""The worker's side of a programme of faults: follows the places that its worker passes, and triggers the faults there.
 
-Nothing in the user's program is changed. A worker says what it does to its ring (`paceline.comm.flight_recorder`), and
-where that is not enough, to the functions that write a checkpoint; those are what is listened to here. A fault comes at
-its place or, where the worker does not come by that place (it has no micro-batch, or is alone), at the next one of the
-step.
+The user's program is not changed. The places are what the worker writes to its flight recorder
+(`paceline.comm.flight_recorder`) and, where that is not enough, the functions that write a checkpoint. A fault comes at
+its place. Where the worker does not pass that place (it has no micro-batch, or is alone), the fault comes at the next
+place of the step.
 
 What a worker cannot do to itself (pull a cable, fill a disk, kill the whole run) it asks of the process that started
-the run (`paceline.testing.runs`), and waits until that is done. A file for each fault says that it came, and when.
+the run (`paceline.testing.runs`), and waits until it is done. A file for each fault records that it came, and when.
 """
 
 from __future__ import annotations

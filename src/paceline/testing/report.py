@@ -1,4 +1,4 @@
-"""What a run under faults has left behind: read from its run directory, and compared with an undisturbed run."""
+"""What a run under faults has left behind, read from its run directory and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Report:
 
         Where a batch was poisoned, of the steps before that: its step is left out, and so the later ones differ. Where
         the curve `is_other_from` a step, that of the means from there on counts as one. NaN where replicas ask for
-        their batches by themselves: losses are those of who was fast.
+        their batches by themselves: losses depend on which of them was fast.
         """
         if self.plan.is_asynchronous:
             return math.nan
@@ -184,7 +184,7 @@ class Report:
 
     def _is_left_by_all(self, start: Start) -> bool:
         """Whether everybody saved and left because a notice came while others were being replaced: too few were left
-        to go on without the one who was to leave. No step is lost by that."""
+        to go on without the one that was to leave. No step is lost by that."""
         losses = [fault for fault, came in zip(self.programme, self.came, strict=True) if came and fault.loses_a_worker]
         return start.exit_code == PREEMPTED and len(losses) > 1 and any(fault.kind == "term" for fault in losses)
 
@@ -305,7 +305,7 @@ def _records(run_dir: Path, attempt: int) -> list[Record]:
 
 
 def resumed_from(records: Sequence[Record]) -> int:
-    """Where the first ones began; who joins later says nothing of that. Where somebody was lost again before any had
+    """Where the first workers began; workers that join later do not say. Where somebody was lost again before any had
     begun: where they were to."""
     started = [record.event for record in records if isinstance(record.event, WorkerStarted)]
     restarted = _restarted(records)

@@ -1,8 +1,8 @@
 """Runs a training program under a programme of faults, to its end, and reports what became of it.
 
-The program is run as a user would run it, by `paceline run`, in processes of its own, within a time limit. What a
-worker cannot do to itself is done here: the cable between two hosts is cut, the disk is filled, the whole run is killed
-in the middle of a save. Where the run ends and says that the same command goes on, the same command is run again.
+The program runs as a user would run it, by `paceline run`, in processes of its own, within a time limit. What a worker
+cannot do to itself is done here: cutting the cable between two hosts, filling the disk, killing the whole run in the
+middle of a save. Where the run ends with the advice to repeat the command, the same command is run again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["assert_unharmed", "run_with"]
 MOST_STARTS = 3  # beyond one for each fault
 LOOK_S = 0.01  # at a process, and at what it asks for
 END_S = 10.0  # after SIGTERM
-PORT = 29519  # of the head, in a network of its own
+PORT = 29519  # of the coordinator, in a network of its own
 OURS = ("program", "args", "run_dir", "hosts", "head", "token_file", "fresh")  # fields of the job that are set here
 
 FUNCTION = """\
@@ -175,7 +175,7 @@ class _Run:
                 processes.append(self._command_on(host, environment, output, stack))
             is_late = not self._watched(processes, deadline, lambda: self._restart_host(processes, outputs, stack))
             for cut_off in processes[1:]:
-                cut_off.kill()  # it would wait for the head for a while
+                cut_off.kill()  # it would wait for the coordinator for a while
         text = "".join(output.read_text(encoding="utf-8", errors="replace") for output in outputs)
         return _FinishedStart(processes[0].returncode, text, is_late)
 
@@ -201,7 +201,7 @@ class _Run:
     def _restart_host(
         self, processes: list[subprocess.Popen[bytes]], outputs: Sequence[Path], stack: contextlib.ExitStack
     ) -> None:
-        """Where the head waits for a host in place of the one that was cut off, that one comes back, from its start."""
+        """Where the coordinator waits for a host in place of the one that was cut off, start that host again."""
         if self._hosts is None or not self._is_cut or WAITS.encode() not in outputs[0].read_bytes():
             return
         self._is_cut = False
@@ -220,7 +220,7 @@ class _Run:
         return [*command, *self._args]
 
     def _watched(self, processes: Sequence[subprocess.Popen[bytes]], deadline: float, look: Callable[[], None]) -> bool:
-        """See to what is asked for until the first process (the head) has ended; False: it takes too long."""
+        """Do what the run asks for until the first process (the coordinator) has ended; False: it takes too long."""
         while processes[0].poll() is None:
             if time.monotonic() > deadline:
                 return False

@@ -46,7 +46,7 @@ class Cable:
 
 
 class Switch:
-    """Knows who is where and what is on its way, and has no clock of its own."""
+    """Knows where each site is and what is on its way; it has no clock of its own."""
 
     def __init__(self, num_sites: int, *, bytes_per_s: float | None, delay_s: float) -> None:
         self._delay_s = delay_s

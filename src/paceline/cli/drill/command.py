@@ -1,4 +1,4 @@
-"""`paceline drill`: has faults come to a job, and says for each whether what Paceline promises held."""
+"""`paceline drill`: injects faults into a job, and says for each whether Paceline kept what it promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `paceline drill` says: the table, what was promised, and a sentence for each promise that did not hold."""
+"""What `paceline drill` prints: the table, what was promised, and a sentence for each broken promise."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ POISONED = {  # in place of what ALWAYS says, by whose step it is
 MIRRORED = "its mirror takes its place within the step; no step is lost"
 UNMIRRORED = "all workers begin again from the newest checkpoint; no command"
 CUT_SERVERS = {  # by whether they are mirrored
-    True: "who waits for a server or mirror on the other side goes on after the job's timeout_s",
+    True: "a worker that waits for a server or mirror on the other side goes on after the job's timeout_s",
     False: "where a server is on the other side, all begin again from the newest checkpoint, after the job's timeout_s",
 }
 COLUMNS = ("fault", "came", "steps lost", "samples repeated", "largest loss difference", "recovery s", "verdict")

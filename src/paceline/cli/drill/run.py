@@ -1,4 +1,4 @@
-"""Runs what `paceline drill` was asked for: the job undisturbed, then under its faults, each in a run of its own."""
+"""Runs what `paceline drill` was asked for: the job undisturbed, then under each fault, each in a run of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.testing.faults import why_not
 
 __all__ = ["DrillTerms", "drill_terms", "guard_overrides", "main_drill", "programmes_of", "waits_for_servers"]
 
-TIMEOUT_S = 20.0  # where workers are not replaced, or servers cut off: how long others wait for who says nothing
+TIMEOUT_S = 20.0  # how long others wait for a silent process, where workers are not replaced or servers are cut off
 FACTOR = 100.0  # of the spread: what a few steps let expect is not worth more
 LEAST_S, TIMES = 60.0, 10.0  # a run may take so long, and so many times as long as the undisturbed one
 

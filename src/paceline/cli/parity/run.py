@@ -1,9 +1,9 @@
-"""Runs a script under every plan and number of workers that `paceline parity` was asked for, and has them compared.
+"""Runs a script under every plan and number of workers that `paceline parity` was asked for, and compares them.
 
-Each run is an ordinary one: the same launcher, the script as it is, a run directory of its own. What differs between a
-configuration and its reference is the layout alone (and the wire: the reference's gradients travel whole), so both run
-the same micro-batches of the same global batches. Every run gets the same number of threads: how a matrix
-product is cut over threads changes its rounding.
+Each run is an ordinary one: the same launcher, the same script, a run directory of its own. A configuration differs
+from its reference in the layout alone, and in the wire: the reference's gradients travel whole. So both run the same
+micro-batches of the same global batches. Every run gets the same number of threads, because the rounding of a matrix
+product depends on how threads divide it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ParityTrial:
     is_reference: bool
 
     def overrides(self, *, float64: bool) -> tuple[str, ...]:
-        """What is changed in the plan, whoever gives it."""
+        """What is changed in the plan, be it from the command or the script."""
         # As many replicas as the workers make, of as many workers as the plan says.
         changed = ["plan.layout.replicas=none"]
         if self.is_reference:

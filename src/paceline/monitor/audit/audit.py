@@ -1,16 +1,15 @@
 """`paceline audit RUN`: proves that every sample of each finished epoch was used exactly once, or lists what was not.
 
-The proof has two halves. The half-open ranges of positions that the valid steps of an epoch used are sorted, and must
-follow each other without a gap or an overlap from 0 to the end: the work grows with the number of ranges, not of
-samples. And the order that turns positions into samples must be a permutation of the dataset: for epochs of up to ten
-million samples that is tried, too.
+The proof has two halves. First, the half-open ranges of positions that the valid steps of an epoch used are sorted;
+they must follow each other from 0 to the end without gap or overlap. This work grows with the number of ranges, not of
+samples. Second, the order that turns positions into samples must be a permutation of the dataset. This is tried for
+epochs of up to ten million samples.
 
-Where replicas take turns (`ParameterServer(staleness=...)`) the ledgers also say how far each update was behind: none
-may be further than the plan allowed.
+Under asynchronous updates (`ParameterServer(staleness=...)`) the ledgers also record how stale each update was. None
+may be staler than the plan allows.
 
-Words an audit for the screen: a line for each epoch, and one for each range of samples that was lost or repeated.
-
-People count epochs from 1, and so does everything here.
+The report has a line for each epoch, and one for each range of samples that was lost or repeated. It counts epochs from
+1, as people do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Judges one epoch of an audit: were its positions used once each, and does the order name every sample?
+"""Judges one epoch of an audit: was each of its positions used once, and does the order name every sample?
 
-Which positions of an epoch its ranges cover: the gaps between them and the overlaps, found by sorting.
+Gaps between ranges and overlaps of ranges are found by sorting.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads all ledgers of a run into columns: which steps count, and which positions each of them used.
 
-A run that continued from a checkpoint took some steps again. Each attempt says from which step of which attempt it
-went on: going back from the newest one gives the line of steps that led to today's state. All others are void, their
-samples count as never used. The line may begin in another run's checkpoint: then what its streams had used before is
-told by their starting positions alone.
+A run that continued from a checkpoint took some steps again. Each attempt records from which step of which attempt it
+went on. Going back from the newest attempt gives the steps that led to the present state. All other steps are void:
+their samples count as never used. A run may also begin with another run's checkpoint; then the starting positions of
+its streams say what was used before.
 """
 
 from __future__ import annotations

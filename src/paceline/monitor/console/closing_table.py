@@ -75,7 +75,7 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
     elif facts["steps"] and facts["state"] != "finished":
         none = f"none of this attempt, {_steps_are(unsaved)} lost: --save-every STEPS would have left one"
         rows.append(
-            ("checkpoint", none if is_head else "none by this host's workers: the head's table tells of others")
+            ("checkpoint", none if is_head else "none by this host's workers: the first host's table has the others")
         )
     if facts["checkpoints_failed"]:
         rows.append(("failed saves", str(facts["checkpoints_failed"])))

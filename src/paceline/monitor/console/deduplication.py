@@ -1,7 +1,6 @@
-"""Shows each distinct text once, however many workers say it: `[worker 2] ...` or `[workers 0-3] ...`.
+"""Shows each distinct text once, however many workers print it: `[worker 2] ...` or `[workers 0-3] ...`.
 
-A text waits for a moment, so that the other workers' equal one joins it; what comes later is known already and
-dropped.
+A text waits for a moment, so that equal texts of other workers join it. Later repetitions are dropped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How the console words a run's events: one line each, the same on a terminal and in a log.
+"""The console's line for each event of a run; the same on a terminal and in a log.
 
-People count epochs from 1, and so does everything here; files, endpoints and programs count them from 0.
+The console counts epochs from 1, as people do. Files, endpoints and programs count them from 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The console on a terminal: a block at the bottom that is redrawn in place, lines above it.
+"""The console on a terminal: a block at the bottom that is redrawn in place, with lines above it.
 
-Nothing runs beside the caller: the block is drawn when `poll` finds something new, at most twice a second, because
-drawing takes milliseconds that the workers on the same cores would miss. Bars take the room that the numbers leave;
-where these do not fit on the line they go on in the next one, and none is ever cut.
+No thread draws. `poll` redraws the block when it finds something new, at most twice a second, because drawing takes
+milliseconds from workers on the same cores. Bars fill the room that the numbers leave. Numbers that do not fit on a
+line continue on the next one; none is cut.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The console as plain lines: one per interval, and one for each thing worth saying. For logs, pipes and notebooks."""
+"""The console as plain lines: one per interval, and one per event. For logs, pipes and notebooks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PlainConsole:
             detach(self._stream, error)
 
     def follow(self, local: Collection[int]) -> None:
-        """Lines name who they are about: nothing is to be prepared for workers that come later."""
+        """Lines name their workers, so nothing has to be prepared for workers that join later."""
 
     def poll(self, now: float) -> None:
         """Write a line of progress when one is due; `now` is monotonic, in seconds."""

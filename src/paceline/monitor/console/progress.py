@@ -121,7 +121,9 @@ def shares_text(parts: Mapping[str, float]) -> str:
 
 
 def idle_texts(idle: Mapping[int, float]) -> list[str]:
-    """Return ["0:12%", "1:3%"], by worker; of many only who waited least and most. Nothing for one worker alone."""
+    """Return ["0:12%", "1:3%"], by worker; of many workers only the least and the most idle one; nothing for a single
+    worker.
+    """
     if len(idle) < 2:
         return []
     if len(idle) <= MOST_IDLE:

@@ -1,8 +1,7 @@
 """Shows what the workers print: standard output as it is, each distinct line of standard error once.
 
-A Python warning and its source line are one text. Tracebacks are left out: where a worker fails, the failure report
-shows the one that matters. A traceback after which its worker goes on is told in one line, a little later, so that
-nothing is hidden.
+A Python warning and its source line are one text. Tracebacks are left out, because the failure report shows the one
+that matters. If a worker goes on after a traceback, one line reports it a little later, so that nothing is hidden.
 """
 
 from __future__ import annotations
@@ -45,7 +44,9 @@ class WorkerOutput:
         self.follow(workers)
 
     def follow(self, workers: Collection[int]) -> None:
-        """These take part now: who is new is followed from the beginning of its files, who is gone to their end."""
+        """These take part now: new workers' files are followed from their beginning, those of workers that left to
+        their end.
+        """
         for worker in sorted(set(workers) - self._texts.keys()):
             place = self._directory / f"worker_{worker}"
             if self._everyone or worker == 0:

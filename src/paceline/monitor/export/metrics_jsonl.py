@@ -1,9 +1,8 @@
 """Writes RUN/metrics.jsonl: one line for each committed step, over all attempts, no step twice.
 
-A continued run takes its steps again from a checkpoint. The lines of the steps after that checkpoint are dropped
-first, so are those of attempts that did not lead to it, and those that a killed supervisor did not come to write, or
-that were dropped meanwhile, are taken from the workers' events. So the file always tells one story: that of the state
-of now, from the first step to the last.
+A continued run takes some steps again from a checkpoint. Lines of steps after that checkpoint are dropped first, and so
+are those of attempts that did not lead to it. Lines that a killed supervisor did not write are taken from the workers'
+events. So the file always tells one history: that of the present state, from the first step to the last.
 """
 
 from __future__ import annotations

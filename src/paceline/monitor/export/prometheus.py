@@ -1,7 +1,7 @@
-"""Serves an attempt's state to Prometheus: base units, `_total` and `_seconds` names, no label that grows with it.
+"""Serves an attempt's state to Prometheus: base units, `_total` and `_seconds` names, no label that grows with the run.
 
-The server is one thread that answers scrapes; the numbers are set by whoever reads the run's events. It listens on
-loopback unless told otherwise, and knows nothing but these numbers.
+The server is one thread that answers scrapes; the reader of the run's events sets the numbers. It listens on loopback
+unless the job says otherwise, and it serves nothing but these numbers.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _WorkerMetrics:
         self._startup = Gauge("paceline_worker_startup_seconds", about, ["worker"], registry=registry)
         self._members: frozenset[int] = frozenset()
         self._shares: dict[int, float] = {}
-        self._startup_s: dict[int, float] = {}  # of whoever holds the place, or is about to
+        self._startup_s: dict[int, float] = {}  # of the process that holds the place, or is about to
 
     def follow(self, workers: Collection[int]) -> None:
         gone = self._members - frozenset(workers)

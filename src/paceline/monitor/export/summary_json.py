@@ -1,4 +1,4 @@
-"""Adds up a run's attempt and writes RUN/summary.json: what is worth knowing once it is over."""
+"""Adds up an attempt of a run and writes RUN/summary.json."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Summary:
         self._num_replaced = 0  # servers, by their mirrors
         self._judged: dict[str, Any] | None = None  # what holds of the wire
         self._begun_again: dict[str, Any] | None = None  # as this attempt: after whose loss, from where
-        self._left: list[dict[str, Any]] = []  # who left the run to the others, by time
+        self._left: list[dict[str, Any]] = []  # workers that left the run while it went on, by time
         self._num_undone = self._rolled_back_at = 0  # steps that rollbacks undid; the step of the last one
         self._resumed_from_step = 0
         self._num_checkpoints = self._num_failed_checkpoints = 0
@@ -116,7 +116,7 @@ class Summary:
         """Nothing is held open: `write` writes."""
 
     def peak_memory(self, worker: int, num_bytes: int) -> None:
-        """Note a worker's peak memory, from itself or from whoever saw it end."""
+        """Note a worker's peak memory, reported by itself or by the process that saw it end."""
         self._peaks[worker] = max(num_bytes, self._peaks.get(worker, 0))
 
     @property
@@ -192,7 +192,7 @@ class Summary:
             "duration_s": _rounded(now - begun),
             "peak_memory_bytes": max(self._peaks.values(), default=None),
             "state_bytes": self._state_bytes.get(most, 0) or None,  # of the model and its optimizer, in that worker
-            "states_bytes": sorted(filter(None, self._state_bytes.values())),  # of all who have told
+            "states_bytes": sorted(filter(None, self._state_bytes.values())),  # of all workers that reported it
             "checkpoint": self.checkpoint.path if self.checkpoint else None,
             "checkpoint_step": self.checkpoint.step if self.checkpoint else None,
             "checkpoints_saved": self._num_checkpoints,

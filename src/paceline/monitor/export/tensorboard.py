@@ -1,11 +1,12 @@
 """Writes TensorBoard scalars by step: loss, reported metrics, eval/*, progress/*, samples_per_second, seconds/*, idle.
 
-`seconds/*` is where the time between two commits went; its parts add up to `seconds/total`. `idle/worker_k` is the
-share of it in which worker k waited for the others; of many workers only the least and the most. Epochs count from 0.
+`seconds/*` says where the time between two commits went; its parts add up to `seconds/total`. `idle/worker_k` is the
+share of that time in which worker k waited for the others. With many workers only the least and the most idle one are
+written. Epochs count from 0.
 
-TensorBoard's own protocol buffers and record writer are used, without the writer that sits above them in that
-package: that one would start a thread, and import TensorFlow where it is installed. The package takes 0.3 s to
-import, so rows wait in memory for a moment and are written together: nobody's start-up pays for it.
+The package's own protocol buffers and record writer are used, without the writer above them: that one starts a thread,
+and imports TensorFlow where it is installed. Importing the package takes 0.3 s, so rows wait in memory for a moment and
+are written together. Start-up does not pay for the import.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Finds who keeps the others waiting: pure functions of what all workers are doing, and of how long things took before.
+"""Finds the worker that the others wait for: pure functions of what all workers do, and of how long things took before.
 
-In each group members count the collectives that they enter. Who has entered fewer than others, while those wait, is
-*absent*. Where members have entered different calls under one number, that is a *mismatch*, and where each of two sets
-of workers waits in a group for the other set, a *circle*: no time heals those.
+In each group the members count the collectives that they enter. A worker that has entered fewer collectives than the
+others, while these wait, is *absent*. Different calls under one number are a *mismatch*. Two sets of workers that wait
+for each other in two groups are a *circle*. Mismatches and circles never recover, so they are reported at once.
 
-A wait is overdue when it has lasted MARGIN_S longer than expected: three steps of this run, or half as long again as
-the longest wait of its kind that came to a good end.
+A wait is overdue when it has lasted MARGIN_S longer than expected. Expected are three steps of this run, or one and a
+half times the longest wait of its kind that ended well.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class HangFinding:
     named: tuple[int, ...]  # whose fault it seems to be
     waiting: tuple[int, ...]  # for them
     waited_s: float  # the longest
-    call: RecordedCollective  # of those who wait
-    others_call: RecordedCollective | None = None  # of those who are named: in a mismatch or a circle
+    call: RecordedCollective  # of the workers that wait
+    others_call: RecordedCollective | None = None  # of the named workers, in a mismatch or a circle
 
     @property
     def is_certain(self) -> bool:
@@ -103,14 +103,14 @@ def absences(activities: Mapping[int, WorkerActivity]) -> list[HangFinding]:
         named = tuple(worker for worker, count in entered.items() if count == least)
         ahead = [worker for worker in members if worker not in named and activities[worker].state != "gone"]
         if not ahead or any(worker in activities and activities[worker].state == "gone" for worker in named):
-            continue  # nobody waits; or who is awaited has ended, and that is told otherwise
+            continue  # no worker waits; or the awaited one has ended, which is reported elsewhere
         longest = max(ahead, key=lambda worker: _idle_s(activities[worker]))
         call, waiting = (
             activities[longest].call(group, least + 1) or activities[longest].waiting,
             activities[longest].waiting,
         )
         if call is not None and call.kind == "transfer" and (waiting is None or waiting.group != group):
-            continue  # who has sent something need not wait until it is taken
+            continue  # a sender need not wait until its message is taken
         if call is not None:
             waited_s = _idle_s(activities[longest])
             found.append(HangFinding(kind="absent", named=named, waiting=tuple(ahead), waited_s=waited_s, call=call))
@@ -182,7 +182,7 @@ def finding_text(finding: HangFinding, activities: Mapping[int, WorkerActivity],
 def cause_text(
     finding: HangFinding, activities: Mapping[int, WorkerActivity], places: Mapping[int, str], limit_s: float
 ) -> str:
-    """Say why a run goes on without those who are named; the sentence itself has been told."""
+    """Say why a run goes on without the named workers; the finding itself has been reported."""
     named, is_one = _workers_named(finding.named, activities), len(finding.named) == 1
     at = "".join(
         f" at {places[worker]}" if is_one else f", worker {worker} at {places[worker]}"
@@ -198,7 +198,7 @@ def cause_text(
 def outlook_text(
     finding: HangFinding, activities: Mapping[int, WorkerActivity], *, limit_s: float, goes_on: bool, host: str
 ) -> str:
-    """Say what will happen if nobody comes, and, where the run `goes_on` without those who are named, what does it now.
+    """Say what will happen if the wait goes on; where the run `goes_on` without the named workers, what happens now.
 
     `host`: where this is read.
     """
@@ -236,7 +236,9 @@ def _generation(doing: WorkerActivity) -> int:
 
 
 def _idle_s(doing: WorkerActivity) -> float:
-    """How long it has waited. An accelerator's collectives do not block: who has launched one does nothing more."""
+    """How long it has waited. An accelerator's collectives do not block: a worker that has launched one does nothing
+    more.
+    """
     return doing.waited_s if doing.waits_for else doing.idle_s
 
 

@@ -1,7 +1,8 @@
-"""Looks out for hangs and stragglers: reads what workers do, asks for stacks, says what is wrong, ends it in time.
+"""Watches for hangs and stragglers: reads what workers do, asks for stacks, reports what is wrong, ends it in time.
 
-One of them is beside each supervisor's observer. On the head it also gets what the other hosts' workers do, and finds;
-elsewhere it only answers, once a second. A calm look costs some 40 us for each worker, at most five times a second.
+There is one beside each supervisor. On the coordinator's host it also receives what the workers of other hosts do, and
+decides; on other hosts it only reports, once a second. A look at a healthy run costs about 40 us for each worker, at
+most five times a second.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ABORTED = 6  # the signal with which gloo ends a process that was sent something
 
 
 class WorkerControl(Protocol):
-    """How far a lookout's arm reaches: the job's side of this host, or another one."""
+    """What a hang monitor may ask of the workers: stacks, and to end them."""
 
     def ask_stack(self, worker: int) -> None:
         """Have a worker write its stacks."""
@@ -60,9 +61,9 @@ class WorkerControl(Protocol):
 class HangMonitor:
     """Call `poll` often, from one thread.
 
-    `local`: the workers of this host; None: whoever has a directory. With `tell` it only tells, once a second, what
-    they do: the head finds. `lead_s`: a hang is ended so much earlier than the workers' own patience is over.
-    `may_balance`: shares are even, and need not be.
+    `local`: the workers of this host; None: all that have a directory. With `tell` it only tells, once a second, what
+    they do, and the coordinator decides. `lead_s`: a hang is ended so much earlier than the workers' own patience is
+    over. `may_balance`: shares are even, and need not be.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class HangMonitor:
             self._stacks.setdefault(worker, StackFile(self._directory / f"worker_{worker}")).ask()
 
     def _news(self) -> list[dict[str, Any]]:
-        """What the head is told about this host's workers."""
+        """What the coordinator is told about this host's workers."""
         told: list[dict[str, Any]] = []
         for worker, doing in self._doings.items():
             stack = {"stack": self._texts.pop(worker), "place": self._places[worker]} if worker in self._texts else {}

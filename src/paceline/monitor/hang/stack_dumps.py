@@ -1,4 +1,4 @@
-"""Python stacks that workers have written when they were asked: found, cut to size, and told.
+"""Python stacks that workers wrote on request: found, shortened and worded.
 
 The format is that of `faulthandler`: one dump after the other, the innermost frame first.
 """

@@ -1,14 +1,14 @@
-"""Finds the worker that the others wait for, step after step, and what it spends its time on.
+"""Finds the straggler, the worker that the others wait for step after step, and what it spends its time on.
 
-Workers in lock-step all take as long as the slowest; what tells them apart is the work of each, without its waiting:
-the slow one waits least. Work is compared by micro-batch, because shares may be uneven. Somebody is named when it was
-slower in both halves of a window: one hiccup is no straggler. The window is the last WINDOW steps, and WINDOW_S seconds
-where steps are faster; it begins and ends at looks, and each half has at least one of them.
+Workers in lockstep all take as long as the slowest one. Their work without waiting tells them apart: the slow worker
+waits least. Work is compared by micro-batch, because shares may be uneven. A worker is named when it was slower in both
+halves of a window, so a single hiccup names nobody. The window is the last WINDOW steps, or WINDOW_S seconds where
+steps are faster. It begins and ends at looks, and each half contains at least one look.
 
-Communicating and waiting for others are one number, as no worker knows when the others came. But who came last has not
-waited: what the worker with the least of it spends there is communication, and all have as much. Where that is most of
-a step for LONG_S, it is told of all of them. Whose link it is cannot be told from such sums: a sum over workers is over
-for everybody when it has passed the slowest link.
+Communicating and waiting for others are one number, since no worker knows when the others arrived. The last worker to
+arrive has not waited: what it spends there is communication, and all workers spend as much. Where that is most of a
+step for LONG_S, it is reported for all of them. Sums cannot tell whose link is slow, because a sum over workers ends
+for all when it has passed the slowest link.
 """
 
 from __future__ import annotations

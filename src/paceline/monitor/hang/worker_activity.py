@@ -1,6 +1,6 @@
-"""What the workers of this host are doing, read from outside: their rings, and what the system says of their processes.
+"""What the workers of this host are doing, read from outside: their flight recorders, and the system's view of them.
 
-A worker's `WorkerActivity` is plain data: it travels from the other hosts to the head.
+A worker's `WorkerActivity` is plain data, which other hosts send to the coordinator.
 """
 
 from __future__ import annotations

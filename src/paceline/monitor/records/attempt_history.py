@@ -1,13 +1,11 @@
-"""Which attempts led to a run's state: the line back from one attempt, by the heads of the ledgers.
+"""Which attempts led to a run's state, and what they have done.
 
-Each attempt says, in the first lines of its workers' ledgers, from which step of which attempt it went on. That need
-not be the attempt before: one that was started over, or from an older step, and saved nothing, leads nowhere.
+Each attempt records, in the first lines of its workers' ledgers, from which step of which attempt it went on. That need
+not be the attempt before: an attempt that was started over, or that saved nothing, leads nowhere.
 
-Finds in the workers' events what earlier attempts have done: steps that `metrics.jsonl` lacks, and lost steps.
-
-A supervisor that is killed dies some steps behind its workers, and their newest checkpoint may be of one of those. The
-next attempt goes on from there, and writes the rows that are missing first. Steps after the newest checkpoint are taken
-again, and whoever starts the run again is told how many.
+A killed supervisor dies some steps behind its workers, and their newest checkpoint may be of one of those steps. The
+next attempt goes on from there; it first writes the rows that `metrics.jsonl` lacks, taken from the workers' events.
+Steps after the newest checkpoint are taken again, and the console says how many.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """What an attempt went on from, by the head of its ledgers."""
+    """What an attempt went on from, from the first lines of its ledgers."""
 
     from_step: int
     of_attempt: int | None  # whose checkpoint it was; None: none of this run

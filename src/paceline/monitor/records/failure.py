@@ -89,7 +89,9 @@ def explain(failures: Sequence[Failure]) -> str:
 
 
 def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
-    """Return one line that says who failed, where, when and of what; `equal` are the failures of the same kind."""
+    """Return one line that names the worker that failed, where, when and why; `equal` are the failures of the same
+    kind.
+    """
     what = _what(failure)
     if failure.error and failure.error.get("names_workers"):
         return str(failure.error.get("message", ""))

@@ -1,4 +1,7 @@
-"""Names a process for good: a number can be given to another process later, number and start time cannot."""
+"""Identifies a process for good, and reads its state.
+
+The system reuses process numbers, so a process is identified by its number and its start time.
+"""
 
 from __future__ import annotations
 

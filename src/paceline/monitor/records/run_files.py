@@ -1,4 +1,4 @@
-"""Files that grow, and files that are replaced: how the monitor reads a run directory while others write in it."""
+"""Reads files that grow and files that are replaced, while other processes write them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`run.json`: what a run directory says of itself, for those who come later and for other terminals.
+"""`run.json`: what a run directory says of itself, for later readers and for other terminals.
 
-One process writes it (the supervisor, through `begin_attempt`, `changed` and `end_attempt`), each time as a whole and
-in one instant.
+One process writes it (the supervisor, through `begin_attempt`, `changed` and `end_attempt`). Each write replaces the
+whole file at once.
 """
 
 from __future__ import annotations

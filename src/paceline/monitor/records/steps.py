@@ -1,11 +1,11 @@
-"""Merges what the workers say about a step into one row.
+"""Merges what the workers report about a step into one row.
 
-All workers commit a step together, but each writes its own line, and the files are read one after the other. Nobody
-finishes step k + 2 before everybody has written down step k (they agree in every step), so a row is given out when
-all members have spoken, or when anybody was two steps ahead of it *before* this reading of the files began: what is
-still missing then will not come. Replicas that take steps by themselves are waited for until they have spoken or left;
-who was too late for a step has no word on it.
-Members come and go in an elastic run: `regroup`, `join` and `leave` tell.
+All workers commit a step together, but each writes its own line, and the files are read one after the other. No worker
+finishes step k + 2 before all have written step k, since they agree in every step. So a row is given out when all
+members have reported it, or when some worker was two steps ahead of it *before* this reading of the files began: what
+is still missing then will not come. Replicas that take steps by themselves are waited for until they have reported or
+left. A backup worker that was too late for a step does not report it. In an elastic run members come and go: `regroup`,
+`join` and `leave` say so.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Step:
     seconds: Mapping[str, float]  # means over the workers
     skipped: bool
     num_bytes_sent: int  # of all workers together
-    workers: tuple[int, ...]  # who spoke
+    workers: tuple[int, ...]  # that have reported
     waited_s: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])  # for the others, by worker
     took_s: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])  # the whole step, by worker
     num_wire_bytes: int = 0  # gradients between replicas, of all workers together
@@ -116,7 +116,7 @@ class StepMerger:
             return
         self.last_steps[record.worker] = event.step
         if event.late:
-            return  # those who took the step tell of it
+            return  # the workers that took the step report it
         if event.num_here is not None:
             self._ahead = math.inf
         if event.alone:

@@ -1,7 +1,7 @@
-"""What the goodput ledger is made from: the events of each attempt, the few rare ones at hand, the steps as a stream.
+"""What the goodput ledger is made from: the events of each attempt; the rare ones in memory, the steps as a stream.
 
-A run of a million steps has files of hundreds of megabytes. Their lines are read twice: once for everything that is not
-a step, which is kept, and once, worker by worker, for the steps, which are not.
+A run of a million steps has files of hundreds of megabytes, so their lines are read twice. The first reading keeps
+everything that is not a step. The second one streams the steps, worker by worker.
 """
 
 from __future__ import annotations

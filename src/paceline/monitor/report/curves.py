@@ -1,8 +1,8 @@
 """The curves of a run, thinned to what a page can show: loss over steps, speed over time, held-out values.
 
-A run of a million steps is drawn in some hundred columns. Each keeps the mean, the least and the most of what falls
-into it, so that no spike disappears. A speed is that of a whole step: where one took long, its point is drawn from the
-step's beginning to its end, as a level line, and not as a slope.
+A run of a million steps is drawn in some hundred columns. Each column keeps the mean, the least and the greatest value
+that fall into it, so no spike disappears. A speed is that of a whole step: a long step is drawn as a level line from
+its beginning to its end.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """The goodput ledger: books every second of a run, of every worker, in exactly one account.
 
 A run is a rectangle: its workers' places by the time that it took. A place is booked from the user's command to the end
-of the attempt, also while it is empty; between two attempts all are down. A step is the time from one commit to the
-next: what the worker measured goes to its accounts, the rest is the script's own code. What an incident cost:
+of the attempt, also while it is empty. Between two attempts all places are down. A step is the time from one commit to
+the next: the times that the worker measured go to their accounts, and the rest is the script's own code. An incident
+costs:
 
- - the lost worker's step in hand was for nothing; its place is empty until a successor is forked, and that one recovers
-   until it takes part in a step;
- - the survivors' step that was disturbed counts like the undisturbed one before it: what it took longer is recovery. So
-   is what the step took longer at which a successor was taken in;
- - where all began again at once after a loss (`Restarted`), what it took until their first step is recovery;
- - steps that were taken again from an older state are repeated, the whole of them; steps that a rollback undid, and
-   those that were left out because of a spike or of gradients that are not finite, are undone.
+ - the step that the lost worker had in hand is wasted; its place is empty until a successor is forked, and the
+   successor recovers until it takes part in a step;
+ - the survivors' disturbed step counts like the undisturbed one before it, and the excess is recovery; so is the excess
+   of the step at which a successor was taken in;
+ - where all workers restarted at once after a loss (`Restarted`), the time until their first step is recovery;
+ - steps that were taken again from an older state are repeated; steps that a rollback undid, and steps that were left
+   out because of a loss spike or of gradients that are not finite, are undone.
 
-Workers of other hosts whose files are not here have no place in the books.
+Workers of other hosts whose files are not here are not in the ledger.
 
-Pure: `goodput_log` reads the files, `goodput_incidents` finds the incidents.
+These are pure functions: `attempt_log` reads the files, and `incidents` finds the incidents.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class TimeShares:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GoodputLedger:
-    """A run's books. `worker_s` and `wall_s` have the accounts of ACCOUNTS, and each adds up to the whole."""
+    """A run's time by account. `worker_s` and `wall_s` have the accounts of ACCOUNTS, and each adds up to the whole."""
 
     began: float
     ended: float
@@ -90,7 +91,7 @@ class GoodputLedger:
     incidents: tuple[Incident, ...]
     members: tuple[tuple[float, int], ...]  # from this time on so many workers took part
     timeline: TimeShares
-    elsewhere: tuple[int, ...]  # workers of other hosts, which are not in these books
+    elsewhere: tuple[int, ...]  # workers of other hosts, whose time is not counted
 
     @property
     def duration_s(self) -> float:
@@ -123,7 +124,7 @@ def goodput_ledger(attempts: Sequence[AttemptLog]) -> GoodputLedger:
     rewinds, stretches = Rewinds(incidents), _TimeStretches(sum(log.ended - log.began for log in attempts))
     workers: dict[int, dict[str, float]] = {}
     wall_s = dict.fromkeys(ACCOUNTS, 0.0)
-    books: list[AttemptTime] = []
+    times: list[AttemptTime] = []
     before: Incident | None = None  # that ended the attempt before
     for log, own, later in itertools.zip_longest(attempts, found, attempts[1:]):
         stretches.begin(log.began)
@@ -132,7 +133,7 @@ def goodput_ledger(attempts: Sequence[AttemptLog]) -> GoodputLedger:
         book = _attempt_time(log, own, rewinds, (stretches, walls), begun_by=begun_by)
         before = own[-1] if own else None
         stretches.end(log.ended)
-        books.append(book)
+        times.append(book)
         for account, seconds in walls.taken().items():
             wall_s[account] += seconds
         for worker, accounts in book.workers.items():
@@ -148,7 +149,7 @@ def goodput_ledger(attempts: Sequence[AttemptLog]) -> GoodputLedger:
     return GoodputLedger(
         began=began,
         ended=ended,
-        attempts=tuple(books),
+        attempts=tuple(times),
         workers=dict(sorted(workers.items())),
         worker_s={account: sum(accounts[account] for accounts in workers.values()) for account in ACCOUNTS},
         wall_s=wall_s,
@@ -230,7 +231,7 @@ def _members(log: AttemptLog) -> list[tuple[float, int]]:
 
 
 def _effective(record: Record) -> float:
-    """When it happened: who hung, or said nothing, took no part any more long before that was told."""
+    """When it happened: a worker that hung, or was silent, had stopped taking part long before that was reported."""
     return record.time - (record.event.silent_s if isinstance(record.event, WorkerLost) else 0.0)
 
 

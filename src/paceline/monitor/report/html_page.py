@@ -1,6 +1,6 @@
 """A run's report as one HTML page: plots, tables and styles in one file that needs no network.
 
-The time axes leave out what lies between attempts; incidents have the same numbers in all plots and in their table.
+Time axes leave out the time between attempts. Incidents have the same numbers in all plots and in their table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The incidents of a run: which workers were lost, what became of them, and where an attempt ended before its time.
+"""The incidents of a run: which workers were lost, what became of them, and where an attempt ended early.
 
-Losses that fall together, before the others have formed again, are one incident; the head's supervisor tells of them,
-which decides who takes part, on all hosts. A spike of the loss and weights that differed are incidents of which all
-workers tell alike. An attempt that did not finish is one, too.
+Losses that fall together, before the others have regrouped, are one incident. The coordinator reports it, since it
+decides about members on all hosts. Loss spikes and differing weights are incidents that all workers report alike. An
+attempt that did not finish is an incident, too.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                 found.append(_healed(log.attempt, record.time, differ))
             case _:
                 pass
-    if open_loss is not None:  # nobody formed again: the head may have heard of less than was committed
+    if open_loss is not None:  # no regrouping: the coordinator may know of fewer steps than were committed
         open_loss.step = max(open_loss.step, log.last_step)
     resumed_from = None if later is None else resumed_from_step(later)
     # A run that went on from the end of a finished attempt has lost nothing; one that was started over has.

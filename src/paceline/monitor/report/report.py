@@ -1,8 +1,8 @@
-"""`paceline report RUN`: where every second of a run went and what each incident cost, as a table, JSON and a page.
+"""The report of a run: where every second went, what each incident cost, what snapshots cost, and what each worker
+held.
 
-What each worker held, for the report: its peak memory, and how much of it the model's and optimizer's state was.
-
-Layouts that split a replica are chosen for this, so each worker has a row: stages differ, and uneven parts do.
+A worker's memory is its peak, and the part of it that was the model's and optimizer's state. Each worker has a row,
+because pipeline stages and uneven parts differ.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS = ("useful", "data", "communication", "checkpoint", "start_up", "recover
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """A run with its books and curves."""
+    """A run with its goodput ledger and curves."""
 
     run_dir: Path
     state: str
@@ -137,7 +137,7 @@ def _snapshot_cost(logs: Sequence[AttemptLog], ledger: GoodputLedger) -> Snapsho
 def elsewhere_text(ledger: GoodputLedger) -> str:
     """Say whose files are not here."""
     who = workers_text(ledger.elsewhere)
-    return f"{who} ran on other hosts, whose files are not here: their time is not in these books"
+    return f"{who} ran on other hosts, whose files are not here: their time is not counted here"
 
 
 def incident_text(incident: Incident) -> str:

@@ -1,7 +1,7 @@
 """Plots as SVG text, for a page that needs nothing but a browser: lines with a band, steps, stacked areas and bars.
 
-Colours and fonts are classes, which the page's style sheet fills in for light and dark. A plot carries the numbers that
-are shown under the pointer as JSON in `data-hover`.
+Colours and fonts are classes, which the page's style sheet defines for light and dark. A plot carries the numbers that
+appear under the pointer as JSON in `data-hover`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How far a run has come and whether it stands still, from the ends of its files; and what went wrong, in its words.
+"""How far a run has come, whether it stands still, and what went wrong, from the ends of its files.
 
-Speeds are medians over the last steps: the last one alone may be a short batch, or the one that waited.
+Speeds are medians over the last steps: the last step alone may be a short batch, or one that waited.
 """
 
 from __future__ import annotations

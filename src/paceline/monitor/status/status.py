@@ -278,7 +278,7 @@ def _worker(
         if is_own:
             state = "finished" if isinstance(event.event, WorkerFinished) else state
             done += [event.event] if isinstance(event.event, StepDone) else []
-            is_own = not isinstance(event.event, WorkerStarted)  # before that: who held the place before
+            is_own = not isinstance(event.event, WorkerStarted)  # before that: the process that held the place before
         if (step and (not is_own or len(done) == NUM_IDLE_STEPS)) or number > NUM_LAST_LINES:
             break
     if lost_at is not None and state in ("starting", "running"):  # else its successor is starting

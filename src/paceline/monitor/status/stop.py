@@ -1,4 +1,4 @@
-"""`paceline stop RUN`: asks a run's supervisor to end it in order, and waits until it has."""
+"""`paceline stop RUN`: asks a run's supervisor to end the run cleanly, and waits until it has ended."""
 
 from __future__ import annotations
 
