@@ -378,7 +378,7 @@ def test_numbers_have_four_significant_digits(value: float | None, text: str) ->
     ("is_head", "says"),
     [
         (True, "none of this attempt, 1 step is lost: --save-every STEPS"),
-        (False, "none by this host's workers: the head's table tells"),
+        (False, "none by this host's workers: the first host's table has"),
     ],
 )
 def test_a_host_that_follows_a_head_does_not_say_that_the_run_has_no_checkpoint(
