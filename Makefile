@@ -3,7 +3,7 @@
 #   make test     all tests
 #   make check    formatter, linter, import contract, the library's types, unit tests: about a minute
 #   make lint     the same without tests, and the types of everything
-#   make bench    the measurements of docs/benchmarks.md
+#   make bench    the measurements of docs/reference/benchmarks.md
 #   make docs     the documentation, in docs/_build/html
 #   make format   rewrite the sources as the formatter wants them
 #   make clean    remove .venv and everything that was built

@@ -10,7 +10,10 @@ author = "the Paceline authors"
 copyright = author
 release = version = _project["version"]
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 highlight_language = "text"  # blocks without a language are what a terminal shows

@@ -25,7 +25,7 @@ from paceline.errors import PlanError, Reason
 
 __all__ = ["RoutedExperts", "find_experts"]
 
-DOCS = "docs/layouts.md, 'Experts on several workers', shows how such a module is written"
+DOCS = "docs/explanation/layouts.md, 'Expert parallel', shows how such a module is written"
 ARGUMENTS = 3  # tokens, index, weights
 
 
