@@ -1,4 +1,4 @@
-"""A head and a member without a process: each with the other end of its links, and a pretended crew."""
+"""A head and a member without a process: each with the other end of its links, and pretended local workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PretendedCrew:
         self.told: list[Any] = []
         self.grace_s = 30.0
         self.is_gone = False
-        self.stock: tuple[StoredSnapshot, ...] = ()
+        self.snapshots: tuple[StoredSnapshot, ...] = ()
 
     def terminate(self, grace_s: float) -> None:
         self.told.append(("terminate", grace_s))
@@ -68,8 +68,10 @@ class HeadAndMember:
         self.remote_host, self.member = self.come("b", workers={2})
         fields: dict[str, Any] = {"host": "a", "address": "10.0.0.1", "attempt": 1, "run_dir": "runs/r"}
         job = Job(workers=3, hosts=2, head="a:29500", **more)
-        self.head = Coordinator(job=job, remote_hosts=[self.remote_host], door=None, say=self.said.append, **fields)
-        self.head.lead(self.local_workers, self.events.append)  # type: ignore[arg-type]  # a pretended crew
+        self.head = Coordinator(
+            job=job, remote_hosts=[self.remote_host], admission=None, say=self.said.append, **fields
+        )
+        self.head.lead(self.local_workers, self.events.append)  # type: ignore[arg-type]  # pretended local workers
 
     def come(self, host: str, *, index: int = 1, workers: set[int] | None = None) -> tuple[RemoteHost, Channel]:
         """A host with room for one worker, and the other end of its link."""
@@ -153,12 +155,12 @@ class MemberAndHead:
         )
         fields: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "host_index": 1, "attempt": 1, "run_dir": "r"}
         fields["silence_s"] = silence_s
-        self.member = HostAgent(link, head="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **fields)
+        self.member = HostAgent(link, coordinator="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **fields)
         self.head = Channel(theirs)
 
     def lead(self) -> None:
         """The member has its workers now."""
-        self.member.lead(self.local_workers, list[Event]().append)  # type: ignore[arg-type]  # a pretended crew
+        self.member.lead(self.local_workers, list[Event]().append)  # type: ignore[arg-type]  # pretended local workers
 
     def close(self) -> None:
         self.member.close()

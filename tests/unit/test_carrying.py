@@ -66,7 +66,7 @@ class Two:
             self.turn(ahead_s)
 
     def copies(self) -> set[tuple[int, int]]:
-        return {(one.worker, one.step) for one in self.memory_checkpoints[1].stock if one.is_copy}
+        return {(one.worker, one.step) for one in self.memory_checkpoints[1].snapshots if one.is_copy}
 
     def close(self) -> None:
         for one in (self.first, self.second, *self.memory_checkpoints, self.loop):
@@ -94,8 +94,8 @@ def test_what_workers_keep_lies_on_the_next_host_too_and_they_know_when_it_does(
     assert not two.own[0].is_replicated and not two.own[1].is_replicated
     two.until(lambda: two.own[0].is_replicated and two.own[1].is_replicated)
     assert two.copies() == {(0, 10), (1, 10)}
-    assert content(two.memory_checkpoints[1].holding(0, 10)) == b"of before there was a next host"
-    assert content(two.memory_checkpoints[1].holding(1, 10)) == b"b" * LARGE
+    assert content(two.memory_checkpoints[1].find(0, 10)) == b"of before there was a next host"
+    assert content(two.memory_checkpoints[1].find(1, 10)) == b"b" * LARGE
     replication_status = (
         two.own[1].next.replication_status if two.own[1].newest is None else two.own[1].newest.replication_status
     )
@@ -133,7 +133,7 @@ def test_what_a_lost_connection_cut_off_does_not_count_and_is_sent_again(two: Tw
     two.turn()
     assert not two.own[0].is_replicated
     two.until(lambda: two.own[0].is_replicated, ahead_s=2.0)
-    assert two.copies() == {(0, 10)} and content(two.memory_checkpoints[1].holding(0, 10)) == b"a" * LARGE
+    assert two.copies() == {(0, 10)} and content(two.memory_checkpoints[1].find(0, 10)) == b"a" * LARGE
 
 
 def test_workers_do_not_wait_for_a_host_that_has_no_room_and_that_is_said_once(
@@ -177,7 +177,7 @@ def test_a_host_gets_what_its_workers_begin_with_from_another_one(two: Two) -> N
         third.fetch({at: [0, 1]}, 10, done=lambda: done.append("done"), failed=failed.append)
         two.until(lambda: bool(done or failed))
         assert (done, failed) == (["done"], [])
-        kept = {one.worker: one for one in anew.stock}
+        kept = {one.worker: one for one in anew.snapshots}
         assert kept == {worker: StoredSnapshot(worker=worker, step=10, is_copy=True) for worker in range(2)}
         assert content(SnapshotSlot(anew.file_descriptors_for(0, step=10)[2])) == b"a" * LARGE
         third.fetch({at: [1]}, 11, done=lambda: done.append("more"), failed=failed.append)
@@ -236,7 +236,7 @@ def test_what_its_sender_has_not_signed_does_not_count(two: Two, monkeypatch: py
     assert two.copies() == set() and not two.own[0].is_replicated
     monkeypatch.undo()
     two.until(lambda: two.own[0].is_replicated, ahead_s=2.0)
-    assert content(two.memory_checkpoints[1].holding(0, 10)) == b"good"
+    assert content(two.memory_checkpoints[1].find(0, 10)) == b"good"
 
 
 def test_a_snapshot_whose_worker_leaves_while_it_travels_goes_into_no_other_file(two: Two) -> None:
@@ -270,7 +270,7 @@ def test_when_the_next_host_changes_the_newest_snapshot_goes_there_too(two: Two)
         two.first.replicate_to(("127.0.0.1", third.port), "third")
         assert not two.own[0].is_replicated
         two.until(lambda: two.own[0].is_replicated)
-        assert [one.step for one in other.stock] == [20]
+        assert [one.step for one in other.snapshots] == [20]
         two.first.replicate_to(None)
         assert two.own[0].is_replicated and [slot.replication_status for slot in two.own[0].slots] == [None, None]
 

@@ -42,9 +42,9 @@ def lose_host(both: HeadAndMember) -> None:
     both.local_workers.is_gone = True
 
 
-def gone(both: HeadAndMember, index: int, *workers: int, stock: tuple[StoredSnapshot, ...] = ()) -> dict[str, Any]:
-    left = RemainingHost(index=index, slots=1, workers=workers, stock=stock)
-    return {"op": "gone", "left": dataclasses.asdict(left)}
+def gone(both: HeadAndMember, index: int, *workers: int, snapshots: tuple[StoredSnapshot, ...] = ()) -> dict[str, Any]:
+    left = RemainingHost(index=index, slots=1, workers=workers, snapshots=snapshots)
+    return {"op": "gone", "left": left.to_json()}
 
 
 def outcome_of(both: HeadAndMember) -> JobOutcome:
@@ -61,11 +61,14 @@ def test_a_lost_worker_has_all_hosts_end_theirs_and_say_what_they_have(both: Hea
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9, sent_by_us=True)))
     assert both.state() == "going on"  # a process of the other host may still be there
     both.member._sock.setblocking(True)
-    both.say(**gone(both, 1, 2, stock=STOCK))
-    broken = outcome_of(both).broken
-    left = (RemainingHost(index=0, slots=2, workers=(0, 1)), RemainingHost(index=1, slots=1, workers=(2,), stock=STOCK))
+    both.say(**gone(both, 1, 2, snapshots=STOCK))
+    recoverable_loss = outcome_of(both).recoverable_loss
+    left = (
+        RemainingHost(index=0, slots=2, workers=(0, 1)),
+        RemainingHost(index=1, slots=1, workers=(2,), snapshots=STOCK),
+    )
     causes = ("worker 1 (pid 11) killed by signal 9",)
-    assert broken == RecoverableLoss(causes=causes, lost=(1,), workers=3, hosts=left)
+    assert recoverable_loss == RecoverableLoss(causes=causes, lost=(1,), workers=3, hosts=left)
 
 
 def test_a_lost_hosts_place_is_taken_by_one_that_comes(both: HeadAndMember) -> None:
@@ -79,8 +82,12 @@ def test_a_lost_hosts_place_is_taken_by_one_that_comes(both: HeadAndMember) -> N
     assert both.state() == "going on" and len(both.said) == 3
     other.send(gone(both, 2))
     both.loop.turn(1.0)
-    broken = outcome_of(both).broken
-    assert broken is not None and [host.index for host in broken.hosts] == [0, 2] and broken.workers == 3
+    recoverable_loss = outcome_of(both).recoverable_loss
+    assert (
+        recoverable_loss is not None
+        and [host.index for host in recoverable_loss.hosts] == [0, 2]
+        and recoverable_loss.workers == 3
+    )
 
 
 def test_where_no_host_comes_the_job_ends_as_it_would_have(both: HeadAndMember) -> None:
@@ -88,7 +95,7 @@ def test_where_no_host_comes_the_job_ends_as_it_would_have(both: HeadAndMember) 
     assert both.state() == "going on"
     both.head.tick(time.monotonic() + 61)
     assert both.head.outcome is not None
-    assert (both.head.outcome.exit_code, both.head.outcome.may_begin_again) == (TOO_FEW, False)
+    assert (both.head.outcome.exit_code, both.head.outcome.may_restart) == (TOO_FEW, False)
     assert both.said[-2] == "no host has come within 60 s in place of the lost one: the run ends"
     assert both.said[-1].startswith("host b (10.0.0.2) was lost: ") and "run the same command again" in both.said[-1]
 
@@ -98,7 +105,7 @@ def test_ctrl_c_while_a_host_is_waited_for_ends_the_job(both: HeadAndMember) -> 
     assert both.state() == "going on"
     both.head.interrupted(signal.SIGINT)
     outcome = outcome_of(both)
-    assert (outcome.exit_code, outcome.may_begin_again) == (130, False)
+    assert (outcome.exit_code, outcome.may_restart) == (130, False)
 
 
 def test_without_snapshots_a_lost_host_ends_the_job_at_once() -> None:
@@ -147,8 +154,12 @@ def test_an_elastic_run_begins_again_with_as_many_replicas_as_there_is_room_for(
         lose_connection(both)
         lose_own_workers(both)
         end_successors(both)
-        broken = outcome_of(both).broken
-        assert broken is not None and (broken.workers, broken.workers_each, broken.least) == (2, 1, 1)
+        recoverable_loss = outcome_of(both).recoverable_loss
+        assert recoverable_loss is not None and (
+            recoverable_loss.workers,
+            recoverable_loss.workers_each,
+            recoverable_loss.least,
+        ) == (2, 1, 1)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -170,7 +181,7 @@ def test_while_a_lost_host_may_go_on_by_itself_nobody_begins_again(keeps: bool) 
         assert both.head.refusal() == ("the run is about to end", True)
         both.head.tick(began + limit_s + 1)
         assert both.head.outcome is not None and both.head.outcome.exit_code == TOO_FEW
-        assert (both.head.outcome.broken is not None) == keeps
+        assert (both.head.outcome.recoverable_loss is not None) == keeps
 
 
 def test_a_host_that_says_nothing_is_waited_for_from_its_last_word_on() -> None:
@@ -186,7 +197,7 @@ def test_a_host_that_says_nothing_is_waited_for_from_its_last_word_on() -> None:
         assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 60 s"]
         end_successors(both)
         both.head.tick(word - SILENCE_S - 1 + lost_s(SILENCE_S, GRACE_S) + 0.5)
-        assert both.head.outcome is not None and both.head.outcome.broken is not None
+        assert both.head.outcome is not None and both.head.outcome.recoverable_loss is not None
 
 
 def test_ctrl_c_while_a_lost_host_is_waited_for_ends_the_job() -> None:
@@ -217,14 +228,18 @@ def test_an_elastic_run_with_too_little_room_ends_unless_the_lost_host_comes_bac
             both.head.join(remote_host)
             other.send(gone(both, 2))
             both.loop.turn(1.0)
-            broken = outcome_of(both).broken
-            assert broken is not None and (broken.workers, broken.workers_each, broken.least) == (3, 1, 3)
+            recoverable_loss = outcome_of(both).recoverable_loss
+            assert recoverable_loss is not None and (
+                recoverable_loss.workers,
+                recoverable_loss.workers_each,
+                recoverable_loss.least,
+            ) == (3, 1, 3)
             return
         both.head.tick(time.monotonic() + 29)
         assert both.head.outcome is None
         both.head.tick(time.monotonic() + 31)
         assert both.head.outcome is not None
-        assert (both.head.outcome.exit_code, both.head.outcome.may_begin_again) == (TOO_FEW, False)
+        assert (both.head.outcome.exit_code, both.head.outcome.may_restart) == (TOO_FEW, False)
         assert "no host has come within 30 s in place of the lost one: the run ends" in both.said
 
 
@@ -236,11 +251,11 @@ def test_a_member_ends_its_workers_and_says_what_it_has() -> None:
         assert pair.local_workers.told == ["kill"]
         pair.member.tick(time.monotonic())
         assert [message["op"] for message in heard(pair.head)] == ["ping"]  # not before all processes are gone
-        pair.local_workers.is_gone, pair.local_workers.stock = True, STOCK
+        pair.local_workers.is_gone, pair.local_workers.snapshots = True, STOCK
         pair.member.tick(time.monotonic())
         pair.member.tick(time.monotonic())
         (only,) = heard(pair.head)
-        assert RemainingHost.from_json(only["left"]) == RemainingHost(index=1, slots=1, workers=(2,), stock=STOCK)
+        assert RemainingHost.from_json(only["left"]) == RemainingHost(index=1, slots=1, workers=(2,), snapshots=STOCK)
 
 
 def test_a_member_is_told_how_all_begin_again() -> None:
@@ -250,8 +265,8 @@ def test_a_member_is_told_how_all_begin_again() -> None:
     again = RestartPlan(restarted=restarted, ranks={0: (0, 1), 1: (2,)}, slots={0: 2, 1: 1}, most=3)
     with closing(MemberAndHead()) as pair:
         pair.lead()
-        outcome = JobOutcome(state="failed", exit_code=1, again=again)
+        outcome = JobOutcome(state="failed", exit_code=1, restart_plan=again)
         pair.head.send({"op": "end", "outcome": outcome.to_json()})
         pair.loop.turn(1.0)
-        assert pair.member.outcome is not None and pair.member.outcome.again == again
-        assert pair.member.outcome.may_begin_again
+        assert pair.member.outcome is not None and pair.member.outcome.restart_plan == again
+        assert pair.member.outcome.may_restart

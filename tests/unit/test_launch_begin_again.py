@@ -32,7 +32,7 @@ class OneHost:
             address="127.0.0.1",
             job=Job(workers=len(workers)),
             remote_hosts=[],
-            door=None,
+            admission=None,
             attempt=1,
             run_dir=str(run_dir),
             say=self.said.append,
@@ -78,14 +78,16 @@ def test_all_begin_again_when_every_process_is_gone(one: OneHost) -> None:
         "worker 2 (pid 12) killed by signal 9, and with it replica 1 (workers 2, 3)",
     )
     left = (RemainingHost(index=0, slots=4, workers=(0, 1, 2, 3)),)
-    assert one.head.outcome.broken == RecoverableLoss(causes=causes, lost=(1, 2), workers_each=2, workers=4, hosts=left)
+    assert one.head.outcome.recoverable_loss == RecoverableLoss(
+        causes=causes, lost=(1, 2), workers_each=2, workers=4, hosts=left
+    )
     assert one.said == []
 
 
 def test_without_anything_in_memory_the_run_ends_at_once_and_says_how_to_go_on(one: OneHost) -> None:
     one.lose_all()
     assert one.head.outcome is not None
-    assert (one.head.outcome.exit_code, one.head.outcome.may_begin_again) == (76, False)
+    assert (one.head.outcome.exit_code, one.head.outcome.may_restart) == (76, False)
     assert one.said[0].startswith("no replica is left that has the run's state") and one.said[0].endswith(AGAIN)
 
 
@@ -94,7 +96,7 @@ def test_who_is_to_leave_does_not_begin_again(one: OneHost) -> None:
     one.head.interrupted(signal.SIGTERM)
     one.lose_all()
     assert one.head.outcome is not None
-    assert (one.head.outcome.exit_code, one.head.outcome.may_begin_again) == (76, False)
+    assert (one.head.outcome.exit_code, one.head.outcome.may_restart) == (76, False)
 
 
 def test_a_signal_while_all_are_being_ended_ends_the_run(one: OneHost) -> None:
@@ -106,7 +108,7 @@ def test_a_signal_while_all_are_being_ended_ends_the_run(one: OneHost) -> None:
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
     assert one.head.outcome is not None
-    assert (one.head.outcome.exit_code, one.head.outcome.may_begin_again) == (130, False)
+    assert (one.head.outcome.exit_code, one.head.outcome.may_restart) == (130, False)
 
 
 def test_nobody_begins_again_beside_a_process_that_does_not_end(one: OneHost) -> None:
@@ -114,7 +116,7 @@ def test_nobody_begins_again_beside_a_process_that_does_not_end(one: OneHost) ->
     one.lose_all()
     one.head.tick(time.monotonic() + GONE_S + 0.1)
     assert one.head.outcome is not None
-    assert (one.head.outcome.exit_code, one.head.outcome.may_begin_again) == (76, False)
+    assert (one.head.outcome.exit_code, one.head.outcome.may_restart) == (76, False)
     assert one.said[0].endswith(AGAIN)
 
 
@@ -132,7 +134,7 @@ def test_a_lost_server_has_all_begin_again_though_nothing_is_in_memory(one: OneH
     assert one.head.outcome is not None
     left = (RemainingHost(index=0, slots=4, workers=(0, 1, 2, 3)),)
     lost = RecoverableLoss(causes=(SERVER,), lost=(), keeps=False, workers_each=2, workers=4, hosts=left)
-    assert one.head.outcome.broken == lost
+    assert one.head.outcome.recoverable_loss == lost
 
 
 def test_a_lost_server_ends_a_run_that_nobody_can_begin_again(one: OneHost) -> None:
@@ -144,7 +146,7 @@ def test_a_lost_server_ends_a_run_that_nobody_can_begin_again(one: OneHost) -> N
     one.head.tick(time.monotonic())
     assert one.head.outcome is not None
     (failure,) = one.head.outcome.failures
-    assert (one.head.outcome.exit_code, one.head.outcome.may_begin_again) == (1, False)
+    assert (one.head.outcome.exit_code, one.head.outcome.may_restart) == (1, False)
     assert failure.error is not None and failure.error["message"] == f"{SERVER}: {AGAIN}"
 
 
@@ -153,7 +155,7 @@ def test_a_lost_server_changes_nothing_where_the_run_ends_anyway(one: OneHost, b
     if before == "error":
         one.head.exited(ended(0, 1, error={"message": "the user's"}))
     elif before == "barren":
-        one.head.barren()
+        one.head.cannot_fork()
     else:
         one.head.interrupted(signal.SIGTERM)
     one.head.request(2, {"op": "unserved", "cause": SERVER})
@@ -169,7 +171,7 @@ def test_an_error_of_the_program_counts_though_the_others_are_lost_after_it(one:
     one.head.exited(ended(3, None, signal=15, sent_by_us=True))
     one.head.tick(time.monotonic())
     assert one.head.outcome is not None
-    assert (one.head.outcome.state, one.head.outcome.may_begin_again) == ("failed", False)
+    assert (one.head.outcome.state, one.head.outcome.may_restart) == ("failed", False)
 
 
 def test_who_hangs_in_the_only_replica_is_no_end_either(tmp_path: Path) -> None:
@@ -183,8 +185,8 @@ def test_who_hangs_in_the_only_replica_is_no_end_either(tmp_path: Path) -> None:
         one.head.tick(time.monotonic())
         assert one.head.outcome is not None
         left = (RemainingHost(index=0, slots=2, workers=(0, 1)),)
-        broken = RecoverableLoss(causes=("worker 1 hangs",), lost=(1,), workers_each=2, workers=2, hosts=left)
-        assert one.head.outcome.broken == broken
+        recoverable_loss = RecoverableLoss(causes=("worker 1 hangs",), lost=(1,), workers_each=2, workers=2, hosts=left)
+        assert one.head.outcome.recoverable_loss == recoverable_loss
 
 
 def test_what_has_left_for_good_keeps_no_memory(one: OneHost) -> None:

@@ -66,7 +66,7 @@ class Notes:
     def on_exit(self, ended: WorkerExit) -> None:
         """What a head does about it."""
 
-    def barren(self) -> None:
+    def cannot_fork(self) -> None:
         self.heard.append("barren")
 
 

@@ -197,7 +197,7 @@ def test_a_host_that_can_fork_no_more_workers_is_given_none_and_its_lost_ones_co
     both: HeadAndMember,
 ) -> None:
     both.begin(least=1, most=3)
-    both.head.barren()
+    both.head.cannot_fork()
     both.say(op="barren")
     both.head.exited(ended(1, None, signal=signal.SIGKILL))
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=int(signal.SIGKILL))))

@@ -230,7 +230,7 @@ def test_a_worker_that_is_lost_behind_the_training_has_failed_and_the_others_com
         both.head.exited(ended(worker))
     assert both.state() == "failed"
     assert both.head.outcome is not None
-    assert [failure.worker for failure in both.head.outcome.failures] == [2] and not both.head.outcome.may_begin_again
+    assert [failure.worker for failure in both.head.outcome.failures] == [2] and not both.head.outcome.may_restart
 
 
 def test_an_error_behind_the_training_ends_the_others_as_any_error_does(both: HeadAndMember) -> None:

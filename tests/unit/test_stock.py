@@ -29,19 +29,21 @@ def copied(worker: int, *steps: int) -> list[StoredSnapshot]:
 
 
 def host(
-    index: int, workers: range | tuple[int, ...], *stock: list[StoredSnapshot], slots: int | None = None
+    index: int, workers: range | tuple[int, ...], *snapshots: list[StoredSnapshot], slots: int | None = None
 ) -> RemainingHost:
     room = len(workers) if slots is None else slots
     return RemainingHost(
-        index=index, slots=room, workers=tuple(workers), stock=tuple(one for some in stock for one in some)
+        index=index, slots=room, workers=tuple(workers), snapshots=tuple(one for some in snapshots for one in some)
     )
 
 
 def again(
     *hosts: RemainingHost, workers: int, workers_each: int | None = None, on_disk: int | None = None
 ) -> RestartPlan:
-    broken = RecoverableLoss(causes=("it broke",), lost=(1,), workers=workers, workers_each=workers_each, hosts=hosts)
-    return restart_decision(broken, most=workers, on_disk=on_disk, at_step=29)
+    recoverable_loss = RecoverableLoss(
+        causes=("it broke",), lost=(1,), workers=workers, workers_each=workers_each, hosts=hosts
+    )
+    return restart_decision(recoverable_loss, most=workers, on_disk=on_disk, at_step=29)
 
 
 def test_a_worker_lost_while_all_hosts_stay_begins_with_what_its_own_host_has() -> None:
@@ -50,7 +52,7 @@ def test_a_worker_lost_while_all_hosts_stay_begins_with_what_its_own_host_has() 
         host(1, range(2, 4), kept(2, 10, 20), kept(3, 10, 20), copied(0, 10), copied(1, 10)),
         workers=4,
     )
-    assert (found.begins_at, found.ranks, found.errands) == (20, {0: (0, 1), 1: (2, 3)}, ())
+    assert (found.begins_at, found.ranks, found.transfers) == (20, {0: (0, 1), 1: (2, 3)}, ())
     assert (found.restarted.source, found.restarted.lent, found.restarted.hosts) == ("memory", (), 2)
 
 
@@ -64,7 +66,7 @@ def test_a_lost_hosts_part_comes_from_its_neighbour_and_only_a_step_that_all_hav
     )
     assert found.begins_at == 10
     assert found.ranks == {0: (0, 1), 2: (4, 5), 3: (2, 3)}
-    assert found.errands == (SnapshotTransfer(worker=2, source=2, to=3), SnapshotTransfer(worker=3, source=2, to=3))
+    assert found.transfers == (SnapshotTransfer(worker=2, source=2, to=3), SnapshotTransfer(worker=3, source=2, to=3))
     assert found.restarted.lent == (2, 3)
 
 
@@ -87,20 +89,20 @@ def test_fewer_replicas_begin_on_the_hosts_that_are_left_and_places_are_found_by
     assert needs.fit(hosts) == 2
     found = again(*hosts, workers=2, workers_each=2)
     assert found.ranks == {0: (0,), 2: (1,), 3: ()} and (found.workers, found.num_hosts) == (2, 2)
-    assert found.errands == () and found.restarted.lent == (1,)  # host 2 begins with the copy of the lost worker 1
+    assert found.transfers == () and found.restarted.lent == (1,)  # host 2 begins with the copy of the lost worker 1
 
 
 def test_a_place_whose_host_has_nothing_gets_its_own_snapshot_where_there_is_a_copy_of_it() -> None:
     found = again(host(0, range(0, 1), kept(0, 10), copied(1, 10)), host(3, (), slots=2), workers=3, workers_each=1)
     assert found.ranks == {0: (0,), 3: (1, 2)}
-    assert found.errands == (SnapshotTransfer(worker=1, source=0, to=3), SnapshotTransfer(worker=0, source=0, to=3))
+    assert found.transfers == (SnapshotTransfer(worker=1, source=0, to=3), SnapshotTransfer(worker=0, source=0, to=3))
 
 
 def test_where_one_has_written_for_all_it_goes_to_every_host_that_lacks_it() -> None:
-    stock = kept(0, 10, is_for_all=True)
-    found = again(host(0, range(0, 2), stock), host(1, range(2, 4)), workers=4, workers_each=1)
+    snapshots = kept(0, 10, is_for_all=True)
+    found = again(host(0, range(0, 2), snapshots), host(1, range(2, 4)), workers=4, workers_each=1)
     assert found.begins_at == 10
-    assert found.errands == (SnapshotTransfer(worker=0, source=0, to=1),)
+    assert found.transfers == (SnapshotTransfer(worker=0, source=0, to=1),)
 
 
 def test_a_fixed_number_of_workers_needs_room_for_all_and_an_elastic_one_for_the_least() -> None:
@@ -122,8 +124,13 @@ def test_who_is_left_stays_and_newcomers_get_neighbouring_ranks() -> None:
 def test_what_every_host_is_told_survives_the_way(workers_each: int | None) -> None:
     hosts = (host(0, range(0, 2), kept(0, 10), kept(1, 10)), host(1, (), slots=2))
     found = again(*hosts, workers=2, workers_each=workers_each)
-    sent = JobOutcome(state="failed", exit_code=1, broken=RecoverableLoss(causes=(), lost=(), hosts=hosts), again=found)
+    sent = JobOutcome(
+        state="failed",
+        exit_code=1,
+        recoverable_loss=RecoverableLoss(causes=(), lost=(), hosts=hosts),
+        restart_plan=found,
+    )
     back = JobOutcome.from_json(json.loads(json.dumps(sent.to_json())))
-    assert back.may_begin_again and back.again is not None
-    assert json.dumps(back.again.to_json()) == json.dumps(found.to_json())
-    assert newest_step(hosts[0].stock, 2, workers_each=workers_each) == 10
+    assert back.may_restart and back.restart_plan is not None
+    assert json.dumps(back.restart_plan.to_json()) == json.dumps(found.to_json())
+    assert newest_step(hosts[0].snapshots, 2, workers_each=workers_each) == 10

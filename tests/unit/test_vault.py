@@ -407,8 +407,8 @@ def test_only_losses_let_all_begin_again() -> None:
         ([echo, ours], False),
         ([well], False),
     ):
-        assert verdict(exits, keeps_state=True).may_begin_again is again, exits
-    assert not verdict([killed, ours]).may_begin_again
+        assert verdict(exits, keeps_state=True).may_restart is again, exits
+    assert not verdict([killed, ours]).may_restart
     assert killed.cause == "worker 0 (pid 7) killed by signal 9"
 
 

@@ -44,104 +44,104 @@ def launch(
     run_dir: Path,
     attempt: int,
     observer: Observer,
-    met: Callable[[Coordinator | HostAgent], Path] | None = None,
+    on_joined: Callable[[Coordinator | HostAgent], Path] | None = None,
     command_started: float,
     warm: WarmParent | None = None,
-    stays: RetainedHostState | None = None,
+    retained: RetainedHostState | None = None,
     asked: Job | None = None,
-    again: RestartPlan | None = None,
+    restart_plan: RestartPlan | None = None,
     judge: Callable[[JobOutcome], RestartPlan | None] | None = None,
 ) -> JobOutcome:
     """Run the job's workers of this host, and return how the whole job ended.
 
     `job.workers` must be known. `program` is the pickled function of `paceline.run(fn)`; workers look for it as
-    RUN/attempt_n/program.pkl. `met` is called when all hosts are there and before anything is written, with this
-    host's side of the job: it knows the head's `attempt` and `run_dir`, and `met` returns the run's directory on this
-    host (without it, `run_dir`). `warm`, where given, is used, and closed unless the Outcome may begin again. Blocks
-    until every worker is gone. While it runs, Ctrl-C, SIGTERM and SIGHUP end the workers and are told in the Outcome
-    (but for launcher "inline", where Ctrl-C is worker 0's); `stays`, where given, notes them already, and has workers'
-    states from one launch to the next. `judge(outcome)` says on the head whether all begin again where workers were
-    lost, and `again` is what it has said after the launch before; `asked` is the job as the user started it then.
-    Raises LaunchError where the job could not be started; a failure after that is an Outcome.
+    RUN/attempt_n/program.pkl. `on_joined` is called when all hosts are there and before anything is written, with this
+    host's side of the job: it knows the head's `attempt` and `run_dir`, and `on_joined` returns the run's directory on
+    this host (without it, `run_dir`). `warm`, where given, is used, and closed unless the Outcome may begin again.
+    Blocks until every worker is gone. While it runs, Ctrl-C, SIGTERM and SIGHUP end the workers and are told in the
+    Outcome (but for launcher "inline", where Ctrl-C is worker 0's); `retained`, where given, notes them already, and
+    has workers' states from one launch to the next. `judge(outcome)` says on the head whether all begin again where
+    workers were lost, and `restart_plan` is what it has said after the launch before; `asked` is the job as the user
+    started it then. Raises LaunchError where the job could not be started; a failure after that is an Outcome.
     """
     is_inline = job.launcher == "inline"
     with contextlib.ExitStack() as stack:
         memory_checkpoints = (
-            None if is_inline or stays is None else stays.memory_checkpoints
+            None if is_inline or retained is None else retained.memory_checkpoints
         )  # without, nobody begins again
-        if stays is None:
-            stays = stack.enter_context(contextlib.closing(RetainedHostState(signals=StopSignals())))
+        if retained is None:
+            retained = stack.enter_context(contextlib.closing(RetainedHostState(signals=StopSignals())))
             if not is_inline:
-                stack.enter_context(stays.signals)
-        signals = stays.signals
+                stack.enter_context(retained.signals)
+        signals = retained.signals
         loop = stack.enter_context(contextlib.closing(EventLoop()))
         parent = _parent(job, warm)
-        ending = stack.enter_context(contextlib.ExitStack())
+        parent_stack = stack.enter_context(contextlib.ExitStack())
         if parent is not None:
-            ending.callback(parent.close)
-        witness = GuardedObserver(observer, signals)
-        replication = _replication(job, memory_checkpoints, loop, witness.say)
+            parent_stack.callback(parent.close)
+        guarded = GuardedObserver(observer, signals)
+        replication = _replication(job, memory_checkpoints, loop, guarded.say)
         if replication is not None:
             stack.callback(replication.close)
         try:
-            side = join_hosts(
+            node_role = join_hosts(
                 job,
                 plan=plan,
                 attempt=attempt,
                 run_dir=str(run_dir),
                 loop=loop,
-                say=witness.say,
+                say=guarded.say,
                 signals=signals,
                 asked=asked,
-                again=again,
-                stays=stays,
+                restart_plan=restart_plan,
+                retained=retained,
                 replication=replication,
             )
         except Interrupted as early:
             return interrupted(early.signum, ())
-        stack.callback(side.close)
-        stays.host_index, side.replication = side.host_index, replication
-        if isinstance(side, Coordinator):
-            side.judge = judge
-        if met is not None:
-            run_dir = _told(side, met)
+        stack.callback(node_role.close)
+        retained.host_index, node_role.replication = node_role.host_index, replication
+        if isinstance(node_role, Coordinator):
+            node_role.judge = judge
+        if on_joined is not None:
+            run_dir = _notify_joined(node_role, on_joined)
         run_dir = run_dir.absolute()
-        _bring(program, run_dir / f"attempt_{side.attempt}" / "program.pkl")
-        alike = assignment_template(
+        _copy_program(program, run_dir / f"attempt_{node_role.attempt}" / "program.pkl")
+        template = assignment_template(
             dataclasses.replace(job, timeout_s=max(job.timeout_s, PATIENCE_S)) if is_inline else job,
-            host=side.host,
-            host_index=side.host_index,
-            slots=side.slots,
-            address=side.address,
+            host=node_role.host,
+            host_index=node_role.host_index,
+            slots=node_role.slots,
+            address=node_role.address,
             run_dir=run_dir,
-            attempt=side.attempt,
+            attempt=node_role.attempt,
             command_started=command_started,
             plan=plan,
             overrides=overrides,
             given=given,
-            begins_at=None if again is None else again.begins_at,
+            begins_at=None if restart_plan is None else restart_plan.begins_at,
         )
-        stack.callback(ControlSocket(loop, side.asked).close)
-        assignments = assign(alike, side.ranks)
+        stack.callback(ControlSocket(loop, node_role.asked).close)
+        assignments = assign(template, node_role.ranks)
         supervisor = Supervisor(
             assignments,
-            template=alike,
-            side=side,
+            template=template,
+            node_role=node_role,
             parent=parent,
             loop=loop,
-            observer=witness,
+            observer=guarded,
             signals=signals,
             memory_checkpoints=memory_checkpoints,
-            again=again,
+            restart_plan=restart_plan,
         )
         if is_inline:
             entry = warm.entry if warm is not None else ENTRY
             return run_inline(supervisor, assignments[0], entry=entry, loop=loop, signals=signals)
         outcome = supervisor.run()
-        if outcome.may_begin_again:
-            ending.pop_all()
-            if isinstance(side, Coordinator):
-                stays.listener = side.close_door(stays_open=True)
+        if outcome.may_restart:
+            parent_stack.pop_all()
+            if isinstance(node_role, Coordinator):
+                retained.listener = node_role.close_admission(keep_listening=True)
         return outcome
 
 
@@ -154,12 +154,12 @@ def _replication(
     return SnapshotReplication(memory_checkpoints, environment.token(job), loop, say)
 
 
-def _told(side: Coordinator | HostAgent, met: Callable[[Coordinator | HostAgent], Path]) -> Path:
-    """Call `met`; where it fails, the other hosts are told before the error goes on."""
+def _notify_joined(node_role: Coordinator | HostAgent, on_joined: Callable[[Coordinator | HostAgent], Path]) -> Path:
+    """Call `on_joined`; where it fails, the other hosts are told before the error goes on."""
     try:
-        return met(side)
+        return on_joined(node_role)
     except PacelineError as error:
-        side.abandon(str(error))
+        node_role.abandon(str(error))
         raise
 
 
@@ -172,7 +172,7 @@ def _parent(job: Job, warm: WarmParent | None) -> WarmParent | None:
     return warm if warm is not None else WarmParent.start()
 
 
-def _bring(program: Path | None, place: Path) -> None:
+def _copy_program(program: Path | None, place: Path) -> None:
     """Have the program's file where the workers look for it."""
     if program is None or program.absolute() == place:
         return

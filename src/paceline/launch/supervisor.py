@@ -81,34 +81,36 @@ class Supervisor:
         assignments: Sequence[Assignment],
         *,
         template: Assignment,
-        side: Coordinator | HostAgent,
+        node_role: Coordinator | HostAgent,
         parent: WarmParent | None,
         loop: EventLoop,
         observer: Observer,
         signals: StopSignals,
         memory_checkpoints: SnapshotStore | None = None,
-        again: RestartPlan | None = None,
+        restart_plan: RestartPlan | None = None,
     ) -> None:
-        """`again`: the workers begin with what is in `memory_checkpoints`, here or on other hosts."""
-        self._is_missing = ""  # what the workers were to begin with, and why it has not come
-        self._replication = side.replication
-        wanted = _wanted(side, again)
+        """`restart_plan`: the workers begin with what is in `memory_checkpoints`, here or on other hosts."""
+        self._missing_snapshot = ""  # what the workers were to begin with, and why it has not come
+        self._replication = node_role.replication
+        wanted = _snapshots_to_fetch(node_role, restart_plan)
         self.local_workers = LocalWorkers(
             assignments,
             template=template,
             parent=parent,
             loop=loop,
-            listener=side,
+            listener=node_role,
             say=observer.say,
             memory_checkpoints=memory_checkpoints,
             kept=None if self._replication is None else self._replication.kept,
             waits=bool(wanted),
         )
-        if self._replication is not None and again is not None and again.begins_at is not None and wanted:
-            self._replication.fetch(wanted, again.begins_at, done=self.local_workers.begin, failed=self._did_not_come)
-        self._side, self._loop, self._observer, self._signals = side, loop, observer, signals
+        if self._replication is not None and restart_plan is not None and restart_plan.begins_at is not None and wanted:
+            self._replication.fetch(
+                wanted, restart_plan.begins_at, done=self.local_workers.begin, failed=self._fetch_failed
+            )
+        self._node_role, self._loop, self._observer, self._signals = node_role, loop, observer, signals
         self._observe_at = 0.0
-        side.lead(self.local_workers, observer.emit)
+        node_role.lead(self.local_workers, observer.emit)
 
     def run(self) -> JobOutcome:
         """Start the workers and return when the job has ended, on all hosts.
@@ -118,31 +120,31 @@ class Supervisor:
         """
         try:
             self.local_workers.start()
-            while self._side.outcome is None:
+            while self._node_role.outcome is None:
                 self._loop.turn(OBSERVE_S)
                 self._observe()
                 for signum in self._signals.take():
-                    self._side.interrupted(signum)
+                    self._node_role.interrupted(signum)
                 now = time.monotonic()
-                self._side.tick(now)
+                self._node_role.tick(now)
                 if self._replication is not None:
                     self._replication.tick(now)
-                if self._is_missing:
-                    raise LaunchError(self._is_missing)
+                if self._missing_snapshot:
+                    raise LaunchError(self._missing_snapshot)
                 self.local_workers.tick(now)
-            return self._side.outcome
+            return self._node_role.outcome
         except LaunchError as error:
             signals = self._signals.take()
-            self._side.abandon(str(error), signum=signals[0] if signals else None)
+            self._node_role.abandon(str(error), signum=signals[0] if signals else None)
             if signals:  # to all processes at once, and the warm parent was faster
                 return interrupted(signals[0], ())
             raise
         finally:
-            outcome = self._side.outcome
-            self.local_workers.close(keeps_parent=outcome is not None and outcome.may_begin_again)
+            outcome = self._node_role.outcome
+            self.local_workers.close(keeps_parent=outcome is not None and outcome.may_restart)
 
-    def _did_not_come(self, reason: str) -> None:
-        self._is_missing = reason
+    def _fetch_failed(self, reason: str) -> None:
+        self._missing_snapshot = reason
 
     def _observe(self) -> None:
         now = time.monotonic()
@@ -151,10 +153,14 @@ class Supervisor:
             self._observer.poll()
 
 
-def _wanted(side: Coordinator | HostAgent, again: RestartPlan | None) -> dict[HostAddress, list[int]]:
+def _snapshots_to_fetch(
+    node_role: Coordinator | HostAgent, restart_plan: RestartPlan | None
+) -> dict[HostAddress, list[int]]:
     """Whose states this host has to get, by the host that gives them."""
     found: dict[HostAddress, list[int]] = {}
-    for snapshot_transfer in () if again is None else again.errands:
-        if snapshot_transfer.to == side.host_index:
-            found.setdefault(side.doors[snapshot_transfer.source], []).append(snapshot_transfer.worker)
+    for snapshot_transfer in () if restart_plan is None else restart_plan.transfers:
+        if snapshot_transfer.to == node_role.host_index:
+            found.setdefault(node_role.snapshot_addresses[snapshot_transfer.source], []).append(
+                snapshot_transfer.worker
+            )
     return found

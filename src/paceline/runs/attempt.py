@@ -57,18 +57,18 @@ class Attempt:
         follow: bool = False,
         function: tuple[Callable[[Any], Any], Mapping[str, Any]] | None = None,
         asked: Job | None = None,
-        again: RestartPlan | None = None,
+        restart_plan: RestartPlan | None = None,
     ) -> None:
         """`job` has its workers and its run_dir; with `follow` the latter gives way to the head's.
 
-        `function` is the function of `paceline.run(fn)` with the Job fields of that call. `again`: the workers of the
-        attempt before were lost, and begin again in this way; `asked` is the job as the user started it.
+        `function` is the function of `paceline.run(fn)` with the Job fields of that call. `restart_plan`: the workers
+        of the attempt before were lost, and begin again in this way; `asked` is the job as the user started it.
         """
         self.job = job
         self._plan, self._overrides, self._given = plan, tuple(overrides), tuple(given)
         self._command_started = command_started
         self._follow, self._function = follow, function
-        self._again, self.asked = again, asked or job
+        self._restart_plan, self.asked = restart_plan, asked or job
         self.next: RestartPlan | None = None  # after `run`: how the next attempt is to begin
         self.run_dir = Path(str(job.run_dir))
         self.number = 0
@@ -87,7 +87,7 @@ class Attempt:
         self,
         warm: WarmParent,
         *,
-        stays: RetainedHostState | None = None,
+        retained: RetainedHostState | None = None,
         judge: Callable[[Attempt, JobOutcome, int], RestartPlan | None] | None = None,
     ) -> JobOutcome:
         """Start the workers, watch them to their end, and tell the user how it went.
@@ -96,7 +96,7 @@ class Attempt:
         hosts, and the next attempt tells the user.
         """
         kills_before = oom_kills()
-        outcome, again = JobOutcome(state="failed", exit_code=1), self._again
+        outcome, restart_plan = JobOutcome(state="failed", exit_code=1), self._restart_plan
         try:
             outcome = launch(
                 self.job,
@@ -104,17 +104,19 @@ class Attempt:
                 overrides=self._overrides,
                 given=self._given,
                 run_dir=self.run_dir,
-                attempt=next_attempt(self.run_dir) if again is None or stays is None or not stays.host_index else 0,
+                attempt=next_attempt(self.run_dir)
+                if restart_plan is None or retained is None or not retained.host_index
+                else 0,
                 observer=self,
-                met=self._begin,
+                on_joined=self._begin,
                 command_started=self._command_started,
                 warm=warm,
-                stays=stays,
+                retained=retained,
                 asked=self.asked,
-                again=again,
+                restart_plan=restart_plan,
                 judge=None if judge is None else functools.partial(self._judged, judge),
             )
-            self.next = outcome.again
+            self.next = outcome.restart_plan
         except (LaunchError, PlanError):
             outcome = dataclasses.replace(outcome, exit_code=2)
             raise
@@ -128,12 +130,15 @@ class Attempt:
     ) -> RestartPlan | None:
         """What follows where workers were lost, all of which have ended."""
         seen = 0 if self._watch is None else self._watch.catch_up()
-        return judge(self, outcome, max(seen, 0 if self._again is None else self._again.restarted.step))
+        return judge(self, outcome, max(seen, 0 if self._restart_plan is None else self._restart_plan.restarted.step))
 
-    def successor(self, again: RestartPlan) -> Attempt:
+    def successor(self, restart_plan: RestartPlan) -> Attempt:
         """The next attempt of the same run, to be run at once."""
-        begins_by = again.restarted
-        job, given = dataclasses.replace(self.job, workers=again.workers, hosts=again.num_hosts), self._given
+        begins_by = restart_plan.restarted
+        job, given = (
+            dataclasses.replace(self.job, workers=restart_plan.workers, hosts=restart_plan.num_hosts),
+            self._given,
+        )
         if begins_by.source == "disk":  # what is there, this run has saved
             job, given = dataclasses.replace(job, fresh=False), (*given, "fresh")
         return Attempt(
@@ -144,7 +149,7 @@ class Attempt:
             command_started=begins_by.lost_at,
             function=self._function,
             asked=self.asked,
-            again=again,
+            restart_plan=restart_plan,
         )
 
     def poll(self) -> None:
@@ -188,12 +193,12 @@ class Attempt:
             "disk that they share, or write files of your own."
         )
 
-    def _begin(self, side: Coordinator | HostAgent) -> Path:
+    def _begin(self, node_role: Coordinator | HostAgent) -> Path:
         """All hosts are there: open the books. Returns the run's directory on this host; RunFileError where it cannot
         be written."""
-        self.number, self.is_head = side.attempt, side.host_index == 0
+        self.number, self.is_head = node_role.attempt, node_role.host_index == 0
         if self._follow and not self.is_head:
-            self.run_dir = Path(side.run_dir)
+            self.run_dir = Path(node_role.run_dir)
             self._let_orphans_end()
         workers = self.job.workers or 1
         if self.is_head:
@@ -207,21 +212,21 @@ class Attempt:
             if self.is_head:
                 self._log = EventLog(self.directory / "events.jsonl", worker=None)
                 self._log.emit(self._started())
-                if self._again is not None:
-                    self._log.emit(self._again.restarted)
-        local = None if self.is_head and self.job.hosts == 1 else side.here
+                if self._restart_plan is not None:
+                    self._log.emit(self._restart_plan.restarted)
+        local = None if self.is_head and self.job.hosts == 1 else node_role.here
         self._watch = Watch(
             self.run_dir,
             self.number,
             workers,
             job=self.job,
             local=local,
-            host=side.host,
+            host=node_role.host,
             record=self.is_head,
             explains=self._function is None,  # otherwise the exception of `paceline.run(fn)` does
         )
         if self.job.launcher != "inline":  # there a debugger keeps everybody waiting, on purpose
-            self._lookout = self._hang_monitor_for(side)
+            self._lookout = self._hang_monitor_for(node_role)
         return self.run_dir
 
     def _let_orphans_end(self) -> None:
@@ -235,22 +240,32 @@ class Attempt:
                 f"workers of the start before are still there after {WHILE_MET_S:.0f} s: the run goes on beside them"
             )
 
-    def _hang_monitor_for(self, side: Coordinator | HostAgent) -> HangMonitor:
+    def _hang_monitor_for(self, node_role: Coordinator | HostAgent) -> HangMonitor:
         """Whoever looks out for hangs: on the head; elsewhere it only tells the head what it sees."""
 
         def say(text: str) -> None:
             self.emit(Warned(text=text))
 
-        if isinstance(side, Coordinator):
+        if isinstance(node_role, Coordinator):
             lookout = HangMonitor(
-                self.directory, host=side.host, local=side.here, reach=side, say=say, may_balance=self._may_balance
+                self.directory,
+                host=node_role.host,
+                local=node_role.here,
+                reach=node_role,
+                say=say,
+                may_balance=self._may_balance,
             )
-            side.remote_hosts.on_activity = lookout.heard
+            node_role.remote_hosts.on_activity = lookout.heard
         else:
             lookout = HangMonitor(
-                self.directory, host=side.host, local=side.here, reach=None, say=say, tell=side.send_activity
+                self.directory,
+                host=node_role.host,
+                local=node_role.here,
+                reach=None,
+                say=say,
+                tell=node_role.send_activity,
             )
-            side.before_stack = lookout.stack_requested
+            node_role.before_stack = lookout.stack_requested
         return lookout
 
     @property

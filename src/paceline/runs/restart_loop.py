@@ -39,32 +39,32 @@ def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobO
 
     Raises what `Attempt.run` raises. `warm` is closed by the caller.
     """
-    began, patience, most = time.time() - WRITTEN_S, RestartBudget(), attempt.job.workers or 1
+    began, budget, most = time.time() - WRITTEN_S, RestartBudget(), attempt.job.workers or 1
     with contextlib.ExitStack() as stack:
         signals = StopSignals()
         if attempt.job.launcher != "inline":
             stack.enter_context(signals)
-        stays = stack.enter_context(contextlib.closing(RetainedHostState(signals=signals)))
+        retained = stack.enter_context(contextlib.closing(RetainedHostState(signals=signals)))
 
         def judge(attempt: Attempt, outcome: JobOutcome, at_step: int) -> RestartPlan | None:
             """How to go on after this outcome; None: not at all."""
-            if outcome.broken is None:
+            if outcome.recoverable_loss is None:
                 return None
-            if not patience.allows(at_step):
+            if not budget.allows(at_step):
                 attempt.say(
                     f"the workers have begun again {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row, and none came "
                     f"beyond step {at_step}: the run ends"
                 )
                 return None
             on_disk = _on_disk(attempt, since=began)
-            return restart_decision(outcome.broken, most=most, on_disk=on_disk, at_step=at_step)
+            return restart_decision(outcome.recoverable_loss, most=most, on_disk=on_disk, at_step=at_step)
 
         while True:
-            outcome = attempt.run(warm, stays=stays, judge=judge)
+            outcome = attempt.run(warm, retained=retained, judge=judge)
             if attempt.next is None:
                 return attempt, outcome
-            stays.memory_checkpoints.workers_each = attempt.next.workers_each
-            stays.memory_checkpoints.keep_only(attempt.next.begins_at)
+            retained.memory_checkpoints.workers_each = attempt.next.workers_each
+            retained.memory_checkpoints.keep_only(attempt.next.begins_at)
             attempt = attempt.successor(attempt.next)
 
 
@@ -90,22 +90,24 @@ def newest_state_source(in_memory: int | None, on_disk: int | None) -> tuple[str
     return ("disk", on_disk) if on_disk else ("nothing", 0)
 
 
-def restart_decision(broken: RecoverableLoss, *, most: int, on_disk: int | None, at_step: int) -> RestartPlan:
+def restart_decision(recoverable_loss: RecoverableLoss, *, most: int, on_disk: int | None, at_step: int) -> RestartPlan:
     """Return how all begin again on the hosts that are left: from which state, and who is where. `most`: workers with
     which the run began; `on_disk`: the step of the newest checkpoint."""
-    each, hosts = broken.workers_each, broken.hosts
-    in_memory = newest_step((one for host in hosts for one in host.stock), broken.workers, workers_each=each)
+    each, hosts = recoverable_loss.workers_each, recoverable_loss.hosts
+    in_memory = newest_step(
+        (one for host in hosts for one in host.snapshots), recoverable_loss.workers, workers_each=each
+    )
     source, step = newest_state_source(in_memory, on_disk)
-    ranks = reassign_ranks(hosts, broken.workers, workers_each=each)
+    ranks = reassign_ranks(hosts, recoverable_loss.workers, workers_each=each)
     is_kept = source == "memory"
     restarted = Restarted(
-        causes=broken.causes,
-        lost=broken.lost,
-        workers=broken.workers,
+        causes=recoverable_loss.causes,
+        lost=recoverable_loss.lost,
+        workers=recoverable_loss.workers,
         at_step=at_step,
         step=step,
         source=source,
-        lost_at=broken.lost_at,
+        lost_at=recoverable_loss.lost_at,
         hosts=len(hosts),
         lent=ranks_restored_from_neighbors(hosts, ranks, step, workers_each=each) if is_kept else (),
     )
@@ -114,10 +116,10 @@ def restart_decision(broken: RecoverableLoss, *, most: int, on_disk: int | None,
         ranks=ranks,
         slots={host.index: host.slots for host in hosts},
         most=most,
-        errands=snapshot_transfers(hosts, ranks, step, workers_each=each) if is_kept else (),
+        transfers=snapshot_transfers(hosts, ranks, step, workers_each=each) if is_kept else (),
         workers_each=each,
-        least=broken.least,
-        keeps=broken.keeps,
+        least=recoverable_loss.least,
+        keeps=recoverable_loss.keeps,
     )
 
 

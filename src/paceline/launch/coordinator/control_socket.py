@@ -39,7 +39,7 @@ class ControlSocket:
                 return
             self._listener.listen(16)
             self._listener.setblocking(False)
-            loop.watch(self._listener, READ, self._came)
+            loop.watch(self._listener, READ, self._accepted)
 
     def close(self) -> None:
         """Close the door."""
@@ -50,7 +50,7 @@ class ControlSocket:
         while self._links:
             self._links.pop().close()
 
-    def _came(self, _: int) -> None:
+    def _accepted(self, _: int) -> None:
         if self._listener is None:
             return
         with contextlib.suppress(OSError):

@@ -62,7 +62,7 @@ class AdmissionListener(Protocol):
 
     def tick(self, now: float) -> None: ...
 
-    def close(self, *, stays_open: bool = False) -> socket.socket | None: ...
+    def close(self, *, keep_listening: bool = False) -> socket.socket | None: ...
 
 
 class Coordinator:
@@ -75,26 +75,27 @@ class Coordinator:
         address: str,
         job: Job,
         remote_hosts: list[RemoteHost],
-        door: AdmissionListener | None,
+        admission: AdmissionListener | None,
         attempt: int,
         run_dir: str,
         say: Callable[[str], None],
-        doors: Mapping[int, HostAddress] | None = None,
-        again: RestartPlan | None = None,
+        snapshot_addresses: Mapping[int, HostAddress] | None = None,
+        restart_plan: RestartPlan | None = None,
     ) -> None:
-        """`again`: the workers of the attempt before were lost, and begin again in this way; `doors`: where other hosts
-        give what this one's workers begin with."""
+        """`restart_plan`: the workers of the attempt before were lost, and begin again in this way;
+        `snapshot_addresses`: where other hosts give what this one's workers begin with.
+        """
         self.host, self.address, self.host_index = host, address, COORDINATOR_INDEX
         self.attempt, self.run_dir = attempt, run_dir
         # With which this host begins, and for how many workers it has room.
         self.ranks: Sequence[int] = (
             ranks_by_host(job.workers or 0, job.hosts)[COORDINATOR_INDEX]
-            if again is None
-            else again.ranks[COORDINATOR_INDEX]
+            if restart_plan is None
+            else restart_plan.ranks[COORDINATOR_INDEX]
         )
-        self.slots = len(self.ranks) if again is None else again.slots[COORDINATOR_INDEX]
+        self.slots = len(self.ranks) if restart_plan is None else restart_plan.slots[COORDINATOR_INDEX]
         self.judge: Callable[[JobOutcome], RestartPlan | None] | None = None  # says whether, and how, all begin again
-        self.doors = dict(doors or {})
+        self.snapshot_addresses = dict(snapshot_addresses or {})
         self.replication: SnapshotReplication | None = None  # to and from other hosts, what this one has in memory
         lease = lease_s(job.silence_s, job.grace_s)
         self.remote_hosts = RemoteHosts(
@@ -104,25 +105,25 @@ class Coordinator:
         self._out_of_reach = UnreachableHosts(self.remote_hosts.hosts_of(begin))
         self.outcome: JobOutcome | None = None
         self._local_workers: LocalWorkers | None = None
-        self._job, self._door, self._say = job, door, say
+        self._job, self._admission, self._say = job, admission, say
         self._ends = WorkerExits(range(job.workers or 0))
         self._controller: ElasticController | None = None
         self._emit: Callable[[Event], None] = _nowhere
         self._has_begun = False  # some worker is at work on steps
-        self._keeps_state = again is not None and again.keeps  # in memory that outlives the workers
-        self._is_barren = False  # there is nobody to fork workers from
-        self._is_unserved = False  # a parameter server was lost
+        self._keeps_state = restart_plan is not None and restart_plan.keeps  # in memory that outlives the workers
+        self._cannot_fork = False  # there is nobody to fork workers from
+        self._has_lost_server = False  # a parameter server was lost
         self._needs = RestartRequirement(
-            most=job.workers or 0 if again is None else again.most,
-            workers_each=None if again is None else again.workers_each,
-            least=1 if again is None else again.least,
+            most=job.workers or 0 if restart_plan is None else restart_plan.most,
+            workers_each=None if restart_plan is None else restart_plan.workers_each,
+            least=1 if restart_plan is None else restart_plan.least,
         )
-        self._board = KeyValueStore()
+        self._kv_store = KeyValueStore()
         self._num_signals = 0  # to this supervisor
         self._leave_by: float | None = None  # workers that were asked to leave have done so by then
         self._end_at: float | None = None  # workers get SIGTERM
         self._ending = False
-        self._another_start: RestartDecision | None = None  # all are ended to begin again
+        self._restart_decision: RestartDecision | None = None  # all are ended to begin again
         self._lost_at: float | None = None  # members must have reported by then
 
     @property
@@ -134,7 +135,7 @@ class Coordinator:
         """Take over the workers of this host; `emit` takes events for the run's record."""
         self._local_workers, self._emit = local_workers, emit
         self.remote_hosts.lead(local_workers)
-        self._tell_neighbours()
+        self._assign_neighbors()
 
     # What whoever looks out for hangs wants done.
 
@@ -169,7 +170,7 @@ class Coordinator:
             return
         if goes_on and self._keeps_state:
             self._ends.accuse(int(error["worker"]), error)
-            self._end_for_another_start()
+            self._end_for_restart()
             return
         self._keeps_state = False  # all would come to the same place again
         self._ends.note_hang(error)
@@ -181,7 +182,7 @@ class Coordinator:
         if request.get("op") in FROM_WORKERS:
             self._heard(worker, request)
         else:
-            self.remote_hosts.tell(worker, self._board.handle(request))
+            self.remote_hosts.tell(worker, self._kv_store.handle(request))
 
     def started(self, worker: int, pid: int) -> None:
         """Nothing to do: the crew knows its own."""
@@ -199,15 +200,15 @@ class Coordinator:
         if is_done and ended.is_loss:
             return  # the run has lost nothing by it, and nobody waits for what its program still did
         if self._keeps_state and is_root_loss(ended) and not self._ending and self._leave_by is None:
-            self._end_for_another_start()
+            self._end_for_restart()
         elif ended.failed and not self._ending and self._end_at is None:
             # Who only lost a peer may say so before its host is known to be lost.
             is_echo = self._keeps_state and bool((ended.error or {}).get("echo")) and bool(tuple(self.remote_hosts))
             self._end_at = time.monotonic() + (self._job.silence_s + 1.0 if is_echo else GATHER_S)
 
-    def barren(self) -> None:
-        self._is_barren, self._keeps_state = True, False
-        self.remote_hosts.barren()
+    def cannot_fork(self) -> None:
+        self._cannot_fork, self._keeps_state = True, False
+        self.remote_hosts.cannot_fork()
 
     # What the supervisor tells.
 
@@ -252,8 +253,8 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Decide what is due; signals that came as well have been told before."""
-        if self._another_start is not None:
-            self._judge_another_start(self._another_start, now)
+        if self._restart_decision is not None:
+            self._advance_restart(self._restart_decision, now)
             return
         if not self._ends.missing:
             outcome = self._ends.outcome
@@ -263,7 +264,7 @@ class Coordinator:
             return
         # Before the workers: whoever is silent because its host is, is lost with it, and replaced elsewhere.
         self.remote_hosts.tick(now, silence_s=self._job.silence_s)
-        if self.outcome is not None or self._another_start is not None:
+        if self.outcome is not None or self._restart_decision is not None:
             return
         if self._controller is not None and not self._ending:
             self._controller.tick(now, unheard=self.remote_hosts.unheard)
@@ -272,11 +273,11 @@ class Coordinator:
             late = have_text(self._ends.missing)
             self._emit(Warned(text=f"{late} not left within {self._job.grace_s:.0f} s: they are ended"))
             self._stop(signal.SIGTERM)
-        if self._door is not None:
-            self._door.tick(now)
+        if self._admission is not None:
+            self._admission.tick(now)
         for remote_host in self.remote_hosts:
             if remote_host.leave_by is not None:
-                self._see_off(remote_host, now)
+                self._release_empty_host(remote_host, now)
         if self._lost_at is not None and now >= self._lost_at:
             for remote_host in self.remote_hosts:
                 if self.remote_hosts.workers_of(remote_host):
@@ -286,17 +287,17 @@ class Coordinator:
 
     def close(self) -> None:
         self.remote_hosts.close()
-        self.close_door()
+        self.close_admission()
 
-    def close_door(self, *, stays_open: bool = False) -> socket.socket | None:
-        """Let nobody in any more; `stays_open`: who comes waits at the socket that is returned."""
-        return None if self._door is None else self._door.close(stays_open=stays_open)
+    def close_admission(self, *, keep_listening: bool = False) -> socket.socket | None:
+        """Let nobody in any more; `keep_listening`: who comes waits at the socket that is returned."""
+        return None if self._admission is None else self._admission.close(keep_listening=keep_listening)
 
     # What happens to other hosts (their Host).
 
     def refusal(self) -> tuple[str, bool] | None:
         """Why a host that comes now cannot join, and whether it may try again later; None where it can."""
-        if self._another_start is not None and self._another_start.is_waiting and self.outcome is None:
+        if self._restart_decision is not None and self._restart_decision.is_waiting and self.outcome is None:
             return None
         if self._ending or self._leave_by is not None or self.outcome is not None:
             return "the run is about to end", True
@@ -312,11 +313,11 @@ class Coordinator:
     def join(self, remote_host: RemoteHost) -> None:
         """One more host has come while the run goes on."""
         self.remote_hosts.add(remote_host)
-        if self._another_start is not None:
+        if self._restart_decision is not None:
             self._say(f"{remote_host.name} has come")
             remote_host.link.send({"op": "again"})
             return
-        self._tell_neighbours()
+        self._assign_neighbors()
         gained = 0 if self._controller is None else self._controller.grow(remote_host.slots)
         self._say(f"{remote_host.name} has joined: {more_text(gained) if gained else 'its slots are spare'}")
 
@@ -338,7 +339,7 @@ class Coordinator:
         heard = time.monotonic() - (silent_s if remote_host.has_spoken else 0.0)
         self._out_of_reach.lost(remote_host.index, gone_by=heard + lost_s(self._job.silence_s, self._job.grace_s))
         self._say(message)
-        self._tell_neighbours()
+        self._assign_neighbors()
         controller = self._controller
         if controller is not None and not self._ending:
             done = [ended for ended in exits if controller.is_over(ended.worker)]
@@ -379,14 +380,16 @@ class Coordinator:
             self._end_all(TERMINATE_S)
             return
         if self._keeps_state and self._leave_by is None:
-            given_up = dataclasses.replace(given_up, broken=RecoverableLoss(causes=tuple(causes), lost=tuple(lost)))
+            given_up = dataclasses.replace(
+                given_up, recoverable_loss=RecoverableLoss(causes=tuple(causes), lost=tuple(lost))
+            )
         elif time.monotonic() >= self._out_of_reach.busy_until():
             self._say(f"{reason}: {next_time(Path(self.run_dir))}")
             self._finish(given_up)
             return
-        self._end_for_another_start(given_up)  # or, with no state to begin with, somebody may start the command again
+        self._end_for_restart(given_up)  # or, with no state to begin with, somebody may start the command again
 
-    def _judge_another_start(self, start: RestartDecision, now: float) -> None:
+    def _advance_restart(self, start: RestartDecision, now: float) -> None:
         """The attempt is over when all processes are gone, on all hosts."""
         late = [remote_host for remote_host in self.remote_hosts if not start.has_heard_of(remote_host.index)]
         is_here = bool(self._ends.missing) or (self._local_workers is not None and not self._local_workers.is_gone)
@@ -396,30 +399,32 @@ class Coordinator:
             self.remote_hosts.lose(remote_host, "it was told to end its workers and did not report their ends")
         is_gone = not self._ends.missing and (self._local_workers is None or self._local_workers.is_gone)
         start.keep_only({COORDINATOR_INDEX, *(remote_host.index for remote_host in self.remote_hosts)})
-        stock = () if self._local_workers is None else self._local_workers.stock
-        start.hear(RemainingHost(index=COORDINATOR_INDEX, slots=self.slots, workers=tuple(self.ranks), stock=stock))
+        snapshots = () if self._local_workers is None else self._local_workers.snapshots
+        start.hear(
+            RemainingHost(index=COORDINATOR_INDEX, slots=self.slots, workers=tuple(self.ranks), snapshots=snapshots)
+        )
         if self._ends.stopped is not None:
             self._finish(self._ends.stopped)
             return
-        if start.is_too_early(self._out_of_reach.busy_until(anywhere=self._is_unserved), now):
+        if start.is_too_early(self._out_of_reach.busy_until(anywhere=self._has_lost_server), now):
             self.remote_hosts.tick(now, silence_s=self._job.silence_s)
-            if self._door is not None:
-                self._door.tick(now)
+            if self._admission is not None:
+                self._admission.tick(now)
             return
         outcome = start.outcome(self._ends.by_worker, is_clean=is_gone and self._keeps_state, now=now)
         if outcome is None:
             self.remote_hosts.tick(now, silence_s=self._job.silence_s)
-            if self._door is not None:
-                self._door.tick(now)
+            if self._admission is not None:
+                self._admission.tick(now)
             return
-        if not outcome.may_begin_again and outcome.exit_code == TOO_FEW:
+        if not outcome.may_restart and outcome.exit_code == TOO_FEW:
             self._say(f"{outcome.reason}: {next_time(Path(self.run_dir))}")
         self._finish(outcome)
 
     def remote_host_gone(self, remote_host: RemoteHost, left: RemainingHost) -> None:
         """A host has ended its workers, so that all can begin again."""
-        if self._another_start is not None:
-            self._another_start.hear(left)
+        if self._restart_decision is not None:
+            self._restart_decision.hear(left)
 
     def _heard(self, worker: int, notice: Mapping[str, Any]) -> None:
         """A worker's notice."""
@@ -432,7 +437,7 @@ class Coordinator:
             case "keeps":
                 self._keeps_state = True
             case "unserved":
-                self._unserved(worker, str(notice["cause"]))
+                self._server_lost(worker, str(notice["cause"]))
             case "leaving" if not self._has_begun:
                 self._stop(signal.SIGTERM, by=f" to worker {worker}")
             case "leaving" if self._controller is None:
@@ -443,20 +448,22 @@ class Coordinator:
             case _:
                 pass
 
-    def _unserved(self, worker: int, cause: str) -> None:
+    def _server_lost(self, worker: int, cause: str) -> None:
         """A parameter server was lost, and what only it had: all begin again from the newest checkpoint.
 
         Where nobody can start them, or the run is about to end, the workers' own error tells it.
         """
         is_over = self._ending or self._end_at is not None or self._leave_by is not None
-        if is_over or self._is_barren or self._job.launcher == "inline":
+        if is_over or self._cannot_fork or self._job.launcher == "inline":
             return
         message = f"{cause}: {next_time(Path(self.run_dir))}"
         failure = lost(worker, host=self.host_of(worker), pid=0, kind="ServerLost", message=message, names_workers=True)
-        broken = RecoverableLoss(causes=(cause,), lost=(), keeps=self._keeps_state)
-        self._is_unserved = True
+        recoverable_loss = RecoverableLoss(causes=(cause,), lost=(), keeps=self._keeps_state)
+        self._has_lost_server = True
         self._keeps_state = True  # on the disk
-        self._end_for_another_start(JobOutcome(state="failed", exit_code=1, failures=(failure,), broken=broken))
+        self._end_for_restart(
+            JobOutcome(state="failed", exit_code=1, failures=(failure,), recoverable_loss=recoverable_loss)
+        )
 
     def _begin_elastic(self, least: int, most: int, workers_each: int) -> None:
         limits = Limits(
@@ -502,7 +509,7 @@ class Coordinator:
         self._say(f"{reason} ({remote_host.address}): {leave_text(workers)}the run goes on without this host")
         return True
 
-    def _see_off(self, remote_host: RemoteHost, now: float) -> None:
+    def _release_empty_host(self, remote_host: RemoteHost, now: float) -> None:
         """A host that leaves alone ends when its workers have left; who has not in time is killed, and lost."""
         if self._ending or self._leave_by is not None or self._ends.by_worker:
             return  # the run ends, and this host with it
@@ -511,7 +518,7 @@ class Coordinator:
             reason = f"host {remote_host.host} was asked to leave, and the run goes on without it"
             gone = JobOutcome(state="stopped", exit_code=PREEMPTED, reason=reason)
             self.remote_hosts.release(remote_host, {"op": "end", "outcome": gone.to_json()})
-            self._tell_neighbours()
+            self._assign_neighbors()
         elif remote_host.leave_by is not None and now >= remote_host.leave_by:
             remote_host.leave_by = now + self._job.grace_s  # until their ends are known
             self._say(
@@ -561,26 +568,26 @@ class Coordinator:
 
     def _stop(self, signum: int, *, by: str = "") -> None:
         if self._ending:
-            if self._another_start is not None:
+            if self._restart_decision is not None:
                 self._ends.stop(signum, by=by, anyway=True)
             return
         self._ends.stop(signum, by=by)
         self._end_all(STOP_S)
 
-    def _end_for_another_start(self, given_up: JobOutcome | None = None) -> None:
+    def _end_for_restart(self, given_up: JobOutcome | None = None) -> None:
         """Workers were lost, and what all have done is kept: nobody needs time to save."""
         self._ending = True
-        self._another_start = RestartDecision(
+        self._restart_decision = RestartDecision(
             self._needs, given_up=given_up, patience_s=self._job.patience_s, judge=self.judge, say=self._say
         )
         self.remote_hosts.tell_all({"op": "again"})
         if self._local_workers is not None:
             self._local_workers.kill()
 
-    def _tell_neighbours(self) -> None:
+    def _assign_neighbors(self) -> None:
         """Say to each host where copies of what it has in memory go."""
         if self.replication is not None:
-            self.remote_hosts.link_up(self.address, self.replication)
+            self.remote_hosts.assign_neighbors(self.address, self.replication)
 
     def _end_all(self, grace_s: float) -> None:
         self._ending = True

@@ -70,7 +70,7 @@ class ElasticController:
         self, limits: Limits, *, workers: int, worker_actions: WorkerActions, emit: Callable[[Event], None]
     ) -> None:
         self.workers_each = limits.workers_each
-        self._crews, self._emit = worker_actions, emit
+        self._worker_actions, self._emit = worker_actions, emit
         self._membership = Membership(limits, replicas=workers // limits.workers_each, now=time.monotonic())
         self._incident: LossIncident | None = None
         self._step = 0  # the newest that anybody has committed
@@ -108,7 +108,7 @@ class ElasticController:
                 self._note_formed(worker, notice)
                 self._do(membership.formed(worker, int(notice["generation"]), now))
                 if membership.is_formed:
-                    self._crews.formed()
+                    self._worker_actions.formed()
             case "committed":
                 membership.committed(worker, now)
                 self._note_joined(worker, int(notice["step"]), pid=int(notice["pid"]))
@@ -180,33 +180,33 @@ class ElasticController:
                     self._coming.update(decision.workers)
                     self._num_started += 1
                     workers = self._membership.num_workers
-                    self._crews.start(decision.workers, workers=workers, incarnation=self._num_started)
+                    self._worker_actions.start(decision.workers, workers=workers, incarnation=self._num_started)
                 case EndWorker(worker=worker):
                     if worker in self._members and decision.is_loss:
-                        host = self._crews.host_of(worker)
+                        host = self._worker_actions.host_of(worker)
                         own = self._with_replicas(decision.reason, [worker])
                         reason = told.setdefault(self._replica(worker), own)
                         self._note_lost(worker, reason, host, since_s=decision.silent_s)
-                    self._crews.kill(worker)
+                    self._worker_actions.kill(worker)
                 case Finish():
                     for worker in self._membership.workers:
-                        self._crews.tell(worker, decision.to_json())
+                        self._worker_actions.tell(worker, decision.to_json())
                 case GiveUp():
                     earlier = self._incident.causes if self._incident is not None else []
                     before = ", ".join(cause for cause in earlier if cause not in decision.reason)
                     reason = decision.reason + (f"; before it {before}" if before else "")
                     lost = [] if self._incident is None else self._incident.lost
-                    self._crews.give_up(reason, causes=earlier or [decision.reason], lost=lost)
+                    self._worker_actions.give_up(reason, causes=earlier or [decision.reason], lost=lost)
 
     def _form(self, form: MembershipView) -> None:
         self._members = set(form.members)
         if self._incident is not None and not form.planned:
             self._incident.generation = form.generation
         if form.generation > self._spread[0]:  # said again, it is the same generation still
-            self._spread = form.generation, self._crews.forms(form.members)
+            self._spread = form.generation, self._worker_actions.forms(form.members)
         message = dataclasses.replace(form, is_spread=self._spread[1]).to_json()
         for worker in {*form.members, *self._membership.left_out}:
-            self._crews.tell(worker, message)
+            self._worker_actions.tell(worker, message)
 
     def _note_lost(self, worker: int, reason: str, host: str, *, since_s: float = 0.0) -> None:
         now = time.time() - since_s

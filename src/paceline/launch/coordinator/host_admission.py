@@ -36,20 +36,20 @@ class HostAdmission:
         say: Callable[[str], None],
         *,
         replication: SnapshotReplication | None = None,
-        again: RestartPlan | None = None,
+        restart_plan: RestartPlan | None = None,
     ) -> None:
-        """`again`: those who were lost begin again, on hosts that come back."""
-        self._terms, self._loop, self._say, self._again = terms, loop, say, again
+        """`restart_plan`: those who were lost begin again, on hosts that come back."""
+        self._terms, self._loop, self._say, self._restart_plan = terms, loop, say, restart_plan
         self._replication = replication
         self._remote_hosts: list[RemoteHost] = []  # that the job begins with
         self._unnamed: set[MessageStream] = set()  # have proved the token and not said hello yet
         self._turned_away: set[str] = set()  # what was said of them is said once
-        self._head: Coordinator | None = None
+        self._coordinator: Coordinator | None = None
         self._next_ping = 0.0
         self._address = str(listener.getsockname()[0])
         if replication is not None:
             replication.open(self._address)
-        self._door = AuthenticatedListener(listener, terms.token, loop, on_proved=self._came, say=say)
+        self._listener = AuthenticatedListener(listener, terms.token, loop, on_proved=self._accepted, say=say)
         name = terms.at[0]
         if self._address.startswith("127.") and name not in ("localhost", self._address):
             say(
@@ -59,25 +59,25 @@ class HostAdmission:
 
     @property
     def complete(self) -> bool:
-        return len(self._remote_hosts) == self._num_guests
+        return len(self._remote_hosts) == self._num_remote_hosts
 
     @property
-    def _num_guests(self) -> int:
-        return (self._terms.job.hosts if self._again is None else len(self._again.ranks)) - 1
+    def _num_remote_hosts(self) -> int:
+        return (self._terms.job.hosts if self._restart_plan is None else len(self._restart_plan.ranks)) - 1
 
     @property
-    def doing(self) -> str:
+    def progress(self) -> str:
         """What is waited for."""
-        more = self._num_guests - len(self._remote_hosts)
+        more = self._num_remote_hosts - len(self._remote_hosts)
         here = ", ".join([self._terms.host, *(remote_host.host for remote_host in self._remote_hosts)])
         return f"waiting at {self._terms.point} for {more} more host{'' if more == 1 else 's'}; here: {here}"
 
     def tick(self, now: float) -> None:
-        self._door.tick(now)
+        self._listener.tick(now)
         for link in [link for link in self._unnamed if now - link.heard > SILENCE_S]:
             self._unnamed.discard(link)
             link.close()
-        if self._head is None and now >= self._next_ping:
+        if self._coordinator is None and now >= self._next_ping:
             self._next_ping = now + PING_S
             for remote_host in self._remote_hosts:
                 remote_host.link.send({"op": "ping"})
@@ -85,35 +85,35 @@ class HostAdmission:
     def welcome(self) -> Coordinator:
         """Deal the ranks, tell every guest its place, and go over into the job."""
         terms = self._terms
-        if self._again is None:
+        if self._restart_plan is None:
             ranks = ranks_by_host(terms.job.workers or 0, terms.job.hosts)
             for index, remote_host in enumerate(self._remote_hosts, start=1):
                 remote_host.index, remote_host.slots, remote_host.workers = index, len(ranks[index]), set(ranks[index])
         for remote_host in self._remote_hosts:
             self._welcome(remote_host)
-        self._head = Coordinator(
+        self._coordinator = Coordinator(
             host=terms.host,
             address=self._address,
             job=terms.job,
             remote_hosts=self._remote_hosts,
-            door=self,
+            admission=self,
             attempt=terms.attempt,
             run_dir=terms.run_dir,
             say=self._say,
-            doors=self.doors,
-            again=self._again,
+            snapshot_addresses=self.snapshot_addresses,
+            restart_plan=self._restart_plan,
         )
-        return self._head
+        return self._coordinator
 
     def _welcome(self, remote_host: RemoteHost) -> None:
         place = {"host_index": remote_host.index, "ranks": sorted(remote_host.workers), "slots": remote_host.slots}
         run = {"attempt": self._terms.attempt, "run_dir": self._terms.run_dir}
-        doors = [[index, *at] for index, at in self.doors.items()]
+        snapshot_addresses = [[index, *at] for index, at in self.snapshot_addresses.items()]
         head = f"{self._terms.host} ({self._address})"
-        remote_host.link.send({"op": "welcome", "head": head, **place, **run, "doors": doors})
+        remote_host.link.send({"op": "welcome", "head": head, **place, **run, "doors": snapshot_addresses})
 
     @property
-    def doors(self) -> dict[int, HostAddress]:
+    def snapshot_addresses(self) -> dict[int, HostAddress]:
         """Where each host gives what others' workers begin with."""
         found = {
             remote_host.index: (remote_host.address, remote_host.port)
@@ -132,13 +132,15 @@ class HostAdmission:
             remote_host.link.close()
         self.close()
 
-    def close(self, *, stays_open: bool = False) -> socket.socket | None:
-        """Close the door; guests stay. `stays_open`: hosts come again soon, and wait at the socket that is returned."""
+    def close(self, *, keep_listening: bool = False) -> socket.socket | None:
+        """Close the door; guests stay. `keep_listening`: hosts come again soon, and wait at the socket that is
+        returned.
+        """
         while self._unnamed:
             self._unnamed.pop().close()
-        return self._door.close(stays_open=stays_open)
+        return self._listener.close(keep_listening=keep_listening)
 
-    def _came(self, sock: socket.socket) -> None:
+    def _accepted(self, sock: socket.socket) -> None:
         """A connection has proved the token."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         address = str(sock.getpeername()[0])
@@ -148,14 +150,14 @@ class HostAdmission:
             nonlocal remote_host
             if remote_host is None:
                 self._unnamed.discard(link)
-                remote_host = self._hello(link, address, message)
-            elif self._head is not None:
-                self._head.remote_hosts.said(remote_host, message)
+                remote_host = self._on_hello(link, address, message)
+            elif self._coordinator is not None:
+                self._coordinator.remote_hosts.said(remote_host, message)
 
         def closed(error: Exception) -> None:
             self._unnamed.discard(link)
-            if remote_host is not None and self._head is not None:
-                self._head.remote_hosts.lose(remote_host, str(error))
+            if remote_host is not None and self._coordinator is not None:
+                self._coordinator.remote_hosts.lose(remote_host, str(error))
             elif remote_host is not None:
                 self._remote_hosts.remove(remote_host)
                 self._say(f"{remote_host.name} has left again: {error}")
@@ -163,50 +165,52 @@ class HostAdmission:
         link = MessageStream(sock, self._loop, on_message=said, on_close=closed)
         self._unnamed.add(link)
 
-    def _hello(self, link: MessageStream, address: str, message: Mapping[str, Any]) -> RemoteHost | None:
+    def _on_hello(self, link: MessageStream, address: str, message: Mapping[str, Any]) -> RemoteHost | None:
         """Make a guest of who was started for this job; tell the others why they are none."""
         job, who = message.get("job"), f"host {message.get('host')} ({address})"
         different = mismatch(self._terms.essentials, job if isinstance(job, dict) else {})
         if different:
-            self._turn_away(link, who, f"it was started for another job ({different})", again=False)
+            self._turn_away(link, who, f"it was started for another job ({different})", may_retry=False)
             return None
-        refusal = self._head.refusal() if self._head is not None else ("it is about to begin", True)
+        refusal = self._coordinator.refusal() if self._coordinator is not None else ("it is about to begin", True)
         if self.complete and refusal is not None:
-            reason, again = refusal
-            self._turn_away(link, who, f"the run has all its hosts, and {reason}", again=again)
+            reason, may_retry = refusal
+            self._turn_away(link, who, f"the run has all its hosts, and {reason}", may_retry=may_retry)
             return None
         remote_host = RemoteHost(
             link=link,
             host=str(message.get("host")),
             address=str(message.get("address")),
-            index=len(self._remote_hosts) + 1 if self._head is None else self._head.remote_hosts.next_index,
+            index=len(self._remote_hosts) + 1
+            if self._coordinator is None
+            else self._coordinator.remote_hosts.next_index,
             slots=slots_per_host(self._terms.asked),
             port=int(message.get("port") or 0),
         )
-        if self._head is None and self._again is not None:
-            if not self._comes_back(remote_host, message.get("host_index"), self._again):
-                self._turn_away(link, who, "all are about to begin again after a loss", again=True)
+        if self._coordinator is None and self._restart_plan is not None:
+            if not self._reclaims_place(remote_host, message.get("host_index"), self._restart_plan):
+                self._turn_away(link, who, "all are about to begin again after a loss", may_retry=True)
                 return None
             self._remote_hosts.append(remote_host)
-        elif self._head is None:
+        elif self._coordinator is None:
             self._remote_hosts.append(remote_host)
             self._say(f"{remote_host.name} has come: {len(self._remote_hosts) + 1} of {self._terms.job.hosts}")
         else:
             self._welcome(remote_host)
-            self._head.join(remote_host)
+            self._coordinator.join(remote_host)
         return remote_host
 
-    def _comes_back(self, remote_host: RemoteHost, host_index: Any, again: RestartPlan) -> bool:
+    def _reclaims_place(self, remote_host: RemoteHost, host_index: Any, restart_plan: RestartPlan) -> bool:
         """Give a host the place that it had; False where it had none."""
         taken = {COORDINATOR_INDEX, *(other.index for other in self._remote_hosts)}
-        if not isinstance(host_index, int) or host_index not in again.ranks or host_index in taken:
+        if not isinstance(host_index, int) or host_index not in restart_plan.ranks or host_index in taken:
             return False
-        remote_host.index, remote_host.slots = host_index, again.slots[host_index]
-        remote_host.workers = set(again.ranks[host_index])
+        remote_host.index, remote_host.slots = host_index, restart_plan.slots[host_index]
+        remote_host.workers = set(restart_plan.ranks[host_index])
         return True
 
-    def _turn_away(self, link: MessageStream, who: str, reason: str, *, again: bool) -> None:
-        link.send({"op": "refused", "reason": reason, "again": again})
+    def _turn_away(self, link: MessageStream, who: str, reason: str, *, may_retry: bool) -> None:
+        link.send({"op": "refused", "reason": reason, "again": may_retry})
         link.close()
         if f"{who}{reason}" not in self._turned_away:
             self._turned_away.add(f"{who}{reason}")

@@ -35,7 +35,7 @@ class HostAgent:
         self,
         link: MessageStream,
         *,
-        head: str,
+        coordinator: str,
         host: str,
         address: str,
         host_index: int,
@@ -45,27 +45,28 @@ class HostAgent:
         run_dir: str,
         silence_s: float,
         say: Callable[[str], None],
-        doors: Mapping[int, HostAddress] | None = None,
+        snapshot_addresses: Mapping[int, HostAddress] | None = None,
     ) -> None:
-        """`silence_s`: after so long without a word the head takes this host for lost. `doors`: where other hosts give
-        what this one's workers begin with."""
+        """`silence_s`: after so long without a word the head takes this host for lost. `snapshot_addresses`: where
+        other hosts give what this one's workers begin with.
+        """
         self.host, self.address, self.host_index = host, address, host_index
         self.ranks, self.slots = tuple(ranks), slots  # with which this host begins; for how many it has room
         self.here = set(ranks)  # that have their files on this host; follows them as they come
         self.attempt, self.run_dir = attempt, run_dir  # the head's: the run has one number and one name on all hosts
         self.outcome: JobOutcome | None = None
         self.replication: SnapshotReplication | None = None  # to and from other hosts, what this one has in memory
-        self.doors = dict(doors or {})
-        self._is_barren = False
-        self._is_for_another_start = False  # all are ended to begin again
+        self.snapshot_addresses = dict(snapshot_addresses or {})
+        self._cannot_fork = False
+        self._is_restarting = False  # all are ended to begin again
         self._local_workers: LocalWorkers | None = None
         self.before_stack: Callable[[int], None] = _unheard  # told of each worker that is asked for its stack
-        self._link, self._head, self._say = link, head, say
+        self._link, self._coordinator, self._say = link, coordinator, say
         self._early: list[Mapping[str, Any]] = []  # said before there was a crew
         self._exits: list[WorkerExit] = []
         self._signum: int | None = None  # somebody stopped this host
         self._cut_short: int | None = None  # and then, while its workers were leaving, had them killed
-        self._head_lost = ""
+        self._coordinator_loss = ""
         self._has_begun = False  # some worker here is at work on steps
         self._leave_by: float | None = None  # after the head was lost, workers have saved and left by then
         self._patience: float | None = None  # a stopping head has sent the outcome by then
@@ -95,7 +96,7 @@ class HostAgent:
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None:
         self._has_begun = self._has_begun or request.get("op") == "begun"
-        if self._head_lost and self._local_workers is not None:
+        if self._coordinator_loss and self._local_workers is not None:
             self._answer_alone(self._local_workers, worker, request)
             return
         self._link.send({"op": "said", "worker": worker, "request": request})
@@ -109,8 +110,8 @@ class HostAgent:
         self._exits.append(ended)
         self._link.send({"op": "exited", "exit": dataclasses.asdict(ended)})
 
-    def barren(self) -> None:
-        self._is_barren = True
+    def cannot_fork(self) -> None:
+        self._cannot_fork = True
         self._link.send({"op": "barren"})
 
     # What the supervisor tells.
@@ -120,7 +121,7 @@ class HostAgent:
         leave because the head was lost: kill them."""
         if self._local_workers is None:
             return
-        if self._signum is not None or self._head_lost:
+        if self._signum is not None or self._coordinator_loss:
             self._signum = self._signum or signum
             if self._local_workers.alive:
                 self._cut_short = signum
@@ -140,7 +141,7 @@ class HostAgent:
 
     def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Commands are the head's business."""
-        return {"error": f"the head of this run is {self._head}: use the command there"}
+        return {"error": f"the head of this run is {self._coordinator}: use the command there"}
 
     def tick(self, now: float) -> None:
         if self._local_workers is None or self.outcome is not None:
@@ -149,20 +150,20 @@ class HostAgent:
             self._next_ping = now + self._ping_s
             self._link.send({"op": "ping", "asked": clock()})
         limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)  # it opens its books
-        if not self._head_lost and now - self._link.heard > limit_s:
+        if not self._coordinator_loss and now - self._link.heard > limit_s:
             self.coordinator_lost(f"it said nothing for {limit_s:.0f} s")
-        if self._is_for_another_start and self._local_workers.is_gone:
-            self._is_for_another_start = False
-            slots = 0 if self._is_barren else self.slots
+        if self._is_restarting and self._local_workers.is_gone:
+            self._is_restarting = False
+            slots = 0 if self._cannot_fork else self.slots
             left = RemainingHost(
-                index=self.host_index, slots=slots, workers=self.ranks, stock=self._local_workers.stock
+                index=self.host_index, slots=slots, workers=self.ranks, snapshots=self._local_workers.snapshots
             )
-            self._link.send({"op": "gone", "left": dataclasses.asdict(left)})
-        if self._patience is not None and now >= self._patience and not self._head_lost:
+            self._link.send({"op": "gone", "left": left.to_json()})
+        if self._patience is not None and now >= self._patience and not self._coordinator_loss:
             self.coordinator_lost("it did not end the job")
         if self._leave_by is not None and now >= self._leave_by:
             self._local_workers.terminate(TERMINATE_S)
-        if self._head_lost and not self._local_workers.alive:
+        if self._coordinator_loss and not self._local_workers.alive:
             self._finish_alone()
 
     def close(self) -> None:
@@ -182,26 +183,26 @@ class HostAgent:
 
     def coordinator_lost(self, reason: str) -> None:
         """The head is there no longer: have the workers save and leave, if all of the job can, and end them."""
-        if self.outcome is not None or self._head_lost:
+        if self.outcome is not None or self._coordinator_loss:
             return
-        self._head_lost = f"the head {self._head} was lost: {reason}"
+        self._coordinator_loss = f"the head {self._coordinator} was lost: {reason}"
         self._link.close()
         self._exits = [ended for ended in self._exits if not _is_old_news(ended)]
-        self._say(self._head_lost)
+        self._say(self._coordinator_loss)
         if self._local_workers is None:
             return
         if not self._has_begun:
             self._local_workers.terminate(TERMINATE_S)
             return
         self._leave_by = time.monotonic() + self._local_workers.grace_s
-        finish = Finish(exit_code=PREEMPTED, reason=self._head_lost)
+        finish = Finish(exit_code=PREEMPTED, reason=self._coordinator_loss)
         for worker in self._local_workers.alive:
             self._local_workers.tell(worker, finish.to_json())
 
     def _answer_alone(self, local_workers: LocalWorkers, worker: int, request: Mapping[str, Any]) -> None:
         """The head would answer; without it a worker that has lost another one cannot go on, nor save."""
         if "id" in request:
-            local_workers.tell(worker, {"id": request["id"], "closed": self._head_lost})
+            local_workers.tell(worker, {"id": request["id"], "closed": self._coordinator_loss})
         elif request.get("op") == "stuck":
             local_workers.terminate(TERMINATE_S)
 
@@ -227,7 +228,7 @@ class HostAgent:
             case "kill":
                 local_workers.kill()
             case "again":
-                self._is_for_another_start = True
+                self._is_restarting = True
                 local_workers.kill()
             case "neighbour":
                 if self.replication is not None:
@@ -253,7 +254,7 @@ class HostAgent:
     def _finish_alone(self) -> None:
         exits = sorted(self._exits, key=lambda ended: ended.worker)
         if exits and all(ended.has_left for ended in exits):
-            finish = Finish(exit_code=PREEMPTED, reason=f"{self._head_lost}; everything is saved")
+            finish = Finish(exit_code=PREEMPTED, reason=f"{self._coordinator_loss}; everything is saved")
             self._say(f"{finish.reason}: run the same command again to go on")
             self.outcome = left(finish, exits)
             return
@@ -261,8 +262,10 @@ class HostAgent:
             self.outcome = interrupted(self._signum, exits)
             return
         # Worker 0 is the head's, on whatever host the head is.
-        head = lost(0, host=self._head, pid=0, kind="HostLost", message=self._head_lost)
-        self.outcome = dataclasses.replace(verdict((head, *exits)), reason=self._head_lost, exits=tuple(exits))
+        coordinator = lost(0, host=self._coordinator, pid=0, kind="HostLost", message=self._coordinator_loss)
+        self.outcome = dataclasses.replace(
+            verdict((coordinator, *exits)), reason=self._coordinator_loss, exits=tuple(exits)
+        )
 
 
 def _unheard(worker: int) -> None:

@@ -48,7 +48,7 @@ class JoinRequest:
         self._connect(number)
 
     @property
-    def doing(self) -> str:
+    def progress(self) -> str:
         """What is waited for."""
         if self._link is None:
             return f"connecting to the head at {self._terms.point}"
@@ -101,7 +101,7 @@ class JoinRequest:
         try:
             self.member = HostAgent(
                 self._link,
-                head=str(message["head"]),
+                coordinator=str(message["head"]),
                 host=self._terms.host,
                 address=self._address,
                 host_index=int(message["host_index"]),
@@ -111,7 +111,7 @@ class JoinRequest:
                 run_dir=str(message["run_dir"]),
                 silence_s=self._terms.job.silence_s,
                 say=self._say,
-                doors={int(index): (str(host), int(port)) for index, host, port in message["doors"]},
+                snapshot_addresses={int(index): (str(host), int(port)) for index, host, port in message["doors"]},
             )
         except (KeyError, TypeError, ValueError) as error:
             self._fail(f"the head's welcome makes no sense ({type(error).__name__}: {error})", final=True)

@@ -143,7 +143,7 @@ class RemoteHosts:
         """Whether a worker is somewhere, or its successor knows where to go."""
         return self._slots.host_of(worker) is not None
 
-    def barren(self) -> None:
+    def cannot_fork(self) -> None:
         """The head itself can start no more workers."""
         self._slots.shut(COORDINATOR_INDEX)
 
@@ -218,7 +218,7 @@ class RemoteHosts:
         self._released.append(remote_host.link)  # closed here, it could lose the message
         remote_host.link.send(message)
 
-    def link_up(self, address: str, own: SnapshotReplication) -> None:
+    def assign_neighbors(self, address: str, own: SnapshotReplication) -> None:
         """Say to each host where copies of what it has in memory go: to the next one. The head has this address."""
         at = {
             remote_host.index: (remote_host.address, remote_host.port) for remote_host in self if remote_host.port

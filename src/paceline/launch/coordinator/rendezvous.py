@@ -39,7 +39,7 @@ from paceline.plan.job import Job, head_address
 __all__ = ["MAX_RENDEZVOUS_S", "RetainedHostState", "join_hosts"]
 
 MAX_RENDEZVOUS_S = 300.0  # where job.timeout_s is longer
-AGAIN_S = 30.0  # for hosts that were there just now
+RESTART_RENDEZVOUS_S = 30.0  # for hosts that were there just now
 RETRY_S = 0.5
 TELL_S = 5.0  # between two messages that say what is waited for
 TURN_S = 0.1
@@ -56,14 +56,14 @@ def join_hosts(
     say: Callable[[str], None],
     signals: StopSignals,
     asked: Job | None = None,
-    again: RestartPlan | None = None,
-    stays: RetainedHostState | None = None,
+    restart_plan: RestartPlan | None = None,
+    retained: RetainedHostState | None = None,
     replication: SnapshotReplication | None = None,
 ) -> Coordinator | HostAgent:
     """Wait until all hosts are there, and return this host's side.
 
-    `asked`: the job as the user started it, where it begins `again` with fewer workers or hosts; `stays` says then
-    which host this one was. `replication` is made known to the other hosts.
+    `asked`: the job as the user started it, where it begins `restart_plan` with fewer workers or hosts; `retained` says
+    then which host this one was. `replication` is made known to the other hosts.
 
     Raises LaunchError where they do not come in time or do not fit together, Interrupted where a signal comes first.
     """
@@ -78,11 +78,11 @@ def join_hosts(
             address=LOOPBACK,
             job=job,
             remote_hosts=[],
-            door=None,
+            admission=None,
             attempt=attempt,
             run_dir=run_dir,
             say=say,
-            again=again,
+            restart_plan=restart_plan,
         )
     if job.head is None:
         raise LaunchError(
@@ -93,14 +93,16 @@ def join_hosts(
     terms = JobTerms(
         job=job, asked=asked or job, plan=plan, attempt=attempt, run_dir=run_dir, host=host, token=token, at=at
     )
-    patience = _RendezvousTimeout(terms, loop, say, signals, limit_s=AGAIN_S if again is not None else MAX_RENDEZVOUS_S)
-    meeting = _Rendezvous(terms, loop, say, patience, replication=replication, again=again)
-    if again is None or stays is None:
-        return meeting.hold()
-    if stays.listener is None:
-        return meeting.join(stays.host_index)
-    listener, stays.listener = stays.listener, None
-    return meeting.gather(listener)
+    timeout = _RendezvousTimeout(
+        terms, loop, say, signals, limit_s=RESTART_RENDEZVOUS_S if restart_plan is not None else MAX_RENDEZVOUS_S
+    )
+    rendezvous = _Rendezvous(terms, loop, say, timeout, replication=replication, restart_plan=restart_plan)
+    if restart_plan is None or retained is None:
+        return rendezvous.hold()
+    if retained.listener is None:
+        return rendezvous.join(retained.host_index)
+    listener, retained.listener = retained.listener, None
+    return rendezvous.gather(listener)
 
 
 class _RendezvousTimeout:
@@ -114,7 +116,7 @@ class _RendezvousTimeout:
         self._limit_s = min(terms.job.timeout_s, limit_s)
         self._tell_at = self._began + TELL_S
 
-    def turn(self, doing: str) -> None:
+    def turn(self, progress: str) -> None:
         """One turn of the loop; raises LaunchError when the time is over, Interrupted when a signal has come."""
         self._loop.turn(TURN_S)
         self._signals.check()
@@ -122,12 +124,12 @@ class _RendezvousTimeout:
         passed = now - self._began
         if passed > self._limit_s:
             raise LaunchError(
-                f"Gave up after {passed:.0f} s {doing}. Start the same command on all {self._terms.job.hosts} hosts, "
-                "with a head that each of them reaches (its name, the port, firewalls)."
+                f"Gave up after {passed:.0f} s {progress}. Start the same command on all {self._terms.job.hosts} "
+                "hosts, with a head that each of them reaches (its name, the port, firewalls)."
             )
         if now >= self._tell_at:
             self._tell_at = now + TELL_S
-            self._say(f"{doing} ({passed:.0f} s)")
+            self._say(f"{progress} ({passed:.0f} s)")
 
 
 class _Rendezvous:
@@ -138,13 +140,13 @@ class _Rendezvous:
         terms: JobTerms,
         loop: EventLoop,
         say: Callable[[str], None],
-        patience: _RendezvousTimeout,
+        timeout: _RendezvousTimeout,
         *,
         replication: SnapshotReplication | None,
-        again: RestartPlan | None,
+        restart_plan: RestartPlan | None,
     ) -> None:
-        self._terms, self._loop, self._say, self._patience = terms, loop, say, patience
-        self._replication, self._again = replication, again
+        self._terms, self._loop, self._say, self._patience = terms, loop, say, timeout
+        self._replication, self._restart_plan = replication, restart_plan
         self._num_join_attempts = 0
 
     def hold(self) -> Coordinator | HostAgent:
@@ -153,35 +155,35 @@ class _Rendezvous:
             listener = _listen(self._terms)
             if listener is not None:
                 return self.gather(listener)
-            member = self._visit(None)
+            member = self._try_to_join(None)
             if member is not None:
                 return member
 
     def join(self, host_index: int) -> HostAgent:
         """Join the head again."""
-        while (member := self._visit(host_index)) is None:
+        while (member := self._try_to_join(host_index)) is None:
             pass
         return member
 
     def gather(self, listener: socket.socket) -> Coordinator:
         """Be the head."""
-        gathering = HostAdmission(
-            listener, self._terms, self._loop, self._say, replication=self._replication, again=self._again
+        admission = HostAdmission(
+            listener, self._terms, self._loop, self._say, replication=self._replication, restart_plan=self._restart_plan
         )
         try:
-            while not gathering.complete:
-                self._patience.turn(gathering.doing)
-                gathering.tick(time.monotonic())
-            return gathering.welcome()
+            while not admission.complete:
+                self._patience.turn(admission.progress)
+                admission.tick(time.monotonic())
+            return admission.welcome()
         except BaseException as error:  # also Interrupted and KeyboardInterrupt: nothing stays open
-            gathering.give_up(str(error) or type(error).__name__)
+            admission.give_up(str(error) or type(error).__name__)
             raise
 
-    def _visit(self, host_index: int | None) -> HostAgent | None:
+    def _try_to_join(self, host_index: int | None) -> HostAgent | None:
         """Try once to join the head; None, after a while, where that failed and may be tried again."""
         self._num_join_attempts += 1
         point = self._terms.point
-        visit = JoinRequest(
+        join_request = JoinRequest(
             self._terms,
             self._loop,
             self._say,
@@ -190,20 +192,20 @@ class _Rendezvous:
             host_index=host_index,
         )
         try:
-            while visit.member is None and not visit.failed:
-                self._patience.turn(visit.doing)
-                visit.tick(time.monotonic())
-            if visit.member is not None:
-                if visit.member.is_late:
-                    self._say(f"joined the run {visit.member.run_dir} at {point}; waiting for work")
-                return visit.member
+            while join_request.member is None and not join_request.failed:
+                self._patience.turn(join_request.progress)
+                join_request.tick(time.monotonic())
+            if join_request.member is not None:
+                if join_request.member.is_late:
+                    self._say(f"joined the run {join_request.member.run_dir} at {point}; waiting for work")
+                return join_request.member
         finally:
-            visit.close()
-        if visit.final:
-            raise LaunchError(f"This host cannot join the job at {point}: {visit.failed}")
+            join_request.close()
+        if join_request.final:
+            raise LaunchError(f"This host cannot join the job at {point}: {join_request.failed}")
         again_at = time.monotonic() + RETRY_S
         while time.monotonic() < again_at:
-            self._patience.turn(f"connecting to the head at {point}; last try: {visit.failed}")
+            self._patience.turn(f"connecting to the head at {point}; last try: {join_request.failed}")
         return None
 
 

@@ -100,33 +100,35 @@ class RestartDecision:
         return now < busy_until
 
     def outcome(self, exits: Mapping[int, WorkerExit], *, is_clean: bool, now: float) -> JobOutcome | None:
-        """How the attempt ends, with `again` where all begin again; None: not to be said yet. `is_clean`: every
+        """How the attempt ends, with `restart_plan` where all begin again; None: not to be said yet. `is_clean`: every
         process is gone."""
         ended = [exits[worker] for worker in sorted(exits)]
         outcome = self._given_up or verdict(ended, keeps_state=True)
-        broken = outcome.broken
-        plain = dataclasses.replace(outcome, broken=None)
-        if broken is None or not is_clean or any((one.error or {}).get("kind") == STUCK for one in ended):
+        recoverable_loss = outcome.recoverable_loss
+        plain = dataclasses.replace(outcome, recoverable_loss=None)
+        if recoverable_loss is None or not is_clean or any((one.error or {}).get("kind") == STUCK for one in ended):
             return plain
         hosts = tuple(self._left[index] for index in sorted(self._left))
         workers = self._needs.fit(hosts)
         if not workers:
             return self._waited(hosts, plain, now)
-        broken = dataclasses.replace(
-            broken,
+        recoverable_loss = dataclasses.replace(
+            recoverable_loss,
             workers=workers,
             workers_each=self._needs.workers_each,
             least=self._needs.least,
             hosts=hosts,
             lost_at=self._lost_at,
         )
-        outcome = dataclasses.replace(outcome, broken=broken)
+        outcome = dataclasses.replace(outcome, recoverable_loss=recoverable_loss)
         if self._judge is None:
             return outcome
-        again = self._judge(outcome)
-        if again is None:  # it came to the same place each time: run by itself again, it would come there for ever
+        restart_plan = self._judge(outcome)
+        if (
+            restart_plan is None
+        ):  # it came to the same place each time: run by itself again, it would come there for ever
             return plain if self._given_up else dataclasses.replace(plain, exit_code=1, reason="")
-        return dataclasses.replace(outcome, again=again)
+        return dataclasses.replace(outcome, restart_plan=restart_plan)
 
     def _waited(self, hosts: Sequence[RemainingHost], plain: JobOutcome, now: float) -> JobOutcome | None:
         """Too little room: wait for a host, but not for ever."""

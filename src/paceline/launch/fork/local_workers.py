@@ -40,7 +40,7 @@ class LocalWorkersListener(Protocol):
 
     def exited(self, ended: WorkerExit) -> None: ...
 
-    def barren(self) -> None:
+    def cannot_fork(self) -> None:
         """This host can start no more workers."""
         ...
 
@@ -166,9 +166,9 @@ class LocalWorkers:
             self._links.pop(worker).close()
 
     @property
-    def stock(self) -> tuple[StoredSnapshot, ...]:
+    def snapshots(self) -> tuple[StoredSnapshot, ...]:
         """What this host has in memory."""
-        return () if self._memory_checkpoints is None else self._memory_checkpoints.stock
+        return () if self._memory_checkpoints is None else self._memory_checkpoints.snapshots
 
     def drop_state(self, worker: int) -> None:
         """A worker has left for good: what it has kept counts no more."""
@@ -372,7 +372,7 @@ class LocalWorkers:
         if not self._forked:
             raise LaunchError(f"The process that imports what workers need {how}.{output}")
         self._gone = f"the process that the workers were forked from {how}{output}"
-        self._listener.barren()
+        self._listener.cannot_fork()
         for number, worker in enumerate(sorted(self.alive.keys() - self._remote_hosts)):
             if worker in self.alive and worker not in self._unstarted:  # ended with another one of its replica, or anew
                 self._lost(worker, "WarmParentLost", self._gone, echo=number > 0)

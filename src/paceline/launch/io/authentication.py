@@ -132,21 +132,22 @@ class AuthenticatedListener:
             self._open_again_at = None
             self._loop.watch(self._sock, READ, self._accept)
 
-    def close(self, *, stays_open: bool = False) -> socket.socket | None:
-        """Close it, and say how many were refused; safe to repeat. `stays_open`: the listening socket is returned, and
-        whoever comes waits there for the next door."""
+    def close(self, *, keep_listening: bool = False) -> socket.socket | None:
+        """Close it, and say how many were refused; safe to repeat. `keep_listening`: the listening socket is returned,
+        and whoever comes waits there for the next door.
+        """
         if self._is_closed:
             return None
         self._is_closed = True
         for introduction in self._waiting:
             introduction.close()
         self._loop.forget(self._sock)
-        if not stays_open:
+        if not keep_listening:
             self._sock.close()
         for address, times in self._refused.items():
             if times > SHOWN:
                 self._say(f"refused {times} connections from {address} in all")
-        return self._sock if stays_open else None
+        return self._sock if keep_listening else None
 
     def _accept(self, _: int) -> None:
         try:

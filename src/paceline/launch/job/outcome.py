@@ -113,31 +113,35 @@ class JobOutcome:
     failures: tuple[Failure, ...] = ()
     reason: str = ""  # one sentence, where `failures` do not say it all
     exits: tuple[WorkerExit, ...] = ()  # of all workers, by worker
-    broken: RecoverableLoss | None = None  # workers were lost, nobody has failed, and all may begin again
-    again: RestartPlan | None = None  # and do so, in this way
+    recoverable_loss: RecoverableLoss | None = None  # workers were lost, nobody has failed, and all may begin again
+    restart_plan: RestartPlan | None = None  # and do so, in this way
 
     @property
-    def may_begin_again(self) -> bool:
-        return self.broken is not None
+    def may_restart(self) -> bool:
+        return self.recoverable_loss is not None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, from which `from_json` makes the outcome again; only `failures` keep what was in error.json."""
         exits = tuple(dataclasses.replace(ended, error=None) for ended in self.exits)  # failures hold the errors
-        again = None if self.again is None else self.again.to_json()
-        return {**dataclasses.asdict(dataclasses.replace(self, exits=exits, broken=None, again=None)), "again": again}
+        restart_plan = None if self.restart_plan is None else self.restart_plan.to_json()
+        data = dataclasses.asdict(dataclasses.replace(self, exits=exits, recoverable_loss=None, restart_plan=None))
+        del data["recoverable_loss"], data["restart_plan"]
+        return {**data, "broken": None, "again": restart_plan}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> JobOutcome:
         """Read it back; raises TypeError or KeyError where it is not one."""
-        again = None if data["again"] is None else RestartPlan.from_json(data["again"])
+        restart_plan = None if data["again"] is None else RestartPlan.from_json(data["again"])
         return cls(
             state=data["state"],
             exit_code=data["exit_code"],
             failures=tuple(map(WorkerExit.from_json, data["failures"])),
             reason=data["reason"],
             exits=tuple(map(WorkerExit.from_json, data["exits"])),
-            broken=None if again is None else RecoverableLoss(causes=tuple(again.restarted.causes), lost=()),
-            again=again,
+            recoverable_loss=None
+            if restart_plan is None
+            else RecoverableLoss(causes=tuple(restart_plan.restarted.causes), lost=()),
+            restart_plan=restart_plan,
         )
 
 
@@ -150,16 +154,18 @@ def verdict(exits: Sequence[WorkerExit], *, keeps_state: bool = False) -> JobOut
     causes = [exit.error or {} for exit in failures if not exit.sent_by_us and not (exit.error or {}).get("echo")]
     usage = bool(causes) and all(error.get("usage") for error in causes)
     roots = [ended for ended in exits if is_root_loss(ended)]
-    broken = RecoverableLoss(causes=tuple(ended.cause for ended in roots), lost=tuple(ended.worker for ended in roots))
+    recoverable_loss = RecoverableLoss(
+        causes=tuple(ended.cause for ended in roots), lost=tuple(ended.worker for ended in roots)
+    )
     is_lost = _only_lost(failures)
     were_taken = is_lost and all(map(_was_taken, roots))
     return JobOutcome(
         state="failed",
         exit_code=2 if usage else TOO_FEW if were_taken else 1,
         failures=failures,
-        reason=", ".join(broken.causes) if were_taken else "",
+        reason=", ".join(recoverable_loss.causes) if were_taken else "",
         exits=tuple(exits),
-        broken=broken if keeps_state and is_lost else None,
+        recoverable_loss=recoverable_loss if keeps_state and is_lost else None,
     )
 
 

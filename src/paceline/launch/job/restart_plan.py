@@ -47,13 +47,18 @@ class RemainingHost:
     index: int
     slots: int  # workers that it has room for
     workers: tuple[int, ...]  # that were on it
-    stock: tuple[StoredSnapshot, ...] = ()
+    snapshots: tuple[StoredSnapshot, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, from which `from_json` makes the host anew; the wire names the snapshots `stock`."""
+        data = dataclasses.asdict(self)
+        return {**data, "stock": data.pop("snapshots")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RemainingHost:
-        """Read what `dataclasses.asdict` wrote; raises KeyError or TypeError where it is not that."""
-        stock = tuple(StoredSnapshot(**one) for one in data["stock"])
-        return cls(index=data["index"], slots=data["slots"], workers=tuple(data["workers"]), stock=stock)
+        """Read what `to_json` wrote; raise KeyError or TypeError where it is something else."""
+        snapshots = tuple(StoredSnapshot(**snapshot) for snapshot in data["stock"])
+        return cls(index=data["index"], slots=data["slots"], workers=tuple(data["workers"]), snapshots=snapshots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +70,10 @@ class SnapshotTransfer:
     to: int
 
 
-def newest_step(stock: Iterable[StoredSnapshot], num_workers: int, *, workers_each: int | None) -> int | None:
+def newest_step(snapshots: Iterable[StoredSnapshot], num_workers: int, *, workers_each: int | None) -> int | None:
     """Return the newest step with which so many workers can begin; None where there is none. `workers_each`: of
     replicas that come and go; None: each worker has a place of its own."""
-    kept = list(stock)
+    kept = list(snapshots)
     places = [
         frozenset(one.step for one in kept if one.is_for_all or _is_at(one.worker, place, workers_each))
         for place in range(workers_each or num_workers)
@@ -112,10 +117,10 @@ def snapshot_transfers(
     found: list[SnapshotTransfer] = []
     for host in hosts:
         for worker in ranks[host.index]:
-            if any(_serves(one, worker, step, workers_each) for one in host.stock):
+            if any(_serves(one, worker, step, workers_each) for one in host.snapshots):
                 continue
             found_at = [
-                (other, one) for other in hosts for one in other.stock if _serves(one, worker, step, workers_each)
+                (other, one) for other in hosts for one in other.snapshots if _serves(one, worker, step, workers_each)
             ]
             source, kept = min(found_at, key=lambda at: at[1].worker != worker)  # best its own
             snapshot_transfer = SnapshotTransfer(worker=kept.worker, source=source.index, to=host.index)
@@ -130,7 +135,7 @@ def ranks_restored_from_neighbors(
     """Return the workers whose own host's memory does not have their state any more: they begin with a neighbour's."""
     found: list[int] = []
     for host in hosts:
-        own = [one for one in host.stock if not one.is_copy]
+        own = [one for one in host.snapshots if not one.is_copy]
         found += [
             worker for worker in ranks[host.index] if not any(_serves(one, worker, step, workers_each) for one in own)
         ]
@@ -153,7 +158,7 @@ class RestartPlan:
     ranks: Mapping[int, tuple[int, ...]]  # of each host, by its index
     slots: Mapping[int, int]  # for how many workers each has room
     most: int  # workers with which the run began
-    errands: tuple[SnapshotTransfer, ...] = ()  # snapshots that go to another host first
+    transfers: tuple[SnapshotTransfer, ...] = ()  # snapshots that go to another host first
     workers_each: int | None = None  # of replicas that come and go; None: their number is fixed
     least: int = 1  # of such replicas
     keeps: bool = True  # what all do is in memory from the beginning, as it was before
@@ -174,9 +179,10 @@ class RestartPlan:
         return self.restarted.step if self.restarted.source == "memory" else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, from which `from_json` makes it again."""
+        """Return plain data, from which `from_json` makes the plan anew."""
         ranks = [[index, list(ranks)] for index, ranks in self.ranks.items()]
-        return {**dataclasses.asdict(self), "ranks": ranks, "slots": list(self.slots.items())}
+        data = dataclasses.asdict(self)
+        return {**data, "ranks": ranks, "slots": list(self.slots.items()), "errands": data.pop("transfers")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RestartPlan:
@@ -186,7 +192,7 @@ class RestartPlan:
             ranks={int(index): tuple(map(int, ranks)) for index, ranks in data["ranks"]},
             slots={int(index): int(slots) for index, slots in data["slots"]},
             most=int(data["most"]),
-            errands=tuple(SnapshotTransfer(**one) for one in data["errands"]),
+            transfers=tuple(SnapshotTransfer(**one) for one in data["errands"]),
             workers_each=data["workers_each"],
             least=int(data["least"]),
             keeps=bool(data["keeps"]),

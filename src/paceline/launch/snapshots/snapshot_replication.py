@@ -41,7 +41,7 @@ class SnapshotReplication:
         self, memory_checkpoints: SnapshotStore, token: bytes, loop: EventLoop, say: Callable[[str], None]
     ) -> None:
         self._memory_checkpoints, self._token, self._loop, self._say = memory_checkpoints, token, loop, say
-        self._door: AuthenticatedListener | None = None
+        self._listener: AuthenticatedListener | None = None
         self._incoming: list[_IncomingHost] = []
         self._neighbour: _NeighborSender | None = None
         self._fetching: list[_SnapshotFetch] = []
@@ -49,12 +49,14 @@ class SnapshotReplication:
 
     def open(self, address: str) -> None:
         """Let other hosts in, at an address of this one; who does not prove the job's token is turned away."""
-        if self._door is None:
+        if self._listener is None:
             listener = socket.socket(_family(address), socket.SOCK_STREAM)
             listener.bind((address, 0))
             listener.listen()
             self.port = int(listener.getsockname()[1])
-            self._door = AuthenticatedListener(listener, self._token, self._loop, on_proved=self._came, say=self._say)
+            self._listener = AuthenticatedListener(
+                listener, self._token, self._loop, on_proved=self._accepted, say=self._say
+            )
 
     def replicate_to(self, at: HostAddress | None, name: str = "") -> None:
         """From now on what is kept here goes to this host, which is called `name`; None: it stays."""
@@ -62,7 +64,7 @@ class SnapshotReplication:
             if self._neighbour.at == at:
                 return
             self._neighbour.close()
-        self._memory_checkpoints.travel(at is not None)
+        self._memory_checkpoints.set_replicating(at is not None)
         self._neighbour = None
         if at is not None:
             self._neighbour = _NeighborSender(
@@ -100,8 +102,8 @@ class SnapshotReplication:
             )
 
     def tick(self, now: float) -> None:
-        if self._door is not None:
-            self._door.tick(now)
+        if self._listener is not None:
+            self._listener.tick(now)
         if self._neighbour is not None:
             self._neighbour.tick(now)
         for one in self._fetching:
@@ -109,14 +111,14 @@ class SnapshotReplication:
 
     def close(self) -> None:
         """End everything that is under way: what has not come whole does not count."""
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         for one in (self._neighbour, *self._fetching, *self._incoming):
             if one is not None:
                 one.close()
 
-    def _came(self, sock: socket.socket) -> None:
-        self._incoming = [one for one in self._incoming if not one.way.closed]
+    def _accepted(self, sock: socket.socket) -> None:
+        self._incoming = [one for one in self._incoming if not one.connection.closed]
         self._incoming.append(_IncomingHost(self._memory_checkpoints, self._token, sock, self._loop))
 
 
@@ -156,29 +158,29 @@ class _IncomingHost:
     """Another host that sends what it keeps, or asks for what is kept here."""
 
     def __init__(self, memory_checkpoints: SnapshotStore, token: bytes, sock: socket.socket, loop: EventLoop) -> None:
-        self._memory_checkpoints, self._token, self._taking = (
+        self._memory_checkpoints, self._token, self._receiver = (
             memory_checkpoints,
             token,
             _SnapshotReceiver(memory_checkpoints, token),
         )
-        self.way = SnapshotConnection(sock, loop, on_message=self._heard, on_close=_unheard)
+        self.connection = SnapshotConnection(sock, loop, on_message=self._heard, on_close=_unheard)
 
     def close(self) -> None:
-        self.way.close()
+        self.connection.close()
 
     def _heard(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
         match message["op"]:
             case "load":
-                return self._taking.load(message)
+                return self._receiver.load(message)
             case "whole":
-                self.way.send(self._taking.whole(message))
+                self.connection.send(self._receiver.whole(message))
             case "torn":
-                self.way.send({"op": "torn", "worker": int(message["worker"])})
+                self.connection.send({"op": "torn", "worker": int(message["worker"])})
             case "give":
                 worker = int(message["worker"])
-                slot = self._memory_checkpoints.holding(worker, int(message["step"]))
-                if slot is None or not _send(self.way, worker, slot, self._token):
-                    self.way.send({"op": "lacks", "worker": worker})
+                slot = self._memory_checkpoints.find(worker, int(message["step"]))
+                if slot is None or not _send(self.connection, worker, slot, self._token):
+                    self.connection.send({"op": "lacks", "worker": worker})
             case op:
                 raise ValueError(f"unknown message {op!r}")
         return None
@@ -206,11 +208,11 @@ class _NeighborSender:
             say,
         )
         self._waiting = dict.fromkeys(memory_checkpoints.own)  # workers whose newest snapshot is to be sent, in order
-        self._under_way: tuple[int, float, float] | None = None  # worker, when it began, and what had been worked then
-        self._way: SnapshotConnection | None = None
+        self._in_flight: tuple[int, float, float] | None = None  # worker, when it began, and what had been worked then
+        self._connection: SnapshotConnection | None = None
         self._num_failures = 0  # in a row
         self._has_room = True
-        self._again_at: float | None = None
+        self._retry_at: float | None = None
         self._call = AuthenticatedConnection(
             token, loop, on_proved=self._proved, on_failed=lambda reason, _: self._broken(reason)
         )
@@ -224,61 +226,63 @@ class _NeighborSender:
 
     def tick(self, now: float) -> None:
         self._call.tick(now)
-        if self._again_at is not None and now >= self._again_at:
-            self._again_at = None
+        if self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
             self._call.begin(_family(self.at[0]), self.at)
 
     def close(self) -> None:
         self._call.close()
-        if self._way is not None:
-            self._way.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def _proved(self, sock: socket.socket) -> None:
         if self._num_failures >= MAX_FAILED_ATTEMPTS:
-            self._memory_checkpoints.travel(True)
+            self._memory_checkpoints.set_replicating(True)
             self._waiting = dict.fromkeys(self._memory_checkpoints.own)
         self._num_failures = 0
-        self._way = SnapshotConnection(sock, self._loop, on_message=self._heard, on_close=self._broken)
+        self._connection = SnapshotConnection(sock, self._loop, on_message=self._heard, on_close=self._broken)
         self._send_next()
 
     def _broken(self, reason: str) -> None:
         """The connection is gone, and perhaps the host; then the head says who is next."""
-        if self._under_way is not None:
-            self._waiting[self._under_way[0]] = None
-        self._way, self._under_way, self._again_at = None, None, time.monotonic() + RETRY_S
+        if self._in_flight is not None:
+            self._waiting[self._in_flight[0]] = None
+        self._connection, self._in_flight, self._retry_at = None, None, time.monotonic() + RETRY_S
         self._num_failures += 1
         if self._num_failures == MAX_FAILED_ATTEMPTS:
-            self._stay(f"cannot be reached for copies of them at {self.at[0]}, port {self.at[1]} ({reason})")
+            self._stop_replicating(
+                f"cannot be reached for copies of them at {self.at[0]}, port {self.at[1]} ({reason})"
+            )
 
-    def _stay(self, why: str) -> None:
+    def _stop_replicating(self, why: str) -> None:
         """Have nobody wait for a copy that does not come."""
         self._say(f"snapshots in memory stay on their own host: host {self._name} {why}")
-        self._memory_checkpoints.travel(False)
+        self._memory_checkpoints.set_replicating(False)
 
     def _send_next(self) -> None:
-        while self._way is not None and self._under_way is None and self._waiting:
+        while self._connection is not None and self._in_flight is None and self._waiting:
             worker = next(iter(self._waiting))
             del self._waiting[worker]
             slot = self._memory_checkpoints.newest_of(worker)
-            if slot is not None and _send(self._way, worker, slot, self._token):
-                self._under_way = worker, time.monotonic(), self._way.work_s
+            if slot is not None and _send(self._connection, worker, slot, self._token):
+                self._in_flight = worker, time.monotonic(), self._connection.work_s
 
     def _heard(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
-        if self._under_way is None or self._way is None or int(message["worker"]) != self._under_way[0]:
+        if self._in_flight is None or self._connection is None or int(message["worker"]) != self._in_flight[0]:
             raise ValueError(f"nobody has asked for {message}")
-        worker, began, worked_s = self._under_way
-        self._under_way = None
+        worker, began, worked_s = self._in_flight
+        self._in_flight = None
         slot = self._memory_checkpoints.newest_of(worker)
         match message["op"]:
             case "taken" if slot is not None and slot.mark is not None and slot.mark.step == message["step"]:
-                work_s = self._way.work_s - worked_s
+                work_s = self._connection.work_s - worked_s
                 slot.note(ReplicationStatus(step=slot.mark.step, work_s=work_s, took_s=time.monotonic() - began))
             case "taken" | "torn":
                 self._waiting[worker] = None
             case "refused":
                 self._has_room = False
                 self._waiting.clear()
-                self._stay(f"has no room for copies of them ({message['reason']})")
+                self._stop_replicating(f"has no room for copies of them ({message['reason']})")
             case op:
                 raise ValueError(f"unknown message {op!r}")
         self._send_next()
@@ -302,8 +306,8 @@ class _SnapshotFetch:
     ) -> None:
         self._at, self._workers, self._step = at, set(workers), step
         self._done, self._failed, self._loop = done, failed, loop
-        self._taking = _SnapshotReceiver(memory_checkpoints, token)
-        self._way: SnapshotConnection | None = None
+        self._receiver = _SnapshotReceiver(memory_checkpoints, token)
+        self._connection: SnapshotConnection | None = None
         self.call = AuthenticatedConnection(
             token, loop, on_proved=self._proved, on_failed=lambda reason, _: self._fail(reason)
         )
@@ -311,26 +315,26 @@ class _SnapshotFetch:
 
     def close(self) -> None:
         self.call.close()
-        if self._way is not None:
-            self._way.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def _proved(self, sock: socket.socket) -> None:
-        self._way = SnapshotConnection(sock, self._loop, on_message=self._heard, on_close=self._fail)
+        self._connection = SnapshotConnection(sock, self._loop, on_message=self._heard, on_close=self._fail)
         for worker in sorted(self._workers):
-            self._way.send({"op": "give", "worker": worker, "step": self._step})
+            self._connection.send({"op": "give", "worker": worker, "step": self._step})
 
     def _heard(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
         match message["op"]:
             case "load":
-                return self._taking.load(message)
+                return self._receiver.load(message)
             case "whole":
-                told = self._taking.whole(message)
+                told = self._receiver.whole(message)
                 if told["op"] == "refused":
                     self._fail(f"no room for it here ({told['reason']})")
                     return None
                 self._workers.discard(int(told["worker"]))
-                if not self._workers and self._way is not None:
-                    self._way.close()
+                if not self._workers and self._connection is not None:
+                    self._connection.close()
                     self._done(self._at)
             case "torn" | "lacks":
                 self._fail("it is not there any more")
@@ -346,7 +350,7 @@ class _SnapshotFetch:
             self._failed(f"the state of worker {who} after step {self._step} did not come from {self._at[0]}: {reason}")
 
 
-def _send(way: SnapshotConnection, worker: int, slot: SnapshotSlot, token: bytes) -> bool:
+def _send(connection: SnapshotConnection, worker: int, slot: SnapshotSlot, token: bytes) -> bool:
     """Have a snapshot sent; False where it does not count any more. It is torn where it is overwritten meanwhile."""
     mark = slot.mark
     if mark is None:
@@ -358,7 +362,7 @@ def _send(way: SnapshotConnection, worker: int, slot: SnapshotSlot, token: bytes
         return {"op": "whole", "worker": worker, "signature": _signature(token, worker, slot, mark)}
 
     num_bytes = mark.index + mark.index_bytes - FIRST_BYTE
-    way.send_slot({"op": "load", "worker": worker, "mark": dataclasses.asdict(mark)}, slot, num_bytes, then=then)
+    connection.send_slot({"op": "load", "worker": worker, "mark": dataclasses.asdict(mark)}, slot, num_bytes, then=then)
     return True
 
 

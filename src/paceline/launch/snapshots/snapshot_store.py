@@ -26,7 +26,7 @@ class SnapshotStore:
         self._memory_checkpoints: dict[int, MemoryCheckpoint] = {}  # by worker
         self._copies: dict[int, MemoryCheckpoint] = {}  # of other hosts' workers
         self._left: set[int] = set()  # workers that have left, and whose snapshots for all are still the newest
-        self._travel = False  # what this host's workers keep is to go to another host
+        self._is_replicating = False  # what this host's workers keep is to go to another host
 
     def file_descriptors_for(self, worker: int, *, step: int | None) -> tuple[int, ...]:
         """What a worker is handed: its vault's two slots, and the one that holds the state after `step`.
@@ -38,17 +38,17 @@ class SnapshotStore:
         self._left.discard(worker)  # it has a successor, which inherits
         if worker not in self._memory_checkpoints:
             self._memory_checkpoints[worker] = MemoryCheckpoint.create(f"w{worker}")
-            if self._travel:
+            if self._is_replicating:
                 _note([self._memory_checkpoints[worker]], ReplicationStatus())
         fds = tuple(slot.fd for slot in self._memory_checkpoints[worker].slots)
         return fds if step is None else (*fds, self._source(worker, step).fd)
 
     def newest(self, num_workers: int) -> int | None:
         """The newest step whose state so many workers of this host can begin with; None: there is none."""
-        return newest_step(self.stock, num_workers, workers_each=self.workers_each)
+        return newest_step(self.snapshots, num_workers, workers_each=self.workers_each)
 
     @property
-    def stock(self) -> tuple[StoredSnapshot, ...]:
+    def snapshots(self) -> tuple[StoredSnapshot, ...]:
         """All that counts here."""
         found: list[StoredSnapshot] = []
         for memory_checkpoints, is_copy in ((self._memory_checkpoints, False), (self._copies, True)):
@@ -82,7 +82,7 @@ class SnapshotStore:
 
     def _is_needed(self, worker: int) -> bool:
         """Whether a worker wrote for all, and nobody else has written anything as new since."""
-        for_all = [one for one in self.stock if one.is_for_all]
+        for_all = [one for one in self.snapshots if one.is_for_all]
         newest = max((one.step for one in for_all if one.worker == worker), default=None)
         others = (one.step for one in for_all if one.worker != worker and one.worker not in self._left)
         return newest is not None and newest > max(others, default=-1)
@@ -100,16 +100,16 @@ class SnapshotStore:
         """The workers that have vaults of their own here."""
         return tuple(sorted(self._memory_checkpoints))
 
-    def travel(self, travel: bool) -> None:
+    def set_replicating(self, is_replicating: bool) -> None:
         """From now on workers wait until what they keep has arrived on another host, or do not."""
-        self._travel = travel
-        _note(self._memory_checkpoints.values(), ReplicationStatus() if travel else None)
+        self._is_replicating = is_replicating
+        _note(self._memory_checkpoints.values(), ReplicationStatus() if is_replicating else None)
 
     def newest_of(self, worker: int) -> SnapshotSlot | None:
         """The newest snapshot of an own worker."""
         return self._memory_checkpoints[worker].newest if worker in self._memory_checkpoints else None
 
-    def holding(self, worker: int, step: int) -> SnapshotSlot | None:
+    def find(self, worker: int, step: int) -> SnapshotSlot | None:
         """A worker's state after a step, kept here by itself or for another host."""
         found = (
             memory_checkpoints[worker].at(step)
@@ -124,7 +124,7 @@ class SnapshotStore:
             self._copies[worker] = MemoryCheckpoint.create(f"copy{worker}")
         return self._copies[worker].next
 
-    def _alike(self, worker: int) -> Iterator[MemoryCheckpoint]:
+    def _at_same_place(self, worker: int) -> Iterator[MemoryCheckpoint]:
         """The vaults of all who are, or were, at a worker's place; its own first."""
         both = self._memory_checkpoints, self._copies
         yield from (memory_checkpoints[worker] for memory_checkpoints in both if worker in memory_checkpoints)
@@ -136,7 +136,7 @@ class SnapshotStore:
                     yield memory_checkpoint
 
     def _source(self, worker: int, step: int) -> SnapshotSlot:
-        for memory_checkpoint in self._alike(worker):
+        for memory_checkpoint in self._at_same_place(worker):
             if (slot := memory_checkpoint.at(step)) is not None:
                 return slot
         for memory_checkpoint in (*self._memory_checkpoints.values(), *self._copies.values()):
