@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
     parser.add_argument("--in", dest="scratch", type=Path, help=argparse.SUPPRESS)
-    options = options_of(parser, takes="about 4 minutes", quick={"rounds": 1, "workers": "2", "sizes": "4K,64M"})
+    options = options_of(parser, takes="about 4 minutes", quick={"rounds": 1, "workers": "2", "sizes": "4 KB,64 MB"})
     sizes = options.sizes.split(",")
     if unknown := [size for size in sizes if size not in SIZES]:
         parser.error(f"--sizes: {unknown} are none of {list(SIZES)}")

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=24)
-    options = options_of(parser, takes="about 15 minutes", quick={"rounds": 1, "heavy": "2"})
+    options = options_of(parser, takes="about 15 minutes", quick={"rounds": 4, "heavy": "2"})
     print("| heavy block | cut before block | ms per step | automatic, ms per step | automatic / best |")
     print("|---|---|---|---|---|", flush=True)
     for heavy in map(int, options.heavy.split(",")):

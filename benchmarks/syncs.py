@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=17, help="steps of a turn")
     parser.add_argument("--plans", nargs="+", default=PLANS)
     options = options_of(
-        parser, takes="about 20 minutes", quick={"turns": 1, "block": 3, "plans": ["allreduce+raw", "allreduce+int8"]}
+        parser, takes="about 20 minutes", quick={"turns": 2, "block": 3, "plans": ["allreduce+raw", "allreduce+int8"]}
     )
     if options.turns < 2:
         parser.error(f"--turns is {options.turns}; quantiles need at least 2")

@@ -325,8 +325,8 @@ def pretend_time(worker: Any, costs: Sequence[StageCost], folder: Path) -> None:
         return action_of
 
     code: Any = stages_run
-    code._Clock, code.Exchange = Clock, Stamped
-    code._Walk._do_forward, code._Walk._do_backward = timed(code._Walk._do_forward), timed(code._Walk._do_backward)
+    code._DeviceTimer, code.StageExchange = Clock, Stamped
+    code._PipelineStep._do_forward, code._PipelineStep._do_backward = timed(code._PipelineStep._do_forward), timed(code._PipelineStep._do_backward)
 
 
 def test_the_wait_of_a_pipeline_is_told_beside_the_schedules_ideal(world: World, tmp_path: Path) -> None:
