@@ -56,6 +56,7 @@ TRAIN = '''\
 import argparse
 import json
 import os
+import socket
 import sys
 
 import torch
@@ -75,7 +76,7 @@ options = parser.parse_args()
 
 
 def tell(worker):
-    told = {"rank": worker.rank, "pid": os.getpid(), "argv": sys.argv[1:], "host": worker.host}
+    told = {"rank": worker.rank, "pid": os.getpid(), "argv": sys.argv[1:], "host": socket.gethostname()}
     told["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
     with open(options.tell, "a") as pipe:
         pipe.write(json.dumps(told) + "\\n")

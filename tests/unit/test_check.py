@@ -370,10 +370,7 @@ def test_hollow_models_keep_no_weights_stay_tied_and_can_be_run_while_they_are_f
 
 def test_who_looks_answers_to_every_public_name_of_a_worker() -> None:
     looker = InspectionWorker(InspectionReport(plan=Plan(), workers=1), fill=None)
-    of_the_session = ("end", "leave", "abandon", "blames_server", "tell_lost")
-    assert [name for name in dir(Worker) if not name.startswith("_") and name not in of_the_session] == [
-        name for name in dir(Worker) if not name.startswith("_") and hasattr(looker, name)
-    ]
+    assert all(hasattr(looker, name) for name in dir(Worker) if not name.startswith("_"))
     hints = {field.name: field.default for field in dataclasses.fields(ModelHints)}
     taken = {one.name: one.default for one in inspect.signature(Worker.prepare).parameters.values()}
     assert {key: value for key, value in taken.items() if key not in ("self", "thing", "name")} == hints

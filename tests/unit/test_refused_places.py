@@ -10,8 +10,8 @@ import torch
 from paceline.errors import PlanError
 from paceline.plan import Layout, ParameterServer, Plan
 from paceline.plan.job import Job
+from paceline.worker.build import server_client
 from paceline.worker.membership.join_run import _refuse_where_fixed
-from paceline.worker.worker import _servers
 
 ELASTIC = Plan(layout=Layout(replicas=(2, 4)))
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -59,8 +59,8 @@ def test_an_elastic_run_of_our_own_launcher_on_cpus_is_not_refused() -> None:
 def test_parameter_servers_are_refused_on_gpus() -> None:
     given: dict[str, Any] = {"place": None, "device": GPU, "files": None, "host": "h", "timeout_s": 1.0}
     with pytest.raises(PlanError) as refused:
-        _servers(Plan(sync=ParameterServer()), **given)
+        server_client(Plan(sync=ParameterServer()), **given)
     assert str(refused.value) == (
         "ParameterServer(...) is built for the CPU so far, not for cuda. Use sync=AllReduce(), or device='cpu'."
     )
-    assert _servers(Plan(), **given) is None
+    assert server_client(Plan(), **given) is None

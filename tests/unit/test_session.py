@@ -10,6 +10,7 @@ import pytest
 from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import SyncError
 from paceline.worker.session import LEFT, _call_function
+from paceline.worker.worker import Worker
 
 
 class Store:
@@ -32,8 +33,9 @@ def call(store: Any) -> None:
         raise SyncError("a connection was closed")
 
     agreement = SimpleNamespace(ranks=(0, 2), present=(), await_end=lambda: None)  # worker 1 was lost before
-    worker = SimpleNamespace(workers=2, blames_server=lambda error: False)
-    _call_function(function, worker, SimpleNamespace(agreement=agreement, shared=store))  # type: ignore[arg-type]  # what it asks of them
+    lifecycle = SimpleNamespace(blames_server=lambda error: False)
+    place = SimpleNamespace(agreement=agreement, shared=store)
+    _call_function(function, SimpleNamespace(workers=2), lifecycle, place)  # type: ignore[arg-type]  # what it asks of them
 
 
 def test_who_left_early_is_found_by_its_rank_where_others_were_lost_before() -> None:
@@ -44,3 +46,35 @@ def test_who_left_early_is_found_by_its_rank_where_others_were_lost_before() -> 
 def test_where_nobody_can_be_asked_the_error_stays_as_it_is() -> None:
     with pytest.raises(SyncError, match="a connection was closed"):
         call(ClosedStore())
+
+
+def test_an_editor_completes_what_users_call_and_nothing_else() -> None:
+    class Parts:
+        """Any part: a worker is made of them, and touches none."""
+
+        def __getattr__(self, name: str) -> Any:
+            return Parts()
+
+    worker: Any = Worker(Parts())  # type: ignore[arg-type]
+    assert [name for name in dir(worker) if not name.startswith("_")] == [
+        "average",
+        "backward",
+        "batches",
+        "broadcast",
+        "clip_gradients",
+        "device",
+        "evaluate",
+        "gather",
+        "is_first",
+        "plan",
+        "prepare",
+        "rank",
+        "replica",
+        "report",
+        "restore",
+        "save",
+        "step",
+        "stepper",
+        "wait",
+        "workers",
+    ]

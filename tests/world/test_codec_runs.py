@@ -20,6 +20,7 @@ from paceline.comm.memory_checkpoint import MemoryCheckpoint
 from paceline.comm.sharded_tensors import local_part
 from paceline.events import StepDone, decode
 from paceline.plan import AllReduce, Batch, Compute, Guard, Int8, Layout, OneBit, Plan, PowerSGD, Raw, Sparse, Wire
+from paceline.worker.lifecycle import WorkerLifecycle
 from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.state.memory_checkpointing import write_state
 
@@ -226,7 +227,7 @@ def began_with(worker: Any, state: Any) -> Iterator[None]:
     with contextlib.closing(MemoryCheckpoint.create("test")) as memory_checkpoint:
         slot = memory_checkpoint.next
         slot.commit(write_state(slot, state, step=3, is_for_all=False))
-        worker._resume(slot)
+        WorkerLifecycle(worker._parts).resume(slot)
         yield
 
 

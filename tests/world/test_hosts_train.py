@@ -192,8 +192,8 @@ def test_a_world_set_by_hand_meets_at_a_head_whose_own_name_is_loopback(train: P
 def test_a_function_runs_on_two_hosts_and_the_head_has_its_value(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     program = tmp_path / "call.py"
     program.write_text(
-        "import json, paceline\n"
-        "def train(worker):\n    return worker.gather(worker.host)\n"
+        "import json, socket, paceline\n"
+        "def train(worker):\n    return worker.gather(socket.gethostname())\n"
         "if __name__ == '__main__':\n"
         f"    job = dict(workers=3, hosts=2, head='{hosts[0].address}:{PORT}', run_dir='run')\n"
         "    print('value', json.dumps(paceline.run(train, **job)))\n"

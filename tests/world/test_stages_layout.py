@@ -326,7 +326,10 @@ def pretend_time(worker: Any, costs: Sequence[StageCost], folder: Path) -> None:
 
     code: Any = stages_run
     code._DeviceTimer, code.StageExchange = Clock, Stamped
-    code._PipelineStep._do_forward, code._PipelineStep._do_backward = timed(code._PipelineStep._do_forward), timed(code._PipelineStep._do_backward)
+    code._PipelineStep._do_forward, code._PipelineStep._do_backward = (
+        timed(code._PipelineStep._do_forward),
+        timed(code._PipelineStep._do_backward),
+    )
 
 
 def test_the_wait_of_a_pipeline_is_told_beside_the_schedules_ideal(world: World, tmp_path: Path) -> None:

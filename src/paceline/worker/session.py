@@ -22,7 +22,9 @@ from paceline.events import Note, Warned, WorkerStarted
 from paceline.parallel.offload.memory import refuse_useless
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
+from paceline.worker.build import build_worker
 from paceline.worker.data import random_state
+from paceline.worker.lifecycle import WorkerLifecycle
 from paceline.worker.membership.consensus import CleanExit
 from paceline.worker.membership.join_run import JoinContext, WorkerContext, join_run
 from paceline.worker.membership.preemption import PreemptionNotice, TerminatedBySignal
@@ -67,7 +69,7 @@ def run_worker(
     chosen = merge_plan(assignment, plan)
     files = RunFiles(assignment, job)
     _workers_run.add(assignment.worker_dir)
-    worker: Worker | None = None
+    lifecycle: WorkerLifecycle | None = None
     leaving: SystemExit | None = None
     value = cast("T", None)  # what sys.exit() returns
     try:
@@ -92,7 +94,7 @@ def run_worker(
             place = stack.enter_context(join_run(arrival))
             _inject_faults(assignment, ring, num_alike=resolved.layout.tensor)
             random_state.seed_all(resolved.batch.seed, 3)
-            worker = Worker(
+            worker, lifecycle = build_worker(
                 rank=assignment.rank,
                 plan=resolved,
                 place=place,
@@ -101,16 +103,16 @@ def run_worker(
                 host=assignment.host,
                 timeout_s=job.timeout_s,
             )
-            stack.push(worker.tell_lost)
+            stack.push(lifecycle.tell_lost)
             files.emit(_started(assignment, resolved, worker))
             idle_gpus = why_gpus_are_idle(job.device, local_workers=assignment.local_workers)
             if idle_gpus and assignment.local_rank == 0:
                 files.emit(Warned(text=idle_gpus))
             _say_what_is_not_used(assignment, files, plan, fields or {})
             try:
-                value = _call_function(function, worker, place)
+                value = _call_function(function, worker, lifecycle, place)
             except CleanExit:
-                worker.leave()
+                lifecycle.leave()
                 raise
             except SystemExit as stop:
                 if stop.code:
@@ -118,15 +120,15 @@ def run_worker(
                 leaving = stop  # sys.exit() or sys.exit(0): an end like any other
             with contextlib.suppress(ChannelClosed):  # the supervisor has gone: what is left is to save
                 place.shared.set(LEFT.format(worker.rank), str(worker.step))
-            worker.end()
+            lifecycle.end()
     except CleanExit:
         raise  # in good order: its books are closed
     except BaseException as error:
         if not isinstance(error, TerminatedBySignal):  # that one has a cause outside, and whoever sent it knows
-            write_error(error, assignment, step=worker.step if worker else 0)
+            write_error(error, assignment, step=lifecycle.step if lifecycle else 0)
         files.give_up()
-        if worker is not None:
-            worker.abandon()
+        if lifecycle is not None:
+            lifecycle.abandon()
         files.close()
         raise
     if leaving is not None:
@@ -228,7 +230,9 @@ def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarte
     )
 
 
-def _call_function(function: Callable[[Worker], T], worker: Worker, place: WorkerContext) -> T:
+def _call_function(
+    function: Callable[[Worker], T], worker: Worker, lifecycle: WorkerLifecycle, place: WorkerContext
+) -> T:
     """Call the user's function; where a peer is lost in it, look whether that one has left the function too early.
 
     To leave early is no error of the worker that leaves, and the others know only that a connection was closed.
@@ -236,7 +240,7 @@ def _call_function(function: Callable[[Worker], T], worker: Worker, place: Worke
     try:
         return function(worker)
     except (SyncError, RuntimeError, ConnectionError) as error:
-        if worker.blames_server(error):
+        if lifecycle.blames_server(error):
             raise  # where replicas do not wait for each other, some may have left before
         if is_peer_failure(error):
             place.agreement.await_end()

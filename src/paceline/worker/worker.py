@@ -1,59 +1,35 @@
-"""The worker: what a training function is given, and all it needs.
+"""The worker: what a training function is given, and everything that it calls.
 
-One object per process. What it is made of has rooms of its own: `TrainingLoop` takes the steps, `CheckpointedObjects`
-keeps what was prepared and its checkpoints, `WorkerCollectives` is what workers tell each other, `ElasticState` is the
-state that all members have in common. Every public method is called by all workers, in the same order, between steps,
-unless it says otherwise.
+Each process has one. All workers call every public method, in the same order and between steps, unless the method says
+otherwise. `build.py` puts a worker together, `lifecycle.py` begins and ends it, `loop/` takes its steps, and `state/`
+keeps what was prepared.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from paceline.comm.group import SingleWorkerGroup
-from paceline.comm.memory_checkpoint import SnapshotSlot
 from paceline.errors import PlanError
-from paceline.events import Evaluated, Note, Warned
-from paceline.host_memory import free_bytes
+from paceline.events import Evaluated, Note
 from paceline.parallel.check.model_hints import ModelHints
-from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.elastic_state import ElasticState
-from paceline.worker.health.numerical_guard import NumericalGuard
-from paceline.worker.health.replica_comparison import ReplicaComparison
-from paceline.worker.loop.communication_rounds import CommunicationRounds, ReplicaVote
-from paceline.worker.loop.gossip_rounds import GossipRounds
-from paceline.worker.loop.stepper import Stepper, pair_loss
-from paceline.worker.loop.streaming_rounds import StreamingRounds
-from paceline.worker.loop.training_loop import TrainingLoop
-from paceline.worker.membership.join_run import WorkerContext
-from paceline.worker.membership.worker_collectives import WorkerCollectives
-from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.checkpointing import CheckpointedObjects
-from paceline.worker.state.codec_state import CodecState
+from paceline.worker.loop.stepper import Stepper, make_stepper
+from paceline.worker.parts import WorkerParts
 from paceline.worker.state.embedding_tables import require_row_updates, server_table_names
-from paceline.worker.state.memory_checkpointing import MemoryCheckpointer, read_state
-from paceline.worker.state.prepared_models import PreparedModels
-from paceline.worker.state.state_dict import StateRegistry
 from paceline.worker.step.evaluation import Measure, evaluate
-from paceline.worker.step.gradient_pass import LossLike, StepExecutor
-from paceline.worker.topology.device import peak_memory_bytes
-from paceline.worker.topology.parallel_groups import single_worker_replicas
+from paceline.worker.step.gradient_pass import LossLike
 
 if TYPE_CHECKING:
-    from paceline.sync.parameter_server.client import ServerClient
-    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
+    pass
 
 __all__ = ["Worker"]
 
@@ -63,154 +39,17 @@ T = TypeVar("T")
 class Worker:
     """One process of a run, normally with one device."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        plan: Plan,
-        place: WorkerContext,
-        device: torch.device,
-        files: RunFiles,
-        host: str,
-        timeout_s: float,
-    ) -> None:
-        self.rank = rank
-        self.plan = plan
-        self.device = device
-        self.host = host
-        group, agreement = self._group, self._agreement = place.group, place.agreement
-        self._place = place
-        self._files, self._timeout_s, self._ring = files, timeout_s, place.ring
-        own = place  # as its steps see it
-        if plan.is_asynchronous:
-            own = dataclasses.replace(
-                place, group=SingleWorkerGroup(), axes=single_worker_replicas(SingleWorkerGroup())
-            )
-        self._own = own
-        by_itself, measures_noise = ReplicaVote(agreement), files.measures_noise
-        if plan.is_local:
-            alone, whole = place.axes.by_itself(), place.axes.whole
-            walks = StepExecutor(
-                plan, group=whole, agreement=by_itself, device=device, axes=alone, measures_noise=measures_noise
-            )
-        else:
-            walks = StepExecutor(
-                plan,
-                group=own.group,
-                agreement=by_itself if plan.is_asynchronous else agreement,
-                device=device,
-                axes=own.axes,
-                measures_noise=measures_noise,
-            )
-        self._shards = walks.shards
-        self._talk = WorkerCollectives(
-            group=group,
-            agreement=agreement,
-            prelude=place.prelude,
-            device=device,
-            is_in_step=lambda: walks.under_way,
-            is_apart=lambda: self._loop.is_dealing,
-            catch_up=lambda: self._loop.catch_up(),
-        )
-        self._servers = _servers(plan, place, device=device, files=files, host=host, timeout_s=timeout_s)
-        self._tables = _tables(self._servers)
-        self._models = PreparedModels(
-            plan,
-            group=own.group,
-            axes=own.axes,
-            shards=walks.shards,
-            ring=place.ring,
-            together=agreement.run,
-            note=self._say,
-            servers=self._servers,
-            tables=self._tables,
-            generation=lambda: agreement.generation,
-            worker_rank=rank,
-        )
-        streams = isinstance(plan.sync, LocalSGD) and plan.sync.streams
-        gossips = isinstance(plan.sync, Gossip)
-        rounds = (StreamingRounds if streams else GossipRounds if gossips else CommunicationRounds)(
-            plan,
-            group=group,
-            axes=place.axes,
-            agreement=agreement,
-            by_itself=by_itself,
-            models=self._models,
-            weights_changed=walks.shards.close,
-        )
-        registry = StateRegistry(device)
-        self._memories = CodecState(plan.wire, models=self._models, registry=registry, axes=place.axes)
-        self._prepared = CheckpointedObjects(
-            plan,
-            registry,
-            group=group,
-            agreement=agreement,
-            device=device,
-            buffers=walks.buffers,
-            losses=walks.losses,
-            files=files,
-            axes=place.axes,
-            memories=self._memories,
-            store=place.shared,
-            timeout_s=timeout_s,
-            states_here=self._models.states_here,
-        )
-        self._numerical_guard = NumericalGuard(
-            plan.guard,
-            losses=walks.losses,
-            registry=registry,
-            files=files,
-            comparison=ReplicaComparison(
-                worker_rank=rank,
-                host=host,
-                group=own.axes.expert_replica_group,
-                together=agreement.run,
-                registry=registry,
-                files=files,
-            ),
-            forget=self._memories.drop_error_feedback,
-        )
-        self._memory_checkpointer = MemoryCheckpointer(
-            place.memory_checkpoint if plan.keeps_snapshots else None,
-            plan.guard,
-            is_split=place.axes.is_split or self._memories.is_kept or plan.is_local,
-            group=group,
-            together=agreement.run,
-            state=lambda: {
-                "worker": rank,
-                "loop": self._loop.plain(),
-                **self._prepared.snapshot(step=self.step, cursors=self._loop.cursors, is_own=True),
-            },
-            done=self._prepared.release,
-            host=host,
-            free_bytes=free_bytes,
-            emit=files.emit,
-            report_snapshot=agreement.kept,
-        )
-        self._loop = TrainingLoop(
-            plan,
-            place=own,
-            everybody=group,
-            walks=walks,
-            models=self._models,
-            prepared=self._prepared,
-            memories=self._memories,
-            guarding=self._numerical_guard,
-            vaulting=self._memory_checkpointer,
-            rounds=rounds,
-            files=files,
-        )
-        place.attach(
-            ElasticState(
-                place=place,
-                loop=self._loop,
-                prepared=self._prepared,
-                memories=self._memories,
-                guarding=self._numerical_guard,
-                vaulting=self._memory_checkpointer,
-            )
-        )
-        self._resume(place.begins_with)
+    def __init__(self, parts: WorkerParts) -> None:
+        """`paceline.worker.build` makes workers; a training function is given one."""
+        self._parts = parts
+        self.rank, self.plan, self.device = parts.rank, parts.plan, parts.device
+        self._place, self._own, self._files, self._timeout_s = parts.place, parts.own, parts.files, parts.timeout_s
+        self._group, self._agreement, self._ring = parts.place.group, parts.place.agreement, parts.place.ring
+        self._shards, self._talk = parts.shards, parts.collectives
+        self._servers, self._tables, self._models = parts.servers, parts.tables, parts.models
+        self._memories, self._prepared = parts.codec_state, parts.prepared
+        self._numerical_guard, self._memory_checkpointer = parts.numerical_guard, parts.memory_checkpointer
+        self._loop = parts.loop
 
     def prepare(
         self,
@@ -291,50 +130,16 @@ class Worker:
         returns the mean over the micro-batch, or (sum, count), for example over tokens. `clip_norm` bounds the global
         norm of the averaged gradient.
         """
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        for one in models:
-            if one not in self._models:
-                raise ValueError(
-                    f"worker.stepper() got a {type(one).__name__} that was not prepared: model = worker.prepare(model)"
-                )
-        for one in optimizers:
-            if one not in self._prepared.registry.optimizers.values():
-                raise ValueError(
-                    f"worker.stepper() got {type(one).__name__} that was not prepared: optim = worker.prepare(optim)"
-                )
-            if isinstance(one, torch.optim.LBFGS):
-                raise ValueError(
-                    "LBFGS evaluates the loss many times per step and cannot be used with a stepper; use a "
-                    "first-order optimizer"
-                )
-        if (loss is None) == (forward is None):
-            raise ValueError("worker.stepper() needs either loss=fn(output, target) or forward=fn(model, micro)")
-        if clip_norm is not None and clip_norm <= 0:
-            raise ValueError(f"clip_norm is {clip_norm}; it must be more than 0, or None for no clipping")
-        if forward is not None:
-            loss_of = _bound(forward, model)
-        elif len(models) > 1:
-            raise ValueError("a stepper over several models needs forward=fn(models, micro)")
-        else:
-            loss_of = pair_loss(models[0], cast("Callable[[Any, Any], Any]", loss))
-        gradients = self._models.sum_over(models)
-        for one in optimizers:
-            strangers = sum(not gradients.has(p) for group in one.param_groups for p in group["params"])
-            if strangers:
-                raise ValueError(
-                    f"{type(one).__name__} holds {strangers} parameters that are not of this stepper's models: "
-                    "their gradients "
-                    "would not be averaged. Give the stepper all models: worker.stepper([a, b], optim, forward=...)"
-                )
-        return Stepper(
-            self._loop,
-            device=self.device,
-            optimizers=optimizers,
-            gradients=gradients,
-            loss_of=loss_of,
+        return make_stepper(
+            model,
+            optimizer,
+            loss,
+            forward=forward,
             clip_norm=clip_norm,
-            pipelined=self._models.pipelined(models, loss_of),
+            loop=self._loop,
+            prepared_models=self._models,
+            prepared_optimizers=self._prepared.registry.optimizers.values(),
+            device=self.device,
         )
 
     def batches(
@@ -474,19 +279,6 @@ class Worker:
             self._files.emit(Note(text=f"restored step {self.step} ({self._prepared.source})"))
         return self.step
 
-    def _resume(self, begins_with: SnapshotSlot | None) -> None:
-        if begins_with is not None:
-            state = read_state(begins_with)
-            self._prepared.recall(state, is_own=state["worker"] == self.rank)
-            self._loop.fill(state["loop"])
-            self._loop.begin_at(self._prepared.step)
-        elif self._files.may_resume:
-            self._prepared.open(None)
-            self._loop.begin_at(self._prepared.step)
-        self._files.begin(None if self._agreement.is_newcomer else self._prepared.origin())
-        if self.step and not self._prepared.is_recalled:  # of that the supervisor has told
-            self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
-
     def __repr__(self) -> str:
         return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
 
@@ -498,8 +290,7 @@ class Worker:
     @property
     def is_first(self) -> bool:
         """Whether this is the first worker: worker 0, or, after that was lost, the next one."""
-        present = self._agreement.present
-        return present[0] == self.rank if present else self._group.index == 0
+        return self._place.is_first(self.rank)
 
     @property
     def workers(self) -> int:
@@ -530,67 +321,6 @@ class Worker:
         """Return when all workers have come here."""
         self._talk.wait()
 
-    def end(self) -> None:
-        """Close the run's books after the user's function has returned: last checkpoint, events, files."""
-        self._ring.begin("ending", self.step)
-        self._loop.leave()
-        self._shards.close()
-        self._loop.end_round()
-        self._loop.books.leave()
-        self._agreement.rejoin_group()
-        if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
-
-            def settle() -> None:
-                self._group.barrier()  # who is still in a step finds this worker here, and not in another sum
-                self._prepared.wait()  # for a save before the one of the end
-                # A loop that was stopped has saved, unless who wrote that has been lost since. Any other is saved again
-                # where its last step was saved already: code after the loop may have changed the state.
-                is_newer = self._prepared.is_recalled or self.step > self._prepared.step
-                lacks = is_newer and self._prepared.saved_at != self.step
-                if self._loop.streams and self._files.saves_at_end and not self._loop.has_left:
-                    gathered = self._memories.gather(keeps=self._prepared.writes)
-                    if lacks or not self._loop.is_stopped:
-                        self._loop.save(gathered)
-                self._prepared.wait(is_end=True)  # who ends last has seen everybody's last words
-
-            self._agreement.run(settle)
-        self._prepared.close()
-        if self._files.capture is not None:
-            self._files.capture.weights(self._prepared.registry.models, self._models.whole)
-        self._finish()
-
-    def leave(self) -> None:
-        """Close the books of a worker that leaves the run in good order, while it may go on without it."""
-        self._loop.books.leave()
-        self._prepared.close(is_left=True)
-        self._finish()
-
-    def _finish(self) -> None:
-        if self._servers is not None:
-            self._servers.close(others_stay=self._agreement.is_dismissed)
-        held = self._prepared.registry.num_bytes
-        self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(self.device), state_bytes=held)
-
-    def blames_server(self, error: BaseException) -> bool:
-        """Whether an error says that a parameter server was lost: then no worker is its cause."""
-        return self._servers is not None and self._servers.is_told_lost(error)
-
-    def tell_lost(self, _: object, error: BaseException | None, __: object) -> None:
-        """At the end of a run, as `__exit__`: where the error is that a parameter server was lost, ask that all begin
-        again, which ends this worker."""
-        cause = self._servers.cause_of(error) if self._servers is not None else ""
-        if cause:
-            self._agreement.unserved(cause)
-
-    def abandon(self) -> None:
-        """After an error: forget the step under way, leave the servers, and give a checkpoint under way a moment to be
-        committed."""
-        self._loop.books.leave()
-        if self._servers is not None:
-            self._servers.close(at_once=True)  # this process may live on, and they would with it
-        self._numerical_guard.abandon()
-        self._prepared.abandon()
-
     def _prepare_model(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:
         self._models.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
         cuts, homes, tables = (
@@ -603,51 +333,6 @@ class Worker:
     def _say(self, text: str) -> None:
         if self.is_first:
             self._files.emit(Note(text=text))
-
-
-def _servers(
-    plan: Plan, place: WorkerContext, *, device: torch.device, files: RunFiles, host: str, timeout_s: float
-) -> ServerClient | None:
-    """The parameter servers, where the plan has some; none is started yet."""
-    if not isinstance(plan.sync, ParameterServer):
-        return None
-    if device.type != "cpu":
-        raise PlanError(
-            f"ParameterServer(...) is built for the CPU so far, not for {device.type}. Use sync=AllReduce(), or "
-            "device='cpu'."
-        )
-    from paceline.sync.parameter_server.client import ServerClient
-    from paceline.sync.parameter_server.mirrored_client import MirroredServerClient
-
-    make = functools.partial(MirroredServerClient, tell=files.emit) if plan.sync.mirrored else ServerClient
-    servers = make(
-        plan.sync.servers,
-        store=place.shared,
-        attempt=files.attempt,
-        address=place.address,
-        host=host,
-        timeout_s=timeout_s,
-        check=place.agreement.check,
-        say=lambda text: files.emit(Warned(text=text)),
-        holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
-        ring=place.ring,
-    )
-    if plan.sync.mirrored or (plan.is_asynchronous and plan.layout.is_elastic):
-        servers.silence_s = files.silence_s
-    return servers
-
-
-def _tables(servers: ServerClient | None) -> EmbeddingTables | None:
-    """The tables that servers will have by rows, where there are servers; none is known yet."""
-    if servers is None:
-        return None
-    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
-
-    return EmbeddingTables(servers)
-
-
-def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:
-    return lambda micro: forward(model, micro)
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.training_loop import TrainingLoop
+from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.step.gradient_pass import StepOutcome
 
 if TYPE_CHECKING:
     from paceline.worker.step.pipeline_stages import PipelinePass
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "make_stepper", "pair_loss"]
 
 
 class Stepper:
-    """Made by `worker.loop.stepper`; call it with each batch. All workers must call it, with the batch they were given.
+    """Made by `worker.stepper`; call it with each batch. All workers must call it, with the batch they were given.
 
     Returns the loss of the whole global batch as a 0-d tensor, equal on all workers. When gradients are not finite on
     any worker, or the plan's guard sees a spike, no worker takes the step, which is told. After a call `grad_norm`
@@ -87,6 +88,70 @@ class Stepper:
             return True
         self.grad_norm = self._gradients.norm(torch.float64)
         return bool(torch.isfinite(self.grad_norm))
+
+
+def make_stepper(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    loss: Callable[[Any, Any], Any] | None,
+    *,
+    forward: Callable[[Any, Any], Any] | None,
+    clip_norm: float | None,
+    loop: TrainingLoop,
+    prepared_models: PreparedModels,
+    prepared_optimizers: Collection[Optimizer],
+    device: torch.device,
+) -> Stepper:
+    """Check what `worker.stepper` was given, and make the stepper. ValueError where something was not prepared."""
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for one in models:
+        if one not in prepared_models:
+            raise ValueError(
+                f"worker.stepper() got a {type(one).__name__} that was not prepared: model = worker.prepare(model)"
+            )
+    for one in optimizers:
+        if one not in prepared_optimizers:
+            raise ValueError(
+                f"worker.stepper() got {type(one).__name__} that was not prepared: optim = worker.prepare(optim)"
+            )
+        if isinstance(one, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss many times per step and cannot be used with a stepper; use a "
+                "first-order optimizer"
+            )
+    if (loss is None) == (forward is None):
+        raise ValueError("worker.stepper() needs either loss=fn(output, target) or forward=fn(model, micro)")
+    if clip_norm is not None and clip_norm <= 0:
+        raise ValueError(f"clip_norm is {clip_norm}; it must be more than 0, or None for no clipping")
+    if forward is not None:
+        loss_of = _bound(forward, model)
+    elif len(models) > 1:
+        raise ValueError("a stepper over several models needs forward=fn(models, micro)")
+    else:
+        loss_of = pair_loss(models[0], cast("Callable[[Any, Any], Any]", loss))
+    gradients = prepared_models.sum_over(models)
+    for one in optimizers:
+        strangers = sum(not gradients.has(p) for group in one.param_groups for p in group["params"])
+        if strangers:
+            raise ValueError(
+                f"{type(one).__name__} holds {strangers} parameters that are not of this stepper's models: "
+                "their gradients "
+                "would not be averaged. Give the stepper all models: worker.stepper([a, b], optim, forward=...)"
+            )
+    return Stepper(
+        loop,
+        device=device,
+        optimizers=optimizers,
+        gradients=gradients,
+        loss_of=loss_of,
+        clip_norm=clip_norm,
+        pipelined=prepared_models.pipelined(models, loss_of),
+    )
+
+
+def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:
+    return lambda micro: forward(model, micro)
 
 
 def pair_loss(model: nn.Module, loss: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:

@@ -73,6 +73,11 @@ class WorkerContext:
     address: str = "127.0.0.1"  # of this host, as the others see it
     begins_with: SnapshotSlot | None = None  # what a lost worker had at this place
 
+    def is_first(self, rank: int) -> bool:
+        """Whether the worker of this rank, which is this one, is the first: worker 0, or after its loss the next."""
+        present = self.agreement.present
+        return present[0] == rank if present else self.group.index == 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JoinContext:

@@ -1,0 +1,317 @@
+"""Builds a worker: makes its collaborators in their order, and connects them.
+
+The plan decides which of several implementations a collaborator has: how replicas agree between steps, whether there
+are parameter servers. Nothing is sent here except what resuming a run needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.comm.group import SingleWorkerGroup
+from paceline.errors import PlanError
+from paceline.events import Note, Warned
+from paceline.host_memory import free_bytes
+from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
+from paceline.worker.elastic_state import ElasticState
+from paceline.worker.health.numerical_guard import NumericalGuard
+from paceline.worker.health.replica_comparison import ReplicaComparison
+from paceline.worker.lifecycle import WorkerLifecycle
+from paceline.worker.loop.communication_rounds import CommunicationRounds, ReplicaVote
+from paceline.worker.loop.gossip_rounds import GossipRounds
+from paceline.worker.loop.streaming_rounds import StreamingRounds
+from paceline.worker.loop.training_loop import TrainingLoop
+from paceline.worker.membership.join_run import WorkerContext
+from paceline.worker.membership.worker_collectives import WorkerCollectives
+from paceline.worker.parts import WorkerParts
+from paceline.worker.record.run_files import RunFiles
+from paceline.worker.state.checkpointing import CheckpointedObjects
+from paceline.worker.state.codec_state import CodecState
+from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
+from paceline.worker.state.prepared_models import PreparedModels
+from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.step.gradient_pass import StepExecutor
+from paceline.worker.topology.parallel_groups import single_worker_replicas
+from paceline.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from paceline.sync.parameter_server.client import ServerClient
+    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
+
+__all__ = ["build_worker", "server_client"]
+
+
+def build_worker(
+    *,
+    rank: int,
+    plan: Plan,
+    place: WorkerContext,
+    device: torch.device,
+    files: RunFiles,
+    host: str,
+    timeout_s: float,
+) -> tuple[Worker, WorkerLifecycle]:
+    """Make the worker of this process, and what ends it; resumes the run where there is something to resume from."""
+    parts = _Builder(
+        rank=rank, plan=plan, place=place, device=device, files=files, host=host, timeout_s=timeout_s
+    ).build()
+    lifecycle = WorkerLifecycle(parts)
+    lifecycle.resume(place.begins_with)
+    return Worker(parts), lifecycle
+
+
+class _Builder:
+    """Makes the parts of one worker. Some of them call each other, so they are attributes here until all are made."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        plan: Plan,
+        place: WorkerContext,
+        device: torch.device,
+        files: RunFiles,
+        host: str,
+        timeout_s: float,
+    ) -> None:
+        self._rank, self._plan, self._place, self._device = rank, plan, place, device
+        self._files, self._host, self._timeout_s = files, host, timeout_s
+        self._own = place
+        if plan.is_asynchronous:  # a worker takes its steps alone
+            alone = SingleWorkerGroup()
+            self._own = dataclasses.replace(place, group=alone, axes=single_worker_replicas(alone))
+        self._loop: TrainingLoop  # made last: what it needs calls it only in steps
+
+    def build(self) -> WorkerParts:
+        """Make all parts in the order in which they need each other."""
+        place, vote = self._place, ReplicaVote(self._place.agreement)
+        executor = self._executor(vote)
+        collectives = self._collectives(executor)
+        servers = server_client(
+            self._plan,
+            place,
+            device=self._device,
+            files=self._files,
+            host=self._host,
+            timeout_s=self._timeout_s,
+        )
+        tables = _tables(servers)
+        models = self._models(executor, servers, tables)
+        rounds = self._rounds(executor, models, vote)
+        registry = StateRegistry(self._device)
+        codec_state = CodecState(self._plan.wire, models=models, registry=registry, axes=place.axes)
+        prepared = self._prepared(executor, registry, models, codec_state)
+        guard = self._numerical_guard(executor, registry, codec_state)
+        memory_checkpointer = self._memory_checkpointer(prepared, codec_state)
+        self._loop = TrainingLoop(
+            self._plan,
+            place=self._own,
+            everybody=place.group,
+            walks=executor,
+            models=models,
+            prepared=prepared,
+            memories=codec_state,
+            guarding=guard,
+            vaulting=memory_checkpointer,
+            rounds=rounds,
+            files=self._files,
+        )
+        place.attach(
+            ElasticState(
+                place=place,
+                loop=self._loop,
+                prepared=prepared,
+                memories=codec_state,
+                guarding=guard,
+                vaulting=memory_checkpointer,
+            )
+        )
+        return WorkerParts(
+            rank=self._rank,
+            plan=self._plan,
+            device=self._device,
+            host=self._host,
+            timeout_s=self._timeout_s,
+            place=place,
+            own=self._own,
+            files=self._files,
+            shards=executor.shards,
+            collectives=collectives,
+            servers=servers,
+            tables=tables,
+            models=models,
+            codec_state=codec_state,
+            prepared=prepared,
+            numerical_guard=guard,
+            memory_checkpointer=memory_checkpointer,
+            loop=self._loop,
+        )
+
+    def _executor(self, vote: ReplicaVote) -> StepExecutor:
+        plan, place, own = self._plan, self._place, self._own
+        is_alone = plan.is_local or plan.is_asynchronous  # a step is agreed on inside the replica only
+        return StepExecutor(
+            plan,
+            group=place.axes.whole if plan.is_local else own.group,
+            agreement=vote if is_alone else place.agreement,
+            device=self._device,
+            axes=place.axes.by_itself() if plan.is_local else own.axes,
+            measures_noise=self._files.measures_noise,
+        )
+
+    def _collectives(self, executor: StepExecutor) -> WorkerCollectives:
+        return WorkerCollectives(
+            group=self._place.group,
+            agreement=self._place.agreement,
+            prelude=self._place.prelude,
+            device=self._device,
+            is_in_step=lambda: executor.under_way,
+            is_apart=lambda: self._loop.is_dealing,
+            catch_up=lambda: self._loop.catch_up(),
+        )
+
+    def _models(
+        self, executor: StepExecutor, servers: ServerClient | None, tables: EmbeddingTables | None
+    ) -> PreparedModels:
+        agreement = self._place.agreement
+        return PreparedModels(
+            self._plan,
+            group=self._own.group,
+            axes=self._own.axes,
+            shards=executor.shards,
+            ring=self._place.ring,
+            together=agreement.run,
+            note=self._note,
+            servers=servers,
+            tables=tables,
+            generation=lambda: agreement.generation,
+            worker_rank=self._rank,
+        )
+
+    def _rounds(self, executor: StepExecutor, models: PreparedModels, vote: ReplicaVote) -> CommunicationRounds:
+        sync, kind = self._plan.sync, CommunicationRounds
+        if isinstance(sync, LocalSGD) and sync.streams:
+            kind = StreamingRounds
+        elif isinstance(sync, Gossip):
+            kind = GossipRounds
+        return kind(
+            self._plan,
+            group=self._place.group,
+            axes=self._place.axes,
+            agreement=self._place.agreement,
+            by_itself=vote,
+            models=models,
+            weights_changed=executor.shards.close,
+        )
+
+    def _prepared(
+        self, executor: StepExecutor, registry: StateRegistry, models: PreparedModels, codec_state: CodecState
+    ) -> CheckpointedObjects:
+        place = self._place
+        return CheckpointedObjects(
+            self._plan,
+            registry,
+            group=place.group,
+            agreement=place.agreement,
+            device=self._device,
+            buffers=executor.buffers,
+            losses=executor.losses,
+            files=self._files,
+            axes=place.axes,
+            memories=codec_state,
+            store=place.shared,
+            timeout_s=self._timeout_s,
+            states_here=models.states_here,
+        )
+
+    def _numerical_guard(
+        self, executor: StepExecutor, registry: StateRegistry, codec_state: CodecState
+    ) -> NumericalGuard:
+        comparison = ReplicaComparison(
+            worker_rank=self._rank,
+            host=self._host,
+            group=self._own.axes.expert_replica_group,
+            together=self._place.agreement.run,
+            registry=registry,
+            files=self._files,
+        )
+        return NumericalGuard(
+            self._plan.guard,
+            losses=executor.losses,
+            registry=registry,
+            files=self._files,
+            comparison=comparison,
+            forget=codec_state.drop_error_feedback,
+        )
+
+    def _memory_checkpointer(self, prepared: CheckpointedObjects, codec_state: CodecState) -> MemoryCheckpointer:
+        place, plan = self._place, self._plan
+
+        def state() -> dict[str, Any]:
+            loop = self._loop
+            snapshot = prepared.snapshot(step=loop.step, cursors=loop.cursors, is_own=True)
+            return {"worker": self._rank, "loop": loop.plain(), **snapshot}
+
+        return MemoryCheckpointer(
+            place.memory_checkpoint if plan.keeps_snapshots else None,
+            plan.guard,
+            is_split=place.axes.is_split or codec_state.is_kept or plan.is_local,
+            group=place.group,
+            together=place.agreement.run,
+            state=state,
+            done=prepared.release,
+            host=self._host,
+            free_bytes=free_bytes,
+            emit=self._files.emit,
+            report_snapshot=place.agreement.kept,
+        )
+
+    def _note(self, text: str) -> None:
+        """Tell the user something once: the first worker does."""
+        if self._place.is_first(self._rank):
+            self._files.emit(Note(text=text))
+
+
+def server_client(
+    plan: Plan, place: WorkerContext, *, device: torch.device, files: RunFiles, host: str, timeout_s: float
+) -> ServerClient | None:
+    """The parameter servers, where the plan has some; none is started yet."""
+    if not isinstance(plan.sync, ParameterServer):
+        return None
+    if device.type != "cpu":
+        raise PlanError(
+            f"ParameterServer(...) is built for the CPU so far, not for {device.type}. Use "
+            "sync=AllReduce(), or device='cpu'."
+        )
+    from paceline.sync.parameter_server.client import ServerClient
+    from paceline.sync.parameter_server.mirrored_client import MirroredServerClient
+
+    make = functools.partial(MirroredServerClient, tell=files.emit) if plan.sync.mirrored else ServerClient
+    servers = make(
+        plan.sync.servers,
+        store=place.shared,
+        attempt=files.attempt,
+        address=place.address,
+        host=host,
+        timeout_s=timeout_s,
+        check=place.agreement.check,
+        say=lambda text: files.emit(Warned(text=text)),
+        holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
+        ring=place.ring,
+    )
+    if plan.sync.mirrored or (plan.is_asynchronous and plan.layout.is_elastic):
+        servers.silence_s = files.silence_s
+    return servers
+
+
+def _tables(servers: ServerClient | None) -> EmbeddingTables | None:
+    """The embedding tables that servers will hold by rows, where there are servers; none is known yet."""
+    if servers is None:
+        return None
+    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
+
+    return EmbeddingTables(servers)

@@ -1,0 +1,102 @@
+"""How a worker begins and ends, apart from what users call: resume, end, leave, abandon. The session calls it."""
+
+from __future__ import annotations
+
+from paceline.comm.memory_checkpoint import SnapshotSlot
+from paceline.events import Note
+from paceline.worker.parts import WorkerParts
+from paceline.worker.state.memory_checkpointing import read_state
+from paceline.worker.topology.device import peak_memory_bytes
+
+__all__ = ["WorkerLifecycle"]
+
+
+class WorkerLifecycle:
+    """The beginning and the end of one worker's part in a run."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._agreement, self._group = parts.place.agreement, parts.place.group
+        self._loop, self._prepared, self._files = parts.loop, parts.prepared, parts.files
+
+    @property
+    def step(self) -> int:
+        """How many steps are committed, over all attempts."""
+        return self._loop.step
+
+    def resume(self, begins_with: SnapshotSlot | None) -> None:
+        """Go on from a memory checkpoint, or else from the run directory's newest checkpoint, if there is one."""
+        if begins_with is not None:
+            state = read_state(begins_with)
+            self._prepared.recall(state, is_own=state["worker"] == self._parts.rank)
+            self._loop.fill(state["loop"])
+            self._loop.begin_at(self._prepared.step)
+        elif self._files.may_resume:
+            self._prepared.open(None)
+            self._loop.begin_at(self._prepared.step)
+        self._files.begin(None if self._agreement.is_newcomer else self._prepared.origin())
+        if self.step and not self._prepared.is_recalled:  # of that the supervisor has told
+            self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
+
+    def end(self) -> None:
+        """Finish the run after the user's function has returned: last checkpoint, events, files; all workers."""
+        self._parts.place.ring.begin("ending", self.step)
+        self._loop.leave()
+        self._parts.shards.close()
+        self._loop.end_round()
+        self._loop.books.leave()
+        self._agreement.rejoin_group()
+        if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
+            self._agreement.run(self._save_last)
+        self._prepared.close()
+        if self._files.capture is not None:
+            self._files.capture.weights(self._prepared.registry.models, self._parts.models.whole)
+        self._finish()
+
+    def _save_last(self) -> None:
+        """Save the state of the end, where it is not saved yet; an operation of all workers."""
+        prepared, loop = self._prepared, self._loop
+        self._group.barrier()  # a worker that is still in a step finds this one here, and not in another sum
+        prepared.wait()  # for a save before the one of the end
+        # A loop that was stopped has saved, unless the worker that wrote that was lost since. Any other loop is saved
+        # again where its last step was saved already: code after the loop may have changed the state.
+        is_newer = prepared.is_recalled or self.step > prepared.step
+        lacks = is_newer and prepared.saved_at != self.step
+        if loop.streams and self._files.saves_at_end and not loop.has_left:
+            gathered = self._parts.codec_state.gather(keeps=prepared.writes)
+            if lacks or not loop.is_stopped:
+                loop.save(gathered)
+        prepared.wait(is_end=True)  # the last worker to end has seen all writers' messages
+
+    def leave(self) -> None:
+        """End this worker cleanly, while the run may go on without it."""
+        self._loop.books.leave()
+        self._prepared.close(is_left=True)
+        self._finish()
+
+    def _finish(self) -> None:
+        parts = self._parts
+        if parts.servers is not None:
+            parts.servers.close(others_stay=self._agreement.is_dismissed)
+        held = self._prepared.registry.num_bytes
+        self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(parts.device), state_bytes=held)
+
+    def blames_server(self, error: BaseException) -> bool:
+        """Whether an error says that a parameter server was lost: then no worker is its cause."""
+        return self._parts.servers is not None and self._parts.servers.is_told_lost(error)
+
+    def tell_lost(self, _: object, error: BaseException | None, __: object) -> None:
+        """At the end of a run, as `__exit__`: where a lost parameter server is the error, ask for a restart of all
+        workers, which ends this one."""
+        cause = self._parts.servers.cause_of(error) if self._parts.servers is not None else ""
+        if cause:
+            self._agreement.unserved(cause)
+
+    def abandon(self) -> None:
+        """After an error: forget the step under way, leave the servers, and give a checkpoint that is being written a
+        moment to be committed."""
+        self._loop.books.leave()
+        if self._parts.servers is not None:
+            self._parts.servers.close(at_once=True)  # this process may live on, and they would with it
+        self._parts.numerical_guard.abandon()
+        self._prepared.abandon()
