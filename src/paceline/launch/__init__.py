@@ -1,1 +1,3 @@
-"""Start workers somewhere and see them end."""
+"""Starts a job's workers on one or many hosts, supervises them to the job's end, and restarts them after a loss.
+Imports no torch and nothing of the worker.
+"""

@@ -1,4 +1,4 @@
-"""Start a job on this host (having met the others, where it has several) and run it to its end."""
+"""Run a job on this host to its end, after the rendezvous with its other hosts, if it has any."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["launch", "prestart"]
 
 
 def prestart() -> WarmParent:
-    """Start the warm parent, as early as possible: it imports what workers need while the job is being prepared."""
+    """Start the warm parent as early as possible: it imports what workers need while the job is being prepared."""
     return WarmParent.start()
 
 
@@ -54,21 +54,24 @@ def launch(
 ) -> JobOutcome:
     """Run the job's workers of this host, and return how the whole job ended.
 
-    `job.workers` must be known. `program` is the pickled function of `paceline.run(fn)`; workers look for it as
-    RUN/attempt_n/program.pkl. `on_joined` is called when all hosts are there and before anything is written, with this
-    host's side of the job: it knows the head's `attempt` and `run_dir`, and `on_joined` returns the run's directory on
-    this host (without it, `run_dir`). `warm`, where given, is used, and closed unless the Outcome may begin again.
-    Blocks until every worker is gone. While it runs, Ctrl-C, SIGTERM and SIGHUP end the workers and are told in the
-    Outcome (but for launcher "inline", where Ctrl-C is worker 0's); `retained`, where given, notes them already, and
-    has workers' states from one launch to the next. `judge(outcome)` says on the head whether all begin again where
-    workers were lost, and `restart_plan` is what it has said after the launch before; `asked` is the job as the user
-    started it then. Raises LaunchError where the job could not be started; a failure after that is an Outcome.
+    `job.workers` must be known. `program` is the pickled function of `paceline.run(fn)`; workers read it as
+    RUN/attempt_n/program.pkl. `on_joined` is called once all hosts are there and before anything is written, with this
+    host's role, which knows the coordinator's `attempt` and `run_dir`. It returns the run's directory on this host
+    (without it: `run_dir`). `warm` is used if given, and closed unless the job may restart.
+
+    The call blocks until every worker has ended. Meanwhile Ctrl-C, SIGTERM and SIGHUP end the workers and show in the
+    outcome. With launcher "inline", Ctrl-C belongs to worker 0. `retained`, if given, already notes signals, and keeps
+    snapshots from one launch to the next.
+
+    On the coordinator, `judge(outcome)` decides whether all workers restart after a loss. `restart_plan` is its
+    decision after the previous launch, and `asked` is the job as the user started it. Raise LaunchError if the job
+    could not be started; a later failure is an outcome.
     """
     is_inline = job.launcher == "inline"
     with contextlib.ExitStack() as stack:
         memory_checkpoints = (
             None if is_inline or retained is None else retained.memory_checkpoints
-        )  # without, nobody begins again
+        )  # without it no restart is possible
         if retained is None:
             retained = stack.enter_context(contextlib.closing(RetainedHostState(signals=StopSignals())))
             if not is_inline:
@@ -148,14 +151,14 @@ def launch(
 def _replication(
     job: Job, memory_checkpoints: SnapshotStore | None, loop: EventLoop, say: Callable[[str], None]
 ) -> SnapshotReplication | None:
-    """What takes workers' states from host to host; None where this host is alone."""
+    """Return the replication of snapshots between hosts; None if this host is alone."""
     if memory_checkpoints is None or job.head is None:
         return None
     return SnapshotReplication(memory_checkpoints, environment.token(job), loop, say)
 
 
 def _notify_joined(node_role: Coordinator | HostAgent, on_joined: Callable[[Coordinator | HostAgent], Path]) -> Path:
-    """Call `on_joined`; where it fails, the other hosts are told before the error goes on."""
+    """Call `on_joined`; if it fails, tell the other hosts before the error goes on."""
     try:
         return on_joined(node_role)
     except PacelineError as error:
@@ -173,7 +176,7 @@ def _parent(job: Job, warm: WarmParent | None) -> WarmParent | None:
 
 
 def _copy_program(program: Path | None, place: Path) -> None:
-    """Have the program's file where the workers look for it."""
+    """Put the program's file where the workers look for it."""
     if program is None or program.absolute() == place:
         return
     try:

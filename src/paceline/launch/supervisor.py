@@ -1,7 +1,7 @@
-"""The loop of one host's supervisor: one thread, no torch, until the job has an outcome.
+"""The event loop of one host's supervisor: one thread, no torch, until the job has an outcome.
 
-The crew starts and ends workers, the side (head or member) decides; the supervisor turns the loop, passes signals on
-and lets the observer look about five times a second. Whatever happens, it leaves no process behind.
+`LocalWorkers` starts and ends workers, and the node role (coordinator or host agent) decides. The supervisor turns the
+loop, passes signals on and polls the observer about five times a second. On every path it leaves no process behind.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ TERMINAL_GONE = (errno.EIO, errno.EPIPE)  # EPIPE: the reader of `paceline run .
 
 
 class Observer(Protocol):
-    """Who shows the run to the user."""
+    """Shows the run to the user and records its events."""
 
     def poll(self) -> None:
-        """Look at what has happened; called about five times a second."""
+        """Read what the workers have written; called about five times a second."""
 
     def say(self, text: str) -> None:
         """Show one sentence."""
 
     def emit(self, event: Event) -> None:
-        """Take down what has happened."""
+        """Record an event."""
 
 
 class GuardedObserver:
-    """An observer for whom a terminal that is gone is a SIGHUP: writing to it may fail before the signal comes."""
+    """An observer that turns a closed terminal into SIGHUP: writing to it may fail before the signal comes."""
 
     def __init__(self, observer: Observer, signals: StopSignals) -> None:
         self._observer, self._signals = observer, signals
@@ -89,8 +89,8 @@ class Supervisor:
         memory_checkpoints: SnapshotStore | None = None,
         restart_plan: RestartPlan | None = None,
     ) -> None:
-        """`restart_plan`: the workers begin with what is in `memory_checkpoints`, here or on other hosts."""
-        self._missing_snapshot = ""  # what the workers were to begin with, and why it has not come
+        """With `restart_plan`, the workers start from snapshots in `memory_checkpoints`, here or on other hosts."""
+        self._missing_snapshot = ""  # which snapshot the workers lack, and why it could not be fetched
         self._replication = node_role.replication
         wanted = _snapshots_to_fetch(node_role, restart_plan)
         self.local_workers = LocalWorkers(
@@ -113,10 +113,10 @@ class Supervisor:
         node_role.lead(self.local_workers, observer.emit)
 
     def run(self) -> JobOutcome:
-        """Start the workers and return when the job has ended, on all hosts.
+        """Start the workers and return when the job has ended on all hosts.
 
-        Raises LaunchError where workers could not be started. Ends all processes on every path, but for the warm parent
-        where all may begin again.
+        Raise LaunchError if workers could not be started. On every path all processes are ended; only before a restart
+        the warm parent is kept.
         """
         try:
             self.local_workers.start()
@@ -156,7 +156,7 @@ class Supervisor:
 def _snapshots_to_fetch(
     node_role: Coordinator | HostAgent, restart_plan: RestartPlan | None
 ) -> dict[HostAddress, list[int]]:
-    """Whose states this host has to get, by the host that gives them."""
+    """Return the workers whose snapshots this host must fetch, by the address of the host that has them."""
     found: dict[HostAddress, list[int]] = {}
     for snapshot_transfer in () if restart_plan is None else restart_plan.transfers:
         if snapshot_transfer.to == node_role.host_index:

@@ -1,3 +1,3 @@
-"""How the hosts of a job meet and decide together: rendezvous, the coordinator on the first host, the agent of every
-other host, elastic membership and restarts; imports every room of launch below it.
+"""How the hosts of a job meet, who decides for the whole job (the coordinator), and how every other host follows it.
+May import launch.fork, launch.snapshots, launch.io, launch.job and elastic.
 """

@@ -1,7 +1,7 @@
-"""The door by which commands reach a run's head while it works: `paceline resize`.
+"""The socket by which user commands such as `paceline resize` reach a running coordinator.
 
-A Unix socket without a name in the file system, found by the supervisor's pid, and open to its own user only. One line
-of JSON asks, one answers: {"op": "resize", "replicas": 6} -> {"says": ...} or {"error": ...}.
+It is a Unix socket in the abstract namespace, found by the supervisor's pid and open only to its own user. One line of
+JSON asks, one answers: {"op": "resize", "replicas": 6} -> {"says": ...} or {"error": ...}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANSWER_S = 5.0
 
 
 class ControlSocket:
-    """Answers commands from within the supervisor's loop. Where such sockets do not exist there is no door."""
+    """Answers commands from within the supervisor's loop. On systems without abstract sockets it does nothing."""
 
     def __init__(self, loop: EventLoop, answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
         self._loop, self._answer = loop, answer
@@ -33,7 +33,7 @@ class ControlSocket:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 self._listener.bind(_name(os.getpid()))
-            except OSError:  # this process runs another job at the same time, which has the door
+            except OSError:  # another job in this process has the socket already
                 self._listener.close()
                 self._listener = None
                 return
@@ -42,7 +42,7 @@ class ControlSocket:
             loop.watch(self._listener, READ, self._accepted)
 
     def close(self) -> None:
-        """Close the door."""
+        """Close the socket."""
         if self._listener is not None:
             self._loop.forget(self._listener)
             self._listener.close()

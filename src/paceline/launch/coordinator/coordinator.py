@@ -1,12 +1,16 @@
-"""The side of the first host, which holds the board and decides for the whole job; the only one on a single host.
+"""The coordinator: it runs on the job's first host, serves the key-value store, and decides for the whole job.
 
-It decides little: the job has finished when all workers ended well; when one failed, the others get a moment to say
-what they know, and are ended. Where one was lost and their states outlive them, all are ended at once, to begin again.
-In an elastic run (the workers say so: the plan may be in the script) lost workers are no failure, nor is a lost host:
-the controller has the others go on, and hosts that come later are taken in; all begin again where nobody is left who
-could. SIGTERM has everybody save and leave, if they are at work on steps; on another host only its own workers leave,
-where enough others are left. Nobody begins again while a lost host may still take steps of the run's own.
-`paceline.launch.coordinator.remote_hosts` reaches workers and other hosts.
+A job has finished when all workers ended well. After a failure the other workers get a moment to report what they know;
+then all are ended. If workers are lost but their state survives in memory, all workers are ended at once and restarted.
+
+In an elastic run, losing workers or a host is no failure: the elastic controller lets the remaining replicas go on and
+admits hosts that come later. Workers declare that the run is elastic, because the plan may be in the script. If no
+replica with the run's state is left, all workers restart.
+
+SIGTERM makes all workers save and leave, once they are taking steps. On another host only that host's workers leave,
+provided that enough replicas remain. No restart begins while an unreachable host may still be taking steps of this run.
+
+`paceline.launch.coordinator.remote_hosts` carries messages to workers and other hosts.
 """
 
 from __future__ import annotations
@@ -51,14 +55,14 @@ from paceline.plan.job import Job
 
 __all__ = ["GATHER_S", "REPORT_S", "STOP_S", "TERMINATE_S", "Coordinator", "next_time"]
 
-GATHER_S = 1.0  # after the first failure: the others may say what they know of it
+GATHER_S = 1.0  # after the first failure, other workers may report what they know of it
 TERMINATE_S = 3.0  # after a failure, from SIGTERM to SIGKILL
 STOP_S = 5.0  # after a signal to the supervisor, from SIGTERM to SIGKILL
-REPORT_S = 4.0  # a member has this long, on top, to report its workers' ends
+REPORT_S = 4.0  # another host gets this long on top to report how its workers ended
 
 
 class AdmissionListener(Protocol):
-    """Where members came in, and strangers are still turned away."""
+    """The listening socket at which other hosts joined; later hosts are admitted or refused here."""
 
     def tick(self, now: float) -> None: ...
 
@@ -66,7 +70,7 @@ class AdmissionListener(Protocol):
 
 
 class Coordinator:
-    """Serves the board, hears how all workers end, and decides."""
+    """Serves the key-value store, collects how workers end, and decides what follows for the job."""
 
     def __init__(
         self,
@@ -82,21 +86,23 @@ class Coordinator:
         snapshot_addresses: Mapping[int, HostAddress] | None = None,
         restart_plan: RestartPlan | None = None,
     ) -> None:
-        """`restart_plan`: the workers of the attempt before were lost, and begin again in this way;
-        `snapshot_addresses`: where other hosts give what this one's workers begin with.
+        """`restart_plan` is set when workers of the previous attempt were lost: it says how all restart.
+        `snapshot_addresses` says where other hosts serve the snapshots that this host's workers start from.
         """
         self.host, self.address, self.host_index = host, address, COORDINATOR_INDEX
         self.attempt, self.run_dir = attempt, run_dir
-        # With which this host begins, and for how many workers it has room.
+        # The ranks that start on this host; `slots` is how many workers it has room for.
         self.ranks: Sequence[int] = (
             ranks_by_host(job.workers or 0, job.hosts)[COORDINATOR_INDEX]
             if restart_plan is None
             else restart_plan.ranks[COORDINATOR_INDEX]
         )
         self.slots = len(self.ranks) if restart_plan is None else restart_plan.slots[COORDINATOR_INDEX]
-        self.judge: Callable[[JobOutcome], RestartPlan | None] | None = None  # says whether, and how, all begin again
+        self.judge: Callable[[JobOutcome], RestartPlan | None] | None = (
+            None  # decides whether and how all workers restart
+        )
         self.snapshot_addresses = dict(snapshot_addresses or {})
-        self.replication: SnapshotReplication | None = None  # to and from other hosts, what this one has in memory
+        self.replication: SnapshotReplication | None = None  # exchanges in-memory snapshots with other hosts
         lease = lease_s(job.silence_s, job.grace_s)
         self.remote_hosts = RemoteHosts(
             remote_hosts, own=self.ranks, slots=self.slots, host=self, name=host, lease_s=lease
@@ -109,9 +115,9 @@ class Coordinator:
         self._ends = WorkerExits(range(job.workers or 0))
         self._controller: ElasticController | None = None
         self._emit: Callable[[Event], None] = _nowhere
-        self._has_begun = False  # some worker is at work on steps
+        self._has_begun = False  # some worker is taking steps
         self._keeps_state = restart_plan is not None and restart_plan.keeps  # in memory that outlives the workers
-        self._cannot_fork = False  # there is nobody to fork workers from
+        self._cannot_fork = False  # the warm parent is gone, so no worker can be forked
         self._has_lost_server = False  # a parameter server was lost
         self._needs = RestartRequirement(
             most=job.workers or 0 if restart_plan is None else restart_plan.most,
@@ -120,32 +126,31 @@ class Coordinator:
         )
         self._kv_store = KeyValueStore()
         self._num_signals = 0  # to this supervisor
-        self._leave_by: float | None = None  # workers that were asked to leave have done so by then
-        self._end_at: float | None = None  # workers get SIGTERM
+        self._leave_by: float | None = None  # deadline for workers that were asked to leave
+        self._end_at: float | None = None  # when workers get SIGTERM
         self._ending = False
-        self._restart_decision: RestartDecision | None = None  # all are ended to begin again
-        self._lost_at: float | None = None  # members must have reported by then
+        self._restart_decision: RestartDecision | None = None  # set while all workers are ended for a restart
+        self._lost_at: float | None = None  # deadline for other hosts to report their workers' ends
 
     @property
     def here(self) -> Collection[int]:
-        """Ranks that have their files on this host; follows them as they come and go."""
+        """Ranks whose files are on this host; updated as workers come and go."""
         return self.remote_hosts.here
 
     def lead(self, local_workers: LocalWorkers, emit: Callable[[Event], None]) -> None:
-        """Take over the workers of this host; `emit` takes events for the run's record."""
+        """Take over this host's local workers; `emit` writes events to the run's record."""
         self._local_workers, self._emit = local_workers, emit
         self.remote_hosts.lead(local_workers)
         self._assign_neighbors()
 
-    # What whoever looks out for hangs wants done.
+    # Called by the hang monitor.
 
     def ask_stack(self, worker: int) -> None:
-        """Have a worker write its stacks."""
+        """Make a worker write its Python stacks."""
         self.remote_hosts.ask_stack(worker)
 
     def can_do_without(self, workers: Sequence[int]) -> bool:
-        """Whether the job goes on when these workers are ended: it is elastic, and others are there, or all can begin
-        again."""
+        """Return whether the job survives the end of these workers: other replicas can go on, or all can restart."""
         return self._keeps_state or self._survives(workers)
 
     def _survives(self, workers: Sequence[int]) -> bool:
@@ -155,8 +160,11 @@ class Coordinator:
         return bool(self._ends.missing - controller.replicas_of(workers))
 
     def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
-        """These workers hold up the others, for longer than the job waits: end the job. Where it `goes_on` without
-        them, and is elastic, only they are killed: a loss like any other, for which `error["cause"]` is the reason."""
+        """End the job because these workers hold up the others for longer than the job waits.
+
+        If the run can go on without them (`goes_on`) and is elastic, only these workers are killed. That is a loss like
+        any other, with `error["cause"]` as its reason.
+        """
         if self._ending or self.outcome is not None:
             return
         if goes_on and self._survives(workers):
@@ -172,11 +180,11 @@ class Coordinator:
             self._ends.accuse(int(error["worker"]), error)
             self._end_for_restart()
             return
-        self._keeps_state = False  # all would come to the same place again
+        self._keeps_state = False  # a restart would hang at the same place
         self._ends.note_hang(error)
         self._end_all(TERMINATE_S)
 
-    # What the crew tells (its Listener), and other hosts of their workers.
+    # Called by the local workers (LocalWorkersListener), and by other hosts for theirs (RemoteHostsListener).
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None:
         if request.get("op") in FROM_WORKERS:
@@ -185,12 +193,12 @@ class Coordinator:
             self.remote_hosts.tell(worker, self._kv_store.handle(request))
 
     def started(self, worker: int, pid: int) -> None:
-        """Nothing to do: the crew knows its own."""
+        """Nothing to do: `LocalWorkers` knows its own processes."""
 
     def exited(self, ended: WorkerExit) -> None:
         if self.outcome is not None or not self._ends.is_news(ended):
             return
-        is_over = self._ending or self._end_at is not None  # who is lost after a failure is so because of it
+        is_over = self._ending or self._end_at is not None  # a loss after a failure is its consequence
         is_done = self._controller is not None and self._controller.is_over(ended.worker)
         if self._controller is not None and not (is_over or is_done) and self._goes_on(self._controller, ended):
             return
@@ -198,11 +206,11 @@ class Coordinator:
         self.remote_hosts.forget(ended.worker, for_good=False)
         self._ends.note(ended)
         if is_done and ended.is_loss:
-            return  # the run has lost nothing by it, and nobody waits for what its program still did
+            return  # it had finished its part of the run, so nothing is lost
         if self._keeps_state and is_root_loss(ended) and not self._ending and self._leave_by is None:
             self._end_for_restart()
         elif ended.failed and not self._ending and self._end_at is None:
-            # Who only lost a peer may say so before its host is known to be lost.
+            # A worker that lost its peer may fail before the peer's host is known to be lost: wait longer.
             is_echo = self._keeps_state and bool((ended.error or {}).get("echo")) and bool(tuple(self.remote_hosts))
             self._end_at = time.monotonic() + (self._job.silence_s + 1.0 if is_echo else GATHER_S)
 
@@ -210,11 +218,12 @@ class Coordinator:
         self._cannot_fork, self._keeps_state = True, False
         self.remote_hosts.cannot_fork()
 
-    # What the supervisor tells.
+    # Called by the supervisor.
 
     def interrupted(self, signum: int) -> None:
-        """A signal to the supervisor: end the workers (SIGTERM: ask them first, to save and leave); another one after
-        that: kill them."""
+        """Handle a signal to the supervisor: SIGTERM first asks workers to save and leave, others end them; a further
+        signal kills them.
+        """
         self._num_signals += 1
         if self._num_signals == 1 and signum == signal.SIGTERM and self._has_begun and not self._ending:
             self._ask_to_leave("SIGTERM came")
@@ -227,7 +236,7 @@ class Coordinator:
             self._local_workers.kill()
 
     def abandon(self, reason: str, *, signum: int | None = None) -> None:
-        """This host cannot go on, or was stopped before it had workers: tell the others."""
+        """Tell the other hosts that this host cannot go on, or was stopped before it had workers."""
         if signum is not None:
             self._finish(interrupted(signum, (), by=f" on host {self.host}"))
             return
@@ -235,7 +244,7 @@ class Coordinator:
         self._finish(JobOutcome(state="failed", exit_code=1, failures=(failure,), reason=f"host {self.host}: {reason}"))
 
     def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a command of this host's user (`paceline.launch.coordinator.control_socket`)."""
+        """Answer a user command on this host (`paceline.launch.coordinator.control_socket`)."""
         if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
             return {"error": f"this run does not understand {dict(request)}"}
         if self._controller is None:
@@ -252,7 +261,7 @@ class Coordinator:
         return {"says": f"it will have {request['replicas']} replicas"}
 
     def tick(self, now: float) -> None:
-        """Decide what is due; signals that came as well have been told before."""
+        """Make the decisions that are due; signals of the same loop turn have been handled before."""
         if self._restart_decision is not None:
             self._advance_restart(self._restart_decision, now)
             return
@@ -262,7 +271,7 @@ class Coordinator:
                 self._say(f"{outcome.reason}: everything is saved; run the same command again to go on")
             self._finish(outcome)
             return
-        # Before the workers: whoever is silent because its host is, is lost with it, and replaced elsewhere.
+        # Hosts before workers: workers that are silent because their host is lost are replaced on another host.
         self.remote_hosts.tick(now, silence_s=self._job.silence_s)
         if self.outcome is not None or self._restart_decision is not None:
             return
@@ -290,13 +299,15 @@ class Coordinator:
         self.close_admission()
 
     def close_admission(self, *, keep_listening: bool = False) -> socket.socket | None:
-        """Let nobody in any more; `keep_listening`: who comes waits at the socket that is returned."""
+        """Admit no more hosts. With `keep_listening` the listening socket is returned, and hosts that come wait
+        there.
+        """
         return None if self._admission is None else self._admission.close(keep_listening=keep_listening)
 
-    # What happens to other hosts (their Host).
+    # Called when other hosts join, leave or are lost.
 
     def refusal(self) -> tuple[str, bool] | None:
-        """Why a host that comes now cannot join, and whether it may try again later; None where it can."""
+        """Return why a host cannot join now and whether it may retry later; None if it can join."""
         if self._restart_decision is not None and self._restart_decision.is_waiting and self.outcome is None:
             return None
         if self._ending or self._leave_by is not None or self.outcome is not None:
@@ -311,7 +322,7 @@ class Coordinator:
         return "it has not begun yet", True
 
     def join(self, remote_host: RemoteHost) -> None:
-        """One more host has come while the run goes on."""
+        """Add a host that came while the run goes on."""
         self.remote_hosts.add(remote_host)
         if self._restart_decision is not None:
             self._say(f"{remote_host.name} has come")
@@ -323,7 +334,7 @@ class Coordinator:
 
     def remote_host_leaves(self, remote_host: RemoteHost, signum: int, *, at_once: bool) -> None:
         if at_once and self._controller is not None:
-            return  # its workers are lost then, and the others go on, or save, without them
+            return  # its workers count as lost, and the other replicas go on or save without them
         if at_once or signum != signal.SIGTERM or not self._has_begun:
             self._stop(signum, by=f" on host {remote_host.host}")
             return
@@ -348,7 +359,7 @@ class Coordinator:
         for ended in exits:
             self.exited(ended)
 
-    # What the controller does (its Crews).
+    # Called by the elastic controller (WorkerActions).
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
         self.remote_hosts.tell(worker, message)
@@ -358,7 +369,7 @@ class Coordinator:
         self.remote_hosts.start(replica, workers=workers, incarnation=incarnation)
 
     def kill(self, worker: int) -> None:
-        """Kill a worker that may not go on; its end is no news then."""
+        """Kill a worker that may not go on; its end is not reported as a failure."""
         self._ends.forget(worker)
         self.remote_hosts.kill(worker)
         self.remote_hosts.forget(worker, for_good=False)
@@ -376,7 +387,7 @@ class Coordinator:
 
     def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
         given_up = JobOutcome(state="stopped", exit_code=TOO_FEW, reason=reason)
-        if self._ends.has_failures:  # by its own program: the others only followed
+        if self._ends.has_failures:  # a worker's own program failed, and the other losses followed from it
             self._end_all(TERMINATE_S)
             return
         if self._keeps_state and self._leave_by is None:
@@ -387,15 +398,19 @@ class Coordinator:
             self._say(f"{reason}: {next_time(Path(self.run_dir))}")
             self._finish(given_up)
             return
-        self._end_for_restart(given_up)  # or, with no state to begin with, somebody may start the command again
+        self._end_for_restart(
+            given_up
+        )  # without state in memory this only waits until no lost host can still take steps
 
     def _advance_restart(self, start: RestartDecision, now: float) -> None:
-        """The attempt is over when all processes are gone, on all hosts."""
+        """End the attempt once every process is gone on all hosts."""
         late = [remote_host for remote_host in self.remote_hosts if not start.has_heard_of(remote_host.index)]
         is_here = bool(self._ends.missing) or (self._local_workers is not None and not self._local_workers.is_gone)
         if (late or is_here) and now < start.gone_by:
             return
-        for remote_host in late if not start.is_waiting else ():  # otherwise it has just come
+        for remote_host in (
+            late if not start.is_waiting else ()
+        ):  # while waiting for a host, a late one has only just joined
             self.remote_hosts.lose(remote_host, "it was told to end its workers and did not report their ends")
         is_gone = not self._ends.missing and (self._local_workers is None or self._local_workers.is_gone)
         start.keep_only({COORDINATOR_INDEX, *(remote_host.index for remote_host in self.remote_hosts)})
@@ -422,12 +437,12 @@ class Coordinator:
         self._finish(outcome)
 
     def remote_host_gone(self, remote_host: RemoteHost, left: RemainingHost) -> None:
-        """A host has ended its workers, so that all can begin again."""
+        """A host has ended all its workers, so that all can restart."""
         if self._restart_decision is not None:
             self._restart_decision.hear(left)
 
     def _heard(self, worker: int, notice: Mapping[str, Any]) -> None:
-        """A worker's notice."""
+        """Handle a notice from a worker."""
         match notice["op"]:
             case "elastic":
                 if self._controller is None and not self._ending:
@@ -449,9 +464,9 @@ class Coordinator:
                 pass
 
     def _server_lost(self, worker: int, cause: str) -> None:
-        """A parameter server was lost, and what only it had: all begin again from the newest checkpoint.
+        """A parameter server was lost with state that only it had: restart everything from the newest checkpoint.
 
-        Where nobody can start them, or the run is about to end, the workers' own error tells it.
+        If nothing can be forked any more, or the run is ending, the workers' own errors report the loss.
         """
         is_over = self._ending or self._end_at is not None or self._leave_by is not None
         if is_over or self._cannot_fork or self._job.launcher == "inline":
@@ -460,7 +475,7 @@ class Coordinator:
         failure = lost(worker, host=self.host_of(worker), pid=0, kind="ServerLost", message=message, names_workers=True)
         recoverable_loss = RecoverableLoss(causes=(cause,), lost=(), keeps=self._keeps_state)
         self._has_lost_server = True
-        self._keeps_state = True  # on the disk
+        self._keeps_state = True  # on disk, in checkpoints
         self._end_for_restart(
             JobOutcome(state="failed", exit_code=1, failures=(failure,), recoverable_loss=recoverable_loss)
         )
@@ -484,7 +499,7 @@ class Coordinator:
             self.exited(ended)
 
     def _goes_on(self, controller: ElasticController, ended: WorkerExit) -> bool:
-        """Tell the controller how a worker of an elastic run has ended; returns whether the run goes on without it."""
+        """Report the end of a worker to the elastic controller; return whether the run goes on without it."""
         if ended.failed:
             return self._survived([ended])
         has_left = not controller.is_member(ended.worker) and not ended.has_left
@@ -495,9 +510,9 @@ class Coordinator:
         return has_left
 
     def _goes_on_without(self, remote_host: RemoteHost, controller: ElasticController, reason: str) -> bool:
-        """Have a host's workers leave between two steps; returns whether enough are left, or can be started elsewhere.
+        """Make a host's workers leave between two steps; return whether enough replicas remain or fit elsewhere.
 
-        Where not, everybody has been told to save and leave.
+        If not, all workers have been told to save and leave.
         """
         if self._ending or self._leave_by is not None or controller.finish is not None:
             return False
@@ -510,9 +525,9 @@ class Coordinator:
         return True
 
     def _release_empty_host(self, remote_host: RemoteHost, now: float) -> None:
-        """A host that leaves alone ends when its workers have left; who has not in time is killed, and lost."""
+        """Release a leaving host once its workers have left; kill workers that exceed the grace time."""
         if self._ending or self._leave_by is not None or self._ends.by_worker:
-            return  # the run ends, and this host with it
+            return  # the whole run ends, including this host
         workers = self.remote_hosts.workers_of(remote_host)
         if not workers:
             reason = f"host {remote_host.host} was asked to leave, and the run goes on without it"
@@ -520,16 +535,16 @@ class Coordinator:
             self.remote_hosts.release(remote_host, {"op": "end", "outcome": gone.to_json()})
             self._assign_neighbors()
         elif remote_host.leave_by is not None and now >= remote_host.leave_by:
-            remote_host.leave_by = now + self._job.grace_s  # until their ends are known
+            remote_host.leave_by = now + self._job.grace_s  # until their ends are reported
             self._say(
                 f"the workers on {remote_host.name} have not left within {self._job.grace_s:.0f} s: they are ended"
             )
             remote_host.link.send({"op": "kill"})
 
     def _survived(self, exits: Sequence[WorkerExit], *, silent_s: float = 0.0) -> bool:
-        """Whether an elastic run goes on without these workers; an error of the user's program is no such loss.
+        """Return whether an elastic run goes on without these workers; an error of the user's program is no such loss.
 
-        `silent_s`: nothing had come of them for so long before.
+        `silent_s` is for how long nothing had been heard of them.
         """
         controller = self._controller
         if controller is None:
@@ -539,7 +554,7 @@ class Coordinator:
         for ended in exits:
             self._ends.forget(ended.worker)
             self.remote_hosts.forget(ended.worker, for_good=False)
-        # Who is lost alone leaves its slot free; who is lost with its host, or with its slots, needs one elsewhere.
+        # A worker lost alone leaves its slot free; one lost with its host or slots needs a slot elsewhere.
         is_alone = bool(exits) and all(self.remote_hosts.has_place(ended.worker) for ended in exits)
         ending = controller.replicas_of([ended.worker for ended in exits])
         room = None if is_alone else self.remote_hosts.room(controller.workers_each, without=ending)
@@ -547,7 +562,7 @@ class Coordinator:
         return True
 
     def _ask_to_leave(self, reason: str) -> None:
-        """Have everybody finish the step, save and leave; in time, or they are ended."""
+        """Make all workers finish the step, save and leave; those that take too long are ended."""
         if self._leave_by is not None or self._ending:
             return
         self._leave_by = time.monotonic() + self._job.grace_s
@@ -575,7 +590,7 @@ class Coordinator:
         self._end_all(STOP_S)
 
     def _end_for_restart(self, given_up: JobOutcome | None = None) -> None:
-        """Workers were lost, and what all have done is kept: nobody needs time to save."""
+        """Kill all workers to restart them: their state is kept, so they need no time to save."""
         self._ending = True
         self._restart_decision = RestartDecision(
             self._needs, given_up=given_up, patience_s=self._job.patience_s, judge=self.judge, say=self._say
@@ -585,7 +600,7 @@ class Coordinator:
             self._local_workers.kill()
 
     def _assign_neighbors(self) -> None:
-        """Say to each host where copies of what it has in memory go."""
+        """Tell each host which neighbor host receives copies of its snapshots."""
         if self.replication is not None:
             self.remote_hosts.assign_neighbors(self.address, self.replication)
 
@@ -603,4 +618,4 @@ class Coordinator:
 
 
 def _nowhere(event: Event) -> None:
-    """Where nobody keeps a record."""
+    """Drop the event: used until a record exists."""

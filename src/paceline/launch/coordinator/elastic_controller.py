@@ -1,7 +1,8 @@
-"""Carries out what the membership decides: starts, ends and tells workers, and says what each incident cost.
+"""Carries out membership decisions in elastic runs: starts, ends and informs workers, and records the cost of each
+loss.
 
-It is the head's part for elastic runs. It hears the workers' notices and how they end, passes both on to the state
-machine (`paceline.elastic.membership`), and acts on what comes back.
+It is part of the coordinator. Workers' notices and exits go to the state machine `paceline.elastic.membership`; the
+decisions that come back are carried out here.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ __all__ = ["ElasticController", "WorkerActions"]
 
 
 class WorkerActions(Protocol):
-    """The workers of all hosts, as the head reaches them."""
+    """What the controller can do to workers on any host."""
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None: ...
 
     def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
-        """Have the workers of a replica started; the run has so many `workers` then. `incarnation`: that nobody had
-        before."""
+        """Start the workers of a replica; the run then has `workers` workers. `incarnation` is a number that no replica
+        had before.
+        """
         ...
 
     def kill(self, worker: int) -> None: ...
@@ -36,7 +38,9 @@ class WorkerActions(Protocol):
         ...
 
     def forms(self, members: Collection[int]) -> bool:
-        """A new generation is about to be told, of these members; returns whether they are on more than one host."""
+        """Note that a new generation of these members is about to be announced; return whether it spans several
+        hosts.
+        """
         ...
 
     def formed(self) -> None:
@@ -44,27 +48,28 @@ class WorkerActions(Protocol):
         ...
 
     def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
-        """Nobody is left who has the run's state. `causes`: what has led to it; `lost`: workers that were lost by it,
-        and not ended with them."""
+        """No replica with the run's state is left. `causes` led to it; `lost` are the workers that were lost by
+        themselves.
+        """
         ...
 
 
 @dataclasses.dataclass(kw_only=True)
 class LossIncident:
-    """A loss of workers, until the others have formed again."""
+    """A loss of workers, until the other replicas have formed a new generation."""
 
     causes: list[str]
-    lost: list[int]  # workers, but for those that were ended with them
+    lost: list[int]  # workers lost by themselves, without those ended with them
     began: float  # time.time() when the first of them was lost, as far as can be known
     generation: int = 0
-    noticed: float = 0.0  # when the last of the others knew
+    noticed: float = 0.0  # when the last of the remaining workers noticed
     formed: float = 0.0
     at_step: int = 0  # committed before
-    goes_on_at: int | None = None  # committed steps of those who go on
+    goes_on_at: int | None = None  # committed steps of the workers that go on
 
 
 class ElasticController:
-    """Decides nothing by itself. `workers` begin the run; `emit` takes events for the run's record."""
+    """Carries out the decisions of `Membership`. The run starts with `workers`; `emit` writes events to its record."""
 
     def __init__(
         self, limits: Limits, *, workers: int, worker_actions: WorkerActions, emit: Callable[[Event], None]
@@ -73,30 +78,30 @@ class ElasticController:
         self._worker_actions, self._emit = worker_actions, emit
         self._membership = Membership(limits, replicas=workers // limits.workers_each, now=time.monotonic())
         self._incident: LossIncident | None = None
-        self._step = 0  # the newest that anybody has committed
+        self._step = 0  # the newest committed step
         self._lost_at: dict[int, float] = {}  # worker -> when its predecessor was lost
         self._num_started = 0  # replicas, since the run began
-        self._coming: set[int] = set()  # workers that were started, and have not taken a step
+        self._coming: set[int] = set()  # started workers that have taken no step yet
         self._left_at: dict[int, int] = {}  # worker -> the last step that it took part in, as it said when it left
-        self._spread = (-1, False)  # the newest generation, and whether it is on more than one host
-        self._members: set[int] = set(self._membership.form.members)  # when we last told anybody
+        self._spread = (-1, False)  # the newest generation, and whether it spans several hosts
+        self._members: set[int] = set(self._membership.form.members)  # of the last announced generation
 
     @property
     def finish(self) -> Finish | None:
-        """What everybody was told, once the run is to end."""
+        """What all workers were told, once the run is to end."""
         return self._membership.ending
 
     def is_member(self, worker: int) -> bool:
         return self._membership.is_member(worker)
 
     def is_over(self, worker: int) -> bool:
-        """Whether a worker has come to the end of its program's part in the run, though its process may go on."""
+        """Return whether a worker has finished its part in the run, though its process may still be alive."""
         return self._membership.is_over(worker)
 
-    # What happens.
+    # What workers and the coordinator report.
 
     def heard(self, worker: int, notice: Mapping[str, Any]) -> None:
-        """A worker's notice; KeyError or TypeError where it makes no sense."""
+        """Handle a worker's notice; raise KeyError or TypeError if it is invalid."""
         now, membership = time.monotonic(), self._membership
         self._step = max(self._step, int(notice.get("step", 0)))
         match notice["op"]:
@@ -123,8 +128,9 @@ class ElasticController:
                 membership.heard(worker, now)
 
     def lost(self, exits: Sequence[WorkerExit], *, room: int | None = None, silent_s: float = 0.0) -> None:
-        """Workers have ended that were not told to, or are to end because nothing came of them for `silent_s` seconds.
-        `room`: for so many replicas there are free slots (None: for all that were lost)."""
+        """Workers ended unexpectedly, or are ended because nothing was heard of them for `silent_s` seconds. `room` is
+        for how many replicas there are free slots (None: for all that were lost).
+        """
         workers, causes = [one.worker for one in exits], dict[int, str]()
         for ended in exits:
             cause = cause_of(ended)
@@ -137,40 +143,41 @@ class ElasticController:
         self._do(self._membership.lost(workers, time.monotonic(), reason=reason, room=room), causes)
 
     def ended(self, worker: int, *, host: str, has_saved: bool) -> None:
-        """A worker has ended in good order: it left as it was to, or its program has come to its end."""
+        """A worker ended as planned: it left on request, or its program finished."""
         self._note_left(worker, host, has_saved=has_saved)
         self._do(self._membership.ended(worker, time.monotonic(), has_saved=has_saved))
 
     def leave(self, workers: Collection[int], reason: str, *, room: int) -> bool:
-        """Have these workers leave between two steps; `room`: for so many replicas there are free slots elsewhere.
+        """Make these workers leave between two steps; return whether the run goes on without them.
 
-        Returns whether the run goes on without them: otherwise everybody has been told to save and leave.
+        `room` is for how many replicas there are free slots elsewhere. If too few remain, all workers have been told to
+        save and leave.
         """
         self._do(self._membership.leave(workers, time.monotonic(), reason=reason, room=room))
         return self.finish is None
 
     def resize(self, replicas: int) -> None:
-        """Go on with so many; ValueError where the plan does not allow it."""
+        """Go on with this many replicas; raise ValueError if the plan does not allow it."""
         self._do(self._membership.resize(replicas, time.monotonic()))
 
     def grow(self, slots: int) -> int:
-        """A host has come with room for so many workers; returns by how many replicas the run grows."""
+        """A host joined with room for `slots` workers; return by how many replicas the run grows."""
         before = self._membership.target
         self._do(self._membership.grow(slots // self.workers_each, time.monotonic()))
         return self._membership.target - before
 
     def stop(self, exit_code: int, reason: str) -> None:
-        """Have everybody save and leave."""
+        """Make all workers save and leave."""
         self._do(self._membership.finish(exit_code, reason))
 
     def tick(self, now: float, *, unheard: Collection[int] = ()) -> None:
-        """Time passes; of the `unheard` workers nothing can be heard, as their hosts say nothing either."""
+        """Let time pass. Nothing can be heard of the `unheard` workers, because their hosts are silent too."""
         self._do(self._membership.tick(now, unheard=unheard))
 
-    # What is done.
+    # How decisions are carried out.
 
     def _do(self, decisions: Sequence[Decision], causes: Mapping[int, str] | None = None) -> None:
-        """`causes`: why replicas are lost, by their numbers; the rest of their workers is ended with them."""
+        """`causes` says why replicas are lost, by their number; their remaining workers are ended with them."""
         told = dict(causes or {})
         for decision in decisions:
             match decision:
@@ -202,7 +209,7 @@ class ElasticController:
         self._members = set(form.members)
         if self._incident is not None and not form.planned:
             self._incident.generation = form.generation
-        if form.generation > self._spread[0]:  # said again, it is the same generation still
+        if form.generation > self._spread[0]:  # an announcement may be repeated
             self._spread = form.generation, self._worker_actions.forms(form.members)
         message = dataclasses.replace(form, is_spread=self._spread[1]).to_json()
         for worker in {*form.members, *self._membership.left_out}:
@@ -223,7 +230,7 @@ class ElasticController:
         incident = self._incident
         if incident is None or int(notice["generation"]) < incident.generation:
             return
-        # Of members that take batches by themselves each has another step, and none of them is lost.
+        # Members that take async batches are at different steps, and none of these steps is lost.
         step = incident.at_step if notice.get("is_apart") else int(notice["step"])
         incident.noticed = max(incident.noticed, float(notice["noticed"]))
         incident.formed = max(incident.formed, time.time())
@@ -262,7 +269,7 @@ class ElasticController:
         return f"{cause}, and with it replica{'s' * (len(named) > 1)} {', '.join(named)}"
 
     def _note_left(self, worker: int, host: str, *, has_saved: bool) -> None:
-        """Say that the others go on without a worker; where everybody saves and leaves, the run's end tells that."""
+        """Record that the run goes on without a worker; if all save and leave, the run's end reports it."""
         step, why = self._left_at.pop(worker, self._step), self._membership.why_left(worker)
         if why is None or has_saved or self.is_member(worker):
             return
@@ -294,7 +301,7 @@ def _spelled(workers: Collection[int]) -> str:
 def cause_of(ended: WorkerExit) -> str:
     """How a worker was lost, in words."""
     if ended.error and ended.error.get("kind") in ("HostLost", "Hang", "NotStarted"):
-        return str(ended.error["message"])  # the same for all of these workers, and so told once; or it names its own
+        return str(ended.error["message"])  # the same for all these workers, so it is reported once
     if ended.error and ended.signal is None:
         return f"worker {ended.worker}: {ended.error.get('message', '')}".splitlines()[0]
     if ended.signal is not None:

@@ -1,10 +1,10 @@
-"""The head's half of the meeting: waits at the meeting point until all hosts are there, then gives each its place.
+"""The coordinator's half of the rendezvous: it waits until all hosts are there, then gives each its ranks.
 
-    member -> head    hello: its name, its address, what it was started for
-    head -> member    welcome: its place; or refused: why, and whether to try again later; ping meanwhile
+    host -> coordinator   hello: its name, its address, the job that it was started for
+    coordinator -> host   welcome: its place; or refused: why, and whether to retry later; ping while waiting
 
-The door stays open while the job runs: hosts that come later, or come back, are taken in where the head wants them, and
-everybody else gets an answer.
+Admission stays open while the job runs: a host that comes later or returns is admitted if the coordinator wants it, and
+any other is refused with a reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["HostAdmission"]
 
 
 class HostAdmission:
-    """Turns connections that have proved the token into guests."""
+    """Turns connections that have proved the job's token into remote hosts."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class HostAdmission:
         replication: SnapshotReplication | None = None,
         restart_plan: RestartPlan | None = None,
     ) -> None:
-        """`restart_plan`: those who were lost begin again, on hosts that come back."""
+        """`restart_plan`: workers were lost and all restart, on hosts that return."""
         self._terms, self._loop, self._say, self._restart_plan = terms, loop, say, restart_plan
         self._replication = replication
-        self._remote_hosts: list[RemoteHost] = []  # that the job begins with
-        self._unnamed: set[MessageStream] = set()  # have proved the token and not said hello yet
-        self._turned_away: set[str] = set()  # what was said of them is said once
+        self._remote_hosts: list[RemoteHost] = []  # with which the job starts
+        self._unnamed: set[MessageStream] = set()  # proved the token, but sent no hello yet
+        self._turned_away: set[str] = set()  # each refusal is reported once
         self._coordinator: Coordinator | None = None
         self._next_ping = 0.0
         self._address = str(listener.getsockname()[0])
@@ -67,7 +67,7 @@ class HostAdmission:
 
     @property
     def progress(self) -> str:
-        """What is waited for."""
+        """What is being waited for, as a sentence."""
         more = self._num_remote_hosts - len(self._remote_hosts)
         here = ", ".join([self._terms.host, *(remote_host.host for remote_host in self._remote_hosts)])
         return f"waiting at {self._terms.point} for {more} more host{'' if more == 1 else 's'}; here: {here}"
@@ -83,7 +83,7 @@ class HostAdmission:
                 remote_host.link.send({"op": "ping"})
 
     def welcome(self) -> Coordinator:
-        """Deal the ranks, tell every guest its place, and go over into the job."""
+        """Assign the ranks, send every host its place, and return the coordinator."""
         terms = self._terms
         if self._restart_plan is None:
             ranks = ranks_by_host(terms.job.workers or 0, terms.job.hosts)
@@ -114,7 +114,7 @@ class HostAdmission:
 
     @property
     def snapshot_addresses(self) -> dict[int, HostAddress]:
-        """Where each host gives what others' workers begin with."""
+        """Where each host serves the snapshots that workers of other hosts start from."""
         found = {
             remote_host.index: (remote_host.address, remote_host.port)
             for remote_host in self._remote_hosts
@@ -125,7 +125,7 @@ class HostAdmission:
         )
 
     def give_up(self, reason: str) -> None:
-        """Send those who came home."""
+        """Refuse the hosts that came, with the reason."""
         for remote_host in self._remote_hosts:
             remote_host.link.send({"op": "refused", "reason": f"the head gave up: {reason}", "again": False})
             remote_host.link.flush(FAREWELL_S)
@@ -133,15 +133,15 @@ class HostAdmission:
         self.close()
 
     def close(self, *, keep_listening: bool = False) -> socket.socket | None:
-        """Close the door; guests stay. `keep_listening`: hosts come again soon, and wait at the socket that is
-        returned.
+        """Admit no more hosts; joined hosts stay. With `keep_listening` the listening socket is returned for hosts that
+        return soon.
         """
         while self._unnamed:
             self._unnamed.pop().close()
         return self._listener.close(keep_listening=keep_listening)
 
     def _accepted(self, sock: socket.socket) -> None:
-        """A connection has proved the token."""
+        """Read messages from a connection that has proved the token."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         address = str(sock.getpeername()[0])
         remote_host: RemoteHost | None = None
@@ -166,7 +166,7 @@ class HostAdmission:
         self._unnamed.add(link)
 
     def _on_hello(self, link: MessageStream, address: str, message: Mapping[str, Any]) -> RemoteHost | None:
-        """Make a guest of who was started for this job; tell the others why they are none."""
+        """Admit a host that was started for this job; tell any other why it is refused."""
         job, who = message.get("job"), f"host {message.get('host')} ({address})"
         different = mismatch(self._terms.essentials, job if isinstance(job, dict) else {})
         if different:
@@ -201,7 +201,7 @@ class HostAdmission:
         return remote_host
 
     def _reclaims_place(self, remote_host: RemoteHost, host_index: Any, restart_plan: RestartPlan) -> bool:
-        """Give a host the place that it had; False where it had none."""
+        """Give a returning host the place that it had; return False if it had none."""
         taken = {COORDINATOR_INDEX, *(other.index for other in self._remote_hosts)}
         if not isinstance(host_index, int) or host_index not in restart_plan.ranks or host_index in taken:
             return False

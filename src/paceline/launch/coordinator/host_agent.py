@@ -1,8 +1,8 @@
-"""The side of every other host: passes on what its workers ask and how they end, and does what the head says.
+"""The agent of every other host: it forwards its workers' requests and exits, and does what the coordinator says.
 
-It ends its workers by itself in two cases only: it was told to (Ctrl-C, SIGTERM), or the head was lost. Then they may
-save and leave first, which they can where all workers of the job are still there. How long they may go on without the
-head it passes on to them, and they keep to it by themselves (`paceline.elastic.lease`).
+It ends its workers on its own in two cases only: a signal told it to, or the coordinator was lost. After losing the
+coordinator the workers may first save and leave, which works if all workers of the job are still there. It passes on to
+them how long they may go on without the coordinator, and they keep to it (`paceline.elastic.lease`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["HostAgent"]
 
 
 class HostAgent:
-    """Speaks with the head, in the messages that `paceline.launch.coordinator.remote_hosts` lists."""
+    """Talks to the coordinator in the messages that `paceline.launch.coordinator.remote_hosts` lists."""
 
     def __init__(
         self,
@@ -47,52 +47,52 @@ class HostAgent:
         say: Callable[[str], None],
         snapshot_addresses: Mapping[int, HostAddress] | None = None,
     ) -> None:
-        """`silence_s`: after so long without a word the head takes this host for lost. `snapshot_addresses`: where
-        other hosts give what this one's workers begin with.
+        """After `silence_s` without a message the coordinator gives this host up. `snapshot_addresses` says where other
+        hosts serve the snapshots that this host's workers start from.
         """
         self.host, self.address, self.host_index = host, address, host_index
-        self.ranks, self.slots = tuple(ranks), slots  # with which this host begins; for how many it has room
-        self.here = set(ranks)  # that have their files on this host; follows them as they come
-        self.attempt, self.run_dir = attempt, run_dir  # the head's: the run has one number and one name on all hosts
+        self.ranks, self.slots = tuple(ranks), slots  # that start on this host; how many workers it has room for
+        self.here = set(ranks)  # ranks whose files are on this host; updated as workers come
+        self.attempt, self.run_dir = attempt, run_dir  # the coordinator's: the same on all hosts
         self.outcome: JobOutcome | None = None
-        self.replication: SnapshotReplication | None = None  # to and from other hosts, what this one has in memory
+        self.replication: SnapshotReplication | None = None  # exchanges in-memory snapshots with other hosts
         self.snapshot_addresses = dict(snapshot_addresses or {})
         self._cannot_fork = False
-        self._is_restarting = False  # all are ended to begin again
+        self._is_restarting = False  # all workers are ended for a restart
         self._local_workers: LocalWorkers | None = None
-        self.before_stack: Callable[[int], None] = _unheard  # told of each worker that is asked for its stack
+        self.before_stack: Callable[[int], None] = _unheard  # called with each worker that is asked for its stacks
         self._link, self._coordinator, self._say = link, coordinator, say
-        self._early: list[Mapping[str, Any]] = []  # said before there was a crew
+        self._early: list[Mapping[str, Any]] = []  # messages that came before the local workers were known
         self._exits: list[WorkerExit] = []
-        self._signum: int | None = None  # somebody stopped this host
-        self._cut_short: int | None = None  # and then, while its workers were leaving, had them killed
+        self._signum: int | None = None  # the signal that stopped this host
+        self._cut_short: int | None = None  # a second signal, which killed its workers while they were leaving
         self._coordinator_loss = ""
-        self._has_begun = False  # some worker here is at work on steps
-        self._leave_by: float | None = None  # after the head was lost, workers have saved and left by then
-        self._patience: float | None = None  # a stopping head has sent the outcome by then
+        self._has_begun = False  # some worker here is taking steps
+        self._leave_by: float | None = None  # after the coordinator was lost: deadline for workers to save and leave
+        self._patience: float | None = None  # deadline for a stopping coordinator to send the outcome
         self._next_ping, self._ping_s = 0.0, heartbeat_interval_s(silence_s)
         self._silence_s = head_silence_s(silence_s)
-        self._until: float | None = None  # by `clock`, workers may go on
+        self._until: float | None = None  # workers may go on until this time of `clock`
 
     @property
     def is_late(self) -> bool:
-        """Whether the run was at work already when this host came."""
+        """Whether the run was already taking steps when this host joined."""
         return not self.ranks
 
     def lead(self, local_workers: LocalWorkers, emit: Callable[[Event], None]) -> None:
-        """Take over the workers of this host; the record of the run is the head's."""
+        """Take over the workers of this host; the coordinator keeps the run's record."""
         self._local_workers = local_workers
-        self._link.heard = time.monotonic()  # the head's words are answers, and nothing was asked before
+        self._link.heard = time.monotonic()  # the coordinator only answers pings, and none was sent before
         while self._early:
             self.coordinator_said(self._early.pop(0))
 
-    # What whoever looks out for hangs wants told, and done.
+    # Called by the hang monitor.
 
     def send_activity(self, activities: Sequence[Mapping[str, Any]]) -> None:
-        """Tell the head what the workers of this host do."""
+        """Report to the coordinator what the workers of this host do."""
         self._link.send({"op": "doing", "workers": activities})
 
-    # What the crew tells (its Listener).
+    # Called by the local workers (LocalWorkersListener).
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None:
         self._has_begun = self._has_begun or request.get("op") == "begun"
@@ -114,11 +114,13 @@ class HostAgent:
         self._cannot_fork = True
         self._link.send({"op": "barren"})
 
-    # What the supervisor tells.
+    # Called by the supervisor.
 
     def interrupted(self, signum: int) -> None:
-        """A signal to the supervisor: end the workers, and tell the head; a second one, or one that comes while they
-        leave because the head was lost: kill them."""
+        """Handle a signal to the supervisor: end the workers and tell the coordinator.
+
+        A second signal, or one while workers leave because the coordinator was lost, kills them.
+        """
         if self._local_workers is None:
             return
         if self._signum is not None or self._coordinator_loss:
@@ -130,17 +132,19 @@ class HostAgent:
             return
         self._signum = signum
         self._link.send({"op": "leaving", "signal": signum, "reason": ""})
-        if signum != signal.SIGTERM:  # which the head may take for a request to leave, alone or with everybody
+        if (
+            signum != signal.SIGTERM
+        ):  # for SIGTERM the coordinator decides whether this host leaves alone or all workers leave
             self._patience = time.monotonic() + STOP_S + REPORT_S
             self._local_workers.terminate(STOP_S)
 
     def abandon(self, reason: str, *, signum: int | None = None) -> None:
-        """This host cannot go on, or was stopped before it had workers: tell the head."""
+        """Tell the coordinator that this host cannot go on, or was stopped before it had workers."""
         self._link.send({"op": "leaving", "signal": signum, "reason": f"host {self.host}: {reason}"})
         self._link.flush(FAREWELL_S)
 
     def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Commands are the head's business."""
+        """Refuse a user command: only the coordinator answers commands."""
         return {"error": f"the head of this run is {self._coordinator}: use the command there"}
 
     def tick(self, now: float) -> None:
@@ -149,7 +153,9 @@ class HostAgent:
         if now >= self._next_ping:
             self._next_ping = now + self._ping_s
             self._link.send({"op": "ping", "asked": clock()})
-        limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)  # it opens its books
+        limit_s = (
+            self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)
+        )  # the coordinator prepares the run's record first
         if not self._coordinator_loss and now - self._link.heard > limit_s:
             self.coordinator_lost(f"it said nothing for {limit_s:.0f} s")
         if self._is_restarting and self._local_workers.is_gone:
@@ -169,10 +175,10 @@ class HostAgent:
     def close(self) -> None:
         self._link.close()
 
-    # What the head says.
+    # Messages of the coordinator.
 
     def coordinator_said(self, message: Mapping[str, Any]) -> None:
-        """Do what one message of the head says; what makes no sense is the end of the membership."""
+        """Carry out one message of the coordinator; an invalid one ends the membership."""
         if self._local_workers is None:
             self._early.append(message)
             return
@@ -182,7 +188,7 @@ class HostAgent:
             self.coordinator_lost(f"it said something that makes no sense ({type(error).__name__}: {error})")
 
     def coordinator_lost(self, reason: str) -> None:
-        """The head is there no longer: have the workers save and leave, if all of the job can, and end them."""
+        """The coordinator is lost: make the workers save and leave if the whole job can, then end them."""
         if self.outcome is not None or self._coordinator_loss:
             return
         self._coordinator_loss = f"the head {self._coordinator} was lost: {reason}"
@@ -200,7 +206,7 @@ class HostAgent:
             self._local_workers.tell(worker, finish.to_json())
 
     def _answer_alone(self, local_workers: LocalWorkers, worker: int, request: Mapping[str, Any]) -> None:
-        """The head would answer; without it a worker that has lost another one cannot go on, nor save."""
+        """Answer in the coordinator's place: a worker that has lost a peer can neither go on nor save."""
         if "id" in request:
             local_workers.tell(worker, {"id": request["id"], "closed": self._coordinator_loss})
         elif request.get("op") == "stuck":
@@ -246,7 +252,7 @@ class HostAgent:
                 raise ValueError(f"unknown message {op!r}")
 
     def _own(self, outcome: JobOutcome) -> JobOutcome:
-        """How it ended here: workers that were killed on their way out have saved nothing, whatever the others have."""
+        """Return the outcome for this host: workers killed while leaving saved nothing, even if others did."""
         if self._cut_short is None or outcome.exit_code not in (PREEMPTED, TOO_FEW):
             return outcome
         return interrupted(self._cut_short, self._exits)
@@ -261,7 +267,7 @@ class HostAgent:
         if self._signum is not None:
             self.outcome = interrupted(self._signum, exits)
             return
-        # Worker 0 is the head's, on whatever host the head is.
+        # Worker 0 stands for the coordinator, on whatever host it ran.
         coordinator = lost(0, host=self._coordinator, pid=0, kind="HostLost", message=self._coordinator_loss)
         self.outcome = dataclasses.replace(
             verdict((coordinator, *exits)), reason=self._coordinator_loss, exits=tuple(exits)
@@ -269,10 +275,10 @@ class HostAgent:
 
 
 def _unheard(worker: int) -> None:
-    """Where nobody looks out for hangs."""
+    """Do nothing: there is no hang monitor."""
 
 
 def _is_old_news(ended: WorkerExit) -> bool:
-    """Whether a run has gone on after a worker's end: it was lost and replaced, or has come to its end."""
+    """Return whether the run went on after a worker's end: it was replaced, or its program finished."""
     is_error = ended.failed and ended.exit_code is not None and not (ended.error or {}).get("echo")
     return not ended.has_left and not is_error

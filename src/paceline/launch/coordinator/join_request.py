@@ -1,7 +1,4 @@
-"""The other hosts' half of the meeting: one attempt to join the head.
-
-What one host brings to the meeting of a job's hosts, and what has to be the same on all of them.
-"""
+"""How another host joins the coordinator: one attempt, and the job terms that must be the same on all hosts."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ __all__ = ["JobTerms", "JoinRequest", "mismatch"]
 
 
 class JoinRequest:
-    """Connects, proves the token, says hello, and waits for a place: `member` when it has one, `failed` (why) when not.
+    """Connects, proves the token, says hello and waits for a place: the result is `member`, or `failed` says why not.
 
-    Where the head's name has several addresses, `number` chooses one, counted round. `host_index`: this host had it,
-    and all begin again.
+    If the coordinator's name has several addresses, `number` chooses one, modulo their count. `host_index` is the index
+    that this host had before a restart.
     """
 
     def __init__(
@@ -42,14 +39,14 @@ class JoinRequest:
         self._replication, self._host_index = replication, host_index
         self.member: HostAgent | None = None
         self.failed = ""
-        self.final = False  # there is no use in trying again
+        self.final = False  # retrying is useless
         self._call = AuthenticatedConnection(terms.token, loop, on_proved=self._proved, on_failed=self._fail)
         self._link: MessageStream | None = None
         self._connect(number)
 
     @property
     def progress(self) -> str:
-        """What is waited for."""
+        """What is being waited for, as a sentence."""
         if self._link is None:
             return f"connecting to the head at {self._terms.point}"
         return f"waiting with the head at {self._terms.point} for the other hosts"
@@ -60,7 +57,7 @@ class JoinRequest:
             self._fail(f"the head said nothing for {SILENCE_S:.0f} s")
 
     def close(self) -> None:
-        """Close what has not become a member's."""
+        """Close the connection unless a `HostAgent` has taken it over."""
         self._call.close()
         if self._link is not None and self.member is None:
             self._link.close()
@@ -76,7 +73,9 @@ class JoinRequest:
 
     def _proved(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._address = str(sock.getsockname()[0])  # towards the head: so the other hosts reach this one too
+        self._address = str(
+            sock.getsockname()[0]
+        )  # the address that faces the coordinator: other hosts reach this one there too
         self._link = MessageStream(sock, self._loop, on_message=self._said, on_close=self._closed)
         port = 0
         if self._replication is not None:
@@ -129,30 +128,30 @@ class JoinRequest:
         self.close()
 
 
-PROTOCOL = 4  # of the messages between hosts; counted up when they change
+PROTOCOL = 4  # version of the messages between hosts; raised when they change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobTerms:
-    """This host's view of the job."""
+    """The job as this host was started for it."""
 
-    job: Job  # as it begins now
+    job: Job  # as it starts now: after a restart perhaps with fewer workers
     asked: Job  # as this host's user started it
     plan: str | None
     attempt: int
     run_dir: str  # as this host's user wrote it
     host: str  # this host's name
-    at: tuple[str, int]  # the meeting point: host and port
+    at: tuple[str, int]  # the rendezvous address: host and port
     token: bytes = dataclasses.field(repr=False)
 
     @property
     def point(self) -> str:
-        """The meeting point, as the user wrote it."""
+        """The rendezvous address as the user wrote it."""
         return self.job.head or ""
 
     @property
     def essentials(self) -> dict[str, Any]:
-        """What has to be the same on all hosts, in the user's words."""
+        """The terms that must be the same on all hosts, in the user's words."""
         return {
             "protocol": PROTOCOL,
             "program": Path(self.job.program).name or "(a function)",
@@ -163,6 +162,6 @@ class JobTerms:
 
 
 def mismatch(head: Mapping[str, Any], host: Mapping[str, Any]) -> str:
-    """Name what differs, with both values; "" where nothing does."""
+    """Name the terms that differ, with both values; "" if all agree."""
     names = sorted(name for name in head.keys() | host.keys() if head.get(name) != host.get(name))
     return ", ".join(f"{name}: {head.get(name)!r} on the head, {host.get(name)!r} here" for name in names)

@@ -1,15 +1,16 @@
-"""The other hosts of a job, as the head sees them, and which worker is where: whoever wants a worker asks here.
+"""The other hosts of a job as the coordinator sees them, and the host on which each worker runs.
 
-    member -> head    said (a worker's request or notice), started, exited (with what is in error.json), leaving, ping
-                      (`asked` at this time of its own clock), barren (it can start no more workers), gone (all its
-                      workers, and what it has in memory)
-    head -> member    tell (a worker), stop (in how many seconds SIGKILL follows), kill, ping (the answer: for
-                      `for_s` seconds after it was `asked` workers may go on), start and kill_worker (elastic runs),
-                      again (kill all: they begin again), neighbour (where copies of what is in memory go), drop (what
-                      a worker has kept that left), end (the outcome: of the run, or of this host alone)
-    for whoever looks out for hangs: member -> head  doing (its workers)      head -> member  stack (ask a worker)
+    host -> coordinator   said (a worker's request or notice), started, exited (with its error.json), leaving,
+                          ping (`asked`: the time by the host's own clock), barren (it can fork no more workers),
+                          gone (all its workers ended; which snapshots it has in memory)
+    coordinator -> host   tell (a message for a worker), stop (SIGKILL follows after `grace_s`), kill,
+                          ping (the answer: workers may go on until `for_s` seconds after `asked`),
+                          start and kill_worker (elastic runs), again (kill all workers for a restart),
+                          neighbour (the host that receives copies of its snapshots), drop (free the snapshots of
+                          a worker that left), end (the outcome of the run, or of this host alone)
+    for the hang monitor  host -> coordinator: doing (worker activity); coordinator -> host: stack (write stacks)
 
-A guest that closes its connection, is silent for long, or says what makes no sense is lost, and its workers with it.
+A host is lost, with all its workers, if it closes its connection, is silent too long or sends an invalid message.
 """
 
 from __future__ import annotations
@@ -29,26 +30,28 @@ from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
 __all__ = ["COORDINATOR_INDEX", "FAREWELL_S", "PING_S", "SILENCE_S", "RemoteHost", "RemoteHosts", "RemoteHostsListener"]
 
 PING_S = 1.0
-SILENCE_S = 15.0  # a host that has said nothing for so long is lost
-FAREWELL_S = 2.0  # to hand the outcome to the members
-COORDINATOR_INDEX = 0  # the head's own index
+SILENCE_S = 15.0  # a host that has been silent for this long is lost
+FAREWELL_S = 2.0  # to send the outcome to the other hosts
+COORDINATOR_INDEX = 0  # the index of the coordinator's host
 
 
 @dataclasses.dataclass(kw_only=True)
 class RemoteHost:
-    """Another host, as the head sees it."""
+    """Another host, as the coordinator sees it."""
 
     link: MessageStream
     host: str  # its name
     address: str  # as its peers see it
     index: int
     slots: int  # workers that it has room for
-    port: int = 0  # at which it takes in copies of what other hosts have in memory; 0: it does not
-    workers: set[int] = dataclasses.field(default_factory=set[int])  # ranks that are, or were, on it
+    port: int = 0  # where it accepts copies of other hosts' snapshots; 0: it does not
+    workers: set[int] = dataclasses.field(default_factory=set[int])  # ranks that are or were on it
     pids: dict[int, int] = dataclasses.field(default_factory=dict)
-    former: dict[int, int] = dataclasses.field(default_factory=dict)  # predecessors' pids, of workers started anew
+    former: dict[int, int] = dataclasses.field(
+        default_factory=dict
+    )  # the pid of the predecessor of each restarted worker
     has_spoken: bool = False  # since it was welcomed
-    leave_by: float | None = None  # it was asked to leave, and its workers have left by then
+    leave_by: float | None = None  # it was asked to leave, and its workers must have left by then
 
     @property
     def name(self) -> str:
@@ -57,29 +60,29 @@ class RemoteHost:
 
 
 class RemoteHostsListener(Protocol):
-    """The head: what guests and their workers say ends up with it."""
+    """The coordinator, which receives what other hosts and their workers report."""
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None: ...
 
     def exited(self, ended: WorkerExit) -> None: ...
 
     def remote_host_gone(self, remote_host: RemoteHost, left: RemainingHost) -> None:
-        """It has ended its workers, so that all can begin again."""
+        """The host has ended its workers for a restart."""
         ...
 
     def remote_host_leaves(self, remote_host: RemoteHost, signum: int, *, at_once: bool) -> None:
-        """Somebody stopped its supervisor; `at_once`: for the second time, and it kills its workers."""
+        """Its supervisor got a signal; with `at_once` it was the second one, and the host kills its workers."""
         ...
 
     def remote_host_lost(
         self, remote_host: RemoteHost, exits: Sequence[WorkerExit], message: str, *, silent_s: float
     ) -> None:
-        """It is there no longer; `exits` are its workers. Nothing had been heard of it for so long."""
+        """The host is lost; `exits` are its workers, and `silent_s` is for how long it had been silent."""
         ...
 
 
 class RemoteHosts:
-    """Finds each worker's host, its own crew's or a guest's, and says there what is to be said."""
+    """Finds the host of each worker, this one or another, and sends messages there."""
 
     def __init__(
         self,
@@ -91,18 +94,19 @@ class RemoteHosts:
         name: str,
         lease_s: float,
     ) -> None:
-        """`own` are the ranks of the head itself, which has so many `slots`, and whose `name` is that of its host.
-        `lease_s`: so long others' workers go on after their host has said a word that was answered."""
-        self.here = set(own)  # ranks that have their files on the head
+        """`own` are the ranks on the coordinator's host, which has `slots` slots and is called `name`. `lease_s` is how
+        long workers of another host may go on after the coordinator answered a ping of that host.
+        """
+        self.here = set(own)  # ranks whose files are on the coordinator's host
         self.on_activity: Callable[[Sequence[Mapping[str, Any]], float], None] = _unheard  # of other hosts' workers
         self._host, self._name, self._lease_s = host, name, lease_s
         self._local_workers: LocalWorkers | None = None
         self._remote_hosts: dict[int, RemoteHost] = {}
         self._slots = HostSlots()
         self._slots.open(COORDINATOR_INDEX, slots, own)
-        self._num_hosts = 1  # that were ever there
-        self._quiet: set[int] = set()  # guests that have been silent for half as long as a lost one, or longer
-        self._released: list[MessageStream] = []  # of guests that have left; they close them
+        self._num_hosts = 1  # hosts that ever joined
+        self._quiet: set[int] = set()  # hosts silent for at least half of the limit
+        self._released: list[MessageStream] = []  # of hosts that have left; they close the connection
         for remote_host in remote_hosts:
             self.add(remote_host)
 
@@ -110,16 +114,16 @@ class RemoteHosts:
         return iter(tuple(self._remote_hosts.values()))
 
     def lead(self, local_workers: LocalWorkers) -> None:
-        """Take over the head's own workers."""
+        """Take over the local workers of the coordinator's host."""
         self._local_workers = local_workers
 
     @property
     def next_index(self) -> int:
-        """The index of the next host that comes; none is given twice."""
+        """The index of the next host that joins; no index is used twice."""
         return self._num_hosts
 
     def add(self, remote_host: RemoteHost) -> None:
-        """One more host is there."""
+        """Add a host."""
         self._num_hosts = max(self._num_hosts, remote_host.index + 1)
         self._remote_hosts[remote_host.index] = remote_host
         self._slots.open(remote_host.index, remote_host.slots, remote_host.workers)
@@ -132,7 +136,7 @@ class RemoteHosts:
         return self._name if remote_host is None else remote_host.host
 
     def workers_of(self, remote_host: RemoteHost) -> frozenset[int]:
-        """The workers that are on a guest now."""
+        """Return the workers that run on a host now."""
         return self._slots.workers_on(remote_host.index)
 
     def hosts_of(self, workers: Collection[int]) -> frozenset[int]:
@@ -140,19 +144,21 @@ class RemoteHosts:
         return frozenset(self._slots.host_of(worker) or COORDINATOR_INDEX for worker in workers)
 
     def has_place(self, worker: int) -> bool:
-        """Whether a worker is somewhere, or its successor knows where to go."""
+        """Return whether a worker has a host, or a lost worker's successor has one."""
         return self._slots.host_of(worker) is not None
 
     def cannot_fork(self) -> None:
-        """The head itself can start no more workers."""
+        """The coordinator's host can fork no more workers."""
         self._slots.shut(COORDINATOR_INDEX)
 
     def room(self, workers_each: int, *, without: Collection[int] = ()) -> int:
-        """For how many more replicas of so many workers there are free slots, when those `without` are gone."""
+        """Return how many more replicas of `workers_each` workers have free slots, once the workers `without` are
+        gone.
+        """
         return self._slots.room(workers_each, without=without)
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
-        """Say something to a worker."""
+        """Send a message to a worker."""
         remote_host = self._remote_host_of(worker)
         if remote_host is not None:
             remote_host.link.send({"op": "tell", "worker": worker, "message": message})
@@ -160,7 +166,7 @@ class RemoteHosts:
             self._local_workers.tell(worker, message)
 
     def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
-        """Have the workers of a replica started, where there is most room; the run has so many `workers` then."""
+        """Start the workers of a replica where most slots are free; the run then has `workers` workers."""
         numbers = {"workers": workers, "incarnation": incarnation}
         self._slots.place(replica, quiet=self._quiet)
         for worker in replica:
@@ -183,7 +189,7 @@ class RemoteHosts:
             self._local_workers.kill_worker(worker)
 
     def ask_stack(self, worker: int) -> None:
-        """Have a worker write its stacks."""
+        """Make a worker write its Python stacks."""
         remote_host = self._remote_host_of(worker)
         if remote_host is not None:
             remote_host.link.send({"op": "stack", "worker": worker})
@@ -192,11 +198,11 @@ class RemoteHosts:
 
     @property
     def unheard(self) -> frozenset[int]:
-        """Workers on quiet hosts: of these nothing can be heard, and they are lost with their host, if it is."""
+        """Workers on silent hosts: nothing can be heard of them, and they are lost if their host is."""
         return frozenset[int]().union(*map(self._slots.workers_on, self._quiet))
 
     def forget(self, worker: int, *, for_good: bool) -> None:
-        """A worker is there no longer. Where it was lost, and not `for_good`, its successor goes where it was."""
+        """Remove a worker. If it was lost (not `for_good`), its successor starts on the same host."""
         if for_good:
             if self._local_workers is not None:
                 self._local_workers.drop_state(worker)
@@ -205,14 +211,14 @@ class RemoteHosts:
         else:
             self._slots.lose(worker)
 
-    # Guests.
+    # Other hosts.
 
     def shut(self, remote_host: RemoteHost) -> None:
-        """No more workers are started on a guest; those that are there stay."""
+        """Start no more workers on this host; those that run there stay."""
         self._slots.shut(remote_host.index)
 
     def release(self, remote_host: RemoteHost, message: Mapping[str, Any]) -> None:
-        """Let a guest go that has no workers any more, with a last word."""
+        """Send a last message to a host without workers, and let it go."""
         del self._remote_hosts[remote_host.index]
         self._slots.close(remote_host.index)
         self._released.append(remote_host.link)  # closed here, it could lose the message
@@ -247,18 +253,18 @@ class RemoteHosts:
             link.close()
 
     def tick(self, now: float, *, silence_s: float) -> None:
-        """Lose who has been silent for longer than `silence_s`."""
+        """Lose hosts that have been silent for longer than `silence_s`."""
         self._quiet = {remote_host.index for remote_host in self if now - remote_host.link.heard > silence_s / 2}
         for remote_host in self:
             limit_s = (
                 silence_s if remote_host.has_spoken else max(silence_s, SILENCE_S)
-            )  # it prepares its directory first
+            )  # it prepares its directory before it sends anything
             if now - remote_host.link.heard > limit_s:
                 self.lose(remote_host, f"it said nothing for {limit_s:.0f} s", silent_s=now - remote_host.link.heard)
         self._quiet.intersection_update(self._remote_hosts)
 
     def said(self, remote_host: RemoteHost, message: Mapping[str, Any]) -> None:
-        """Serve one message of a member; what makes no sense ends the membership."""
+        """Handle a message of a host; an invalid one makes the host lost."""
         if remote_host.index not in self._remote_hosts:
             return
         remote_host.has_spoken = True
@@ -268,7 +274,7 @@ class RemoteHosts:
             self.lose(remote_host, f"it said something that makes no sense ({type(error).__name__}: {error})")
 
     def lose(self, remote_host: RemoteHost, reason: str, *, kind: str = "HostLost", silent_s: float = 0.0) -> None:
-        """A member is there no longer, and neither are its workers."""
+        """Remove a host that is lost, and report its workers as lost."""
         if self._remote_hosts.pop(remote_host.index, None) is None:
             return
         remote_host.link.close()
@@ -292,9 +298,9 @@ class RemoteHosts:
         return self._remote_hosts.get(self._slots.host_of(worker) or COORDINATOR_INDEX)
 
     def _is_on(self, remote_host: RemoteHost, worker: int) -> bool:
-        """Whether a worker that a guest speaks of is there now; ValueError where it never was.
+        """Return whether a worker that this host reports on runs there now; ValueError if it never did.
 
-        The last words of one that has left may come when the next one with its number is on another host.
+        A late message about a worker may arrive after its successor started on another host.
         """
         if worker not in remote_host.workers:
             raise ValueError(f"worker {worker} is not on host {remote_host.host}")
@@ -316,7 +322,7 @@ class RemoteHosts:
                 ended = WorkerExit.from_json(message["exit"])
                 is_former = ended.pid != 0 and ended.pid == remote_host.former.get(
                     ended.worker
-                )  # was on its way meanwhile
+                )  # a late message about the predecessor
                 if self._is_on(remote_host, ended.worker) and not is_former:
                     self._host.exited(ended)
             case "gone":
@@ -335,4 +341,4 @@ class RemoteHosts:
 
 
 def _unheard(activities: Sequence[Mapping[str, Any]], now: float) -> None:
-    """Where nobody looks out for hangs."""
+    """Drop the report: there is no hang monitor."""

@@ -1,18 +1,16 @@
-"""How the hosts of a job find each other: the same command is started once on each, and who is who is found.
+"""How the hosts of a job find each other: the user starts the same command once on each host, in any order.
 
-`--head HOST:PORT` names a meeting point. The supervisor that can listen there is the head
-(`paceline.launch.coordinator.host_admission`); every other one visits it (`paceline.launch.coordinator.join_request`),
-proves the job's token, and says what it was started for. When as many hosts are there as the job has, all started for
-the same job, the head deals the worker ranks: its own first, the others' in the order in which they came. Nobody has to
-be started first.
+`--head HOST:PORT` names the rendezvous address. The supervisor that can listen there becomes the coordinator
+(`paceline.launch.coordinator.host_admission`). Every other supervisor connects to it
+(`paceline.launch.coordinator.join_request`), proves the job's token and says what it was started for. Once all hosts
+are there, started for the same job, the coordinator assigns the worker ranks: first its own, then the others' in order
+of arrival.
 
-Where workers were lost and all begin again, the hosts that are left meet in the same way, each with the number that it
-had: the head still listens there, and nobody else may.
+For a restart the remaining hosts meet in the same way, each with its previous index. The coordinator has kept
+listening, so no other process can take its place.
 
-Who comes when an elastic job is at work joins it with the same command (`Coordinator.join`). So a job that begins on
-one host has a meeting point too, where `--head` names one.
-
-What a supervisor keeps from one start of the workers to the next, besides the warm parent.
+A host that comes while an elastic job runs joins with the same command (`Coordinator.join`). So a job that starts on
+one host also has a rendezvous address if `--head` names one.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ from paceline.plan.job import Job, head_address
 
 __all__ = ["MAX_RENDEZVOUS_S", "RetainedHostState", "join_hosts"]
 
-MAX_RENDEZVOUS_S = 300.0  # where job.timeout_s is longer
-RESTART_RENDEZVOUS_S = 30.0  # for hosts that were there just now
+MAX_RENDEZVOUS_S = 300.0  # even if job.timeout_s is longer
+RESTART_RENDEZVOUS_S = 30.0  # for a restart: the hosts were there a moment ago
 RETRY_S = 0.5
-TELL_S = 5.0  # between two messages that say what is waited for
+TELL_S = 5.0  # between two messages that say what is being waited for
 TURN_S = 0.1
 LOOPBACK = "127.0.0.1"
 
@@ -60,12 +58,12 @@ def join_hosts(
     retained: RetainedHostState | None = None,
     replication: SnapshotReplication | None = None,
 ) -> Coordinator | HostAgent:
-    """Wait until all hosts are there, and return this host's side.
+    """Wait until all hosts are there, and return this host's role: coordinator or host agent.
 
-    `asked`: the job as the user started it, where it begins `restart_plan` with fewer workers or hosts; `retained` says
-    then which host this one was. `replication` is made known to the other hosts.
+    `asked` is the job as the user started it; a restart (`restart_plan`) may have fewer workers or hosts, and
+    `retained` says which host this one was. `replication` is announced to the other hosts.
 
-    Raises LaunchError where they do not come in time or do not fit together, Interrupted where a signal comes first.
+    Raise LaunchError if hosts do not come in time or do not fit together, Interrupted if a signal comes first.
     """
     host = socket.gethostname()
     if job.workers is None:
@@ -106,7 +104,7 @@ def join_hosts(
 
 
 class _RendezvousTimeout:
-    """Lets things happen, says what is waited for, and ends the waiting."""
+    """Turns the event loop, reports what is being waited for, and ends the wait."""
 
     def __init__(
         self, terms: JobTerms, loop: EventLoop, say: Callable[[str], None], signals: StopSignals, *, limit_s: float
@@ -117,7 +115,7 @@ class _RendezvousTimeout:
         self._tell_at = self._began + TELL_S
 
     def turn(self, progress: str) -> None:
-        """One turn of the loop; raises LaunchError when the time is over, Interrupted when a signal has come."""
+        """Turn the loop once; raise LaunchError after the time limit, Interrupted after a signal."""
         self._loop.turn(TURN_S)
         self._signals.check()
         now = time.monotonic()
@@ -133,7 +131,7 @@ class _RendezvousTimeout:
 
 
 class _Rendezvous:
-    """This host's part in the meeting."""
+    """This host's part in the rendezvous."""
 
     def __init__(
         self,
@@ -150,7 +148,7 @@ class _Rendezvous:
         self._num_join_attempts = 0
 
     def hold(self) -> Coordinator | HostAgent:
-        """Try to be the head, else to join it, until one of them succeeds or the patience ends."""
+        """Try to become the coordinator, else to join it, until one succeeds or the time is over."""
         while True:
             listener = _listen(self._terms)
             if listener is not None:
@@ -160,13 +158,13 @@ class _Rendezvous:
                 return member
 
     def join(self, host_index: int) -> HostAgent:
-        """Join the head again."""
+        """Join the coordinator again after a loss."""
         while (member := self._try_to_join(host_index)) is None:
             pass
         return member
 
     def gather(self, listener: socket.socket) -> Coordinator:
-        """Be the head."""
+        """Become the coordinator: admit the other hosts."""
         admission = HostAdmission(
             listener, self._terms, self._loop, self._say, replication=self._replication, restart_plan=self._restart_plan
         )
@@ -175,12 +173,12 @@ class _Rendezvous:
                 self._patience.turn(admission.progress)
                 admission.tick(time.monotonic())
             return admission.welcome()
-        except BaseException as error:  # also Interrupted and KeyboardInterrupt: nothing stays open
+        except BaseException as error:  # also Interrupted and KeyboardInterrupt: the sockets must be closed
             admission.give_up(str(error) or type(error).__name__)
             raise
 
     def _try_to_join(self, host_index: int | None) -> HostAgent | None:
-        """Try once to join the head; None, after a while, where that failed and may be tried again."""
+        """Try once to join the coordinator; return None, after a pause, if that failed and may be retried."""
         self._num_join_attempts += 1
         point = self._terms.point
         join_request = JoinRequest(
@@ -210,11 +208,11 @@ class _Rendezvous:
 
 
 def _listen(terms: JobTerms) -> socket.socket | None:
-    """A listening socket where the meeting point is this host's and free; None where it is another's."""
+    """Return a listening socket if the rendezvous address is this host's and free, else None."""
     try:
         found = socket.getaddrinfo(*terms.at, type=socket.SOCK_STREAM)
     except socket.gaierror:
-        return None  # not known yet, perhaps: the visit will say so
+        return None  # perhaps not known yet: the join request reports it
     for family, kind, protocol, _, address in found:
         if str(address[0]) in ("0.0.0.0", "::"):
             raise LaunchError(f"head={terms.point!r} is every host's address: name one host that all others reach.")
@@ -222,7 +220,7 @@ def _listen(terms: JobTerms) -> socket.socket | None:
         try:
             sock.setsockopt(
                 socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # connections of a job that has ended are no obstacle
+            )  # so that connections of an earlier job do not block the port
             sock.bind(address)
             sock.listen()
         except OSError as error:
@@ -240,15 +238,17 @@ def _listen(terms: JobTerms) -> socket.socket | None:
 
 @dataclasses.dataclass(kw_only=True)
 class RetainedHostState:
-    """Whoever makes it closes it."""
+    """What a supervisor keeps from one start of its workers to the next, besides the warm parent; its creator closes
+    it.
+    """
 
     signals: StopSignals
     memory_checkpoints: SnapshotStore = dataclasses.field(default_factory=SnapshotStore)  # the workers' states
-    listener: socket.socket | None = None  # the head's: hosts that come again wait there
+    listener: socket.socket | None = None  # the coordinator's: returning hosts wait there
     host_index: int = 0  # this host's
 
     def close(self) -> None:
-        """Let go of it all."""
+        """Release the snapshots' memory and the listening socket."""
         self.memory_checkpoints.close()
         if self.listener is not None:
             self.listener.close()

@@ -1,11 +1,11 @@
-"""All are ended to begin again: what the head waits for until they can, and what it finds.
+"""Decides how all workers restart after a loss: when that is safe, on which hosts, or that the job ends instead.
 
-First every process has to be gone, on all hosts: those that follow use the same memory. Of a host that was lost nobody
-can say that: where its workers could go on by themselves, it is waited for that they have ended. Each host then says
-what it has. Where a host was lost, the others may have too little room; then a host that comes within the job's
-patience takes its place, and what the lost one's workers had is in a neighbour's memory.
+First every process must be gone on all hosts, because the new workers use the same memory. A lost host cannot confirm
+that: if its workers could go on by themselves, the coordinator waits until their lease has ended. Each host then
+reports the snapshots it has in memory. If the remaining hosts have too little room, a host that joins within the job's
+patience replaces the lost one, whose snapshots are in its neighbor's memory.
 
-What the head says of hosts, workers and the next start, in words.
+The module also words the coordinator's messages about hosts, workers and the next start.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ __all__ = [
     "next_time",
 ]
 
-GONE_S = 4.0  # after SIGKILL: workers that are still there then are given up, and nobody begins again beside them
+GONE_S = 4.0  # after SIGKILL: workers that are still there then are given up, and there is no restart beside them
 WAITS = "for another host (start the same command there), which takes the lost one's place"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RestartRequirement:
-    """How many workers begin."""
+    """How many workers a restart needs."""
 
-    most: int  # as many as the run began with
-    workers_each: int | None  # of replicas that come and go; None: their number is fixed
-    least: int  # of such replicas
+    most: int  # the number with which the run began
+    workers_each: int | None  # workers of each elastic replica; None: the number of replicas is fixed
+    least: int  # fewest elastic replicas
 
     @property
     def at_least(self) -> int:
         return self.most if self.workers_each is None else min(self.most, self.least * self.workers_each)
 
     def fit(self, hosts: Sequence[RemainingHost]) -> int:
-        """How many begin on these hosts; 0 where there is too little room."""
+        """Return how many workers restart on these hosts; 0 if there is too little room."""
         workers = workers_that_fit(hosts, most=self.most, workers_each=self.workers_each)
         return workers if workers >= self.at_least else 0
 
 
 class RestartDecision:
-    """Told which hosts are left; `outcome` says what follows for the job once that can be said."""
+    """Collects which hosts remain; `outcome` says what follows for the job once that is known."""
 
     def __init__(
         self,
@@ -64,7 +64,9 @@ class RestartDecision:
         judge: Callable[[JobOutcome], RestartPlan | None] | None,
         say: Callable[[str], None],
     ) -> None:
-        """`given_up`: an elastic run that nobody who is left could go on with. `judge` may still say no."""
+        """`given_up` is the outcome of an elastic run that no remaining replica can continue. `judge` may still refuse
+        a restart.
+        """
         self._needs, self._given_up, self._judge, self._say = needs, given_up, judge, say
         self._patience_s = patience_s
         self.gone_by = time.monotonic() + GONE_S
@@ -75,22 +77,22 @@ class RestartDecision:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether everything is gone, and a host that comes is welcome."""
+        """Whether every process is gone, and a host that joins is welcome."""
         return self._wait_until is not None
 
     def has_heard_of(self, host_index: int) -> bool:
         return host_index in self._left
 
     def hear(self, left: RemainingHost) -> None:
-        """A host has ended its workers, and has this."""
+        """A host has ended its workers and reports its snapshots."""
         self._left[left.index] = left
 
     def keep_only(self, host_indices: Collection[int]) -> None:
-        """Only these hosts are there: what others had is lost."""
+        """Forget the snapshots of all hosts but these: the others are lost."""
         self._left = {index: left for index, left in self._left.items() if index in host_indices}
 
     def is_too_early(self, busy_until: float, now: float) -> bool:
-        """Whether hosts that were lost have all that it takes to go on, as they may until then."""
+        """Return whether unreachable hosts may still be taking steps of this run, which they may until `busy_until`."""
         if now < busy_until and not self._has_said_early:
             self._has_said_early = True
             self._say(
@@ -100,8 +102,10 @@ class RestartDecision:
         return now < busy_until
 
     def outcome(self, exits: Mapping[int, WorkerExit], *, is_clean: bool, now: float) -> JobOutcome | None:
-        """How the attempt ends, with `restart_plan` where all begin again; None: not to be said yet. `is_clean`: every
-        process is gone."""
+        """Return how the attempt ends, with a `restart_plan` if all restart; None if that cannot be said yet.
+
+        `is_clean`: every process is gone.
+        """
         ended = [exits[worker] for worker in sorted(exits)]
         outcome = self._given_up or verdict(ended, keeps_state=True)
         recoverable_loss = outcome.recoverable_loss
@@ -124,14 +128,12 @@ class RestartDecision:
         if self._judge is None:
             return outcome
         restart_plan = self._judge(outcome)
-        if (
-            restart_plan is None
-        ):  # it came to the same place each time: run by itself again, it would come there for ever
+        if restart_plan is None:  # restarts brought no progress, and another would bring none either
             return plain if self._given_up else dataclasses.replace(plain, exit_code=1, reason="")
         return dataclasses.replace(outcome, restart_plan=restart_plan)
 
     def _waited(self, hosts: Sequence[RemainingHost], plain: JobOutcome, now: float) -> JobOutcome | None:
-        """Too little room: wait for a host, but not for ever."""
+        """Too little room: wait for another host for a limited time."""
         slots, needed = sum(host.slots for host in hosts), self._needs.at_least
         if self._wait_until is None:
             self._wait_until = now + self._patience_s
@@ -146,7 +148,7 @@ class RestartDecision:
 
 
 def next_time(run_dir: Path) -> str:
-    """Say what the same command will do where the run has ended with too few workers, and nobody saved."""
+    """Say what the same command will do after a run that ended with too few workers, without saving."""
     step = find(run_dir / "checkpoints").step
     if step:
         return f"run the same command again to go on from the newest checkpoint, of step {step}"

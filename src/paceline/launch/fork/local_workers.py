@@ -1,7 +1,7 @@
-"""The workers of this host: has them forked, answers their channels, tells when they end, ends them when told to.
+"""The worker processes of this host: forks them, serves their channels, reports their ends, and ends them on request.
 
-It decides nothing about the job: the side (`paceline.launch.coordinator.coordinator`,
-`paceline.launch.coordinator.host_agent`) does.
+Decisions about the job are made by the host's role (`paceline.launch.coordinator.coordinator` or
+`paceline.launch.coordinator.host_agent`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAST_S = 2.0  # from SIGKILL until a worker that is still there is given up
 
 
 class LocalWorkersListener(Protocol):
-    """What a crew tells; `Coordinator` and `HostAgent` are listeners."""
+    """Receives what local workers report: implemented by `Coordinator` and `HostAgent`."""
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None: ...
 
@@ -41,14 +41,14 @@ class LocalWorkersListener(Protocol):
     def exited(self, ended: WorkerExit) -> None: ...
 
     def cannot_fork(self) -> None:
-        """This host can start no more workers."""
+        """This host can fork no more workers."""
         ...
 
 
 class LocalWorkers:
-    """The workers of this host. Every worker is reported as exited exactly once, also when it could not be started.
+    """The workers of this host. Every worker is reported as exited exactly once, even if it could not be started.
 
-    `template` is what those that come later are told, but for their numbers.
+    `template` is the assignment of workers that start later, but for their numbers.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class LocalWorkers:
         kept: Callable[[int], None] | None = None,
         waits: bool = False,
     ) -> None:
-        """`kept(worker)`: it has kept a snapshot. `waits`: workers are not forked before `begin`."""
+        """`kept(worker)` is called when a worker has finished a snapshot. With `waits`, no worker is forked before
+        `begin`.
+        """
         self.alive = {assignment.rank: assignment for assignment in assignments}
         self._template = template
         self._parent, self._loop, self._listener, self._say = parent, loop, listener, say
@@ -73,8 +75,8 @@ class LocalWorkers:
         self._links: dict[int, MessageStream] = {}
         self._pids: dict[int, int] = {}
         self._retired: set[int] = set()  # pids of workers that were killed one by one
-        self._doomed: dict[int, int] = {}  # such of them as had not been started, by rank
-        self._unstarted: dict[int, str] = {}  # workers that came later and could not be started: why
+        self._doomed: dict[int, int] = {}  # workers killed before they had started, counted by rank
+        self._unstarted: dict[int, str] = {}  # why workers that join later could not be started
         self._remote_hosts: set[int] = set()
         self._forked = False
         self._gone = ""  # what became of the warm parent
@@ -89,7 +91,7 @@ class LocalWorkers:
 
     @property
     def is_gone(self) -> bool:
-        """Whether every worker that was ever started has ended, also those that were killed one by one."""
+        """Whether every worker that was ever started has ended, including those killed one by one."""
         return not (self.alive or self._retired or any(self._doomed.values()))
 
     def start(self) -> None:
@@ -100,30 +102,32 @@ class LocalWorkers:
             self._parent.attach(self._loop, on_message=self._heard, on_lost=self._parent_lost)
 
     def begin(self) -> None:
-        """What the workers begin with is there."""
+        """Fork the workers now: the snapshots that they restart from are there."""
         self._waits = False
         if self._is_ready and not self._told and not self._forked:
             self._fork_all()
 
     def seat(self, worker: int, channel: socket.socket) -> None:
-        """Serve a worker that runs in this very process; it is sent no signals, and `left` tells its end."""
+        """Serve a worker that runs in this very process; it is sent no signals, and `left` reports its end."""
         self._remote_hosts.add(worker)
         self._serve(worker, channel)
 
     def left(self, worker: int, *, pid: int, exit_code: int, peak_memory_bytes: int) -> None:
-        """A seated worker has come to its end."""
+        """A worker in this process has ended."""
         self._pids[worker] = pid
         self._exited(worker, exit_code, None, peak_memory_bytes)
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
-        """Answer a worker's request, or tell it something; nothing happens where it has ended."""
+        """Send a worker an answer or a message; do nothing if it has ended."""
         if worker in self._links:
             self._links[worker].send(message)
 
     def add(self, worker: int, *, workers: int, incarnation: int) -> None:
-        """Start one more worker, of a run that has `workers` then: it joins the others between two of their steps.
-        `incarnation`: its replica's. Where it cannot be started it is lost, which `tick` tells: whoever asks is in the
-        middle of a decision."""
+        """Start one more worker of a run that then has `workers` workers; it joins the others between two steps.
+
+        `incarnation` is its replica's. If it cannot be started, `tick` reports it as lost: the caller is in the middle
+        of a decision.
+        """
         if self._told or self._parent is None:
             return
         taken = {assignment.local_rank for assignment in self.alive.values()}
@@ -156,7 +160,7 @@ class LocalWorkers:
             del self.alive[worker]
             return
         self._parent.signal(worker, signal.SIGKILL)
-        # It may have a successor before its end is heard of: from now on it is nobody's.
+        # A successor may start before this end is reported, so its pid must no longer name the rank.
         if worker in self._pids:
             self._retired.add(self._pids.pop(worker))
         else:
@@ -167,16 +171,18 @@ class LocalWorkers:
 
     @property
     def snapshots(self) -> tuple[StoredSnapshot, ...]:
-        """What this host has in memory."""
+        """The snapshots that this host has in memory."""
         return () if self._memory_checkpoints is None else self._memory_checkpoints.snapshots
 
     def drop_state(self, worker: int) -> None:
-        """A worker has left for good: what it has kept counts no more."""
+        """Free the snapshots of a worker that has left for good."""
         if self._memory_checkpoints is not None:
             self._memory_checkpoints.drop(worker)
 
     def ask_stack(self, worker: int) -> None:
-        """Have a worker write its Python stacks into its directory (a worker in this very process has a debugger)."""
+        """Make a worker write its Python stacks into its directory (not a worker in this process, which has a
+        debugger).
+        """
         if worker in self._pids and worker in self.alive and self._parent is not None:
             self._parent.signal(worker, STACK_SIGNAL, alone=True)
 
@@ -185,7 +191,9 @@ class LocalWorkers:
         if not self._told:
             self._told = True
             for worker in self.alive:
-                self.tell(worker, {"op": "end"})  # otherwise SIGTERM is a request to leave in good order
+                self.tell(
+                    worker, {"op": "end"}
+                )  # without this message a worker takes SIGTERM as a request to save and leave
             self._signal(signal.SIGTERM)
             self._kill_at = time.monotonic() + grace_s
 
@@ -196,7 +204,7 @@ class LocalWorkers:
         self._signal(signal.SIGKILL)
 
     def tick(self, now: float) -> None:
-        """Do what has become due."""
+        """Do what is due."""
         if self._memory_checkpoints is not None:
             self._memory_checkpoints.tidy()
         for worker in tuple(self._unstarted):
@@ -210,7 +218,7 @@ class LocalWorkers:
                 self._lost(worker, STUCK, f"worker {worker} did not end within {LAST_S:.0f} s of SIGKILL")
 
     def close(self, *, keeps_parent: bool = False) -> None:
-        """End everything; bounded in time. `keeps_parent`: all workers have ended, and others are to be forked."""
+        """End all processes, in bounded time. With `keeps_parent` the warm parent stays, to fork the next workers."""
         if self._parent is not None and keeps_parent and not self._gone:
             self._parent.detach()
         elif self._parent is not None:
@@ -254,8 +262,7 @@ class LocalWorkers:
             raise LaunchError(f"Worker {worker} has nothing to begin with: {error}.") from error
 
     def _cannot_start(self, assignment: Assignment, why: str, remedy: str, error: Exception | None = None) -> None:
-        """Raises LaunchError where this worker begins the run. One that comes later is lost, like any that dies before
-        it has joined."""
+        """Raise LaunchError if this worker starts the run. A worker that joins later counts as lost instead."""
         if not assignment.joins:
             raise LaunchError(f"{why}. {remedy}.") from error
         self._unstarted[assignment.rank] = why
@@ -275,7 +282,7 @@ class LocalWorkers:
     def _requested(self, worker: int, request: Mapping[str, Any]) -> None:
         if request.get("op") == "begun" and self._parent is not None:
             self._parent.let_orphans_finish(self.grace_s)
-        if request.get("op") == "kept":  # the memory is this host's, and nobody else's business
+        if request.get("op") == "kept":  # snapshots concern this host only
             if self._kept is not None:
                 self._kept(worker)
             return

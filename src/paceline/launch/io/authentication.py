@@ -1,10 +1,9 @@
-"""The door of a job on several hosts: lets in who proves the job's token, and nobody else.
+"""Admits to a job on several hosts only connections that prove the job's token.
 
-A connection is worth nothing until it has proved the token (`paceline.comm.messages.token_handshake`): until then it
-may hold a few bytes and five seconds, and never more than a few such connections at a time. Strangers are told to the
-user and change nothing for the job.
+Before that (`paceline.comm.messages.token_handshake`) a connection may use a few bytes and five seconds, and only a few
+such connections may be open at a time. Refused strangers are reported to the user and do not affect the job.
 
-A connection to another host that proves the job's token: one attempt, which never blocks.
+`AuthenticatedConnection` is the connecting side: one attempt, which never blocks.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ PAUSE_S = 1.0  # after an accept that failed (no more files): the listening sock
 
 
 class TokenExchange:
-    """One connection on its way through the handshake; then it is handed on, or closed.
+    """One connection during the handshake; then it is handed on, or closed.
 
-    `on_refused(reason, final)`: `final` when the other side answered and is the wrong one, not when it was slow or
-    went away.
+    `on_refused(reason, final)`: `final` if the other side answered and is the wrong one, not if it was slow or
+    disconnected.
     """
 
     def __init__(
@@ -133,8 +132,8 @@ class AuthenticatedListener:
             self._loop.watch(self._sock, READ, self._accept)
 
     def close(self, *, keep_listening: bool = False) -> socket.socket | None:
-        """Close it, and say how many were refused; safe to repeat. `keep_listening`: the listening socket is returned,
-        and whoever comes waits there for the next door.
+        """Close the socket and report how many connections were refused; safe to repeat. With `keep_listening` the
+        socket is returned, and connections wait there for the next listener.
         """
         if self._is_closed:
             return None
@@ -184,8 +183,10 @@ CONNECT_S = 10.0
 
 
 class AuthenticatedConnection:
-    """Connects and proves the token; then `on_proved(sock)` gets the socket, or `on_failed(reason, final)` is told why
-    not: `final` where the other side answered and is the wrong one. Nothing is called before `begin`."""
+    """Connects and proves the token; then calls `on_proved(sock)`, or `on_failed(reason, final)`.
+
+    `final` means that the other side answered and is the wrong one. Nothing is called before `begin`.
+    """
 
     def __init__(
         self,

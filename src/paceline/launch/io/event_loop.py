@@ -1,7 +1,4 @@
-"""The one place where a supervisor waits: sockets that have something to say, each with the function to call.
-
-A message stream that never blocks: the supervisor's end of every socket (workers, warm parent, other hosts).
-"""
+"""The event loop of a supervisor, and message streams that never block (workers, warm parent, other hosts)."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Data and pure functions about a job: which worker runs where, how workers ended, what exit code follows, and the
-plan of a restart; no I/O but reading error.json.
+"""What a job is while it runs, as plain data and pure functions: where workers run, how they ended, how all restart.
+May import elastic, but no other room of launch.
 """

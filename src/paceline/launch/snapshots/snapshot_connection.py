@@ -1,12 +1,12 @@
-"""A connection between two supervisors over which snapshots travel: lines of JSON, and behind some of them the bytes.
+"""A connection between two supervisors that carries snapshots: lines of JSON, some of them followed by raw bytes.
 
-    load    one snapshot: whose, of which step, how many bytes; they follow
-    whole   what came last is what it was to be, signed; or torn: it was overwritten meanwhile, and counts for nothing
-    taken   it counts here now; or refused: there is no room for it
+    load    one snapshot: whose, of which step, how many bytes; the bytes follow
+    whole   the bytes just sent are complete, with a signature; or torn: overwritten meanwhile, so discarded
+    taken   the receiver has stored it; or refused: the receiver has no memory for it
     give    asks for a snapshot, which comes as above; or lacks: it is not there
 
-Nothing blocks: the system copies between memory and socket as much as there is room for, and at most `TURN_BYTES` in
-one turn of the loop, so that whoever has something else to say is heard.
+Nothing blocks: the system copies between memory and socket as much as fits, at most `TURN_BYTES` in one turn of the
+loop, so other sockets are served in between.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["SnapshotConnection"]
 
 PIECE_BYTES = 1 << 20
 TURN_BYTES = 8 << 20
-LINE_BYTES = 1 << 16  # of one line, at most
+LINE_BYTES = 1 << 16  # longest line
 
 
 @dataclasses.dataclass
 class _Bytes:
-    """Bytes of a slot that are still on their way; without a slot they are passed over."""
+    """Bytes of a snapshot slot still to be transferred; without a slot they are discarded."""
 
     slot: SnapshotSlot | None
     offset: int
@@ -42,8 +42,8 @@ class _Bytes:
 class SnapshotConnection:
     """Sends and receives over a socket that it owns.
 
-    `on_message(message)` hears each line; where bytes follow (`message["bytes"]`), it returns the slot that they go
-    to, or None where they are to be passed over. `on_close(reason)`: the other end has gone, or made no sense.
+    `on_message(message)` is called with each line. If bytes follow (`message["bytes"]`), it returns the slot that takes
+    them, or None to discard them. `on_close(reason)` is called if the peer is gone or sent something invalid.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class SnapshotConnection:
         self._incoming = _Bytes(None, 0, 0)
         self._piece = memoryview(bytearray(PIECE_BYTES))
         self.closed = False
-        self.work_s = 0.0  # that it has kept a core of this host busy
+        self.work_s = 0.0  # CPU time of this host that it has used
         sock.setblocking(False)
         loop.watch(sock, READ, self._ready)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a line, behind what is on its way."""
+        """Send a line after everything already queued."""
         self._put(encode(message))
 
     def send_slot(
         self, message: Mapping[str, Any], slot: SnapshotSlot, num_bytes: int, *, then: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """Send a line, so many bytes of a slot behind its mark, and the line that `then()` gives when all are sent."""
+        """Send a line, then `num_bytes` bytes of a slot after its header, then the line that `then()` returns."""
         self._put(encode({**message, "bytes": num_bytes}), _Bytes(slot, FIRST_BYTE, num_bytes), then)
 
     def close(self) -> None:
-        """Close this end; nothing is called any more."""
+        """Close this end; no callback is called any more."""
         if not self.closed:
             self.closed = True
             self._loop.forget(self._sock)
@@ -141,7 +141,7 @@ class SnapshotConnection:
                 self._take_lines()
 
     def _take_lines(self) -> None:
-        """Hear what has come whole; the bytes behind a line are not lines."""
+        """Handle complete lines; the bytes that follow a `load` line are not lines."""
         while not self.closed and (end := self._lines.find(b"\n")) >= 0:
             message = decode(self._lines[:end])
             del self._lines[: end + 1]

@@ -1,14 +1,14 @@
-"""What the workers of a host keep in memory goes on to the next host, where it outlives the host; and comes back.
+"""Replicates each host's in-memory snapshots to a neighbor host, where they outlive the host, and fetches them back.
 
-Each host has a *neighbour*, the next one in the order of their numbers, and the first after the last. When a worker has
-kept a snapshot, its supervisor sends it there, in the background and one at a time. There it lies in two slots as well,
-so what came before counts until the next one is whole. The worker waits for that (`MemoryCheckpoint.is_replicated`)
-before it writes the next but one, so at every moment there is a step that all hosts and all their neighbours have.
+The *neighbor* of a host is the next one by index; the last host's is the first. When a worker has finished a snapshot,
+its supervisor sends it there in the background, one at a time. The neighbor also has two slots, so the previous
+snapshot stays valid until the next one is complete. A worker waits for that (`MemoryCheckpoint.is_replicated`) before
+it overwrites the older snapshot. So at every moment there is a step that all hosts and all their neighbors have.
 
-Part of a snapshot is unpickled by whoever begins with it. So its sender signs that part with the job's token, and what
-is not signed counts for nothing: nobody between the hosts can put something else in its place.
+Restoring unpickles part of a snapshot. The sender therefore signs that part with the job's token, and an unsigned
+snapshot is discarded: nothing between the hosts can replace it.
 
-Where all begin again, a host whose memory lacks what its workers begin with asks a host that has it.
+For a restart, a host that lacks a snapshot its workers need fetches it from a host that has it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from paceline.launch.snapshots.snapshot_store import SnapshotStore
 __all__ = ["HostAddress", "SnapshotReplication"]
 
 RETRY_S = 1.0
-MAX_FAILED_ATTEMPTS = 3  # attempts in a row that failed: it is not there
+MAX_FAILED_ATTEMPTS = 3  # failed attempts in a row after which the neighbor counts as unreachable
 HostAddress = tuple[str, int]  # an address and a port
 
 
 class SnapshotReplication:
-    """One host's part, within its supervisor's loop. `say` tells the user a sentence."""
+    """One host's part in the exchange, within its supervisor's loop. `say` shows the user a sentence."""
 
     def __init__(
         self, memory_checkpoints: SnapshotStore, token: bytes, loop: EventLoop, say: Callable[[str], None]
@@ -48,7 +48,7 @@ class SnapshotReplication:
         self.port = 0
 
     def open(self, address: str) -> None:
-        """Let other hosts in, at an address of this one; who does not prove the job's token is turned away."""
+        """Accept other hosts at an address of this one; a connection that does not prove the job's token is refused."""
         if self._listener is None:
             listener = socket.socket(_family(address), socket.SOCK_STREAM)
             listener.bind((address, 0))
@@ -59,7 +59,7 @@ class SnapshotReplication:
             )
 
     def replicate_to(self, at: HostAddress | None, name: str = "") -> None:
-        """From now on what is kept here goes to this host, which is called `name`; None: it stays."""
+        """From now on replicate this host's snapshots to the host called `name`; None: to none."""
         if self._neighbour is not None:
             if self._neighbour.at == at:
                 return
@@ -72,7 +72,7 @@ class SnapshotReplication:
             )
 
     def kept(self, worker: int) -> None:
-        """A worker of this host has kept a snapshot."""
+        """A worker of this host has finished a snapshot."""
         if self._neighbour is not None:
             self._neighbour.add(worker)
 
@@ -84,7 +84,7 @@ class SnapshotReplication:
         done: Callable[[], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Get workers' states after `step` from other hosts; then comes `done()`, or `failed(why)`."""
+        """Fetch workers' snapshots of `step` from other hosts; then call `done()`, or `failed(why)`."""
         left = set(wanted)
         if not left:
             done()
@@ -110,7 +110,7 @@ class SnapshotReplication:
             one.call.tick(now)
 
     def close(self) -> None:
-        """End everything that is under way: what has not come whole does not count."""
+        """End all transfers; incomplete snapshots do not count."""
         if self._listener is not None:
             self._listener.close()
         for one in (self._neighbour, *self._fetching, *self._incoming):
@@ -123,7 +123,7 @@ class SnapshotReplication:
 
 
 class _SnapshotReceiver:
-    """Snapshots that come in: each counts when its last byte is there and the sender has signed that it is whole."""
+    """Stores incoming snapshots: each counts once its last byte is there and its signature is right."""
 
     def __init__(self, memory_checkpoints: SnapshotStore, token: bytes) -> None:
         self._memory_checkpoints, self._token = memory_checkpoints, token
@@ -132,7 +132,7 @@ class _SnapshotReceiver:
         self._refusal = ""
 
     def load(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
-        """One comes; returns where its bytes go."""
+        """Start one snapshot; return the slot for its bytes."""
         self._worker, self._mark, self._refusal = int(message["worker"]), SnapshotHeader(**message["mark"]), ""
         try:
             slot = self._memory_checkpoints.room_for(self._worker)
@@ -144,7 +144,7 @@ class _SnapshotReceiver:
         return self._slot
 
     def whole(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """It is there, and counts; returns the answer. ValueError where it is not what its sender has signed."""
+        """Complete the snapshot and return the answer; ValueError if its signature is wrong."""
         if self._slot is None:
             return {"op": "refused", "worker": self._worker, "reason": self._refusal}
         if not hmac.compare_digest(_signature(self._token, self._worker, self._slot, self._mark), message["signature"]):
@@ -155,7 +155,7 @@ class _SnapshotReceiver:
 
 
 class _IncomingHost:
-    """Another host that sends what it keeps, or asks for what is kept here."""
+    """Another host that sends its snapshots here, or asks for one."""
 
     def __init__(self, memory_checkpoints: SnapshotStore, token: bytes, sock: socket.socket, loop: EventLoop) -> None:
         self._memory_checkpoints, self._token, self._receiver = (
@@ -187,7 +187,7 @@ class _IncomingHost:
 
 
 class _NeighborSender:
-    """The host to which this one sends what its workers keep, one snapshot at a time."""
+    """Sends this host's snapshots to its neighbor, one at a time."""
 
     def __init__(
         self,
@@ -207,8 +207,10 @@ class _NeighborSender:
             name,
             say,
         )
-        self._waiting = dict.fromkeys(memory_checkpoints.own)  # workers whose newest snapshot is to be sent, in order
-        self._in_flight: tuple[int, float, float] | None = None  # worker, when it began, and what had been worked then
+        self._waiting = dict.fromkeys(
+            memory_checkpoints.own
+        )  # workers whose newest snapshot is to be sent, oldest first
+        self._in_flight: tuple[int, float, float] | None = None  # worker, start time, and CPU time used before
         self._connection: SnapshotConnection | None = None
         self._num_failures = 0  # in a row
         self._has_room = True
@@ -219,7 +221,7 @@ class _NeighborSender:
         self._call.begin(_family(at[0]), at)
 
     def add(self, worker: int) -> None:
-        """A worker has kept one more."""
+        """A worker has finished another snapshot."""
         if self._has_room:
             self._waiting[worker] = None
             self._send_next()
@@ -244,7 +246,7 @@ class _NeighborSender:
         self._send_next()
 
     def _broken(self, reason: str) -> None:
-        """The connection is gone, and perhaps the host; then the head says who is next."""
+        """The connection is lost, and perhaps the host; in that case the coordinator will name another neighbor."""
         if self._in_flight is not None:
             self._waiting[self._in_flight[0]] = None
         self._connection, self._in_flight, self._retry_at = None, None, time.monotonic() + RETRY_S
@@ -255,7 +257,7 @@ class _NeighborSender:
             )
 
     def _stop_replicating(self, why: str) -> None:
-        """Have nobody wait for a copy that does not come."""
+        """Tell the user why copies stop, and let no worker wait for one."""
         self._say(f"snapshots in memory stay on their own host: host {self._name} {why}")
         self._memory_checkpoints.set_replicating(False)
 
@@ -290,7 +292,7 @@ class _NeighborSender:
 
 
 class _SnapshotFetch:
-    """Asks another host for the states with which workers begin here."""
+    """Asks another host for the snapshots that workers restart from here."""
 
     def __init__(
         self,
@@ -351,7 +353,9 @@ class _SnapshotFetch:
 
 
 def _send(connection: SnapshotConnection, worker: int, slot: SnapshotSlot, token: bytes) -> bool:
-    """Have a snapshot sent; False where it does not count any more. It is torn where it is overwritten meanwhile."""
+    """Send a snapshot; False if it is no longer valid. If it is overwritten meanwhile, the receiver discards it as
+    torn.
+    """
     mark = slot.mark
     if mark is None:
         return False
@@ -367,7 +371,7 @@ def _send(connection: SnapshotConnection, worker: int, slot: SnapshotSlot, token
 
 
 def _signature(token: bytes, worker: int, slot: SnapshotSlot, mark: SnapshotHeader) -> str:
-    """Of whose it is, and of all of it that is more than numbers."""
+    """Sign the owner, the header and the pickled part of a snapshot."""
     rest = bytearray(mark.index_bytes)
     slot.read_into(mark.index, memoryview(rest))
     return hmac.digest(token, f"snapshot {worker} {mark} ".encode() + rest, hashlib.sha256).hex()
@@ -378,4 +382,4 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _unheard(reason: str) -> None:
-    """Whoever has sent something comes again."""
+    """Do nothing: the sending host connects again."""
