@@ -155,7 +155,7 @@ def test_the_model_and_the_random_state_are_left_as_they_were() -> None:
 
 def test_trials_share_the_weights_of_one_copy() -> None:
     whole = verify.run_whole(build("own", torch.float32), [SampleInput(args=(tokens(8),))])
-    copied = verify._sharing(whole.model)
+    copied = verify._copy_sharing_parameters(whole.model)
     assert [id(one) for one in copied.parameters()] == [id(one) for one in whole.model.parameters()]
 
 
@@ -165,7 +165,7 @@ def test_outputs_are_whole_without_gradients_and_slices_with_them() -> None:
     expected = model(tokens(9)).detach()
 
     def work(group: EmulatedContextCollectives) -> tuple[bool, bool, bool]:
-        own = verify._sharing(model)
+        own = verify._copy_sharing_parameters(model)
         shared = apply_plan(own, plan, group)
         sliced = own(tokens(9))
         is_sliced = isinstance(sliced, SplitTensor) and sliced.shape == expected.shape
@@ -221,7 +221,7 @@ def test_a_model_that_runs_in_no_precision_that_can_be_tried_is_refused() -> Non
 
 
 def test_a_sample_that_proves_nothing_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"attention over 4 tokens, which proves nothing for 4 workers.*at least 8"):
+    with pytest.raises(PlanError, match=r"attention over 4 tokens, too few to verify a plan for 4 workers.*at least 8"):
         find_plan(build("own", torch.float32), size=4, sample=(tokens(4),))
 
 
@@ -232,7 +232,7 @@ def test_a_micro_batch_with_fewer_tokens_than_workers_is_right() -> None:
     expected = torch.autograd.grad(loss, list(model.parameters()))
 
     def work(group: EmulatedContextCollectives) -> bool:
-        own = verify._sharing(model)
+        own = verify._copy_sharing_parameters(model)
         apply_plan(own, plan, group)
         out = F.cross_entropy(own(tokens(3)).view(-1, TOKENS), tokens(3, seed=6).view(-1))
         found = torch.autograd.grad(out, list(own.parameters()))

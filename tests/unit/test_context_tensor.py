@@ -89,12 +89,12 @@ def test_a_tensor_is_cut_twice_along_two_dims_and_put_together_by_each_team() ->
         real(self, features, tokens_)
         x = torch.arange(2.0 * 6 * 8).view(2, 6, 8)
         part = features.scatter(tokens_.scatter(x, dim=1, sections=(6,)), dim=2, sections=(8,)).clone()
-        cut: Any = wrap(part, team=features, dim=2, sections=(8,), site="a")
-        wrap(cut, team=tokens_, dim=1, sections=(6,), site="b")
+        cut: Any = wrap(part, ops=features, dim=2, sections=(8,), site="a")
+        wrap(cut, ops=tokens_, dim=1, sections=(6,), site="b")
         with pytest.raises(CannotSplit, match="in one dim"):
             wrap(
-                wrap(x.clone(), team=features, dim=1, sections=(6,), site="a"),
-                team=tokens_,
+                wrap(x.clone(), ops=features, dim=1, sections=(6,), site="a"),
+                ops=tokens_,
                 dim=1,
                 sections=(6,),
                 site="b",

@@ -66,7 +66,7 @@ def assert_same(results: list[Result], model: nn.Module, inputs: Sequence[Tensor
         here = [dict(one.named_parameters())[name] for _, one, _, _ in results]
         grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in here if not one.is_meta]
         assert len(grads) == (1 if name in spread.owners else len(results)), name
-        found = torch.cat(grads) if name in spread.cuts else torch.stack(grads).sum(0)
+        found = torch.cat(grads) if name in spread.splits else torch.stack(grads).sum(0)
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -281,7 +281,7 @@ class Centres(StackedExperts):
 @pytest.mark.parametrize("size", [2, 4])
 def test_experts_that_depend_on_each_other_or_on_other_tokens_are_refused(kind: type[nn.Module], size: int) -> None:
     model = kind()
-    with pytest.raises(PlanError, match="than the sum of what each of its experts makes of it alone"):
+    with pytest.raises(PlanError, match="than the sum of what each of its experts returns alone"):
         distribute_experts(model, find_experts(model, size=size), First(size))
     assert all(len(parameter) == 4 for parameter in model.parameters()) and model.training
 

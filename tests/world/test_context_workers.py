@@ -39,7 +39,7 @@ def mean_gradients(model: nn.Module, shared: ContextModel) -> Gradients:
     found: Gradients = {}
     for name, parameter in model.named_parameters():
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found[name] = shared.team.group.all_reduce(own) / shared.team.size
+        found[name] = shared.ops.group.all_reduce(own) / shared.ops.size
     return found
 
 
@@ -97,9 +97,9 @@ def test_recomputed_blocks_give_the_same_gradients(world: World, tmp_path: Path,
         recompute_blocks(model)
         shared = apply_plan(model, plan, group_of(worker.rank, 2, tmp_path / "store"))
         loss = own_loss(model)
-        before = shared.team.group.traffic.calls["all_to_all"]
+        before = shared.ops.group.traffic.calls["all_to_all"]
         loss.backward()
-        calls = shared.team.group.traffic.calls["all_to_all"]
+        calls = shared.ops.group.traffic.calls["all_to_all"]
         return loss.item(), mean_gradients(model, shared), calls - before * 2
 
     values = world(work, 2)
@@ -152,7 +152,7 @@ def test_heads_move_what_the_papers_formula_says(world: World, tmp_path: Path) -
     def work(worker: Any) -> tuple[dict[str, int], dict[str, int]]:
         shared = apply_plan(model, plan, group_of(worker.rank, 2, tmp_path / "store"))
         F.cross_entropy(model(tokens(48)).view(-1, TOKENS), tokens(48).view(-1)).backward()
-        return dict(shared.team.group.traffic.calls), dict(shared.team.group.traffic.num_bytes)
+        return dict(shared.ops.group.traffic.calls), dict(shared.ops.group.traffic.num_bytes)
 
     for calls, num_bytes in world(work, 2):
         assert calls["all_to_all"] == 2 * 2 * 4

@@ -138,7 +138,7 @@ class Setting:
         keep_stages(case.model, cut, pipeline.stages_of(index))
         link = TorchTransport(group, worker_index=index, limit_s=limit_s)
         worker = StageWorker(
-            case.model, units=units, cut=cut, pipeline=pipeline, worker_index=index, link=link, device=CPU
+            case.model, units=units, partition=cut, pipeline=pipeline, worker_index=index, link=link, device=CPU
         )
         for micro, tape in zip(case.micros, tapes, strict=True):
             worker.learn(case.forward, micro, tape=tape)
@@ -264,6 +264,6 @@ def test_micro_batches_weights_and_schedule_must_be_as_many(tmp_path: Path) -> N
         return said
 
     said = forked(tmp_path, 1, work)[0]
-    assert said[0].startswith("1 micro-batches, 1 weights and 0 seeds were given to a schedule for 2.")
+    assert said[0].startswith("1 micro-batches, 1 weights and 0 seeds were passed to a schedule for 2.")
     assert said[1].startswith("2 micro-batches, 1 weights")
     assert "must return the loss: one number" in said[2] and "float64 [4, 9, 31]" in said[2]

@@ -56,7 +56,7 @@ def test_with_tokens_cut_between_layers_it_trains_like_one_process(
 ) -> None:
     def run(worker: Any) -> Any:  # what needs the whole of what is cut warns, and is slow
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".* needs the whole of what is cut")
+            warnings.filterwarnings("error", message=".* needs the whole of what is split")
             return without_dropout(worker)
 
     layout = Layout(**axes, tensor=2, sequence=True)  # parts of a tensor draw other dropout than the whole

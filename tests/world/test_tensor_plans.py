@@ -186,7 +186,7 @@ def test_numbers_that_do_not_divide_are_refused_all_at_once() -> None:
     with pytest.raises(PlanError) as error:
         find_plan(Nano(width=30, num_heads=6), size=4)
     text = str(error.value)
-    assert "Layout(tensor=4) cannot cut Nano:" in text
+    assert "Layout(tensor=4) cannot split Nano:" in text
     assert "the 6 heads of h.*.attn.c_attn do not divide among 4 workers. Use tensor=1 or 2 or 3 or 6" in text
     assert "(2 blocks.)" in text
     assert len(text.splitlines()) == 2  # 120 features of the MLP divide
@@ -336,7 +336,7 @@ def test_a_wrong_rule_cannot_change_the_loss(monkeypatch: pytest.MonkeyPatch) ->
     try:
         plan = find_plan(model, size=2, sample=(seeded((2, 8), torch.float32),))
         assert plan.layers == ()
-        assert "cut, the model does not compute the same (output 0 of worker 0 is off by" in str(plan)
+        assert "split, the model does not compute the same (output 0 of worker 0 is off by" in str(plan)
         monkeypatch.setattr(verify, "TOLERANCE", 1e9)  # without the proof it would have been cut
         assert len(find_plan(model, size=2, sample=(seeded((2, 8), torch.float32),)).layers) == 2
     finally:
@@ -375,9 +375,9 @@ def test_a_model_that_no_guess_fits_says_what_to_give() -> None:
 
 def test_the_report() -> None:
     text = str(find_plan(Nano(), size=2, sequence=True))
-    assert text.splitlines()[0].startswith("tensor=2, sequence=True: 10 layers are cut; ")
+    assert text.splitlines()[0].startswith("tensor=2, sequence=True: 10 layers are split; ")
     assert "h.*.attn.c_attn" in text and "x2  column" in text
-    assert "wpe" in text and "its features reach layer_norm: layer_norm works along the dim that is cut" in text
+    assert "wpe" in text and "its features reach layer_norm: layer_norm works along the split dim" in text
     assert "reduce-scatter: 10 of" in text and "all-gather: 12 of" in text
     assert "gradients summed after backward: " in text and "ln_f.weight" in text
     plan = find_plan(SkipMLP(), size=4)

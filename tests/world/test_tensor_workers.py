@@ -42,9 +42,9 @@ def gathered_gradients(model: nn.Module, cut: TensorParallelModel) -> Gradients:
         if parameter.grad is not None:
             grad = parameter.grad
             if id(parameter) in summed:
-                grad = cut.team.group.all_reduce(grad)
+                grad = cut.ops.group.all_reduce(grad)
             if name in cut.parameters:
-                grad = cut.parameters[name].whole(cut.team.group.all_gather(grad))
+                grad = cut.parameters[name].whole(cut.ops.group.all_gather(grad))
             found[name] = grad
     return found
 
@@ -98,10 +98,10 @@ def one_step(
 
     def work(worker: Any) -> Any:
         cut = apply_plan(model, plan, group_of(worker.rank, plan.size, store))
-        cut.team.group.traffic.clear()
+        cut.ops.group.traffic.clear()
         loss = forward(model)
         loss.backward()
-        traffic = dict(cut.team.group.traffic.calls)
+        traffic = dict(cut.ops.group.traffic.calls)
         return loss.item(), gathered_gradients(model, cut), traffic
 
     return world(work, plan.size)
@@ -256,9 +256,9 @@ def test_llama_moves_as_much_as_the_plan_that_is_written_by_hand(world: World, t
         parallelize_by_hand(by_hand, 2)
         hand = count_collectives(lambda: step(by_hand))
         cut = apply_plan(model, plan, group_of(worker.rank, 2, tmp_path / "store"))
-        cut.team.group.traffic.clear()
+        cut.ops.group.traffic.clear()
         step(model)
-        traffic = cut.team.group.traffic
+        traffic = cut.ops.group.traffic
         ours = {kind: (traffic.calls[kind], traffic.num_bytes[kind]) for kind in traffic.calls}
         same = by_hand.lm_head.weight.grad.full_tensor(), gathered_gradients(model, cut)["lm_head.weight"]
         return hand, ours, float((same[0] - same[1]).abs().max())
@@ -280,7 +280,7 @@ def test_tokens_that_do_not_divide_are_refused_in_the_run_too(world: World, tmp_
         return str(error.value)
 
     for text in world(work, 2):
-        assert "cuts tokens among 2 workers, but wte has 7" in text
+        assert "splits tokens among 2 workers, but wte has 7" in text
         assert "sequence=False" in text
 
 
@@ -304,7 +304,7 @@ def test_an_unforeseen_operation_gathers_and_says_so(world: World, tmp_path: Pat
     def work(worker: Any) -> Any:
         model.sorts = True
         cut = apply_plan(model, plan, group_of(worker.rank, 2, tmp_path / "store"))
-        with pytest.warns(UserWarning, match="sort needs the whole of what is cut behind up"):
+        with pytest.warns(UserWarning, match="sort needs the whole of what is split behind up"):
             model(x).square().sum().backward()
         return gathered_gradients(model, cut)
 
@@ -329,7 +329,7 @@ def test_a_cut_model_of_one_class_is_still_the_users_own(world: World, tmp_path:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, one in cut.parameters.items():
             assert torch.equal(parameters[name], one.part(whole[name], worker.rank))
-            assert torch.equal(one.whole(cut.team.group.all_gather(parameters[name].detach())), whole[name])
+            assert torch.equal(one.whole(cut.ops.group.all_gather(parameters[name].detach())), whole[name])
         out = model(tokens(), output_attentions=False)
         return (
             type(out.logits) is Tensor,

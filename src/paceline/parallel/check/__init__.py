@@ -1,1 +1,4 @@
-"""Look at a model and a plan before anything is cut: what stands against it, what each worker would have."""
+"""Check a model against a plan before anything is split: every obstacle, and the memory that each worker needs.
+
+`paceline plan --check` and `worker.prepare` call it. May import everything else in `parallel`.
+"""

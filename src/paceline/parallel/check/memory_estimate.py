@@ -1,8 +1,8 @@
-"""What each worker of a replica holds of a model, by formula: parameters, gradients, and the optimizer's state.
+"""Estimate what each worker of a replica holds of a model: parameters, gradients, and the optimizer's state.
 
 Activations come on top. The formulas are those of `paceline.plan.layout`: P, G and O bytes over s workers that split
-rows, U bytes of the largest unit. Beside experts that are spread, those who split rows of all else are more workers.
-What is offloaded is not in the device's memory, but for what a step brings there.
+rows, U bytes of the largest unit. With distributed experts, everything else is split over more workers. Offloaded state
+does not count as the device's memory, except for what a step brings there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.parallel.check.model_check import ModelCheck
 from paceline.parallel.fully_sharded.sharded_model import units_of
 from paceline.parallel.meta.meta_device import USER_ERRORS
 from paceline.parallel.offload.optimizer_state import brought_bytes
-from paceline.parallel.tensor.layers import cut_dims, kind_of
+from paceline.parallel.tensor.layers import kind_of, split_dims
 from paceline.parallel.tensor.split_shapes import num_held
 from paceline.plan import Layout, Plan
 from paceline.schedule.pipeline import build
@@ -33,34 +33,34 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one worker; `stage` is None where all workers of a replica hold as much."""
+    """Bytes on one worker; `stage` is None where all workers of a replica hold the same amount."""
 
     stage: int | None
     parameters: int  # between steps
     gradients: int
-    optimizer: int | None  # None: its state is known after the first step only
-    elsewhere: int | None  # of all these, what is offloaded: in the host's memory, or in files
-    peak: int | None  # the most in a step where it computes, without activations
+    optimizer: int | None  # None: known only after the first step
+    elsewhere: int | None  # the offloaded part of all these: in the host's memory, or in files
+    peak: int | None  # the most in a step on the computing device, without activations
 
 
 def estimate_memory(
-    model: nn.Module, look: ModelCheck, plan: Plan, optimizers: Sequence[Optimizer]
+    model: nn.Module, checked: ModelCheck, plan: Plan, optimizers: Sequence[Optimizer]
 ) -> list[MemoryEstimate]:
-    """Return what the workers of a replica hold, those with the most where rows do not divide."""
+    """Return what the workers of a replica hold; where rows do not divide, the worker with the most."""
     return [
-        _on_worker(model, look, plan, optimizers, stage=stage)
-        for stage in (range(plan.layout.stages) if look.stages is not None else (None,))
+        _on_worker(model, checked, plan, optimizers, stage=stage)
+        for stage in (range(plan.layout.stages) if checked.stages is not None else (None,))
     ]
 
 
 def _on_worker(
-    model: nn.Module, look: ModelCheck, plan: Plan, optimizers: Sequence[Optimizer], *, stage: int | None
+    model: nn.Module, checked: ModelCheck, plan: Plan, optimizers: Sequence[Optimizer], *, stage: int | None
 ) -> MemoryEstimate:
     layout, offload = plan.layout, plan.compute.offload
-    here = _names_here(model, look, layout, stage)
+    here = _names_here(model, checked, layout, stage)
     named = {name: parameter for name, parameter in model.named_parameters() if name in here}
-    gathered = {id(one): shape for one, shape in _cut_shapes(model, look, layout, named)}
-    of_experts = {id(one) for routed in look.experts or () for one in routed.module.parameters()}
+    gathered = {id(one): shape for one, shape in _split_shapes(model, checked, layout, named)}
+    of_experts = {id(one) for routed in checked.experts or () for one in routed.module.parameters()}
     both = layout.shard * layout.experts if layout.shard > 1 else 1
     rows = {number: _rows(shape, layout.shard if number in of_experts else both) for number, shape in gathered.items()}
     whole = sum(_bytes(one, gathered[id(one)]) for one in named.values())
@@ -72,8 +72,8 @@ def _on_worker(
     is_gathered = layout.shard > 1 or offload == "all"
     in_step = 0
     if is_gathered:
-        in_step = _gathered_in_step(model, look, layout, gathered, named, whole=whole, gradients=gradients_whole)
-    resting = gradients if not is_gathered or layout.zero > 1 else 0  # of zero=1 they are in what is gathered
+        in_step = _gathered_in_step(model, checked, layout, gathered, named, whole=whole, gradients=gradients_whole)
+    resting = gradients if not is_gathered or layout.zero > 1 else 0  # for zero=1 they are part of what is gathered
     elsewhere, peak = 0, None if optimizer is None else parameters + optimizer + resting + in_step
     if offload == "optimizer":
         elsewhere = optimizer
@@ -85,38 +85,38 @@ def _on_worker(
     )
 
 
-def _names_here(model: nn.Module, look: ModelCheck, layout: Layout, stage: int | None) -> set[str]:
-    """The names of the parameters that a worker of this number among its replica's stages has."""
-    elsewhere = _experts_elsewhere(look, layout)
+def _names_here(model: nn.Module, checked: ModelCheck, layout: Layout, stage: int | None) -> set[str]:
+    """Return the names of the parameters on the workers of one pipeline stage group."""
+    elsewhere = _experts_elsewhere(checked, layout)
     here = {name for name, one in model.named_parameters() if id(one) not in elsewhere}
-    if look.stages is None or stage is None:
+    if checked.stages is None or stage is None:
         return here
     own = build(
         layout.schedule, num_workers=layout.stages, num_micro=1, stages_per_worker=layout.stages_per_worker
     ).stages_of(stage)
-    return {name for name in here if set(look.stages.cut.parameters[name]) & set(own)}
+    return {name for name in here if set(checked.stages.partition.parameters[name]) & set(own)}
 
 
-def _experts_elsewhere(look: ModelCheck, layout: Layout) -> set[int]:
-    """The ids of parameters of listed experts that the first worker has not."""
-    lists = [members for one in look.experts or () for _, members in one.members()]
+def _experts_elsewhere(checked: ModelCheck, layout: Layout) -> set[int]:
+    """Return the ids of parameters of listed experts that the first worker does not have."""
+    lists = [members for one in checked.experts or () for _, members in one.members()]
     others = [member for members in lists for member in members[len(members) // layout.experts :]]
     return {id(parameter) for member in others for parameter in member.parameters()}
 
 
-def _cut_shapes(
-    model: nn.Module, look: ModelCheck, layout: Layout, named: Mapping[str, Tensor]
+def _split_shapes(
+    model: nn.Module, checked: ModelCheck, layout: Layout, named: Mapping[str, Tensor]
 ) -> Iterator[tuple[Tensor, Shape]]:
-    """Each parameter here, with its shape on the first worker of those that cut layers."""
+    """Yield each local parameter with its shape on the first worker of its tensor parallel group."""
     shapes = {id(one): tuple(one.shape) for one in model.parameters()}
     modules = dict(model.named_modules())
-    for layer in look.tensor.layers if look.tensor is not None else ():
+    for layer in checked.tensor.layers if checked.tensor is not None else ():
         module = modules[layer.name]
         if (kind := kind_of(module)) is not None:
-            for one, dim, sections in cut_dims(module, kind, layer):
+            for one, dim, sections in split_dims(module, kind, layer):
                 held = num_held(sections, size=layout.tensor, index=0)
                 shapes[id(one)] = (*one.shape[:dim], held, *one.shape[dim + 1 :])
-    for routed in look.experts or ():
+    for routed in checked.experts or ():
         for key in routed.stacked:
             one = getattr(routed.module, key)
             shapes[id(one)] = (one.shape[0] // layout.experts, *one.shape[1:])
@@ -132,7 +132,7 @@ def _rows(shape: Shape, shard: int) -> Shape:
 
 def _gathered_in_step(
     model: nn.Module,
-    look: ModelCheck,
+    checked: ModelCheck,
     layout: Layout,
     shapes: Mapping[int, Shape],
     named: Mapping[str, Tensor],
@@ -140,13 +140,13 @@ def _gathered_in_step(
     whole: int,
     gradients: int,
 ) -> int:
-    """Bytes that are gathered in a step beside what is held all the time."""
+    """Return the bytes that are gathered in a step, in addition to what is held all the time."""
     if layout.zero == 1:
         return whole + gradients
     here = {id(one) for one in named.values()}
-    units: list[dict[int, Tensor]] = [{id(p): p for p in one.module.parameters()} for one in look.experts or ()]
+    units: list[dict[int, Tensor]] = [{id(p): p for p in one.module.parameters()} for one in checked.experts or ()]
     apart = {number for unit in units for number in unit}
-    for _, block in units_of(model, look.units):
+    for _, block in units_of(model, checked.units):
         units.append({id(one): one for one in block.parameters() if id(one) not in apart})
     units = [{number: one for number, one in unit.items() if number in here} for unit in units]
     in_units = {number for unit in units for number in unit}
@@ -156,34 +156,36 @@ def _gathered_in_step(
 
 
 def _state_bytes(optimizers: Sequence[Optimizer], shapes: Mapping[int, Shape]) -> list[tuple[int, int]] | None:
-    """Return the state that optimizers make for each parameter of these shapes, as (bytes, bytes that a step brings at
-    a time where it is offloaded); None where that cannot be seen before.
+    """Return the optimizer state per parameter, as (bytes, bytes that a step brings in if it is offloaded).
 
-    A twin of each takes a step on parameters without data.
+    A copy of each optimizer takes a step on parameters without data. None where that fails, so nothing is known
+    beforehand.
     """
     found: list[tuple[int, int]] = []
     for optimizer in optimizers:
-        twin: Any = object.__new__(type(optimizer))
-        vars(twin).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # a scheduler's
-        vars(twin).update({key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")})
-        twin.state, twin.param_groups = defaultdict(dict), []
+        trial: Any = object.__new__(type(optimizer))
+        vars(trial).update(
+            {key: value for key, value in vars(optimizer).items() if key != "step"}
+        )  # a scheduler's wrapper
+        vars(trial).update({key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")})
+        trial.state, trial.param_groups = defaultdict(dict), []
         for group in optimizer.param_groups:
-            ghosts = [_meta_parameter(one, shapes[id(one)]) for one in group["params"] if id(one) in shapes]
-            twin.param_groups.append({**group, "params": ghosts})
+            placeholders = [_meta_parameter(one, shapes[id(one)]) for one in group["params"] if id(one) in shapes]
+            trial.param_groups.append({**group, "params": placeholders})
         try:
-            twin.step()
+            trial.step()
         except USER_ERRORS:
             return None
-        for parameter, state in twin.state.items():
+        for parameter, state in trial.state.items():
             num_bytes = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
             found.append((num_bytes, brought_bytes(optimizer, parameter, num_bytes)))
     return found
 
 
 def _meta_parameter(parameter: Tensor, shape: Shape) -> nn.Parameter:
-    ghost = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
-    ghost.grad = torch.empty_like(ghost) if parameter.requires_grad else None
-    return ghost
+    placeholder = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+    placeholder.grad = torch.empty_like(placeholder) if parameter.requires_grad else None
+    return placeholder
 
 
 def _bytes(parameter: Tensor, shape: Shape) -> int:

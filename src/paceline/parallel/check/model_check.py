@@ -1,7 +1,7 @@
-"""One look at a model for a plan: every axis of the layout says what stands against it, and all of it is told at once.
+"""Check a model for a plan: every axis of the layout reports its obstacles, and all of them are raised together.
 
-`worker.prepare` looks before it cuts, and cuts as was found; `paceline plan --check` looks without any other worker.
-The rooms of the axes find and judge; here they are only asked, one after the other, on the same small input.
+`worker.prepare` checks before it splits, and splits as was found. `paceline plan --check` checks without any other
+worker. The packages of the axes do the work; here they are called one after the other, on the same small input.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ NONE = ModelHints()
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCheck:
-    """The cuts of each axis that the layout has and that works, and all that stands against the rest."""
+    """The plans of all axes that work, and the errors of those that do not."""
 
     name: str  # of the model's class
     errors: tuple[PlanError, ...]  # one for each axis that refuses, with its reasons
-    units: tuple[str, ...] = ()  # modules that the script names as such, in place of the repeated blocks
+    units: tuple[str, ...] = ()  # modules that the script names as units, in place of the repeated blocks
     sample: SampleInput | None = None  # the small input; None: none was needed, or found
     tensor: TensorPlan | None = None
     stages: PipelinePlan | None = None
@@ -56,7 +56,7 @@ class ModelCheck:
         return tuple(dict.fromkeys(reason for error in self.errors for reason in _reasons(self.name, error)))
 
     def error(self) -> PlanError | None:
-        """Return what tells all refusals; None where there are none."""
+        """Return one error with all refusals; None where there are none."""
         if len(self.errors) < 2:
             return self.errors[0] if self.errors else None
         return PlanError.listing(f"{self.name} cannot be trained by this plan", self.refusals)
@@ -71,11 +71,11 @@ def check_model(
     finds_context: bool = True,
     fill: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
 ) -> ModelCheck:
-    """Return what `plan` finds in a whole `model` that is on `device`, and leave it as it was; needs no other worker.
+    """Return what `plan` finds in a whole `model` on `device`, and leave the model as it was; needs no other worker.
 
-    `hints`: what its script says of it; the small input is guessed where it is not given. `finds_context`: whether it
-    is found out here how sequences are shared, which is costly. `fill`: of a model whose parameters are on the meta
-    device, what makes it one that can be run, as long as it lasts.
+    `hints`: what the script says about the model; without a sample in it, a small input is guessed. `finds_context`:
+    whether to find a context parallel plan here, which is costly. `fill`: for a model on the meta device, a context
+    manager that gives it weights to run with.
     """
     layout, name, errors = plan.layout, type(model).__name__, list[PlanError]()
 
@@ -98,15 +98,15 @@ def check_model(
             model, layout, sample=known, named=units, starts=hints.stages, precision=precision, device=device
         )
 
-    def context() -> ContextPlan:  # guesses by itself, since tokens may be in the first dim
-        tokenwise = (*hints.tokenwise, *(one.name for one in routed or ()))  # of experts that is what spreading asks
+    def context() -> ContextPlan:  # it guesses its own sample, since tokens may be in the first dim
+        tokenwise = (*hints.tokenwise, *(one.name for one in routed or ()))  # experts are verified separately
         return find_context(model, size=layout.context, sample=hints.sample, tokenwise=tokenwise, layers=layers)
 
     def experts() -> tuple[RoutedExperts, ...]:
         return tuple(find_experts(model, size=layout.experts, named=hints.experts))
 
     units = ask(lambda: names_matching(model, hints.units)) or ()
-    ask(lambda: require_fit(model, plan, may_be_hollow=fill is not None))
+    ask(lambda: require_fit(model, plan, allows_meta=fill is not None))
     if ask(lambda: require_open(model, plan) or True) is None:
         return ModelCheck(name=name, errors=tuple(errors))
     if layout.shard > 1 or plan.compute.offload == "all":

@@ -1,8 +1,8 @@
-"""What a model must be for a plan to train it, whatever else is found out of it: `require_fit` and `require_open`.
+"""What a model must satisfy for a plan, before any axis looks at it: `require_fit` and `require_open`.
 
-Some models are ready for nobody: their parameters have no data or no shape, or their weights are packed and get no
-gradient. Others were wrapped by something that averages, splits or compiles as well, and would do it twice. What keeps
-its code or its tensors to itself (TorchScript, tensors of another class) can be copied to every worker, not cut.
+Some models can be trained under no layout: their parameters have no data or no shape, or their weights are packed and
+get no gradient. Others were wrapped by something that also averages, splits or compiles, and would do it twice.
+TorchScript modules and tensor subclasses can be copied to every worker, but not split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.plan import Compute, Layout, ParameterServer, Plan, Sparse
 
 __all__ = ["require_fit", "require_open"]
 
-# By name: to import them all would take longer than most looks.
+# By name, because importing all of them would take longer than most checks.
 WRAPPERS = {
     "DistributedDataParallel": "averages gradients",
     "DataParallel": "divides batches among devices",
@@ -31,19 +31,19 @@ WRAPPERS = {
 PACKED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
-def require_fit(model: nn.Module, plan: Plan, *, may_be_hollow: bool = False) -> None:
-    """Raise one PlanError with everything of a model that cannot be trained, by whichever layout, and what to do.
+def require_fit(model: nn.Module, plan: Plan, *, allows_meta: bool = False) -> None:
+    """Raise one PlanError with everything in a model that no layout can train, and the remedies.
 
-    `may_be_hollow`: tensors on the meta device are well.
+    `allows_meta`: tensors on the meta device are accepted.
     """
     sparse = unfit_tables(model, plan) if isinstance(plan.sync, ParameterServer) else _sparse(model, plan)
-    _refuse(model, [*_lazy(model), *sparse, *(() if may_be_hollow else _on_meta(model))])
+    _refuse(model, [*_lazy(model), *sparse, *(() if allows_meta else _on_meta(model))])
 
 
 def require_open(model: nn.Module, plan: Plan) -> None:
-    """Raise one PlanError with everything of a model that is wrapped, packed or closed to what the plan does to it.
+    """Raise one PlanError with everything in a model that is wrapped, packed or closed to what the plan does to it.
 
-    Where it raises, nothing else should look into the model.
+    Where it raises, nothing else should inspect the model.
     """
     _refuse(model, [*_wrapped(model), *_packed(model), *_closed(model, plan.layout, plan.compute)])
 
@@ -88,7 +88,7 @@ def _sparse(model: nn.Module, plan: Plan) -> Iterator[Reason]:
 
 
 def _wrapped(model: nn.Module) -> Iterator[Reason]:
-    """What distributes training by itself: the plan says how, and one of the two is enough."""
+    """Yield wrappers that distribute training themselves; the plan already does that."""
     for name, module in _outermost(model, lambda one: bool(_kinds(one) & WRAPPERS.keys())):
         kind = min(_kinds(module) & WRAPPERS.keys())
         yield Reason(
@@ -114,7 +114,7 @@ def _packed(model: nn.Module) -> Iterator[Reason]:
 
 
 def _closed(model: nn.Module, layout: Layout, compute: Compute) -> Iterator[Reason]:
-    """What can be copied to every worker, and not be taken apart."""
+    """Yield what can be copied to every worker, but not be split."""
     rows_are_split = layout.shard > 1 or compute.offload == "all"
     is_rewritten = layout.tensor * layout.context * layout.experts > 1  # forwards see parts of tensors
     words = _axes_text(layout, compute)
@@ -133,8 +133,8 @@ def _closed(model: nn.Module, layout: Layout, compute: Compute) -> Iterator[Reas
                 remedy="Prepare the model without torch.compile.",
             )
     for name, parameter in model.named_parameters():
-        is_foreign = is_traceable_wrapper_subclass(parameter) and not is_sharded(parameter)
-        if is_foreign and (rows_are_split or is_rewritten or layout.stages > 1):
+        is_subclass = is_traceable_wrapper_subclass(parameter) and not is_sharded(parameter)
+        if is_subclass and (rows_are_split or is_rewritten or layout.stages > 1):
             yield Reason(
                 module=name,
                 what=f"{name} is a {type(parameter).__name__}, a tensor of a class of its own, whose numbers cannot be "
@@ -144,7 +144,7 @@ def _closed(model: nn.Module, layout: Layout, compute: Compute) -> Iterator[Reas
 
 
 def _outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of a kind that are in no other one of it, with what to call them."""
+    """Yield modules of a kind that are within no other one of it, with their names."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module not in inside and is_one(module):
@@ -153,7 +153,7 @@ def _outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterato
 
 
 def _kinds(module: nn.Module) -> set[str]:
-    """The names of torch's classes that a module is of."""
+    """Return the names of torch's classes of which a module is an instance."""
     return {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
 
 
@@ -162,7 +162,7 @@ def _is_split_already(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: Any) -> bool:
-    """Whether it came from `torch.compile(module)`, or `module.compile()` was called."""
+    """Return whether a module came from `torch.compile(module)`, or `module.compile()` was called."""
     return "OptimizedModule" in _kinds(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 

@@ -1,15 +1,13 @@
-"""Whether an optimizer needs whole parameters, or all of them: tried on small ones, once together and once apart.
+"""What an optimizer needs to see of the parameters: whole ones, all of them, or only rows. Tried on small tensors.
 
-Most optimizers treat each number by itself, so whoever holds a part of a parameter updates that part. Some look at a
-parameter as a whole: at its norm (LARS, LAMB), at its rows and columns (Adafactor), at its singular values (Muon). On
-plain tensors that are parts of a cut layer they would take other steps, and say nothing. A few look at all parameters
-together: at the norm of all gradients (some forms of LAMB), at how far all have come (Prodigy). Where nobody has all of
-them, each would find something else.
+Most optimizers treat each number by itself, so a worker that holds a part of a parameter can update that part. Some
+look at a parameter as a whole: its norm (LARS, LAMB), its rows and columns (Adafactor), its singular values (Muon). On
+the parts of a split layer they would silently take other steps. A few look at all parameters together: the norm of all
+gradients (some forms of LAMB), or the overall progress (Prodigy). Where no worker has all parameters, each would
+compute something else.
 
-Whether an optimizer can have a table by rows: tried on a small one, once whole and once by rows in two parts.
-
-What it takes: sparse gradients, and that each row is treated by itself. What an optimizer keeps is stored by rows, too,
-so it has to be dense, and to have the table's rows.
+For embedding tables by rows (sparse gradients) each row must be treated by itself. The optimizer's state is then stored
+by rows, too, so it must be dense and have the table's rows.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ from paceline.comm.remote_tensors import sparse_rows
 __all__ = ["needs_all_parameters", "needs_whole_parameters", "why_not_by_rows"]
 
 SIZE = 6
-NUM_STEPS = 3  # the first one may be a special one
-NUM_ALIKE = 20  # of gradients that stay much the same: estimates of how far all have come need that
-APART = 30.0  # times as large are the gradients of the second of two parameters
+NUM_STEPS = 3  # the first step may be a special one
+NUM_ALIKE = 20  # of similar gradients: estimates of overall progress need that many
+APART = 30.0  # factor between the gradients of the two parameters
 
 
 def needs_whole_parameters(optimizer: Optimizer) -> bool:
-    """Whether its update of a matrix differs from those of the matrix's halves; the optimizer stays as it is.
+    """Return whether the update of a matrix differs from those of its halves; the optimizer stays as it is.
 
-    One that cannot be stepped without a closure, which evaluates the model, counts as one that does; and one that has
-    others in it, since a trial would step these. So does one that cannot step on such matrices: nothing shows that it
-    is right on halves.
+    It is taken to differ if the optimizer cannot step without a closure, which evaluates the model; if it contains
+    other optimizers, since a trial would step these; or if it cannot step on such matrices, so nothing shows that it is
+    right on halves.
     """
     if _has_others(optimizer) or _wants_closure(optimizer):
         return True
@@ -52,16 +50,16 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
                 halves = _stepped(optimizer, [half.contiguous() for half in numbers.chunk(2, dim + 1)])
                 if not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-3, atol=1e-6):
                     return True
-        except Exception:  # of the optimizer's own, whatever it is
+        except Exception:  # an optimizer may raise anything
             return True
     return False
 
 
 def needs_all_parameters(optimizer: Optimizer) -> bool:
-    """Whether its update of a parameter depends on what else it holds; the optimizer stays as it is.
+    """Return whether the update of a parameter depends on the other parameters; the optimizer stays as it is.
 
-    One that cannot be stepped without a closure counts as one that does. Nothing is known of one that has others in it,
-    draws random numbers, or cannot step on such parameters (sparse gradients, a GPU's): they count as ones that do not.
+    True for an optimizer that cannot step without a closure. False, because nothing is known, for one that contains
+    other optimizers, draws random numbers, or cannot step on such parameters (sparse gradients, GPU only).
     """
     if _has_others(optimizer):
         return False
@@ -76,11 +74,11 @@ def needs_all_parameters(optimizer: Optimizer) -> bool:
         try:
             (alone,), (again,) = _stepped(optimizer, [first]), _stepped(optimizer, [first], seed=1)
             together = _stepped(optimizer, [first, second])[0]
-        except Exception:  # of the optimizer's own: SparseAdam takes no dense gradients, others only a GPU's
+        except Exception:  # SparseAdam takes no dense gradients, others only those of a GPU
             return False
     if not torch.equal(alone, again):
         return False
-    moved = alone - first[0]  # which may be tiny beside the parameter
+    moved = alone - first[0]  # may be tiny compared with the parameter
     return not torch.allclose(together - first[0], moved, rtol=0.0, atol=1e-3 * float(moved.abs().max()))
 
 
@@ -94,35 +92,36 @@ def _wants_closure(optimizer: Optimizer) -> bool:
 
 
 def _stepped(optimizer: Optimizer, each: Sequence[Tensor], *, seed: int = 0) -> list[Tensor]:
-    """What parameters become by steps of such an optimizer: of each its value comes first, then its gradients."""
-    torch.manual_seed(seed)  # of the surroundings' fork
+    """Return parameters after steps of a copy of the optimizer; each tensor holds the value first, then the
+    gradients.
+    """
+    torch.manual_seed(seed)  # within the caller's fork_rng
     parameters = [torch.nn.Parameter(numbers[0].clone()) for numbers in each]
-    twin = type(optimizer).__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.update(
+    trial = type(optimizer).__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    trial.__dict__.update(
         {name: type(value)() for name, value in vars(optimizer).items() if isinstance(value, collections.OrderedDict)}
-    )  # hooks of its step, which are about the real one
-    twin.state = collections.defaultdict(dict)
+    )  # hooks are about the real optimizer's step
+    trial.state = collections.defaultdict(dict)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    options = copy.deepcopy(options)  # some keep what they have learnt there
+    options = copy.deepcopy(options)  # some keep state there
     changes: dict[str, Any] = {"lr": 0.1} if "lr" in options else {}  # it may be 0 now, before a warm-up
     if options.get("capturable"):
-        changes["capturable"] = False  # it is for a GPU's parameters only, and these are the CPU's
-    twin.param_groups = [{**options, **changes, "params": parameters}]
+        changes["capturable"] = False  # capturable works for GPU parameters only, and these are on the CPU
+    trial.param_groups = [{**options, **changes, "params": parameters}]
     for gradients in zip(*(numbers[1:] for numbers in each), strict=True):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
-        type(optimizer).step(twin)  # schedulers give the real one a step of its own
+        type(optimizer).step(trial)  # schedulers replace the real optimizer's step
     return [parameter.detach() for parameter in parameters]
 
 
 ROWS, COLUMNS = 5, 3
-TOUCHED = ((0, 1, 4), (1, 2), (0, 3, 4))  # rows, in each of the steps: the first one may be a special one
+TOUCHED = ((0, 1, 4), (1, 2), (0, 3, 4))  # rows, in each step; the first step may be a special one
 
 
 def why_not_by_rows(optimizer: Optimizer, parameter: Tensor) -> str | None:
-    """Return what stands against having `parameter`, one of the optimizer's, by rows; None: nothing. It stays as it
-    is."""
+    """Return why `parameter`, one of the optimizer's, cannot be updated by rows; None if it can. It stays as it is."""
     group = next(one for one in optimizer.param_groups if any(held is parameter for held in one["params"]))
     entries = dict(optimizer.state.get(parameter, {}))
     numbers = torch.randn(len(TOUCHED) + 1, ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
@@ -142,34 +141,34 @@ def why_not_by_rows(optimizer: Optimizer, parameter: Tensor) -> str | None:
     for first, (value, _) in enumerate(parts):
         together[first::2] = value
     if not torch.allclose(together, whole[0], rtol=1e-3, atol=1e-6):
-        return "it looks at a matrix as a whole (norms, products), and each server has some of the rows"
+        return "it looks at a matrix as a whole (norms, products), and each server has only some of the rows"
     return None
 
 
 def _stepped_by_rows(
     optimizer: Optimizer, group: dict[str, object], entries: dict[str, object], numbers: Tensor, rows: slice
 ) -> tuple[Tensor, dict[str, object]]:
-    """What some rows become by steps of such an optimizer, and what it keeps of them."""
-    torch.manual_seed(0)  # of the surroundings' fork
+    """Return some rows after steps of a copy of the optimizer, and its state for them."""
+    torch.manual_seed(0)  # within the caller's fork_rng
     parameter = torch.nn.Parameter(numbers[0][rows].clone())
-    twin = type(optimizer).__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.update(
+    trial = type(optimizer).__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    trial.__dict__.update(
         {name: type(value)() for name, value in vars(optimizer).items() if isinstance(value, collections.OrderedDict)}
-    )  # hooks of its step, which are about the real one
-    twin.state = collections.defaultdict(dict)
-    if entries:  # some are made with the optimizer
-        twin.state[parameter] = {key: _row_state_like(value, parameter) for key, value in entries.items()}
-    rates = {"lr": 0.1} if "lr" in group else {}  # which may be 0 now, before a warm-up
-    twin.param_groups = [{**group, **rates, "params": [parameter]}]
+    )  # hooks are about the real optimizer's step
+    trial.state = collections.defaultdict(dict)
+    if entries:  # some optimizers make their state when they are created
+        trial.state[parameter] = {key: _row_state_like(value, parameter) for key, value in entries.items()}
+    rates = {"lr": 0.1} if "lr" in group else {}  # it may be 0 now, before a warm-up
+    trial.param_groups = [{**group, **rates, "params": [parameter]}]
     for gradient, touched in zip(numbers[1:], TOUCHED, strict=True):
         parameter.grad = _sparse_rows(gradient, touched, range(ROWS)[rows])
-        type(optimizer).step(twin)  # schedulers give the real one a step of its own
-    return parameter.detach(), dict(twin.state[parameter])
+        type(optimizer).step(trial)  # schedulers replace the real optimizer's step
+    return parameter.detach(), dict(trial.state[parameter])
 
 
 def _row_state_like(value: object, parameter: Tensor) -> object:
-    """What an optimizer keeps from the beginning, for a small matrix."""
+    """Return an optimizer's initial state, resized for a small matrix."""
     if not isinstance(value, Tensor):
         return value
     shape = (len(parameter), *[COLUMNS] * (value.dim() - 1))
@@ -177,7 +176,7 @@ def _row_state_like(value: object, parameter: Tensor) -> object:
 
 
 def _sparse_rows(gradient: Tensor, touched: Sequence[int], here: range) -> Tensor:
-    """The gradient of the rows that are `here`, in which those that were touched are."""
+    """Return the sparse gradient of the rows `here`, with those of them that were touched."""
     found = [row for row in here if row in touched]
     places = torch.tensor([here.index(row) for row in found], dtype=torch.long)
     return sparse_rows(places, gradient[found], (len(here), gradient.shape[1]))

@@ -1,4 +1,4 @@
-"""What of a look is no refusal, but good to know: what is cut how much, what stays whole, what is tied or unused."""
+"""Remarks of a model check that are no refusals: what is split how much, what stays whole, what is tied or unused."""
 
 from __future__ import annotations
 
@@ -27,68 +27,76 @@ class Remark:
     what: str
 
 
-def remarks(model: nn.Module, look: ModelCheck, layout: Layout, *, sample: SampleInput | None) -> list[Remark]:
-    """Return what there is to say of a model that can be run on `sample`; without, what is unused is not known."""
-    found = [*_sharded(model, look, layout), *_cut(look), *_staged(model, look, layout), *_shared(look)]
-    return list(dict.fromkeys([*found, *_tied(model, look, layout), *_unused(model, look.name, sample)]))
+def remarks(model: nn.Module, checked: ModelCheck, layout: Layout, *, sample: SampleInput | None) -> list[Remark]:
+    """Return the remarks about a model; `sample` is needed to know which parameters are unused."""
+    found = [
+        *_sharded(model, checked, layout),
+        *_split_layers(checked),
+        *_staged(model, checked, layout),
+        *_shared(checked),
+    ]
+    return list(dict.fromkeys([*found, *_tied(model, checked, layout), *_unused(model, checked.name, sample)]))
 
 
-def _sharded(model: nn.Module, look: ModelCheck, layout: Layout) -> Iterator[Remark]:
+def _sharded(model: nn.Module, checked: ModelCheck, layout: Layout) -> Iterator[Remark]:
     if layout.shard > 1:
-        units = units_of(model, look.units)
+        units = units_of(model, checked.units)
         sizes = {name: sum(one.numel() * one.element_size() for one in unit.parameters()) for name, unit in units}
         what = f"shard={layout.shard}: every parameter's rows are split"
         if units:
             name = max(sizes, key=lambda one: sizes[one])
             many = f"{len(units)} units are gathered by themselves, the largest"
             what += f"; {many if len(units) > 1 else 'gathered by itself is'} {name} of {bytes_text(sizes[name])}"
-        yield Remark(module=look.name, what=f"{what}.")
+        yield Remark(module=checked.name, what=f"{what}.")
 
 
-def _cut(look: ModelCheck) -> Iterator[Remark]:
-    if look.tensor is None:
+def _split_layers(checked: ModelCheck) -> Iterator[Remark]:
+    if checked.tensor is None:
         return
-    yield Remark(module=look.name, what=f"{look.tensor.headline}.")
-    for row in look.tensor.rows:
+    yield Remark(module=checked.name, what=f"{checked.tensor.headline}.")
+    for row in checked.tensor.rows:
         if row.role == "whole" and row.num_bytes:
             what = f"stays whole, {bytes_text(row.num_bytes)} on each worker: {row.why}."
             yield Remark(module=general(row.name), what=what)
 
 
-def _staged(model: nn.Module, look: ModelCheck, layout: Layout) -> Iterator[Remark]:
-    if look.stages is None:
+def _staged(model: nn.Module, checked: ModelCheck, layout: Layout) -> Iterator[Remark]:
+    if checked.stages is None:
         return
-    cut, sizes = look.stages.cut, {name: one.numel() * one.element_size() for name, one in model.named_parameters()}
-    for stage, names in enumerate(cut.stages):
-        num_bytes = sum(sizes[name] for name, stages in cut.parameters.items() if stage in stages)
+    partition, sizes = (
+        checked.stages.partition,
+        {name: one.numel() * one.element_size() for name, one in model.named_parameters()},
+    )
+    for stage, names in enumerate(partition.stages):
+        num_bytes = sum(sizes[name] for name, stages in partition.parameters.items() if stage in stages)
         what = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} units)"
         yield Remark(module=f"stage {stage}", what=f"{what}: {bytes_text(num_bytes)} of parameters.")
-    for joint in look.stages.tape.joints:
-        yield Remark(module=cut_name(look, joint.first), what=f"is on one stage with others: {joint.reason}.")
+    for joint in checked.stages.tape.joints:
+        yield Remark(module=unit_name(checked, joint.first), what=f"is on one stage with others: {joint.reason}.")
 
 
-def cut_name(look: ModelCheck, index: int) -> str:
-    """The name of a unit by its index in the recorded forward."""
-    return look.stages.tape.units[index] if look.stages is not None else look.name
+def unit_name(checked: ModelCheck, index: int) -> str:
+    """Return the name of a unit by its index in the recorded forward."""
+    return checked.stages.tape.units[index] if checked.stages is not None else checked.name
 
 
-def _shared(look: ModelCheck) -> Iterator[Remark]:
-    if look.context is not None:
-        for line in str(look.context).splitlines():
-            yield Remark(module=look.name, what=f"{line.strip()}.")
+def _shared(checked: ModelCheck) -> Iterator[Remark]:
+    if checked.context is not None:
+        for line in str(checked.context).splitlines():
+            yield Remark(module=checked.name, what=f"{line.strip()}.")
 
 
-def _tied(model: nn.Module, look: ModelCheck, layout: Layout) -> Iterator[Remark]:
+def _tied(model: nn.Module, checked: ModelCheck, layout: Layout) -> Iterator[Remark]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for first, *others in (group for group in names.values() if len(group) > 1):
         what = f"is one tensor with {', '.join(others)}"
-        if look.stages is not None:
+        if checked.stages is not None:
             pipeline = build(
                 layout.schedule, num_workers=layout.stages, num_micro=1, stages_per_worker=layout.stages_per_worker
             )
-            stages = look.stages.cut.parameters[first]
+            stages = checked.stages.partition.parameters[first]
             holders = sorted({pipeline.worker_of(stage) for stage in stages})
             if len(holders) > 1:
                 what += (
@@ -101,31 +109,29 @@ def _tied(model: nn.Module, look: ModelCheck, layout: Layout) -> Iterator[Remark
 
 
 def _unused(model: nn.Module, root: str, sample: SampleInput | None) -> Iterator[Remark]:
-    """Trainable parameters that no gradient of the sample reaches: of whole modules where there is none in them."""
+    """Yield trainable parameters that no gradient of the sample reaches; whole modules if none of theirs is reached."""
     if sample is None:
-        what = (
-            "no small input could be guessed, so parts that are not used are not known; give worker.prepare(sample=)."
-        )
+        what = "no small input could be guessed, so unused parts are not known; pass worker.prepare(sample=)."
         yield Remark(module=root, what=what)
         return
     with torch.enable_grad():
         reached = _reached(tensors_in(sample.run(model)))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     idle = {id(one) for one in trained.values() if id(one) not in reached}
-    told: list[str] = []
+    named: list[str] = []
     for name, module in model.named_modules():
         own = {id(one) for one in module.parameters() if one.requires_grad}
-        is_inside = any(not one or name.startswith(f"{one}.") for one in told)
+        is_inside = any(not one or name.startswith(f"{one}.") for one in named)
         if own and own <= idle and not is_inside:
-            told.append(name)
+            named.append(name)
             yield Remark(module=name or root, what="the sample does not use it, so it gets no gradient from it.")
     for name, one in trained.items():
-        if id(one) in idle and not any(not module or name.startswith(f"{module}.") for module in told):
+        if id(one) in idle and not any(not module or name.startswith(f"{module}.") for module in named):
             yield Remark(module=name, what="the sample does not use it, so it gets no gradient from it.")
 
 
 def _reached(outputs: list[Tensor]) -> set[int]:
-    """The ids of the parameters that the outputs hang on."""
+    """Return the ids of the parameters on which the outputs depend."""
     waiting = [one.grad_fn for one in outputs if one.grad_fn is not None]
     seen, found = set(waiting), {id(one) for one in outputs if one.is_leaf}
     while waiting:
@@ -141,5 +147,5 @@ def _reached(outputs: list[Tensor]) -> set[int]:
 
 
 def general(name: str) -> str:
-    """The name with its numbers left open: "layers.*.mlp"."""
+    """Return the name with its numbers replaced by "*": "layers.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,11 +1,9 @@
-"""Attention over tokens of which each worker has a slice: what moves, so that every query meets every key.
+"""Rules for attention over tokens of which each worker has a slice, so that every query meets every key.
 
 Two kinds, for `F.scaled_dot_product_attention` and nn.MultiheadAttention:
 
-- "heads" (DeepSpeed-Ulysses, Jacobs et al. 2023): an all-to-all turns slices of the tokens of all heads into all tokens
-  of a slice of the heads, torch's own kernel attends, and the result is turned back. Workers have equal work whatever
-  the mask. Where there are fewer heads of keys than workers, some are sent to several. It needs heads that divide.
-- "ring" (`ring.py`): keys and values go round, for any number of heads.
+- "heads" (`ulysses.py`, DeepSpeed-Ulysses): an all-to-all exchanges tokens for heads. It needs heads that divide.
+- "ring" (`ring_attention.py`): keys and values are passed round a ring, for any number of heads.
 
 Attention that a model writes out as two products is followed as such: the keys' tokens are gathered for the first, the
 values' for the second, and each worker has its rows of the scores.
@@ -51,13 +49,13 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     lead = next(split_tensors_in((query, key, value, mask)))
     if isinstance(query, SplitTensor) and query.split_dim < query.ndim - 2:
-        return tensor_rule_of(func)(func, args, dict(kwargs))  # a batch or heads: nothing needs to move
+        return tensor_rule_of(func)(func, args, dict(kwargs))  # split by batch or heads: nothing needs to move
     if not isinstance(query, SplitTensor) or query.split_dim != query.ndim - 2 or len(query.sections) != 1:
         raise CannotSplit("the queries are not sliced by tokens")
     if isinstance(mask, SplitTensor):
-        mask = lead.team.plain(mask)
-    team: Any = lead.team
-    keys = [_sliced(one, team, lead.site) for one in (key, value)]
+        mask = lead.ops.plain(mask)
+    ops: Any = lead.ops
+    keys = [_sliced(one, ops, lead.site) for one in (key, value)]
     if keys[0] is None or keys[1] is None or keys[0].sections != keys[1].sections:
         raise CannotSplit("there are fewer keys than workers, or keys and values are sliced in different ways")
     call = AttentionCall(
@@ -67,20 +65,21 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
         num_queries=query.sections[0],
         num_keys=keys[0].sections[0],
     )
-    out = attend(team, query, keys[0], keys[1], mask, call, is_grouped=given["enable_gqa"])
+    out = attend(ops, query, keys[0], keys[1], mask, call, is_grouped=given["enable_gqa"])
     return at(out, query, out.ndim - 2)
 
 
-def _sliced(tensor: Tensor, team: ContextGroupOps, site: str) -> SplitTensor | None:
-    """Keys or values by tokens: of those that all workers have whole (a memory, say), one's slice."""
+def _sliced(tensor: Tensor, ops: ContextGroupOps, site: str) -> SplitTensor | None:
+    """Return keys or values split by tokens; of those that all workers have whole (an encoder's output), this worker's
+    slice."""
     if not isinstance(tensor, SplitTensor):
-        sliced: Any = team.sliced(tensor, dim=tensor.ndim - 2, site=site)
+        sliced: Any = ops.sliced(tensor, dim=tensor.ndim - 2, site=site)
         return sliced if isinstance(sliced, SplitTensor) else None
     return tensor if tensor.split_dim == tensor.ndim - 2 and len(tensor.sections) == 1 else None
 
 
 def attend(
-    team: ContextGroupOps,
+    ops: ContextGroupOps,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,48 +88,50 @@ def attend(
     *,
     is_grouped: bool,
 ) -> Tensor:
-    """Return this worker's tokens of the attention's result, all heads; raises NotCut where no kind does it."""
+    """Return this worker's tokens of the attention's result, all heads; raises CannotSplit where neither kind
+    applies.
+    """
     num_heads, num_key_heads = (one.shape[-3] if one.ndim > 2 else 0 for one in (query, key))
-    is_divided = num_heads > 0 and num_heads % team.size == 0 and value.shape[-3] == num_key_heads
+    is_divided = num_heads > 0 and num_heads % ops.size == 0 and value.shape[-3] == num_key_heads
     is_regular = (num_key_heads == num_heads or is_grouped) and num_key_heads > 0 and num_heads % num_key_heads == 0
-    if is_divided and is_regular and team.kind == "heads":
-        team.attended("heads", call.num_queries)
-        return _by_heads(team, query, key, value, mask, call)
+    if is_divided and is_regular and ops.kind == "heads":
+        ops.attended("heads", call.num_queries)
+        return _by_heads(ops, query, key, value, mask, call)
     if query.ndim != 4 or (num_heads != num_key_heads and not is_grouped):
         raise CannotSplit(f"attention over {query.ndim} dims, or with {num_heads} and {num_key_heads} heads")
-    team.attended("ring", call.num_queries)
-    return ring_attention(team, query, key, value, mask, call)
+    ops.attended("ring", call.num_queries)
+    return ring_attention(ops, query, key, value, mask, call)
 
 
 def _by_heads(
-    team: ContextGroupOps, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall
+    ops: ContextGroupOps, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall
 ) -> Tensor:
     num_heads, num_key_heads = query.shape[-3], key.shape[-3]
-    heads = head_ranges(num_heads, size=team.size)
-    wanted = heads if num_key_heads == num_heads else key_heads(num_heads, num_key_heads, size=team.size)
+    heads = head_ranges(num_heads, size=ops.size)
+    wanted = heads if num_key_heads == num_heads else key_heads(num_heads, num_key_heads, size=ops.size)
 
-    def turned(one: Tensor, which: Ranges, length: int) -> Tensor:
-        return collectives.by_heads(one, team.group, dim=-2, length=length, heads=which)
+    def exchanged(one: Tensor, which: Ranges, length: int) -> Tensor:
+        return collectives.by_heads(one, ops.group, dim=-2, length=length, heads=which)
 
-    own_query = turned(query, heads, call.num_queries)
-    own_key, own_value = (turned(one, wanted, call.num_keys) for one in (key, value))
-    own_key, own_value = (_regular(one, heads[team.index], wanted[team.index], num_heads // num_key_heads)
+    own_query = exchanged(query, heads, call.num_queries)
+    own_key, own_value = (exchanged(one, wanted, call.num_keys) for one in (key, value))
+    own_key, own_value = (_regular(one, heads[ops.index], wanted[ops.index], num_heads // num_key_heads)
                           for one in (own_key, own_value))  # fmt: skip
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == num_heads > 1:
-        mask = mask[..., slice(*heads[team.index]), :, :]
+        mask = mask[..., slice(*heads[ops.index]), :, :]
     options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
     if own_query.shape[-3] != own_key.shape[-3]:
         options["enable_gqa"] = True
     if call.dropout_p > 0:
-        with team.own_randomness(query.device):
+        with ops.own_randomness(query.device):
             out = F.scaled_dot_product_attention(own_query, own_key, own_value, mask, call.dropout_p, **options)
     else:
         out = F.scaled_dot_product_attention(own_query, own_key, own_value, mask, **options)
-    return collectives.by_tokens(out, team.group, dim=-2, length=call.num_queries, heads=heads)
+    return collectives.by_tokens(out, ops.group, dim=-2, length=call.num_queries, heads=heads)
 
 
 def _regular(keys: Tensor, heads: tuple[int, int], have: tuple[int, int], group: int) -> Tensor:
-    """Keys in heads that queries share evenly: one for each query's head where a group is on two workers."""
+    """Return keys in heads that queries share evenly: one for each query's head where a group is on two workers."""
     num_heads, num_keys = heads[1] - heads[0], have[1] - have[0]
     if num_heads == num_keys * group or num_keys == 1:
         return keys
@@ -140,7 +141,7 @@ def _regular(keys: Tensor, heads: tuple[int, int], have: tuple[int, int], group:
 
 # ------------------------------------------------------------------------------------------------ as a module of torch
 
-# Within it slices follow their rules again. It is what torch itself uses for this, and has no public name.
+# Within it slices follow their rules again. torch itself uses this class and has no public name for it.
 with_rules: Callable[[], AbstractContextManager[None]] = torch._C._EnableTorchFunction  # pyright: ignore[reportPrivateUsage]  # see above
 
 MODULE_NAMES = (
@@ -152,7 +153,8 @@ MODULE_NAMES = (
 
 
 def _multi_head_attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """What nn.MultiheadAttention calls, in functions that slices know; tensors are (tokens, batch, features)."""
+    """Compute what nn.MultiheadAttention does with functions that slices support; tensors are (tokens, batch,
+    features)."""
     given: dict[str, Any] = {"training": True, "need_weights": True, "average_attn_weights": True}
     given |= {**dict(zip(MODULE_NAMES, args, strict=False)), **kwargs}
     query: Tensor = given["query"]
@@ -193,21 +195,22 @@ def _as_functions(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
 
 
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Where both sides are sliced by tokens: the left side's rows stay, the right side is gathered."""
+    """Where both sides are sliced by tokens, keep the left side's rows and gather the right side."""
     left, right = args[0], args[1]
     is_plain = len(args) == 2 and not kwargs and min(left.ndim, right.ndim) >= 2
     is_rows = is_plain and isinstance(left, SplitTensor) and left.split_dim == left.ndim - 2
     if is_rows and isinstance(right, SplitTensor) and right.split_dim >= right.ndim - 2:
-        team: Any = left.team
-        team.attended("rows", sum(left.sections))
-        whole = team.plain(right)
+        ops: Any = left.ops
+        ops.attended("rows", sum(left.sections))
+        whole = ops.plain(right)
         return at(func(left, whole), left, max(left.ndim, whole.ndim) - 2)
     return tensor_rule_of(func)(func, args, kwargs)
 
 
 def _einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """The first operand that is sliced along a letter of the result stays so; others sliced along other letters, or
-    whose letter is summed, are gathered."""
+    """Keep the first operand that is sliced along a letter of the result; gather operands that are sliced along
+    others.
+    """
     if not args or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         raise CannotSplit("only einsum('ab,bc->ac', x, y) is followed")
     inputs, output = args[0].replace(" ", "").split("->")
@@ -221,11 +224,11 @@ def _einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise CannotSplit("it sums over the tokens")
     first: Any = operands[lead]
     met = [
-        first.team.plain(one) if isinstance(one, SplitTensor) and letter != letters[lead] else one
+        first.ops.plain(one) if isinstance(one, SplitTensor) and letter != letters[lead] else one
         for one, letter in zip(operands, letters, strict=True)
     ]
     if len(set(letters) - {""}) > 1:
-        first.team.attended("rows", sum(first.sections))
+        first.ops.attended("rows", sum(first.sections))
     return tensor_rule_of(func)(func, (args[0], *met), kwargs)
 
 

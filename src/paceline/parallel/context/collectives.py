@@ -1,11 +1,10 @@
-"""What moves between the workers that share a sequence, as operations that autograd can run backward.
+"""Collectives between the workers that share a sequence, as operations with a backward.
 
-Every worker computes the same loss, and backward is that of the *sum* of all workers' losses: each crossing's backward
-is the exact transpose of what it does forward. So whatever a parameter was used for, on slices or on whole tensors, the
-**mean** over the group of what workers have as its gradient is the gradient of the loss; nothing needs to be known
-about parameters.
+Every worker computes the same loss, and backward is that of the *sum* of all workers' losses: the backward of each
+operation is the exact transpose of its forward. So for any parameter, used on slices or on whole tensors, the **mean**
+over the group of the workers' gradients is the gradient of the loss. Nothing needs to be known about parameters.
 
-    crossing     forward                                  backward
+    operation    forward                                  backward
     gathered     slices to the whole, on all workers      sum over workers, one's slice of it
     total        sum over workers, on all workers         the same
     moved        tokens to other workers                  back
@@ -13,9 +12,8 @@ about parameters.
                  all tokens of a slice of the heads
     by_tokens    its inverse                              back
 
-Taking one's slice of a whole tensor moves nothing in either direction, and is an ordinary view.
-
-The workers that share a sequence: what a group has to be able to do, over a process group, and in threads.
+Taking one's slice of a whole tensor moves nothing in either direction, and is an ordinary view. The classes below run
+the collectives over a process group or between threads.
 """
 
 from __future__ import annotations
@@ -52,18 +50,18 @@ Move = Callable[[Tensor], Tensor]
 
 
 def slice_from(whole: Tensor, *, dim: int, ranges: Ranges) -> Tensor:
-    """Return some ranges of a dim, one after the other: a view where there is one."""
+    """Return some ranges of a dim, one after the other: a view where there is only one."""
     pieces = [whole.narrow(dim, first, stop - first) for first, stop in ranges]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def total(tensor: Tensor, group: ContextCollectives) -> Tensor:
-    """Return the sum of everybody's tensor."""
+    """Return the sum of all workers' tensors."""
     return _cross(tensor, group.all_reduce, group.all_reduce)
 
 
 def gathered(tensor: Tensor, group: ContextCollectives, *, dim: int, sections: tuple[int, ...]) -> Tensor:
-    """Return the whole of which each worker has a slice."""
+    """Return the whole tensor of which each worker has a slice."""
     each = [slices(sections, size=group.size, index=index) for index in range(group.size)]
     longest = max(map(num_tokens, each))
 
@@ -89,7 +87,7 @@ def gathered(tensor: Tensor, group: ContextCollectives, *, dim: int, sections: t
 def moved(
     tensor: Tensor, group: ContextCollectives, *, dim: int, held: Sequence[Ranges], wanted: Sequence[Ranges]
 ) -> Tensor:
-    """Return the tokens that this worker wants; `held` and `wanted` are everybody's, and nobody wants one twice."""
+    """Return the tokens that this worker wants. `held` and `wanted` list those of all workers; none is wanted twice."""
     return _cross(
         tensor,
         lambda have: _deliver(have, group, dim, held, wanted),
@@ -101,7 +99,7 @@ def by_heads(
     tensor: Tensor, group: ContextCollectives, *, dim: int, length: int, heads: Sequence[Range], along: int = -3
 ) -> Tensor:
     """Return all `length` tokens (in `dim`) of this worker's `heads` (in the dim `along`)."""
-    ahead, back = _turns(group, tensor.ndim, dim, length, heads, along, tensor.shape[along])
+    ahead, back = _head_exchange(group, tensor.ndim, dim, length, heads, along, tensor.shape[along])
     return _cross(tensor, ahead, back)
 
 
@@ -109,14 +107,14 @@ def by_tokens(
     tensor: Tensor, group: ContextCollectives, *, dim: int, length: int, heads: Sequence[Range], along: int = -3
 ) -> Tensor:
     """Return all heads of this worker's tokens; each head must be on one worker."""
-    back, ahead = _turns(group, tensor.ndim, dim, length, heads, along, max(stop for _, stop in heads))
+    back, ahead = _head_exchange(group, tensor.ndim, dim, length, heads, along, max(stop for _, stop in heads))
     return _cross(tensor, ahead, back)
 
 
-def _turns(
+def _head_exchange(
     group: ContextCollectives, ndim: int, dim: int, length: int, heads: Sequence[Range], along: int, num_heads: int
 ) -> tuple[Move, Move]:
-    """Return what turns slices of tokens into slices of heads, and what turns them back."""
+    """Return two functions: slices of tokens to slices of heads, and back."""
     dim, along = dim % ndim, along % ndim
     tokens = [slice_of(length, size=group.size, index=index) for index in range(group.size)]
     mine, own = tokens[group.index], heads[group.index]
@@ -143,7 +141,7 @@ def _turns(
 def _deliver(
     have: Tensor, group: ContextCollectives, dim: int, held: Sequence[Ranges], wanted: Sequence[Ranges]
 ) -> Tensor:
-    """Return the tokens that this worker wants; those that nobody holds are noughts."""
+    """Return the tokens that this worker wants; those that no worker holds are zeros."""
     mine, own = held[group.index], wanted[group.index]
     parts, shapes, places = [], [], []
     for theirs in wanted:
@@ -169,7 +167,7 @@ def _padded(part: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _with(tensor: Tensor, *changes: int) -> tuple[int, ...]:
-    """The shape of a tensor with other lengths at some dims: dim, length, dim, length, ..."""
+    """Return the shape of a tensor with other lengths at some dims: dim, length, dim, length, ..."""
     shape = list(tensor.shape)
     for dim, length in zip(changes[::2], changes[1::2], strict=True):
         shape[dim] = length
@@ -202,15 +200,16 @@ Shape = tuple[int, ...]
 
 
 class ContextCollectives(TensorCollectives, Protocol):
-    """All workers must make the same calls in the same order; each call blocks."""
+    """The collectives of one context parallel group. All workers must make the same calls in the same order; each call
+    blocks."""
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Send `parts[k]` to worker k, and return what each worker sent here, which has `shapes[k]`."""
+        """Send `parts[k]` to worker k, and return what each worker sent here: from worker k a tensor of `shapes[k]`."""
         ...
 
 
 class TorchContextCollectives(TorchTensorCollectives):
-    """Two or more workers, over a torch process group; no default group is needed."""
+    """Collectives over a torch process group of two or more workers; no default group is needed."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
@@ -224,7 +223,8 @@ class TorchContextCollectives(TorchTensorCollectives):
         try:
             work.wait()
         except RuntimeError as error:  # torch has no narrower type for a lost peer
-            raise SyncError(f"lost contact with a peer during the all-to-all of a sequence: {error}") from error
+            message = f"lost contact with a peer during the all-to-all of a context parallel sequence: {error}"
+            raise SyncError(message) from error
         self.traffic.note("all_to_all", sent.numel() * sent.element_size())
         return [one.view(shape) for one, shape in zip(received.split(lengths), shapes, strict=True)]
 
@@ -250,5 +250,5 @@ class EmulatedContextCollectives:
 
 
 def emulated(size: int, work: Callable[[EmulatedContextCollectives], T]) -> list[T]:
-    """Return what `work(group)` returned as each of `size` workers, threads of this process."""
+    """Return what `work(group)` returned for each of `size` workers, emulated by threads of this process."""
     return emulate(size, lambda group: work(EmulatedContextCollectives(group)))

@@ -1,8 +1,8 @@
-"""Find how the sequence of an ordinary model is shared among n workers: `find_plan(model, size=n)`.
+"""Find how the sequence of an ordinary model is split among n workers: `find_plan(model, size=n)`.
 
-Only one thing is guessed: which dim of the hidden tensors counts tokens. The guess is tried, with emulated workers, and
-taken where attention turns out to be shared and everything agrees with the whole model (`prove.py`). A wrong guess
-would cost time, and not change a result: operations that need all tokens gather them.
+Only one thing is guessed: which dim of the hidden tensors counts tokens. The guess is tried with emulated workers
+(`verify.py`). It is taken if attention turns out to be shared and everything agrees with the whole model. A wrong guess
+costs time and does not change a result, because operations that need all tokens gather them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def find_plan(
 ) -> ContextPlan:
     """Return how `size` workers share the sequence of `model`; raises PlanError where they cannot.
 
-    kind: "heads" (all-to-all) where they divide, and "ring" else, is "auto"; "ring" is always a ring; "heads" refuses
-    heads that do not divide.
-    sample: arguments of a small forward with at least 2 tokens for each worker, (x,) or {"input_ids": x}; guessed where
-    it is not given. It is run some times in double precision, in a copy of the model.
-    tokenwise: names of modules, with "*" for any part, that treat each token by itself though torch functions in them
-    cannot be followed (routed experts, say). What is named is tried, too. Experts of transformers' models are known.
-    layers: how its layers are cut by others; both are tried together, by size x layers.size emulated workers.
+    kind: "auto" uses heads (all-to-all) where they divide among the workers, and a ring elsewhere; "ring" always uses a
+    ring; "heads" refuses heads that do not divide. sample: arguments of a small forward with at least 2 tokens per
+    worker, (x,) or {"input_ids": x}; guessed where it is None. It is run several times in double precision, in a copy
+    of the model. tokenwise: names of modules, with "*" for any part, that treat each token by itself although torch
+    functions in them cannot be followed (routed experts, for example). They are verified, too. Experts of transformers
+    are known. layers: the tensor parallel plan of the same model; both are tried together by size x layers.size
+    emulated workers.
     """
     if size < 1:
         raise PlanError(f"Layout(context={size}): it must be at least 1.")
@@ -57,9 +57,9 @@ def find_plan(
         raise PlanError(f"kind={kind!r}: it must be 'auto', 'heads' or 'ring'.")
     if sample is not None:
         tries = [(as_sample(sample), DIMS)]
-    else:  # with few samples of many tokens, and the same turned round for models that have tokens first
+    else:  # a few samples of many tokens, and the same transposed for models whose first dim is the tokens
         guessed = guess_sample(model, size=2 * size)
-        tries = [(guessed, DIMS[:1]), (_turned(guessed), DIMS[1:])]
+        tries = [(guessed, DIMS[:1]), (_transposed(guessed), DIMS[1:])]
     refusals: list[str] = []
     for one, dims in tries:
         finder = _ContextPlanFinder(model, size=size, kind=kind, sample=one, tokenwise=tokenwise, layers=layers)
@@ -68,14 +68,14 @@ def find_plan(
         except (RuntimeError, ValueError, IndexError):
             if not refusals:
                 raise
-            continue  # the model does not take the guess turned round
+            continue  # the model does not take the transposed guess
         if isinstance(found, ContextPlan):
             return found
         refusals.append(found)
-    what, _, remedy = refusals[0].rpartition(". ")  # each ends in its remedy
+    what, _, remedy = refusals[0].rpartition(". ")  # each refusal ends in its remedy
     name = type(model).__name__
-    told = Reason(module=name, what=f"Layout(context={size}): {name}: {what}.", remedy=remedy)
-    raise PlanError(f"Layout(context={size}): {name}: {refusals[0]}", reasons=[told])
+    reason = Reason(module=name, what=f"Layout(context={size}): {name}: {what}.", remedy=remedy)
+    raise PlanError(f"Layout(context={size}): {name}: {refusals[0]}", reasons=[reason])
 
 
 class _ContextPlanFinder:
@@ -96,7 +96,9 @@ class _ContextPlanFinder:
             raise PlanError(f"tokenwise={unknown[0]!r} names no module of {type(model).__name__}; see named_modules().")
 
     def find(self, dims: Sequence[int]) -> ContextPlan | str:
-        """Try the dims one after the other; the first that shares attention and agrees is taken. Else why none is."""
+        """Try the dims in order; the first one that shares attention and agrees is taken. Otherwise return why none
+        is.
+        """
         embeddings = self._embeddings()
         samples = [self.sample, *self._padded()]
         self.num_samples = len(samples)
@@ -113,7 +115,8 @@ class _ContextPlanFinder:
                 sample=str(self.sample),
             )
             first = try_plan(whole, plan, self.layers)
-            # Blocks without attention, experts for example, may get some tokens only: these are not to be sliced.
+            # Blocks without attention, experts for example, may get only some of the tokens, so they must not be
+            # sliced.
             around = {name for one in first.attentions for name in one.modules}
             blocks = tuple(name for name in plan.blocks if name in around)
             is_same = blocks == plan.blocks and not self.tokenwise
@@ -125,7 +128,8 @@ class _ContextPlanFinder:
         return refusals[0]
 
     def _grown(self, plan: ContextPlan, whole: WholeModelRun, trial: ContextTrial) -> ContextPlan | str:
-        """Give whole inputs to modules that need them, until nothing new shows; returns a refusal where it fails."""
+        """Give whole inputs to modules that need them, until the trial shows no more; returns a refusal where that
+        fails."""
         for _ in range(ROUNDS):
             lost = _outermost(trial)
             more = tuple(sorted({name for _, name in lost if name} - {*plan.gathered}))
@@ -135,7 +139,7 @@ class _ContextPlanFinder:
             elif refused is not None:
                 return refused
             elif trial.disagreement is None:
-                return self._judged(plan, trial, lost)
+                return self._checked(plan, trial, lost)
             elif plan.tokenwise:
                 plan = dataclasses.replace(plan, tokenwise=(), gathered=(*plan.gathered, *plan.tokenwise))
             else:
@@ -143,7 +147,7 @@ class _ContextPlanFinder:
             trial = try_plan(whole, plan, self.layers)
         return f"it needs the whole sequence in too many places. {REMEDY}"
 
-    def _judged(
+    def _checked(
         self, plan: ContextPlan, trial: ContextTrial, lost: list[tuple[GatheredOperation, str]]
     ) -> ContextPlan | str:
         kinds: dict[str, int] = {}
@@ -152,25 +156,25 @@ class _ContextPlanFinder:
         kinds = {kind: count // self.num_samples for kind, count in kinds.items()}
         if not kinds:
             return (
-                "no attention over its tokens was found, so there is no sequence to share. Use "
-                f"Layout(replicas={self.size}), or give an input that has one: worker.prepare(model, sample=(x,))."
+                "no attention over its tokens was found, so there is no sequence to split. Use "
+                f"Layout(replicas={self.size}), or pass an input that has one: worker.prepare(model, sample=(x,))."
             )
         fewest = min(one.length for one in trial.attentions)
         if fewest <= self.size and self.size > 1:
             return (
-                f"the sample ({self.sample}) has attention over {fewest} tokens, which proves nothing for {self.size} "
-                f"workers. Give one with at least {2 * self.size}: sample=(x,)."
+                f"the sample ({self.sample}) has attention over {fewest} tokens, too few to verify a plan for "
+                f"{self.size} workers. Pass one with at least {2 * self.size}: sample=(x,)."
             )
         if self.kind == "heads" and "ring" in kinds:
             return (
                 f"kind='heads' needs heads that divide among {self.size} workers, and some do not. Use kind='auto', "
-                "which sends their keys round a ring, or as many workers as divide the heads."
+                "which passes their keys round a ring, or as many workers as divide the heads."
             )
         operations = sorted({f"{one.operation} in {one.modules[-1] or 'the model'}: {one.why}" for one, _ in lost})
         return dataclasses.replace(plan, attentions=kinds, operations=tuple(operations))
 
     def _embeddings(self) -> tuple[str, ...]:
-        """Embeddings that look up tokens, or something for each of them; notes how many dims their input has."""
+        """Return embeddings of tokens, or of something per token; also records how many dims their input has."""
         self.ids: dict[str, int] = {}
         shapes: dict[str, torch.Size] = {}
         modules = [(name, one) for name, one in self.model.named_modules() if isinstance(one, nn.Embedding)]
@@ -202,7 +206,7 @@ class _ContextPlanFinder:
         return [one.shape for one in values if isinstance(one, Tensor)]
 
     def _padded(self) -> Iterator[SampleInput]:
-        """The sample with a mask that pads its samples differently, where the model knows such a mask."""
+        """Yield the sample with a mask that pads its samples differently, if the model takes such a mask."""
         tokens = next((one for one in self.sample.kwargs.values() if isinstance(one, Tensor) and one.ndim == 2), None)
         known = inspect.signature(self.model.forward).parameters
         if tokens is None or "attention_mask" not in known or "attention_mask" in self.sample.kwargs:
@@ -214,37 +218,39 @@ class _ContextPlanFinder:
 
 
 REMEDY = (
-    "Name modules that treat each token by itself, tokenwise=('name',), give a sample of your own, sample=(x,), or use "
+    "Name modules that treat each token by itself, tokenwise=('name',), pass a sample of your own, sample=(x,), or use "
     "Layout(context=1)."
 )
 
 
-def _turned(sample: SampleInput) -> SampleInput:
-    """The same with the first two dims of each tensor exchanged, for models that have tokens first."""
+def _transposed(sample: SampleInput) -> SampleInput:
+    """Return the sample with the first two dims of each tensor exchanged, for models whose first dim is the tokens."""
 
-    def turn(value: Any) -> Any:
+    def transpose(value: Any) -> Any:
         is_known = isinstance(value, Tensor) and value.ndim == (3 if value.is_floating_point() else 2)
         return value.transpose(0, 1).contiguous() if is_known else value
 
     return SampleInput(
-        args=tuple(map(turn, sample.args)), kwargs={key: turn(one) for key, one in sample.kwargs.items()}
+        args=tuple(map(transpose, sample.args)), kwargs={key: transpose(one) for key, one in sample.kwargs.items()}
     )
 
 
 def _blocks(model: nn.Module) -> tuple[str, ...]:
-    """The repeated blocks; where there are none, whatever is in a list of modules."""
+    """Return the repeated blocks; where there are none, the members of lists of modules."""
     found = tuple(name for name, _ in repeated_blocks(model))
     lists = [(name, one) for name, one in model.named_modules() if isinstance(one, (nn.ModuleList, nn.Sequential))]
     return found or tuple(f"{name}.{key}".lstrip(".") for name, one in lists for key, _ in one.named_children())
 
 
 def _outermost(trial: ContextTrial) -> list[tuple[GatheredOperation, str]]:
-    """Pair what was lost with the largest module around it that contains no attention; "" where there is none."""
+    """Pair each gathered operation with the largest module around it without attention; "" where there is none."""
     around = {name for one in trial.attentions for name in one.modules}
     return [(one, next((name for name in one.modules if name and name not in around), "")) for one in trial.lost]
 
 
 def _is_tokenwise(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
-    """Whether it is named so, or is the experts of a model of the transformers package, which get tokens and routes."""
+    """Return whether a module is named as tokenwise, or is a transformers Experts module, which gets tokens and
+    routes.
+    """
     is_known = type(module).__module__.startswith("transformers.models.") and type(module).__name__.endswith("Experts")
     return is_known or any(fnmatchcase(name, one) for one in patterns)

@@ -1,9 +1,9 @@
-"""The workers that share a sequence, and what they do when whole and sliced tensors meet.
+"""The operations of one context parallel group: what happens when whole and sliced tensors meet.
 
 A sliced tensor is a `SplitTensor` (see `parallel/tensor/split_tensor.py`): it has the data of this worker's tokens and
-says the shape of the whole. So positions, masks and tables that a model makes from the sizes it sees are those of the
-whole sequence, and are sliced where they meet a sliced tensor. Only the crossings differ from those of cut layers
-(`crossings.py`).
+shows the shape of the whole. So positions, masks and tables that a model makes from the sizes it sees are those of the
+whole sequence, and are sliced where they meet a sliced tensor. Only the collectives differ from those of tensor
+parallelism (`collectives.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ AttentionKind = Literal["heads", "ring"]
 
 
 class ContextGroupOps(TensorGroupOps):
-    """One worker's view of the group. `kind` is how attention is shared where heads divide; else it is by a ring."""
+    """One worker's view of the group. `kind` says how attention is shared where heads divide; elsewhere a ring is
+    used.
+    """
 
     group: ContextCollectives
 
@@ -46,31 +48,35 @@ class ContextGroupOps(TensorGroupOps):
     ) -> None:
         super().__init__(group, rules=rules)
         self.kind = kind
-        self.is_told = True  # whether to warn of operations that gather
+        self.warns = True  # whether to warn of operations that gather
 
     # ---------------------------------------------------------------------------------------------------- slices
 
     def sliced(self, whole: Tensor, *, dim: int, site: str) -> Tensor:
-        """Return this worker's slice of a whole tensor, as a Cut; the tensor itself where there are too few tokens."""
+        """Return this worker's slice of a whole tensor, as a SplitTensor; the tensor itself where there are too few
+        tokens."""
         dim %= whole.ndim
         if whole.shape[dim] < self.size:
             return whole
         sections = (whole.shape[dim],)
-        part = self.scatter(whole, dim=dim, sections=sections).contiguous()  # as the whole is: code may view it
-        return self.cut(part.view_as(part), dim=dim, sections=sections, site=site)
+        # contiguous, as the whole is, because code may view it
+        part = self.scatter(whole, dim=dim, sections=sections).contiguous()
+        return self.as_split(part.view_as(part), dim=dim, sections=sections, site=site)
 
-    def cut(self, part: Tensor, *, dim: int, sections: Sections, site: str) -> Tensor:
-        """Make a fresh tensor a Cut; raises NotCut where it does not have this worker's number of tokens."""
+    def as_split(self, part: Tensor, *, dim: int, sections: Sections, site: str) -> Tensor:
+        """Make a fresh tensor a SplitTensor; raises CannotSplit where it does not have this worker's number of
+        tokens.
+        """
         if part.shape[dim] != self.num_tokens(sections):
             raise CannotSplit(f"a part has {part.shape[dim]} tokens, but should have {self.num_tokens(sections)}")
-        return wrap(part, team=self, dim=dim, sections=sections, site=site)
+        return wrap(part, ops=self, dim=dim, sections=sections, site=site)
 
     def num_tokens(self, sections: Sections) -> int:
-        """How many tokens of a dim in sections this worker holds."""
+        """Return how many tokens of a dim in sections this worker holds."""
         return num_tokens(slices(sections, size=self.size, index=self.index))
 
     def gathered_tree(self, value: Any) -> Any:
-        """Return nested tuples, lists and dictionaries with everything in them whole."""
+        """Return nested tuples, lists and dictionaries with every tensor in them whole."""
         return mapped(value, lambda one: self.plain(one) if isinstance(one, SplitTensor) else one)
 
     # ------------------------------------------------------------------------------------------------- crossings
@@ -84,30 +90,30 @@ class ContextGroupOps(TensorGroupOps):
     def scatter(self, tensor: Tensor, *, dim: int, sections: Sections) -> Tensor:
         return collectives.slice_from(tensor, dim=dim, ranges=slices(sections, size=self.size, index=self.index))
 
-    def gather(self, cut: SplitTensor) -> Tensor:
+    def gather(self, split: SplitTensor) -> Tensor:
         with on_parts():
-            return collectives.gathered(cut, self.group, dim=cut.split_dim, sections=cut.sections)
+            return collectives.gathered(split, self.group, dim=split.split_dim, sections=split.sections)
 
-    def gather_spread(self, cut: SplitTensor) -> Tensor:
-        return self.gather(cut)
+    def gather_spread(self, split: SplitTensor) -> Tensor:
+        return self.gather(split)
 
     def attended(self, kind: Literal["heads", "ring", "rows"], length: int) -> None:
-        """A rule has shared out an attention of `length` queries; `kind` says how. For those who want to know."""
+        """Called by rules that shared an attention of `length` queries; `kind` says how. Trials override it."""
 
     # --------------------------------------------------------------------------------------------- no rule applies
 
     def without_rule(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: CannotSplit
     ) -> Any:
-        """Gather the tokens, and do it on the whole; raises PlanError where that would write into a copy."""
-        cuts = list(split_tensors_in((args, kwargs)))
+        """Gather the tokens and run the function on the whole; raises PlanError where that would write into a copy."""
+        splits = list(split_tensors_in((args, kwargs)))
         name = name_of(func)
         if is_in_place(func) and isinstance(args[0], SplitTensor):
             raise PlanError(str(self.in_place_refusal(func, args[0], reason)))
-        if self.is_told and (name, "") not in self._told:
-            self._told.add((name, ""))
+        if self.warns and (name, "") not in self._warned:
+            self._warned.add((name, ""))
             warnings.warn(
-                f"{name} needs the whole sequence ({reason}): tokens of a tensor {tuple(cuts[0].shape)} are gathered "
+                f"{name} needs the whole sequence ({reason}): tokens of a tensor {tuple(splits[0].shape)} are gathered "
                 "on every worker each time, which is right but costs time and memory.",
                 stacklevel=4,
             )
@@ -117,10 +123,10 @@ class ContextGroupOps(TensorGroupOps):
 
         return func(*mapped(args, whole), **mapped(kwargs, whole))
 
-    def in_place_refusal(self, func: Callable[..., Any], cut: SplitTensor, reason: CannotSplit) -> Reason:
+    def in_place_refusal(self, func: Callable[..., Any], split: SplitTensor, reason: CannotSplit) -> Reason:
         return Reason(
-            module=cut.site,
-            what=f"{name_of(func)} changes a tensor in place of which each worker has some tokens, behind {cut.site}: "
-            f"{reason}.",
+            module=split.site,
+            what=f"{name_of(func)} changes a tensor in place of which each worker has some tokens, behind "
+            f"{split.site}: {reason}.",
             remedy="Write it without the change in place, or use Layout(context=1).",
         )

@@ -1,4 +1,4 @@
-"""Losses on slices of the tokens: each worker's own sums and counts, added up, so that the output is never gathered."""
+"""Losses on slices of the tokens: each worker's own sums and counts are added up, so the output is never gathered."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ DEFAULTS = {"weight": None, "size_average": None, "ignore_index": -100, "reduce"
 
 
 def _cross_entropy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Classes are in dim 1 (dim 0 of one sample); targets are classes, for each token one."""
+    """Classes are in dim 1 (dim 0 of one sample); targets are one class per token."""
     given: dict[str, Any] = {**DEFAULTS, "label_smoothing": 0.0, **dict(zip(NAMES, args, strict=False)), **kwargs}
     scores, target, weight = given["input"], given["target"], given["weight"]
     if not isinstance(scores, SplitTensor) or given["size_average"] is not None or given["reduce"] is not None:
-        raise CannotSplit("the scores are not sliced, or an old way to reduce is asked for")
+        raise CannotSplit("the scores are not sliced, or a deprecated way to reduce is used")
     classes = 1 if scores.ndim > 1 else 0
     if target.is_floating_point() or target.ndim != scores.ndim - 1 or scores.split_dim == classes:
         raise CannotSplit("its targets are not one class for each token")
     dim = scores.split_dim - (scores.split_dim > classes)
     if not isinstance(target, SplitTensor):
-        target = scores.team.meet(target, dim - target.ndim, scores.sections, cut=scores)
+        target = scores.ops.meet(target, dim - target.ndim, scores.sections, split=scores)
     elif (target.split_dim, target.sections) != (dim, scores.sections):
         raise CannotSplit("scores and targets are sliced in different ways")
     options: dict[str, Any] = {"weight": weight, "ignore_index": given["ignore_index"]}
@@ -39,14 +39,14 @@ def _cross_entropy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return at(func(scores, target, reduction="none", **options), scores, dim)
     own = func(scores, target, reduction="sum", **options)
     if given["reduction"] == "sum":
-        return scores.team.total(own)
+        return scores.ops.total(own)
     is_counted = target != given["ignore_index"]
     count = is_counted.sum() if weight is None else weight[target.clamp_min(0)].masked_fill(~is_counted, 0).sum()
-    return scores.team.total(own) / scores.team.total(count.to(own.dtype).detach())
+    return scores.ops.total(own) / scores.ops.total(count.to(own.dtype).detach())
 
 
 def _each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Losses of each number: sums and means are added up."""
+    """Elementwise losses: sums and means are added up over the workers."""
     options = {key: value for key, value in kwargs.items() if value is not None}
     reduction = options.pop("reduction", "mean")
     odd = [key for key, value in options.items() if isinstance(value, Tensor) or key in ("size_average", "reduce")]
@@ -58,11 +58,11 @@ def _each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(one, SplitTensor) and (one.split_dim, one.sections) != (lead.split_dim, lead.sections):
             raise CannotSplit("two tensors meet that are sliced in different ways")
         is_sliced = isinstance(one, SplitTensor)
-        met.append(one if is_sliced else lead.team.meet(one, lead.split_dim - lead.ndim, lead.sections, cut=lead))
+        met.append(one if is_sliced else lead.ops.meet(one, lead.split_dim - lead.ndim, lead.sections, split=lead))
     each = func(*met, **options, reduction="none")
     if reduction == "none":
         return at(each, lead, lead.split_dim)
-    summed = lead.team.total(each.sum())
+    summed = lead.ops.total(each.sum())
     return summed / full_shape(lead).numel() if reduction == "mean" else summed
 
 

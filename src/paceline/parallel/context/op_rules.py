@@ -1,8 +1,8 @@
-"""How torch functions are done on slices of the tokens: the table, and the rules that differ from those of cut layers.
+"""How torch functions run on slices of the tokens: the table, and the rules that differ from tensor parallelism.
 
-Most rules do not care what a cut dim means, and are those of `parallel/tensor/`. Here are the ones about numbers of
-tokens that do not divide, about sums over the tokens, and about ranges of them; attention and losses have their own
-files. Where no rule applies the tokens are gathered: right, at a price.
+Most rules do not depend on what the split dim means, and are those of `parallel/tensor/`. Here are the ones about
+numbers of tokens that do not divide, sums over the tokens, and ranges of them. Attention and losses have their own
+files. Where no rule applies, the tokens are gathered: right, but slower.
 """
 
 from __future__ import annotations
@@ -33,58 +33,60 @@ Kwargs = dict[str, Any]
 
 @functools.lru_cache(maxsize=4096)
 def rule_of(func: Func) -> Rule:
-    """Return the rule for a torch function; one that always raises NotCut where there is none."""
+    """Return the rule for a torch function; where there is none, a rule that always raises CannotSplit."""
     return RULES.get(name_of(func)) or tensor_rule_of(func)
 
 
 # ------------------------------------------------------------------------------------------------------------- view
 
 
-def _viewed_as(cut: SplitTensor, target: tuple[int, ...], func: Func) -> Tensor:
-    shape = tuple(full_shape(cut))
-    dim, sections = viewed(shape, cut.split_dim, cut.sections, target)
-    if not agree(shape, cut.split_dim, cut.sections, target, dim, sections, size=cut.team.size):
-        raise CannotSplit(f"{shape} viewed as {target} has other slices of its {shape[cut.split_dim]} tokens")
+def _viewed_as(split: SplitTensor, target: tuple[int, ...], func: Func) -> Tensor:
+    shape = tuple(full_shape(split))
+    dim, sections = viewed(shape, split.split_dim, split.sections, target)
+    if not agree(shape, split.split_dim, split.sections, target, dim, sections, size=split.ops.size):
+        raise CannotSplit(f"{shape} viewed as {target} has other slices of its {shape[split.split_dim]} tokens")
     local = list(target)
-    local[dim] = _team(cut).num_tokens(sections)
-    return at(func(cut, tuple(local)), cut, dim, sections)
+    local[dim] = _ops(split).num_tokens(sections)
+    return at(func(split, tuple(local)), split, dim, sections)
 
 
 # ------------------------------------------------------------------------------------------------- ranges of tokens
 
 
-def _range(cut: SplitTensor, start: int, length: int) -> Tensor:
-    """Some of the tokens in a row: they move to the workers that hold their new places (a shift by one moves few)."""
-    dim = cut.split_dim
-    if (start, length) == (0, sum(cut.sections)):
-        return cut
-    if len(cut.sections) > 1:
+def _range(split: SplitTensor, start: int, length: int) -> Tensor:
+    """Return a range of the tokens; they move to the workers that hold their new places (a shift by one moves few)."""
+    dim = split.split_dim
+    if (start, length) == (0, sum(split.sections)):
+        return split
+    if len(split.sections) > 1:
         raise CannotSplit("it takes a range of tokens of several samples")
-    if length < cut.team.size:
+    if length < split.ops.size:
         raise CannotSplit(f"it takes {length} tokens, fewer than there are workers")
-    team = _team(cut)
-    held = [slices(cut.sections, size=team.size, index=index) for index in range(team.size)]
+    ops = _ops(split)
+    held = [slices(split.sections, size=ops.size, index=index) for index in range(ops.size)]
     wanted: list[Ranges] = [
-        tuple((start + first, start + stop) for first, stop in slices((length,), size=team.size, index=index))
-        for index in range(team.size)
+        tuple((start + first, start + stop) for first, stop in slices((length,), size=ops.size, index=index))
+        for index in range(ops.size)
     ]
-    return at(collectives.moved(cut, team.group, dim=dim, held=held, wanted=wanted), cut, dim, (length,))
+    return at(collectives.moved(split, ops.group, dim=dim, held=held, wanted=wanted), split, dim, (length,))
 
 
-def _one_token(cut: SplitTensor, place: int) -> Tensor:
-    """One token, on all workers: its holder's, and noughts of the others, summed."""
-    team = _team(cut)
-    whole = sum(cut.sections)
-    if len(cut.sections) > 1 or not -whole <= place < whole:
+def _one_token(split: SplitTensor, place: int) -> Tensor:
+    """Return one token, on all workers: the sum of its holder's value and the others' zeros."""
+    ops = _ops(split)
+    whole = sum(split.sections)
+    if len(split.sections) > 1 or not -whole <= place < whole:
         raise CannotSplit(f"it takes token {place}")
-    [(first, stop)] = slices(cut.sections, size=team.size, index=team.index)
+    [(first, stop)] = slices(split.sections, size=ops.size, index=ops.index)
     place %= whole
-    own = cut.select(cut.split_dim, place - first) if first <= place < stop else cut.select(cut.split_dim, 0) * 0
-    return team.total(own)
+    own = (
+        split.select(split.split_dim, place - first) if first <= place < stop else split.select(split.split_dim, 0) * 0
+    )
+    return ops.total(own)
 
 
 def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
+    split = _first(args)
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     known = all(one is None or one is Ellipsis or isinstance(one, (int, slice)) for one in index)
     if not known or any(isinstance(one, bool) for one in index):
@@ -92,64 +94,64 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
     shown = sum(isinstance(one, (int, slice)) for one in index)
     if Ellipsis in index:
         place = index.index(Ellipsis)
-        index = (*index[:place], *[slice(None)] * (cut.ndim - shown), *index[place + 1 :])
+        index = (*index[:place], *[slice(None)] * (split.ndim - shown), *index[place + 1 :])
     local: list[Any] = []
-    dim, moved = 0, 0  # the source's dim, and by how much the cut one moves
-    result: Any = cut
+    dim, moved = 0, 0  # the source's dim, and by how much the split dim moves
+    result: Any = split
     for one in index:
         if one is None:
-            moved += dim <= cut.split_dim
+            moved += dim <= split.split_dim
         else:
-            if dim == cut.split_dim:
-                result, one = _indexed(cut, one)
-            elif dim < cut.split_dim:
+            if dim == split.split_dim:
+                result, one = _indexed(split, one)
+            elif dim < split.split_dim:
                 moved -= isinstance(one, int)
             dim += 1
         local.append(one)
     if not isinstance(result, SplitTensor):
-        return func(result.unsqueeze(cut.split_dim), tuple(local))
+        return func(result.unsqueeze(split.split_dim), tuple(local))
     return at(func(result, tuple(local)), result, result.split_dim + moved)
 
 
-def _indexed(cut: SplitTensor, one: int | slice) -> tuple[Tensor, int | slice]:
-    """The tokens that are meant, and the index that is left to be done."""
+def _indexed(split: SplitTensor, one: int | slice) -> tuple[Tensor, int | slice]:
+    """Return the tokens that are meant, and the index that remains to be applied."""
     if isinstance(one, int):
-        return _one_token(cut, one), 0
-    start, stop, step = one.indices(sum(cut.sections))
+        return _one_token(split, one), 0
+    start, stop, step = one.indices(sum(split.sections))
     if step != 1:
         raise CannotSplit("every other token is picked")
-    return _range(cut, start, max(0, stop - start)), slice(None)
+    return _range(split, start, max(0, stop - start)), slice(None)
 
 
 def _select(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
+    split = _first(args)
     if len(args) != 3 or not all(isinstance(one, int) for one in args[1:]):
         raise CannotSplit("its arguments are not plain numbers")
-    dim = args[1] % cut.ndim
-    if dim == cut.split_dim:
-        return _one_token(cut, args[2])
-    return at(func(*args), cut, cut.split_dim - (dim < cut.split_dim))
+    dim = args[1] % split.ndim
+    if dim == split.split_dim:
+        return _one_token(split, args[2])
+    return at(func(*args), split, split.split_dim - (dim < split.split_dim))
 
 
 def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
+    split = _first(args)
     if len(args) != 4 or not all(isinstance(one, int) for one in args[1:]):
         raise CannotSplit("its arguments are not plain numbers")
-    if args[1] % cut.ndim == cut.split_dim:
-        return _range(cut, args[2], args[3])
-    return at(func(*args), cut, cut.split_dim)
+    if args[1] % split.ndim == split.split_dim:
+        return _range(split, args[2], args[3])
+    return at(func(*args), split, split.split_dim)
 
 
 def _split(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut = _first(args)
-    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % cut.ndim
-    if dim == cut.split_dim:
+    split = _first(args)
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % split.ndim
+    if dim == split.split_dim:
         raise CannotSplit("the tokens are taken apart")
-    return tuple(at(one, cut, cut.split_dim) for one in func(*args, **kwargs))
+    return tuple(at(one, split, split.split_dim) for one in func(*args, **kwargs))
 
 
 def _cat(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """As for cut layers; an empty cache of earlier keys is nothing to join."""
+    """As for split layers; an empty cache of earlier keys is ignored."""
     tensors: Sequence[Tensor] = args[0] if args else kwargs["tensors"]
     kept = [one for one in tensors if isinstance(one, SplitTensor) or one.numel()]
     if len(kept) == 1 and isinstance(kept[0], SplitTensor):
@@ -157,7 +159,7 @@ def _cat(func: Func, args: Args, kwargs: Kwargs) -> Any:
     given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     lead = next(one for one in kept if isinstance(one, SplitTensor))
     if given % lead.ndim == lead.split_dim:
-        raise CannotSplit("tokens are joined to tokens")  # the slices of the joined sequence are others
+        raise CannotSplit("tokens are joined to tokens")  # the joined sequence has other slices
     return tensor_rule_of(func)(func, (kept, given), {})
 
 
@@ -165,76 +167,76 @@ def _cat(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _summed(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Sums and means: where they go over the tokens, what each worker has is a part of the sum."""
-    cut = _first(args)
+    """Sums and means: over the tokens, each worker has a part of the sum."""
+    split = _first(args)
     given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    dims = dims_of(given, cut.ndim)
-    if dims is not None and cut.split_dim not in dims:
+    dims = dims_of(given, split.ndim)
+    if dims is not None and split.split_dim not in dims:
         return tensor_rule_of(func)(func, args, kwargs)
     keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
     dtype = kwargs.get("dtype")
-    over = tuple(range(cut.ndim)) if dims is None else dims
-    own = torch.sum(cut, over, keepdim=keepdim, dtype=dtype)
+    over = tuple(range(split.ndim)) if dims is None else dims
+    own = torch.sum(split, over, keepdim=keepdim, dtype=dtype)
     if name_of(func) == "sum":
-        return _team(cut).total(own)
+        return _ops(split).total(own)
     if not own.is_floating_point():
         raise CannotSplit("a mean of whole numbers")
-    shape = full_shape(cut)
+    shape = full_shape(split)
     count = 1
     for dim in over:
         count *= shape[dim]
-    return _team(cut).total(own) / count
+    return _ops(split).total(own) / count
 
 
 def _along_last(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Largest and sorted numbers along one dim that is not that of the tokens."""
-    cut = _first(args)
+    split = _first(args)
     place = 2 if name_of(func) == "topk" else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else None if "arg" in name_of(func) else -1)
-    if not isinstance(dim, int) or dim % cut.ndim == cut.split_dim:
+    if not isinstance(dim, int) or dim % split.ndim == split.split_dim:
         raise CannotSplit(f"{name_of(func)} goes over the tokens")
     out = func(*args, **kwargs)
-    gone = isinstance(out, Tensor) and out.ndim < cut.ndim and dim % cut.ndim < cut.split_dim
+    gone = isinstance(out, Tensor) and out.ndim < split.ndim and dim % split.ndim < split.split_dim
     for one in out if isinstance(out, tuple) else (out,):
-        at(one, cut, cut.split_dim - gone)
+        at(one, split, split.split_dim - gone)
     return out
 
 
 def _picked(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """`x.gather(-1, index)`: for each token numbers of its own."""
+    """`x.gather(-1, index)`: each token picks from its own numbers."""
     if kwargs or len(args) != 3:
-        raise CannotSplit("its arguments are given by name")
-    cut, dim, index = args
-    if not isinstance(cut, SplitTensor) or dim % cut.ndim == cut.split_dim:
+        raise CannotSplit("its arguments are passed by name")
+    split, dim, index = args
+    if not isinstance(split, SplitTensor) or dim % split.ndim == split.split_dim:
         raise CannotSplit("it picks among the tokens")
-    if isinstance(index, SplitTensor) and (index.split_dim, index.sections) != (cut.split_dim, cut.sections):
+    if isinstance(index, SplitTensor) and (index.split_dim, index.sections) != (split.split_dim, split.sections):
         raise CannotSplit("two tensors meet that are sliced in different ways")
     if not isinstance(index, SplitTensor):
-        index = cut.team.meet(index, cut.split_dim - cut.ndim, cut.sections, cut=cut)
-    return at(func(cut, dim, index), cut, cut.split_dim)
+        index = split.ops.meet(index, split.split_dim - split.ndim, split.sections, split=split)
+    return at(func(split, dim, index), split, split.split_dim)
 
 
 def _one_hot(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if len(args) < 2 and "num_classes" not in kwargs:
         raise CannotSplit("its classes are counted over all tokens")
-    cut = _first(args)
-    return at(func(*args, **kwargs), cut, cut.split_dim)
+    split = _first(args)
+    return at(func(*args, **kwargs), split, split.split_dim)
 
 
 def _about_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Where the slice's own data are: code that offloads what backward keeps asks for it, on each worker by itself."""
+    """Where the slice's own data are: code that offloads activations asks for it, on each worker by itself."""
     return func(*args, **kwargs)
 
 
 def _first(args: Args) -> SplitTensor:
     if not args or not isinstance(args[0], SplitTensor):
-        raise CannotSplit("the tensor that is sliced is not the first argument")
+        raise CannotSplit("the sliced tensor is not the first argument")
     return args[0]
 
 
-def _team(cut: SplitTensor) -> ContextGroupOps:
-    team: Any = cut.team
-    return team
+def _ops(split: SplitTensor) -> ContextGroupOps:
+    ops: Any = split.ops
+    return ops
 
 
 RULES: dict[str, Rule] = {

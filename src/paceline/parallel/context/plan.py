@@ -1,4 +1,4 @@
-"""`ContextPlan`: where a model's tokens are cut into slices, and how attention puts them together again. Plain data."""
+"""`ContextPlan`: where a model's tokens are split into slices, and how attention combines them. Plain data."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ __all__ = ["ContextPlan"]
 
 KINDS = {
     "heads": "all-to-all between tokens and heads",
-    "ring": "keys and values go round a ring",
+    "ring": "keys and values are passed round a ring",
     "rows": "keys and values are gathered for the rows of scores",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContextPlan:
-    """How one sequence is shared by `size` workers."""
+    """How `size` workers share one sequence."""
 
     size: int
     kind: AttentionKind
     dim: int  # of the tokens, in what blocks take and embeddings return, counted from the end
     embeddings: tuple[str, ...]  # each worker looks up its own tokens only
     blocks: tuple[str, ...]  # their inputs are sliced, where they are not yet
-    tokenwise: tuple[str, ...] = ()  # modules that work on each token by itself, and get one's tokens as a plain tensor
+    # modules that work on each token by itself; they get this worker's tokens as a plain tensor
+    tokenwise: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()  # modules that get the whole sequence
     attentions: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # calls in one forward, by kind
     operations: tuple[str, ...] = ()  # single operations for which tokens are gathered, and why
     sample: str = ""
 
     def __str__(self) -> str:
-        """The report."""
+        """Return the report."""
         lines = [f"context={self.size}: tokens are sliced in dim {self.dim} of {len(self.blocks)} blocks"]
         for kind, count in self.attentions.items():
             lines.append(f"  attention   {count} x {kind}: {KINDS[kind]}")

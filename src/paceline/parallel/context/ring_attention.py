@@ -1,10 +1,10 @@
-"""Attention for any number of heads: keys and values go round a ring, and each worker's queries meet them in turn.
+"""Ring attention, for any number of heads: keys and values are passed round a ring and meet each worker's queries.
 
-Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the sums over blocks and the
+Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023. The sums over blocks and the
 backward are those of Dao et al., "FlashAttention", 2022, algorithms 1 and 4, written in ordinary operations so that
-every device has them. No worker ever has all keys; in backward they go round once more, with the sums of their
-gradients. For a causal mask each worker first gets a piece of the queries and keys from the front and one from the
-back, so that all have equal work, and blocks that the mask hides are never computed.
+every device supports them. No worker ever has all keys; in backward they are passed round once more, with the sums of
+their gradients. For a causal mask each worker first gets a piece of the queries and keys from the front and one from
+the back, so that all have equal work. Blocks that the mask hides are never computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NONE = float("-inf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCall:
-    """What a call of attention asks for, in numbers of the whole."""
+    """The options of an attention call, in sizes of the whole."""
 
     is_causal: bool
     dropout_p: float
@@ -40,35 +40,33 @@ class AttentionCall:
 
 
 def ring_attention(
-    team: ContextGroupOps, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall
+    ops: ContextGroupOps, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall
 ) -> Tensor:
     """Return this worker's tokens of the result: (batch, heads, tokens, features).
 
     Queries, keys and values are slices of the same kind; keys and values may have fewer heads. `mask` is whole.
     """
-    size, every = team.size, range(team.size)
+    size, every = ops.size, range(ops.size)
     is_folded = call.is_causal and call.num_queries >= 2 * size and call.num_keys >= 2 * size
     held, placed = [], []
     for length in (call.num_queries, call.num_keys):
         held.append([slices((length,), size=size, index=index) for index in every])
         placed.append([folded(length, size=size, index=index) for index in every] if is_folded else held[-1])
     if is_folded:
-        query = collectives.moved(query, team.group, dim=-2, held=held[0], wanted=placed[0])
-        key, value = (
-            collectives.moved(one, team.group, dim=-2, held=held[1], wanted=placed[1]) for one in (key, value)
-        )
+        query = collectives.moved(query, ops.group, dim=-2, held=held[0], wanted=placed[0])
+        key, value = (collectives.moved(one, ops.group, dim=-2, held=held[1], wanted=placed[1]) for one in (key, value))
     seed = int(torch.randint(1 << 62, (1,), device="cpu")) if call.dropout_p > 0 else 0
-    plan = _Ring(group=team.group, call=call, queries=placed[0][team.index], keys=tuple(placed[1]), seed=seed)
+    plan = _Ring(group=ops.group, call=call, queries=placed[0][ops.index], keys=tuple(placed[1]), seed=seed)
     batch, num_heads, tokens, width = query.shape
     grouped = query.reshape(batch, key.shape[1], num_heads // key.shape[1], tokens, width)
     out: Any = _RingAttention.apply(grouped, key, value, mask, plan)
     out = out.reshape(batch, num_heads, tokens, value.shape[-1])
-    return collectives.moved(out, team.group, dim=-2, held=placed[0], wanted=held[0]) if is_folded else out
+    return collectives.moved(out, ops.group, dim=-2, held=placed[0], wanted=held[0]) if is_folded else out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
-    """Some queries that meet some keys: where they are here, and where in the whole."""
+    """Some queries that meet some keys: their places in local memory, and in the whole."""
 
     rows: slice
     columns: slice
@@ -78,7 +76,7 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Ring:
-    """Who has which tokens, and how blocks of scores are made."""
+    """Which worker has which tokens, and how blocks of scores are computed."""
 
     group: ContextCollectives
     call: AttentionCall
@@ -86,16 +84,16 @@ class _Ring:
     keys: tuple[Ranges, ...]  # of each worker
     seed: int
 
-    def owner(self, turn: int) -> int:
-        """Whose keys are here after so many turns."""
-        return (self.group.index - turn) % self.group.size
+    def owner(self, step: int) -> int:
+        """Return the worker whose keys are here after `step` passes."""
+        return (self.group.index - step) % self.group.size
 
-    def passed(self, tensors: list[Tensor], turn: int) -> list[Tensor]:
-        """Give tensors of keys to the next worker; returns those of the one before. `turn` is the one that begins."""
+    def passed(self, tensors: list[Tensor], step: int) -> list[Tensor]:
+        """Pass tensors of keys to the next worker; returns those of the previous one. `step` is the one that begins."""
         size, index = self.group.size, self.group.index
         if size == 1:
             return tensors
-        length = num_tokens(self.keys[self.owner(turn)])
+        length = num_tokens(self.keys[self.owner(step)])
         found = []
         for one in tensors:
             parts = [one if other == (index + 1) % size else one.narrow(-2, 0, 0) for other in range(size)]
@@ -106,7 +104,7 @@ class _Ring:
         return found
 
     def blocks(self, owner: int) -> Iterator[_Block]:
-        """Blocks of this worker's queries with the keys of `owner`, but for those that a causal mask hides."""
+        """Yield blocks of this worker's queries with the keys of `owner`, except those that a causal mask hides."""
         row = 0
         for first, stop in self.queries:
             column = 0
@@ -136,7 +134,7 @@ class _Ring:
         return found.masked_fill(~piece, NONE) if piece.dtype is torch.bool else found + piece
 
     def piece(self, mask: Tensor, block: _Block, query: Tensor) -> Tensor:
-        """A view of a block of the mask, with dims as scores have them."""
+        """Return a view of a block of the mask, with dims as scores have them."""
         for dim, (first, stop) in ((-2, block.row_range), (-1, block.column_range)):
             if mask.shape[dim] > 1:
                 mask = mask.narrow(dim, first, stop - first)
@@ -145,7 +143,7 @@ class _Ring:
         return mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (heads, group))
 
     def kept(self, like: Tensor, block: _Block) -> Tensor | None:
-        """What dropout keeps of a block, scaled: the same whenever it is asked for."""
+        """Return the scaled dropout mask of a block; the same at every call."""
         if self.call.dropout_p <= 0:
             return None
         place = block.row_range[0] * self.call.num_keys + block.column_range[0]
@@ -155,7 +153,7 @@ class _Ring:
 
 
 class _RingAttention(Function):
-    """Forward keeps the queries, keys, values and result of this worker's tokens, and nothing of others."""
+    """Forward saves the queries, keys, values and result of this worker's tokens, and nothing of other workers."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: _Ring) -> Tensor:
@@ -164,10 +162,10 @@ class _RingAttention(Function):
         largest = query.new_full(query.shape[:-1], NONE, dtype=wide)
         weight = torch.zeros_like(largest)
         here = [key, value]
-        for turn in range(ring.group.size):
-            if turn:
-                here = ring.passed(here, turn)
-            for block in ring.blocks(ring.owner(turn)):
+        for step in range(ring.group.size):
+            if step:
+                here = ring.passed(here, step)
+            for block in ring.blocks(ring.owner(step)):
                 scores = ring.scores(query, here[0], mask, block)
                 before = largest[..., block.rows]
                 new = torch.maximum(before, scores.amax(-1))
@@ -180,7 +178,7 @@ class _RingAttention(Function):
                 scores = scores if kept is None else scores * kept
                 mixed = scores.to(value.dtype) @ here[1][:, :, None, block.columns, :]
                 out[..., block.rows, :] = out[..., block.rows, :] * fade[..., None] + mixed
-        out = (out / weight.masked_fill(weight == 0, 1)[..., None]).to(query.dtype)  # a query that meets no key: nought
+        out = (out / weight.masked_fill(weight == 0, 1)[..., None]).to(query.dtype)  # zero for a query without keys
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, mask, out, largest.masked_fill(largest == NONE, 0) + weight.log())
         return out
@@ -202,10 +200,10 @@ def _backward(
     grad_mask = torch.zeros_like(mask) if mask is not None and mask.requires_grad else None
     sums = [torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)]
     here = [key, value]
-    for turn in range(ring.group.size):
-        if turn:
-            here, sums = ring.passed(here, turn), ring.passed(sums, turn)
-        for block in ring.blocks(ring.owner(turn)):
+    for step in range(ring.group.size):
+        if step:
+            here, sums = ring.passed(here, step), ring.passed(sums, step)
+        for block in ring.blocks(ring.owner(step)):
             rows, columns = block.rows, block.columns
             weights = torch.exp(ring.scores(query, here[0], mask, block) - norm[..., rows, None])
             kept = ring.kept(weights, block)

@@ -1,7 +1,7 @@
 """Which tokens each worker holds: arithmetic without tensors.
 
-A dim of `length` tokens is cut into consecutive slices whose lengths differ by one at most, so any length will do. A
-dim that was merged from (batch, tokens) has one *section* per sample, each cut by itself; a worker holds its slice of
+A dim of `length` tokens is split into consecutive slices whose lengths differ by one at most, so any length will do. A
+dim that was merged from (batch, tokens) has one *section* per sample, each split by itself. A worker holds its slice of
 every section, one after the other. A *range* is half-open: (first, stop).
 """
 
@@ -35,7 +35,7 @@ def slice_of(length: int, *, size: int, index: int) -> Range:
 
 @functools.lru_cache(maxsize=4096)
 def slices(sections: tuple[int, ...], *, size: int, index: int) -> Ranges:
-    """Return what a worker holds of a dim in sections, in the order it holds them."""
+    """Return what a worker holds of a dim in sections, in the order in which it holds them."""
     found, start = [], 0
     for length in sections:
         first, stop = slice_of(length, size=size, index=index)
@@ -45,15 +45,15 @@ def slices(sections: tuple[int, ...], *, size: int, index: int) -> Ranges:
 
 
 def num_tokens(ranges: Sequence[Range]) -> int:
-    """The length of some ranges together."""
+    """Return the length of some ranges together."""
     return sum(stop - first for first, stop in ranges)
 
 
 def folded(length: int, *, size: int, index: int) -> Ranges:
-    """Return a piece from the front and its mirror image from the back: of causal work all workers have as much.
+    """Return a piece from the front and its mirror image from the back, so that all workers have equal causal work.
 
-    The zig-zag of Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2): of 2 n pieces worker
-    k gets number k and number 2 n - 1 - k.
+    This is the zig-zag of Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2): of 2 n
+    pieces worker k gets number k and number 2 n - 1 - k.
     """
     pieces = 2 * size
     return (
@@ -65,7 +65,7 @@ def folded(length: int, *, size: int, index: int) -> Ranges:
 def meetings(held: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[int, int, int]]:
     """Return which tokens are in both lists of ranges: (place in what is held, place in what is wanted, length).
 
-    Places count tokens in the order of each list; so do the meetings, by what is wanted.
+    Places count tokens in the order of each list. Overlaps are listed in the order of what is wanted.
     """
     found: list[tuple[int, int, int]] = []
     at_wanted = 0
@@ -90,7 +90,7 @@ def agree(
     *,
     size: int,
 ) -> bool:
-    """Whether slices of a tensor's dim are the same numbers as slices of a dim of another view of it."""
+    """Return whether slices of a tensor's dim are the same numbers as slices of a dim of another view of it."""
     if all(length % size == 0 for length in (*sections, *new_sections)):
         return True
     return all(
@@ -101,7 +101,7 @@ def agree(
 
 
 def _flat(shape: tuple[int, ...], dim: int, ranges: Ranges) -> list[Range]:
-    """The same as ranges of the flattened tensor, neighbours joined."""
+    """Return ranges of the flattened tensor, with adjacent ones joined."""
     after = math.prod(shape[dim + 1 :])
     found: list[Range] = []
     for number in range(math.prod(shape[:dim])):
@@ -120,6 +120,6 @@ def head_ranges(num_heads: int, *, size: int) -> Ranges:
 
 
 def key_heads(num_heads: int, num_key_heads: int, *, size: int) -> Ranges:
-    """Return the heads of keys that each worker's heads of queries need: some may be needed by several workers."""
+    """Return the heads of keys that each worker's heads of queries need; several workers may need the same."""
     group = num_heads // num_key_heads
     return tuple((first // group, -(-stop // group)) for first, stop in head_ranges(num_heads, size=size))

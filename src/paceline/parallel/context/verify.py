@@ -1,8 +1,9 @@
-"""Try a plan before it is used: a copy of the model in double precision, whole and as emulated workers, must agree.
+"""Verify a plan before it is used: a copy of the model in double precision must compute the same whole and on emulated
+workers.
 
-All outputs are compared, and the gradients of all parameters. So a wrong guess about a model, or an operation with a
-wrong rule, leads to a refusal and never to another loss. The trial also shows what the plan does: which attentions are
-shared, and which operations need all tokens. Where layers are cut as well, both are tried together.
+All outputs and the gradients of all parameters are compared. A wrong guess about a model, or an operation with a wrong
+rule, therefore leads to a refusal and never to another loss. The trial also shows what the plan does: which attentions
+are shared, and which operations need all tokens. Where the model is also tensor parallel, both are tried together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.parallel.tensor.apply import split_layers
 from paceline.parallel.tensor.dry_run import gather_inputs
 from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate_grid
 from paceline.parallel.tensor.op_rules import rule_of as tensor_rule_of
-from paceline.parallel.tensor.plan import ParameterCut, TensorPlan
+from paceline.parallel.tensor.plan import ParameterSplit, TensorPlan
 from paceline.parallel.tensor.split_shapes import CannotSplit
 from paceline.parallel.tensor.split_tensor import (
     SplitTensor,
@@ -57,7 +58,7 @@ class GatheredOperation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SharedAttention:
-    """An attention that was shared: how, of how many queries, and the modules around it."""
+    """An attention that was shared: how, its number of queries, and the modules around it."""
 
     kind: str
     length: int
@@ -75,7 +76,7 @@ class ContextTrial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WholeModelRun:
-    """A copy of the model for trials, and what it computes by itself."""
+    """A copy of the model for trials, and what it computes whole."""
 
     model: nn.Module
     samples: tuple[SampleInput, ...]
@@ -84,59 +85,61 @@ class WholeModelRun:
 
 
 def run_whole(model: nn.Module, samples: Sequence[SampleInput]) -> WholeModelRun:
-    """Return a copy of `model` with weights that hide nothing, its outputs on `samples`, and gradients of their sum.
+    """Return a copy of `model` with random weights, its outputs on `samples`, and the gradients of their sum.
 
     With its gradients and those of a trial it takes the memory of three models in double precision. Raises PlanError
     where the model cannot be run so.
     """
-    twin = copy.deepcopy(model).double().eval()
+    trial_model = copy.deepcopy(model).double().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in trial_model.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
             parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.5 * noise)
             parameter.grad = None
     try:
-        outputs = _run(_sharing(twin), samples)
+        outputs = _run(_copy_sharing_parameters(trial_model), samples)
     except RuntimeError:  # some kernels have no double precision
-        twin = twin.float()
+        trial_model = trial_model.float()
         try:
-            outputs = _run(_sharing(twin), samples)
+            outputs = _run(_copy_sharing_parameters(trial_model), samples)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             lines = str(error).strip().splitlines()
             raise PlanError(
-                f"{type(model).__name__} has to be tried in double or single precision before its sequence is shared, "
-                f"and cannot be run so on {samples[0]} ({type(error).__name__}: {lines[0] if lines else ''}). Give a "
+                f"{type(model).__name__} has to be tried in double or single precision before its sequence is split, "
+                f"and cannot be run so on {samples[0]} ({type(error).__name__}: {lines[0] if lines else ''}). Pass a "
                 "sample of your own, sample=(x,), or use attention that runs in any precision (in transformers, "
                 "attn_implementation='sdpa')."
             ) from error
-    return WholeModelRun(model=twin, samples=tuple(samples), outputs=outputs, gradients=_taken_gradients(twin))
+    return WholeModelRun(
+        model=trial_model, samples=tuple(samples), outputs=outputs, gradients=_taken_gradients(trial_model)
+    )
 
 
 def try_plan(reference: WholeModelRun, plan: ContextPlan, layers: TensorPlan | None = None) -> ContextTrial:
     """Return what `plan` does on the samples, and whether it computes what the whole model does.
 
-    `layers`: how its layers are cut as well. Each emulated worker then has its part of another copy of the model.
+    `layers`: the model's tensor parallel plan. Each emulated worker then has its part of another copy of the model.
     """
 
     def work(context_parallel_group: EmulatedGroup, tensor_parallel_group: EmulatedGroup) -> _EmulatedRun:
-        team = _RecordingOps(EmulatedContextCollectives(context_parallel_group), kind=plan.kind)
-        part = _sharing(reference.model) if layers is None else copy.deepcopy(reference.model)
-        cuts: dict[str, ParameterCut] = {}
+        ops = _RecordingOps(EmulatedContextCollectives(context_parallel_group), kind=plan.kind)
+        part = _copy_sharing_parameters(reference.model) if layers is None else copy.deepcopy(reference.model)
+        splits: dict[str, ParameterSplit] = {}
         if layers is not None:
             features = TensorGroupOps(tensor_parallel_group, rules=tensor_rule_of)
-            cuts = split_layers(part, layers.layers, features)
+            splits = split_layers(part, layers.layers, features)
             for name in layers.gathered:
                 gather_inputs(part.get_submodule(name))
-            TensorContextOps(features, team)
-        install(part, plan, team)
+            TensorContextOps(features, ops)
+        install(part, plan, ops)
         for name, module in part.named_modules():
-            team.note_runs(name, module)
+            ops.note_runs(name, module)
         outputs = _run(part, reference.samples)
         gradients: dict[str, Tensor] = {}
         for name, grad in _taken_gradients(part).items() if layers is not None else ():
-            gradients[name] = cuts[name].gathered(grad, tensor_parallel_group) if name in cuts else grad
-        return _EmulatedRun(team=team, outputs=outputs, gradients=gradients)
+            gradients[name] = splits[name].gathered(grad, tensor_parallel_group) if name in splits else grad
+        return _EmulatedRun(ops=ops, outputs=outputs, gradients=gradients)
 
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -149,37 +152,35 @@ def try_plan(reference: WholeModelRun, plan: ContextPlan, layers: TensorPlan | N
         return ContextTrial(disagreement=why, attentions=(), lost=())
     why = None
     if layers is None:
-        gradients = _taken_gradients(
-            reference.model
-        )  # of all workers: they share the parameters, so autograd has added up
+        gradients = _taken_gradients(reference.model)  # the sum over workers, because they share the parameters
         means = {name: one.div_(plan.size) for name, one in gradients.items()}
         why = _difference("the gradient of", reference.gradients, means)
     for column in zip(*found, strict=True) if layers is not None else ():
         why = why or _difference("the gradient of", reference.gradients, _means([one.gradients for one in column]))
     for one in (one for row in found for one in row):
         why = _difference("output", reference.outputs, one.outputs) or why
-    team = found[0][0].team
-    return ContextTrial(disagreement=why, attentions=tuple(team.attentions), lost=tuple(team.lost))
+    ops = found[0][0].ops
+    return ContextTrial(disagreement=why, attentions=tuple(ops.attentions), lost=tuple(ops.lost))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _EmulatedRun:
-    """What one emulated worker has: its `gradients` are whole, and kept only where it has parameters of its own."""
+    """What one emulated worker has. `gradients` are whole, and kept only where it has parameters of its own."""
 
-    team: _RecordingOps
+    ops: _RecordingOps
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
 
 
 def _means(everybody: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each gradient over workers of which some may not have used the parameter."""
+    """Return the mean of each gradient over the workers; some may not have used the parameter."""
     names = dict.fromkeys(name for one in everybody for name in one)
     own = {name: [one[name] for one in everybody if name in one] for name in names}
     return {name: torch.stack(some).sum(0) / len(everybody) for name, some in own.items()}
 
 
 class _RecordingOps(ContextGroupOps):
-    """One emulated worker that writes down what rules tell."""
+    """One emulated worker's operations, which record what rules tell."""
 
     def __init__(self, group: ContextCollectives, *, kind: AttentionKind) -> None:
         super().__init__(group, rules=rule_of, kind=kind)
@@ -188,7 +189,7 @@ class _RecordingOps(ContextGroupOps):
         self._running: list[str] = []  # names of modules, outermost first
 
     def note_runs(self, name: str, module: nn.Module) -> None:
-        """Know when a module runs."""
+        """Record when a module runs."""
 
         def leave(*_: Any) -> None:
             self._running.pop()
@@ -216,13 +217,13 @@ class _RecordingOps(ContextGroupOps):
             return func(*mapped(args, gathered), **mapped(kwargs, gathered))
 
 
-def _sharing(model: nn.Module) -> nn.Module:
-    """A copy with modules and buffers of its own, and the same parameters."""
+def _copy_sharing_parameters(model: nn.Module) -> nn.Module:
+    """Return a copy with its own modules and buffers, and the same parameters."""
     return copy.deepcopy(model, {id(one): one for one in model.parameters()})
 
 
 def _run(model: nn.Module, samples: Sequence[SampleInput]) -> dict[str, Tensor]:
-    """Return floating outputs, whole, and leave the gradients of a random sum of them with the parameters."""
+    """Return floating-point outputs, whole; leaves the gradients of a random sum of them in the parameters."""
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float64)
 
     def own(value: Any) -> Any:
@@ -246,7 +247,7 @@ def _run(model: nn.Module, samples: Sequence[SampleInput]) -> dict[str, Tensor]:
 
 
 def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients that parameters have, and take them away."""
+    """Return the gradients of the parameters and clear them."""
     found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
@@ -255,7 +256,7 @@ def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _difference(what: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
     if expected.keys() != found.keys():
-        return f"{what} {', '.join(sorted(expected.keys() ^ found.keys())[:3])} is there in one of the two only"
+        return f"{what} {', '.join(sorted(expected.keys() ^ found.keys())[:3])} is present in only one of the two"
     scale = max((float(one.abs().max()) for one in expected.values() if one.numel()), default=0.0)
     for name, value in expected.items():
         other = found[name]
@@ -268,7 +269,7 @@ def _difference(what: str, expected: Mapping[str, Tensor], found: Mapping[str, T
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The floating tensors of a result, whole."""
+    """Yield the floating-point tensors of a result, whole."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield whole(value)

@@ -1,7 +1,8 @@
-"""Spread a model's routed experts over workers, in place: the model stays the user's own object, and routes as before.
+"""Distribute a model's routed experts over workers, in place; the model stays the user's own object, and routes as
+before.
 
-Each worker keeps its experts, whose own forward does their work: on a stand-in of the module, which has as many experts
-as are here, numbered from 0. What is around them sees a module that looks and answers as it did, for all experts.
+Each worker keeps its experts. The module's own forward runs on a *stand-in*: a copy that has only the local experts,
+numbered from 0. The code around it sees a module that looks and answers as before, for all experts.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from paceline.errors import PlanError
 from paceline.parallel.expert.find_experts import RoutedExperts
 from paceline.parallel.expert.token_dispatch import ExpertCollectives, dispatch_tokens, route_of
-from paceline.parallel.expert.verify import prove_separable
+from paceline.parallel.expert.verify import verify_separable
 from paceline.parallel.meta.meta_device import absent
-from paceline.parallel.tensor.plan import ParameterCut
+from paceline.parallel.tensor.plan import ParameterSplit
 from paceline.parallel.tensor.split_tensor import whole
 from paceline.units import bytes_text
 
@@ -31,18 +32,18 @@ __all__ = ["ExpertParallelModel", "distribute_experts"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertParallelModel:
-    """What the owner of the training loop must know of a model whose experts are spread.
+    """What the training loop must know of an expert parallel model.
 
-    Gradients of what belongs to experts hold what all workers of the group add to them; of all else each worker has
-    what its own tokens add.
+    Gradients of experts' parameters hold what the tokens of all workers of the group contribute. Gradients of all other
+    parameters hold only what this worker's tokens contribute.
     """
 
-    cuts: dict[str, ParameterCut]  # stacked parameters, of which each worker has some rows
-    owners: dict[str, int]  # parameters of experts in lists, which one worker has each
+    splits: dict[str, ParameterSplit]  # stacked parameters, of which each worker has some rows
+    owners: dict[str, int]  # parameters of experts in lists, each on one worker
     headline: str
 
     def is_of_experts(self, name: str) -> bool:
-        return name in self.cuts or name in self.owners
+        return name in self.splits or name in self.owners
 
 
 def distribute_experts(
@@ -50,11 +51,11 @@ def distribute_experts(
 ) -> ExpertParallelModel:
     """Change `model` in place; all workers of `group` must call it, with equal weights.
 
-    Parameters that are here stay the same objects, stacked ones with smaller data; those of other workers' experts are
-    replaced by ones on the meta device. So make optimizers afterwards.
+    Parameters that stay here are the same objects, stacked ones with smaller data. Those of other workers' experts are
+    replaced by parameters on the meta device. So make optimizers afterwards.
     """
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    cuts: dict[str, ParameterCut] = {}
+    splits: dict[str, ParameterSplit] = {}
     owners: dict[str, int] = {}
     blocks = tuple(one.name for one in found)
     untried = [one.name for one in found if not _is_tried(one, group.size)]
@@ -63,46 +64,48 @@ def distribute_experts(
         for key in one.stacked:
             parameter = getattr(one.module, key)
             name = f"{one.name}.{key}" if one.name else key
-            cut = ParameterCut(name=name, shape=tuple(parameter.shape), dim=0, sections=(one.count,), size=group.size)
-            cuts[name] = cut
+            split = ParameterSplit(
+                name=name, shape=tuple(parameter.shape), dim=0, sections=(one.count,), size=group.size
+            )
+            splits[name] = split
             parameter.grad = None
-            parameter.data = cut.part(parameter.detach(), group.index).clone(memory_format=torch.contiguous_format)
+            parameter.data = split.part(parameter.detach(), group.index).clone(memory_format=torch.contiguous_format)
         for name, members in one.members():
             for place, member in enumerate(members):
                 owners.update((f"{name}.{place}.{key}", place // each) for key, _ in member.named_parameters())
                 if place // each != group.index:
-                    _leave(member)
+                    _free(member)
         _install(one, number, blocks, group)
-    spread = ExpertParallelModel(cuts=cuts, owners=owners, headline="")
-    of_experts = sum(size for name, size in sizes.items() if spread.is_of_experts(name))
+    distributed = ExpertParallelModel(splits=splits, owners=owners, headline="")
+    of_experts = sum(size for name, size in sizes.items() if distributed.is_of_experts(name))
     here = sum(sizes.values()) - of_experts + of_experts // group.size
     counts = " and ".join(str(count) for count in sorted({one.count for one in found}))
     blocks_text = f"{len(found)} routed block{'s' if len(found) > 1 else ''} ({counts} experts)"
     headline = (
-        f"experts={group.size}: {blocks_text} {'are' if len(found) > 1 else 'is'} spread; {bytes_text(here)} of "
+        f"experts={group.size}: {blocks_text} {'are' if len(found) > 1 else 'is'} distributed; {bytes_text(here)} of "
         f"{bytes_text(sum(sizes.values()))} of parameters on each worker"
     )
     if untried:
         headline += f"; {', '.join(untried)}: whether their experts depend on each other could not be tried"
-    return dataclasses.replace(spread, headline=headline)
+    return dataclasses.replace(distributed, headline=headline)
 
 
 def _is_tried(one: RoutedExperts, size: int) -> bool:
-    def standing_in(worker: int) -> Any:
+    def stand_in_for(worker: int) -> Any:
         return _stand_in(one.module, one, index=worker, size=size, is_whole=True)
 
-    return prove_separable(one, _forward_of(one), standing_in, size=size)
+    return verify_separable(one, _forward_of(one), stand_in_for, size=size)
 
 
-def _leave(member: nn.Module) -> None:
-    """Free what another worker has."""
+def _free(member: nn.Module) -> None:
+    """Free the parameters of another worker's expert."""
     for module in member.modules():
         for key, parameter in module.named_parameters(recurse=False):
             setattr(module, key, absent(parameter))
 
 
 def _install(one: RoutedExperts, number: int, blocks: Sequence[str], group: ExpertCollectives) -> None:
-    """Let tokens go to whoever has their experts, in place of the module's own forward, which does what is here."""
+    """Replace the module's forward by one that sends tokens to the workers that have their experts."""
     function = _forward_of(one)
     signature, here_count = inspect.signature(one.module.forward), one.count // group.size
 
@@ -129,14 +132,14 @@ def _install(one: RoutedExperts, number: int, blocks: Sequence[str], group: Expe
             return made
 
         made = dispatch_tokens(apply, flat, weights, route=route, group=group, is_followed=is_followed)
-        # Not a view: where rows are split, too, whoever adds to one in place would wipe out what backward waits for.
+        # Not a view: an in-place addition by the caller would overwrite what backward of sharded rows still needs.
         return made if tokens.ndim == 2 else made.reshape(*tokens.shape[:-1], *made.shape[1:]).clone()
 
     one.module.forward = types.MethodType(run, one.module)
 
 
 def _forward_of(one: RoutedExperts) -> Callable[..., Tensor]:
-    """The module's forward, as a function of the module."""
+    """Return the module's forward, as a function of the module."""
     forward: Any = one.module.forward
     if not isinstance(forward, types.MethodType) or forward.__self__ is not one.module:
         raise PlanError(
@@ -147,8 +150,10 @@ def _forward_of(one: RoutedExperts) -> Callable[..., Tensor]:
 
 
 def _stand_in(module: nn.Module, one: RoutedExperts, *, index: int, size: int, is_whole: bool = False) -> Any:
-    """The module as it would be if the experts of worker `index` were all; its parameters are the same, or, of a module
-    that is still whole, rows of them."""
+    """Return the module as if the experts of worker `index` were all.
+
+    Its parameters are the same objects; for a module that is still whole, they are rows of them.
+    """
     each = one.count // size
     mine = slice(index * each, (index + 1) * each)
     here: Any = copy.copy(module)

@@ -1,14 +1,13 @@
-"""Which modules of a model are routed experts, and how they keep their weights.
+"""Find which modules of a model are routed experts, and how they keep their weights.
 
-The protocol: experts are a module of their own, called as `experts(tokens, index, weights)` with tokens (n, width), the
-numbers of each token's experts (n, k) and their weights (n, k), which returns (n, width): for each token the sum over
-its k experts of what each makes of it with its weight. It learns the number of experts from itself, and not from
-elsewhere:
+The protocol is that of transformers. Experts are a module of their own, called as `experts(tokens, index, weights)`
+with tokens (n, width), the numbers of each token's experts (n, k) and their weights (n, k). It returns (n, width): for
+each token the weighted sum over its k experts. The module learns the number of experts from itself only:
 
     stacked    parameters whose first dim is the experts, as many as `self.num_experts`
-    a list     an `nn.ModuleList` with such a forward, or ModuleLists inside, of one member for each expert
+    a list     an `nn.ModuleList` with such a forward, or ModuleLists inside, with one member for each expert
 
-Who routes, how, and with which other losses is nobody's business here. It is how transformers keeps experts.
+The router, and its losses, may be anything.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ ARGUMENTS = 3  # tokens, index, weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedExperts:
-    """A module that does the work of `count` experts."""
+    """A module that computes `count` experts."""
 
     name: str
     module: nn.Module
     count: int
     stacked: tuple[str, ...]  # its own parameters whose first dim is the experts
-    lists: tuple[str, ...]  # ModuleLists of one member for each expert: its children, or itself ("")
+    lists: tuple[str, ...]  # ModuleLists with one member for each expert: its children, or itself ("")
 
     def members(self) -> list[tuple[str, list[nn.Module]]]:
-        """Each list's name in the model, and its members."""
+        """Return each list's name in the model, and its members."""
         found: list[tuple[str, list[nn.Module]]] = []
         for key in self.lists:
             members: Any = self.module.get_submodule(key)
@@ -49,10 +48,10 @@ class RoutedExperts:
 
 
 def find_experts(model: nn.Module, *, size: int, named: Sequence[str] = ()) -> list[RoutedExperts]:
-    """Return a model's routed experts, to be spread over `size` workers.
+    """Return a model's routed experts, to be distributed over `size` workers.
 
-    `named`: patterns of names of modules that are such, in place of looking. Raises PlanError with all that stands
-    against it: none is there, or numbers do not divide, or something about them cannot be spread.
+    `named`: patterns of names of the experts' modules, to use instead of a search. Raises PlanError with every reason
+    against it: none was found, numbers do not divide, or a module cannot be distributed.
     """
     modules = dict(model.named_modules())
     if named:
@@ -78,7 +77,9 @@ def find_experts(model: nn.Module, *, size: int, named: Sequence[str] = ()) -> l
         for what, remedy in _reasons_against(one, model, size)
     ]
     if wrong:
-        raise PlanError.listing(f"Layout(experts={size}) cannot spread the experts of {type(model).__name__}", wrong)
+        raise PlanError.listing(
+            f"Layout(experts={size}) cannot distribute the experts of {type(model).__name__}", wrong
+        )
     return found
 
 
@@ -93,7 +94,7 @@ def _looks_routed(module: nn.Module) -> bool:
 
 
 def _takes_routed_tokens(module: nn.Module) -> bool:
-    """Whether its forward can be called with three arguments by place."""
+    """Return whether the module's forward can be called with three positional arguments."""
     if isinstance(module, nn.ModuleList) and type(module).forward is nn.ModuleList.forward:
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -115,7 +116,7 @@ def _described(name: str, module: nn.Module) -> RoutedExperts:
 
 
 def _reasons_against(one: RoutedExperts, model: nn.Module, size: int) -> list[tuple[str, str]]:
-    """What stands against spreading these experts, each with its remedy."""
+    """Return each reason against distributing these experts, with its remedy."""
     shown = f"Write it otherwise: {DOCS}."
     if not _takes_routed_tokens(one.module):
         return [(f"{one.name} is not called as experts(tokens, index, weights).", shown)]
@@ -136,20 +137,20 @@ def _reasons_against(one: RoutedExperts, model: nn.Module, size: int) -> list[tu
     for key, _ in one.module.named_buffers():
         what = f"{_joined(one.name, key)} is a buffer among experts, and would see the tokens of several workers."
         reasons.append((what, "Keep it in the module that routes."))
-    # A second name would not be known where the first one's parameter is left to another worker, nor to checkpoints.
+    # A second name would be unknown where its first name's parameter is left to another worker, and to checkpoints.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in held:
             names.setdefault(id(parameter), []).append(name)
     for alike in names.values():
         if len(alike) > 1:
-            what = f"{', '.join(alike)} are one parameter, so it is not one expert's alone."
+            what = f"{', '.join(alike)} are one parameter, so it does not belong to one expert only."
             reasons.append((what, "Untie it."))
     return reasons
 
 
 def _suggested(modules: dict[str, nn.Module]) -> str:
-    """What in the model might have been meant."""
+    """Return a hint at what in the model may have been meant."""
     lists = [
         name
         for name, module in modules.items()

@@ -1,17 +1,17 @@
-"""Tokens travel to the experts that they are routed to, and what these make of them travels back.
+"""Token dispatch: tokens travel to the workers of their experts, and the results travel back.
 
 Each worker has 1 / n of a block's experts, and tokens of its own (Lepikhin et al., "GShard", 2020, section 3.2). A
-token goes once to each worker that has some of its experts, however many; no token is dropped, so numbers differ from
-worker to worker, and are said first:
+token goes once to each worker that has some of its experts, however many. No token is dropped, so numbers differ
+between workers and are exchanged first:
 
-    counts     how many rows come from whom                                                       (n numbers each)
-    there      a row: the token, its k weights, its k experts by their numbers there, -1: not there
-    experts    on pairs of (row, expert), one by one; what belongs to one row is added up
-    back       a row for each that came; what belongs to one token is added up
+    counts     how many rows come from each worker                                                 (n numbers each)
+    there      a row: the token, its k weights, its k experts by their local numbers, -1: not there
+    experts    on pairs of (row, expert); results of one row are added up
+    back       one row for each that came; results of one token are added up
 
-Backward goes the same ways the other way round, on all workers alike: also on one to which nothing came, since the
-others wait for it. So whether backward passes an exchange is decided by what is equal on all of them, and not by
-whether a graph happens to connect it.
+Backward makes the same exchanges in reverse. All workers must take part, also one that received no token, since the
+others wait for it. So whether backward passes an exchange is decided by values that are equal on all workers, and not
+by whether a graph happens to connect it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ ExpertForward = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens (p, width),
 
 
 class ExpertCollectives(Protocol):
-    """The workers that have a block's experts. All of them must make the same calls in the same order; each blocks."""
+    """The workers that have a block's experts. All of them must make the same calls in the same order; each call
+    blocks."""
 
     @property
     def index(self) -> int:
-        """This worker's place among them: it has the experts from index * num_experts / size on."""
+        """This worker's index in the group: its experts begin at index * num_experts / size."""
         ...
 
     @property
@@ -44,23 +45,25 @@ class ExpertCollectives(Protocol):
 
     @property
     def is_still(self) -> bool:
-        """Whether nothing is to be sent: only where a forward goes matters, and in which shapes."""
+        """Whether nothing is sent: in a trial on the meta device only shapes matter."""
         ...
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send the first `sent[0]` rows to worker 0, the next `sent[1]` to worker 1 and so on; return what came here:
-        `received[k]` rows from worker k, in order."""
+        """Send `sent[0]` rows to worker 0, the next `sent[1]` to worker 1 and so on.
+
+        Returns what was received: `received[k]` rows from worker k, in order.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRoute:
-    """Which tokens one worker sends where, and how many it gets."""
+    """Which tokens one worker sends to which worker, and how many it receives."""
 
     rows: Tensor  # numbers of tokens, in the order in which they are sent: those for worker 0 first
     experts: Tensor  # (rows, k): their experts as the receiver numbers them, from 0; -1: not one of its own
     sent: tuple[int, ...]  # rows to each worker
-    received: tuple[int, ...]  # and from each
+    received: tuple[int, ...]  # rows from each worker
 
 
 def route_of(
@@ -68,8 +71,8 @@ def route_of(
 ) -> TokenRoute:
     """Return the route of tokens whose experts are `index` (tokens, k); all workers must call it, and it blocks.
 
-    What is no expert's number goes nowhere. `block` is the number of this block among `blocks`: SyncError where the
-    workers are not in the same one.
+    Numbers of no expert go nowhere. `block` is the number of this block among `blocks`; raises SyncError if the workers
+    are in different blocks.
     """
     each, workers = num_experts // group.size, group.size
     is_known = (index >= 0) & (index < num_experts)
@@ -80,9 +83,9 @@ def route_of(
     there = index.index_select(0, rows) - (target * each)[:, None]
     there = torch.where((there >= 0) & (there < each), there, -1).to(torch.int32)
     counts = goes[:, :workers].sum(0)
-    said = torch.stack([torch.full_like(counts, block), counts], 1)
-    heard = group.exchange(said, [1] * workers, [1] * workers).tolist()
-    for worker, (number, _) in enumerate(heard):
+    sent_counts = torch.stack([torch.full_like(counts, block), counts], 1)
+    received_counts = group.exchange(sent_counts, [1] * workers, [1] * workers).tolist()
+    for worker, (number, _) in enumerate(received_counts):
         if number != block:
             other = blocks[number] if 0 <= number < len(blocks) else "another model"
             raise SyncError(
@@ -90,7 +93,9 @@ def route_of(
                 f"{blocks[block]}: their tokens travel between the workers, so all must run the same routed blocks in "
                 "the same order, in every micro-batch. Run all of them, and multiply by 0 what is not wanted"
             )
-    return TokenRoute(rows=rows, experts=there, sent=tuple(counts.tolist()), received=tuple(rows for _, rows in heard))
+    return TokenRoute(
+        rows=rows, experts=there, sent=tuple(counts.tolist()), received=tuple(rows for _, rows in received_counts)
+    )
 
 
 def dispatch_tokens(
@@ -102,9 +107,9 @@ def dispatch_tokens(
     group: ExpertCollectives,
     is_followed: bool,
 ) -> Tensor:
-    """Return what everybody's experts make of this worker's tokens (tokens, width), by their `weights` (tokens, k).
+    """Return what all workers' experts make of this worker's tokens (tokens, width), by their `weights` (tokens, k).
 
-    `apply` does the experts that are here, on pairs. `is_followed`: backward comes this way; equal on all workers.
+    `apply` runs the local experts, on pairs. `is_followed`: whether backward will come this way; equal on all workers.
     """
     anchor = torch.empty(0, device=tokens.device, requires_grad=True) if is_followed else None
     leaving = (tokens.index_select(0, route.rows), weights.index_select(0, route.rows), route.experts)
@@ -120,7 +125,7 @@ def dispatch_tokens(
     if not is_one_each:
         made = made.new_zeros(came.shape[0], *made.shape[1:]).index_add(0, row, made)
     if anchor is not None:
-        made = _tied(made, came)
+        made = _connected(made, came)
     (back,) = _travel((made,), route.received, route.sent, group, anchor)
     return back.new_zeros(tokens.shape[0], *back.shape[1:]).index_add(0, route.rows, back)
 
@@ -132,7 +137,7 @@ def _travel(
     group: ExpertCollectives,
     anchor: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Send rows, and return those that came; with an anchor their gradients go the other way in backward."""
+    """Send rows and return those received; with an anchor, backward sends their gradients the other way."""
     if anchor is None:
         return _moved(tensors, sent, received, group)
     came: Any = _ExpertTransfer.apply(anchor, group, sent, received, *tensors)
@@ -142,7 +147,7 @@ def _travel(
 def _moved(
     tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: ExpertCollectives
 ) -> tuple[Tensor, ...]:
-    """Rows of several tensors, of any types, in one message."""
+    """Exchange rows of several tensors, of any types, in one message."""
     if len(tensors) == 1:
         return (group.exchange(tensors[0].contiguous(), sent, received),)
     parts = [_plain(tensor).view(torch.uint8) for tensor in tensors]
@@ -151,14 +156,15 @@ def _moved(
 
 
 def _plain(rows: Tensor) -> Tensor:
-    """Rows of numbers one after the other, as bytes can be seen as numbers; a single row may say that it is so when its
-    strides are not."""
+    """Return contiguous rows, which can be viewed as bytes; a single row may claim to be contiguous with other
+    strides.
+    """
     is_one = rows.stride() == (rows.shape[1], 1) and rows.storage_offset() == 0
     return rows if is_one else rows.clone(memory_format=torch.contiguous_format)
 
 
 class _ExpertTransfer(Function):
-    """Rows there, and their gradients back."""
+    """Sends rows forward, and their gradients back."""
 
     @staticmethod
     def forward(
@@ -171,8 +177,8 @@ class _ExpertTransfer(Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sent, ctx.received = group, sent, received
         ctx.is_floating = [tensor.is_floating_point() for tensor in tensors]
-        # A block that is recomputed runs again when something that it kept is first asked for. Were nothing kept here,
-        # that would be sooner or later than this exchange, as tokens happened to come or not.
+        # A recomputed block runs again when backward first asks for something that it saved. Saving the anchor makes
+        # that moment the same on all workers, whether tokens came or not.
         ctx.save_for_backward(anchor)
         came = _moved(tensors, sent, received, group)
         ctx.mark_non_differentiable(*(one for one in came if not one.is_floating_point()))
@@ -187,13 +193,13 @@ class _ExpertTransfer(Function):
         return (None, None, None, None, *(next(came) if is_one else None for is_one in ctx.is_floating))
 
 
-def _tied(made: Tensor, came: Tensor) -> Tensor:
-    """Return `made`, through which backward comes to `came` in any case: also where there was nothing to make."""
-    result: Any = _Tied.apply(made, came)
+def _connected(made: Tensor, came: Tensor) -> Tensor:
+    """Return `made`, connected so that backward always reaches `came`, also where there was nothing to compute."""
+    result: Any = _Connected.apply(made, came)
     return result
 
 
-class _Tied(Function):
+class _Connected(Function):
     @staticmethod
     def forward(ctx: Any, made: Tensor, came: Tensor) -> Tensor:
         return made.view_as(made)

@@ -1,8 +1,9 @@
-"""Whether experts may be spread: what becomes of a token must not depend on other tokens, nor on its other experts.
+"""Verify that experts can be distributed: the result of a token must not depend on other tokens, nor on its other
+experts.
 
-Spread experts work on pairs of one token and one expert, and what they make of a token is added up. Code that makes
-weights sum up to one *inside* of the experts, say, would give other numbers then, and nobody would notice. So it is
-tried on random tokens before the experts are spread, with all of them and with what each worker is going to have.
+Distributed experts work on pairs of one token and one expert, and their results are added up. Code that normalizes
+weights *inside* of the experts, for example, would give other numbers then, and nothing would show it. So it is tried
+on random tokens beforehand: with all experts, and with the experts that each worker will have.
 """
 
 from __future__ import annotations
@@ -16,32 +17,33 @@ from torch import Tensor
 from paceline.errors import PlanError
 from paceline.parallel.expert.find_experts import RoutedExperts
 
-__all__ = ["prove_separable"]
+__all__ = ["verify_separable"]
 
 LEAST_TOKENS = 8
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest result
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # for 16-bit weights
 ROUGH = 0.1  # of 16 bits
 
 
 @torch.no_grad()
-def prove_separable(
-    one: RoutedExperts, function: Callable[..., Tensor], standing_in: Callable[[int], Any], *, size: int
+def verify_separable(
+    one: RoutedExperts, function: Callable[..., Tensor], stand_in_for: Callable[[int], Any], *, size: int
 ) -> bool:
-    """Return whether it could be tried; raises PlanError where `function` (the forward, as a function) of the whole
-    module is not the sum over those of `standing_in(worker)`, of `size` workers, each on tokens of its own experts.
+    """Verify that experts are separable; returns whether that could be tried, and raises PlanError if they are not.
 
-    It cannot be tried where no size of the weights is the tokens' width, or results are not finite.
+    `function` is the module's forward, as a function of the module. Its result for the whole module must be the sum of
+    those for `stand_in_for(worker)` of `size` workers, each on tokens of its own experts. It cannot be tried if no dim
+    of the weights is the tokens' width, or if results are not finite.
     """
     modes = [(module, module.training) for module in one.module.modules()]
-    one.module.eval()  # dropout draws other numbers each time
+    one.module.eval()  # dropout would differ between calls
     try:
         for tokens in _tokens(one, size):
             try:
-                pairs = [_whole_and_parts(one, function, standing_in, tokens, top=top, size=size) for top in (1, 2)]
-            except (RuntimeError, ValueError):  # what torch says of a width that does not fit
+                pairs = [_whole_and_parts(one, function, stand_in_for, tokens, top=top, size=size) for top in (1, 2)]
+            except (RuntimeError, ValueError):  # torch raises these for a width that does not fit
                 continue
             if not all(whole.isfinite().all() for whole, _ in pairs):
-                return False  # weights that were never set, say: two of them cannot be compared
+                return False  # uninitialized weights, for example, cannot be compared
             for whole, parts in pairs:
                 _compare(one.name, whole.double(), parts.double(), TOLERANCES.get(tokens.dtype, ROUGH))
             return True
@@ -54,7 +56,7 @@ def prove_separable(
 def _whole_and_parts(
     one: RoutedExperts,
     function: Callable[..., Tensor],
-    standing_in: Callable[[int], Any],
+    stand_in_for: Callable[[int], Any],
     tokens: Tensor,
     *,
     top: int,
@@ -69,7 +71,7 @@ def _whole_and_parts(
     for worker in range(size):
         row, slot = torch.where(index.div(each, rounding_mode="floor") == worker)
         numbers = index[row, slot] - worker * each
-        made = function(standing_in(worker), tokens[row], numbers[:, None], weights[row, slot][:, None])
+        made = function(stand_in_for(worker), tokens[row], numbers[:, None], weights[row, slot][:, None])
         parts.index_add_(0, row, made)
     return whole, parts
 
@@ -88,8 +90,8 @@ def _tokens(one: RoutedExperts, size: int) -> Iterator[Tensor]:
 def _compare(name: str, whole: Tensor, parts: Tensor, tolerance: float) -> None:
     if float((whole - parts).abs().max()) > tolerance * float(whole.abs().max()):
         raise PlanError(
-            f"{name} makes of a token something else than the sum of what each of its experts makes of it alone, so "
-            "they cannot be on several workers. Does its forward change the weights, so that they sum up to one, or "
-            "look at other tokens, or number the experts by anything but len(self), self.num_experts and its weights? "
-            "Do that in the module that routes."
+            f"{name} returns for a token something else than the sum of what each of its experts returns alone, so "
+            "they cannot be distributed over workers. Does its forward change the weights, so that they sum up to one, "
+            "or look at other tokens, or number the experts by anything but len(self), self.num_experts and its "
+            "weights? Do that in the module that routes."
         )

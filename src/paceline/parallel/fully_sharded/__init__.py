@@ -1,3 +1,6 @@
-"""Fully sharded data parallel (ZeRO, FSDP): parameters, gradients and optimizer state split by rows within a replica;
-may import parallel.model_units, nothing of another axis.
+"""Fully sharded data parallelism (ZeRO, FSDP): parameters, gradients and optimizer state are split by rows within a
+replica.
+
+`sharded_model.py` applies torch's `fully_shard`; `collectives.py` provides its all-gather and reduce-scatter. May
+import torch, `comm`, `parallel.model_units` and the loose files below it; no other axis.
 """

@@ -1,10 +1,9 @@
-"""The two collectives of sharded models, as `fully_shard` calls them, noted in the ring of what the worker does.
+"""The two collectives of sharded models, in the form that `fully_shard` calls, recorded in the flight recorder.
 
-Sums of split gradients that come late, when `fully_shard` has passed their unit already.
-
-A schedule that forms gradients of weights after those of inputs (`parallel/pipeline/split_backward.py`) lets them add
-up whole, in what autograd has seen. When they are there, each worker gets its rows of the sum of everybody's, as
-`fully_shard` would have done: dims are cut along their rows, as many for each worker, rounded up.
+Also sums of sharded gradients that come *late*, when `fully_shard` has already finished with their unit. A schedule
+that computes gradients of weights after those of inputs (`parallel/pipeline/split_backward.py`) accumulates them whole
+in the parameters that autograd sees. Afterwards each worker gets its rows of the sum over all workers, as `fully_shard`
+would have given it. Dims are split along their rows, equally for each worker, rounded up.
 """
 
 from __future__ import annotations
@@ -28,25 +27,34 @@ __all__ = ["ShardAllGather", "ShardCollectives", "ShardReduceScatter", "reduce_l
 
 
 class ShardCollectives:
-    """What one worker's sharded models exchange with the others of its replica."""
+    """Traffic of one worker's sharded models with the other workers of its replica."""
 
     def __init__(self) -> None:
-        self.trail = 0  # a hash of the units that were gathered, in their order; whoever looks at it sets it back
-        self.waited_s = 0.0  # for the others, in all; on a GPU nothing is waited for
-        self.num_bytes_sent = 0  # handed to the wire, in all
+        self.trail = 0  # a hash of the units that were gathered, in their order; its readers reset it
+        self.waited_s = 0.0  # total wait for the other workers; on a GPU nothing is waited for
+        self.num_bytes_sent = 0  # total bytes handed to the transport
 
 
 class ShardCollective:
-    """A collective of one unit of a model; `group` is what the ring calls the workers. Tensors of the CPU go `over` a
-    group of the same ones, where given, which notes in the ring what it does."""
+    """A collective of one unit of a model.
+
+    `group` is the name of the workers in the flight recorder. CPU tensors use the transport `over`, a group of the same
+    workers, if there is one; it records its calls itself.
+    """
 
     def __init__(
-        self, ring: FlightRecorder, *, group: str, unit: str, traffic: ShardCollectives, over: WorkerGroup | None = None
+        self,
+        recorder: FlightRecorder,
+        *,
+        group: str,
+        unit: str,
+        traffic: ShardCollectives,
+        over: WorkerGroup | None = None,
     ) -> None:
-        self._ring, self._group, self._unit, self._traffic, self._over = ring, group, unit, traffic, over
+        self._recorder, self._group, self._unit, self._traffic, self._over = recorder, group, unit, traffic, over
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return room for what is sent or received."""
+        """Return memory for what is sent or received."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def _shared(self, tensor: Tensor) -> WorkerGroup | None:
@@ -54,27 +62,29 @@ class ShardCollective:
 
     @contextlib.contextmanager
     def _noted(self, kind: str, tensor: Tensor, *, is_async: bool) -> Iterator[str]:
-        """Enter a collective that sends `tensor`, and say what it is. After an error the ring shows it still: it may be
-        the cause."""
+        """Enter a collective that sends `tensor`, and yield its description.
+
+        After an error the flight recorder still shows it, because it may be the cause.
+        """
         what = f"{kind} of {self._unit}"
         self._traffic.num_bytes_sent += tensor.numel() * tensor.element_size()
         is_noted = self._shared(tensor) is None
         call = -1
         if is_noted:
-            call = self._ring.enter(kind, what, dtype=tensor.dtype, numel=tensor.numel(), group=self._group)
+            call = self._recorder.enter(kind, what, dtype=tensor.dtype, numel=tensor.numel(), group=self._group)
             if is_async or tensor.is_cuda:  # torch waits later, or in a stream
                 yield what
                 return
-            self._ring.wait(call)
+            self._recorder.wait(call)
         began = time.perf_counter()
         yield what
         self._traffic.waited_s += time.perf_counter() - began
         if is_noted:
-            self._ring.leave()
+            self._recorder.leave()
 
 
 class ShardAllGather(ShardCollective):
-    """Collects a unit's parameters: each worker gets the rows of all."""
+    """Gathers a unit's parameters: each worker gets the rows of all workers."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -83,7 +93,7 @@ class ShardAllGather(ShardCollective):
         with self._noted("all_gather", input_tensor, is_async=async_op) as what:
             if (over := self._shared(input_tensor)) is not None:
                 return over.all_gather(input_tensor, output_tensor.view(over.size, -1).unbind(), what=what)
-            # `all_gather_single` is its name from torch 2.13 on, which warns of the other one.
+            # Its name from torch 2.13 on, which warns of the other name.
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -109,10 +119,11 @@ class ShardReduceScatter(ShardCollective):
 def reduce_late_gradients(
     pairs: Sequence[tuple[Parameter, Parameter | None]], scatter: ShardReduceScatter, group: dist.ProcessGroup
 ) -> None:
-    """Add its rows of the sum of everybody's whole gradients to the gradient of each split parameter of one unit.
+    """Add this worker's rows of the sum of all workers' whole gradients to the gradients of one unit's sharded
+    parameters.
 
-    `pairs`: (split, whole), the same on all workers of `group`, which must all call it; the whole one is None, or has
-    no gradient, where a worker's runs did not use it. Whole gradients are let go of.
+    `pairs`: (sharded, whole), the same on all workers of `group`, which must all call it. The whole parameter is None,
+    or has no gradient, if this worker's runs did not use it. Whole gradients are freed.
     """
     if not pairs:
         return
@@ -134,7 +145,7 @@ def reduce_late_gradients(
 
 
 def _by_worker(split: Parameter, whole: Parameter | None, size: int) -> Tensor:
-    """The whole gradient as (worker, numbers), with noughts where there are no rows for a worker, or none at all."""
+    """Return the whole gradient as (worker, numbers), with zeros for missing rows or a missing gradient."""
     out = local_part(split).new_zeros(size, _num_sent(split, size))
     if whole is not None and whole.grad is not None:
         out.view(-1)[: split.numel()].copy_(whole.grad.reshape(-1))
@@ -142,7 +153,7 @@ def _by_worker(split: Parameter, whole: Parameter | None, size: int) -> Tensor:
 
 
 def _num_sent(split: Parameter, size: int) -> int:
-    """How many numbers each worker gets of a parameter, those behind its last row included."""
+    """Return how many numbers each worker gets of a parameter, including the padding behind its last row."""
     return -(-split.shape[0] // size) * split.shape[1:].numel()
 
 

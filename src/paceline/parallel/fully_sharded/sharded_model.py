@@ -1,21 +1,21 @@
-"""Split a model's state over the workers of a replica (ZeRO), by torch's `fully_shard`.
+"""Shard a model's state over the workers of a replica (ZeRO), by torch's `fully_shard`.
 
-Each repeated block is a *unit*, and what is in no block is one more. Between steps a worker holds its rows of every
-parameter. A unit's parameters are gathered before its forward; its gradients are summed over the replica, row by row,
-after its backward. What is kept meanwhile is the layout's `zero`:
+Each repeated block is a *unit*, and everything outside of blocks is one more. Between steps a worker holds its rows of
+every parameter. A unit's parameters are gathered before its forward; its gradients are summed over the replica, row by
+row, after its backward. The layout's `zero` says what is kept meanwhile:
 
     1   parameters from the step's first forward to its last backward; whole gradients, summed in the last run
     2   parameters as for 1; gradients are summed after each run
     3   parameters only around a unit's forward and its backward
 
-Experts that are spread are units of their own, whose rows are over those who have the same ones; all else is over all
-workers of the replica that run different micro-batches.
+Distributed experts are units of their own, whose rows are split over the workers with the same experts. Everything else
+is split over all workers of the replica that run different micro-batches.
 
-Where a schedule forms gradients of weights after those of inputs (*late* ones), they are summed when they are there,
-and under 3 parameters are gathered around that half of a backward once more.
+Where a schedule computes gradients of weights after those of inputs (*late* ones), they are summed afterwards. Under
+zero=3 parameters are then gathered once more for that half of a backward.
 
-The sums are plain: no division by the number of workers, whose losses are weighted already. A *run* is one forward and
-backward; all workers of a replica make as many in a walk, since each gathers from all.
+Sums are not divided by the number of workers, because losses are weighted already. A *run* is one forward and backward.
+All workers of a replica make the same number of runs in a gradient pass, since each gathers from all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardGroup", "ShardedModel", "ShardedModels", "require_splittable", "units_of"]
 
-Slot = tuple[nn.Module, str, Parameter]  # where a parameter is registered, and what is registered while it is split
+# where a parameter is registered, and the sharded parameter that is registered there
+Slot = tuple[nn.Module, str, Parameter]
 HALF = torch.bfloat16
 
 
@@ -56,13 +57,13 @@ HALF = torch.bfloat16
 class ShardGroup:
     """The workers that split rows among them."""
 
-    mesh: DeviceMesh  # torch's own, of one dim
+    mesh: DeviceMesh  # one-dimensional
     group: WorkerGroup
-    name: str  # what the ring calls them
+    name: str  # their name in the flight recorder
 
 
 class ShardedModels:
-    """All sharded models of one worker: what has to be said to them before, between and after runs."""
+    """All sharded models of one worker: the calls that are due before, between and after runs."""
 
     def __init__(self) -> None:
         self._models: list[ShardedModel] = []
@@ -73,7 +74,8 @@ class ShardedModels:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """While it lasts nothing is gathered: forwards of modules that are split apart see what is registered."""
+        """Within it nothing is gathered, so forwards of modules that are sharded separately see the registered
+        parameters."""
         for model in self._models:
             model.is_still = True
         try:
@@ -83,29 +85,31 @@ class ShardedModels:
                 model.is_still = False
 
     def begin(self) -> None:
-        """A walk begins: nothing is gathered that the optimizer may have changed since, and nobody used anything."""
+        """Begin a gradient pass: free gathered parameters, which the optimizer may have changed, and forget which were
+        used."""
         self.traffic.trail = 0
         for model in self._models:
             model.close()
             model.used.clear()
 
     def before_run(self, *, is_last: bool, is_void: bool) -> None:
-        """The walk's next forward and backward come; a void run is noted nowhere."""
+        """Announce the next forward and backward of the gradient pass. A void run (of an empty batch) does not count as
+        use."""
         for model in self._models:
             model.before_run(is_last=is_last, is_void=is_void)
 
     def after_inputs(self, model: nn.Module) -> None:
-        """A run's gradients of inputs are there, in a model whose gradients of weights come late."""
+        """Called when a run's gradients of inputs are there, in a model whose gradients of weights come late."""
         for one in self._of(model):
             one.after_inputs()
 
     def before_weights(self, model: nn.Module) -> None:
-        """The gradients of weights come that were put off in one run."""
+        """Called before the deferred gradients of weights of one run."""
         for one in self._of(model):
             one.before_weights()
 
     def after_weights(self, model: nn.Module, *, is_last: bool) -> None:
-        """They are there; all workers of the replica must call it alike."""
+        """Called when they are there; all workers of the replica must call it in the same order."""
         for one in self._of(model):
             one.after_weights(is_last=is_last)
 
@@ -113,17 +117,18 @@ class ShardedModels:
         return [one for one in self._models if one.model is model]
 
     def close(self) -> None:
-        """Give back what is gathered: each model's registered parameters are its own rows again."""
+        """Free what is gathered: each model's registered parameters are its own rows again."""
         for model in self._models:
             model.close()
 
     def give_up(self) -> None:
-        """A walk was left early: forget gradients that are not summed yet, and whatever was under way."""
+        """Called when a gradient pass was left early: discard gradients that are not summed yet, and whatever is under
+        way."""
         for model in self._models:
             model.give_up()
 
     def is_used(self, parameter: Parameter) -> bool | None:
-        """Whether a run of this walk gave a parameter a gradient; None of one that is in no sharded model."""
+        """Return whether a run of this gradient pass gave a parameter a gradient; None if no sharded model has it."""
         found: bool | None = None
         for model in self._models:
             if id(parameter) in model.parameters:
@@ -132,17 +137,17 @@ class ShardedModels:
 
     @property
     def reduces_on_last_pass(self) -> bool:
-        """Whether gradients are summed by the last run's backward alone."""
+        """Whether gradients are summed only by the last run's backward."""
         return any(model.zero == 1 for model in self._models)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows of parameters that are here."""
+        """Bytes of the local rows of parameters."""
         return sum(model.num_bytes for model in self._models)
 
 
 class ShardedModel:
-    """A model whose parameters have been split, in place; make it on all workers of the replica alike."""
+    """A model whose parameters are sharded in place; all workers of the replica must make it in the same order."""
 
     def __init__(
         self,
@@ -151,7 +156,7 @@ class ShardedModel:
         rows: ShardGroup,
         zero: int,
         precision: str,
-        ring: FlightRecorder,
+        recorder: FlightRecorder,
         traffic: ShardCollectives,
         on_host: bool = False,
         units: Sequence[str] = (),
@@ -160,55 +165,57 @@ class ShardedModel:
         expert_rows: ShardGroup | None = None,
         is_late: bool = False,
     ) -> None:
-        """`rows`: the replica's workers. `traffic` is added to. `units`: names of modules to gather by themselves, in
-        place of repeated blocks. `apart`: only these modules are split, each by itself, and what is in none of them
-        stays whole: others call them than the model's own forward alone. `on_host`: the rows of parameters and
-        gradients are kept in the host's memory. `experts`: modules with some of the model's experts, whose rows are
-        over `expert_rows`. `is_late`: gradients of weights come after those of inputs. Raises PlanError.
+        """Shard `model` over `rows`, the replica's workers, and add its traffic to `traffic`; raises PlanError.
+
+        `units`: names of modules to gather separately, in place of repeated blocks. `apart`: shard only these modules,
+        each by itself, because they are called from elsewhere than the model's own forward; everything else stays
+        whole. `on_host`: keep the rows of parameters and gradients in the host's memory. `experts`: modules with some
+        of the model's experts, whose rows are split over `expert_rows`. `is_late`: gradients of weights come after
+        those of inputs.
         """
         require_splittable(model, units)
         self.model, self.zero = model, zero
         self._is_late = is_late
         self._sums: dict[
             Any, tuple[ShardReduceScatter, ShardGroup]
-        ] = {}  # by unit: how its gradients are summed, and over whom
+        ] = {}  # by unit: how its gradients are summed, and over which workers
         self._on_host = on_host
         self.used: set[int] = set()  # ids of parameters
         self.is_still = False
-        self._met: set[nn.Module] = set()  # units that have been run
+        self._met: set[nn.Module] = set()  # units that have run
         self._is_void = False
         self._units: list[Any] = []  # torch's FSDPModules
         inside = {one for _, module in experts for one in module.modules()}
         blocks = [pair for pair in units_of(model, units) if pair[1] not in inside]
         whole = [("", model)] if apart is None else []
-        # On the CPU torch has no norm of fp32 inputs with weights in 16 bits, and autocast casts none of them.
-        # Late gradients add up whole, which 16 bits are too few for.
+        # On the CPU torch has no norm of fp32 inputs with 16-bit weights, and autocast casts none of them. Late
+        # gradients accumulate whole, for which 16 bits are too few.
         is_half = precision == "bf16" and rows.mesh.device_type != "cpu" and not is_late
         half = {inner for _, block in blocks for inner in block.modules()} if is_half else set[nn.Module]()
         before = _registered(model)
         self._set_apart = {parameter for parameter in model.parameters() if parameter.is_meta}  # other workers' experts
         self._roots: list[Any] = []  # of torch's trees of modules
         for name, module in experts:
-            door = self._split(
+            gather_module = self._split(
                 _GatherModule(module, self), over=expert_rows or rows, is_root=False, is_half=module in half
             )
             self._set_apart.update(module.parameters())
-            self._note(door, name, over=expert_rows or rows, ring=ring, traffic=traffic)
-            self._roots.append(door)
+            self._note(gather_module, name, over=expert_rows or rows, recorder=recorder, traffic=traffic)
+            self._roots.append(gather_module)
         for name, module in [*(blocks if apart is None else apart), *whole]:
             unit = module if apart is None else _GatherModule(module, self)
             sharded = self._split(unit, over=rows, is_root=module is model, is_half=module in half)
-            self._note(sharded, name or type(model).__name__, over=rows, ring=ring, traffic=traffic)
+            self._note(sharded, name or type(model).__name__, over=rows, recorder=recorder, traffic=traffic)
             if apart is not None or module is model:
                 self._roots.append(sharded)
         _tie_again(model, before)
-        doors = set(self._units[: len(experts)])
+        gather_modules = set(self._units[: len(experts)])
         inner = [*(module for _, module in experts), *(block for _, block in blocks if apart is None)]
-        self._slots = {unit: _slots_of(unit, inner=() if unit in doors else inner) for unit in self._units}
+        self._slots = {unit: _slots_of(unit, inner=() if unit in gather_modules else inner) for unit in self._units}
         held = model.parameters() if apart is None else [p for slots in self._slots.values() for _, _, p in slots]
         self.parameters = {id(parameter): parameter for parameter in held}
-        self._of_experts = {id(split) for unit in doors for _, _, split in self._slots[unit]}
-        self._gathered: dict[int, Parameter] = {}  # id of a split parameter -> the whole one that autograd sees
+        self._of_experts = {id(split) for unit in gather_modules for _, _, split in self._slots[unit]}
+        self._gathered: dict[int, Parameter] = {}  # id of a sharded parameter -> the whole one that autograd sees
         for unit in self._units:
             # Registered after torch's own hook, so it runs when the unit's parameters are gathered.
             follow = functools.partial(self._follow, unit)
@@ -251,18 +258,20 @@ class ShardedModel:
         for parameter in self._gathered.values():
             parameter.grad = None
         for root in self._roots:
-            reset = getattr(root, "reset_iter_state", None)  # torch 2.13; before it, nothing forgets a broken forward
-            if reset is not None and root in self._met:  # what it forgets is made by the first forward
+            reset = getattr(root, "reset_iter_state", None)  # torch 2.13; older versions cannot reset a broken forward
+            if reset is not None and root in self._met:  # the first forward creates what it resets
                 reset()
         self.close()
 
     def _note(
-        self, sharded: Any, name: str, *, over: ShardGroup, ring: FlightRecorder, traffic: ShardCollectives
+        self, sharded: Any, name: str, *, over: ShardGroup, recorder: FlightRecorder, traffic: ShardCollectives
     ) -> None:
-        """Have what a unit exchanges go over our own transport where there is one, and noted under its name."""
+        """Route a unit's collectives over shared memory where possible, and record them under the unit's name."""
         shared = over.group if over.group.shares_memory else None
-        sharded.set_custom_all_gather(ShardAllGather(ring, group=over.name, unit=name, traffic=traffic, over=shared))
-        scatter = ShardReduceScatter(ring, group=over.name, unit=name, traffic=traffic, over=shared)
+        sharded.set_custom_all_gather(
+            ShardAllGather(recorder, group=over.name, unit=name, traffic=traffic, over=shared)
+        )
+        scatter = ShardReduceScatter(recorder, group=over.name, unit=name, traffic=traffic, over=shared)
         sharded.set_custom_reduce_scatter(scatter)
         self._sums[sharded] = scatter, over
         self._units.append(sharded)
@@ -271,9 +280,9 @@ class ShardedModel:
         """Make a module one of torch's FSDPModules."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        # Under autocast alone a unit's 16-bit copies would live from its forward to its backward, gathered or not:
-        # blocks are gathered in 16 bits instead. The rest stays as autocast wants it, so that sums along the residual
-        # stream keep their precision. Gradients are summed in fp32.
+        # Under autocast alone a unit's 16-bit copies would live from its forward to its backward, gathered or not. So
+        # blocks are gathered in 16 bits. The rest follows autocast, so that sums along the residual stream keep their
+        # precision. Gradients are summed in fp32.
         half = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = half if is_half and not is_root else MixedPrecisionPolicy()
         # None: the root, which backward needs first, stays gathered between forward and backward.
@@ -288,14 +297,14 @@ class ShardedModel:
             ignored_params=self._set_apart,
         )
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other
         if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.13
-            # Micro-batches may use other parameters on other workers: all send the same, zeros for the unused.
+            # Micro-batches may use different parameters on other workers: all send the same, zeros for the unused.
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
         return sharded
 
     def _follow(self, unit: nn.Module, *_: Any) -> None:
-        """Note which whole parameters get a gradient: the split ones get zeros where they are not used."""
+        """Record which whole parameters get a gradient; sharded ones get zeros where they are not used."""
         self._met.add(unit)
         for module, name, split in self._slots[unit]:
             whole = getattr(module, name)
@@ -304,14 +313,17 @@ class ShardedModel:
                 whole.register_post_accumulate_grad_hook(functools.partial(self._arrived, id(split)))
 
     def _arrived(self, number: int, _: Tensor) -> None:
-        # Experts get tokens of other workers, whose runs may count where this one's is void.
+        # Experts get tokens of other workers, whose runs may count although this worker's run is void.
         if not self._is_void or number in self._of_experts:
             self.used.add(number)
 
 
 def units_of(model: nn.Module, named: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are gathered by themselves: those that are `named`, or else the repeated blocks, but for
-    those that share parameters with anything outside of them, and containers, which have no forward of their own."""
+    """Return the modules that are gathered separately: the `named` ones, or else the repeated blocks.
+
+    Modules that share parameters with anything outside of them are left out, and so are containers, which have no
+    forward of their own.
+    """
     found = [
         (name, block)
         for name, block in blocks_of(model, named)
@@ -322,7 +334,7 @@ def units_of(model: nn.Module, named: Sequence[str] = ()) -> list[tuple[str, nn.
 
 
 def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
-    """Raise one PlanError that names every parameter and module that `fully_shard` cannot split, and what to do."""
+    """Raise one PlanError that names every parameter and module that `fully_shard` cannot shard, and the remedies."""
     found: list[Reason] = []
 
     def note(module: str, what: str, remedy: str) -> None:
@@ -359,7 +371,7 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
 
 
 def _shared_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """ids of the blocks' parameters that another block has as well, or what is in no block."""
+    """Return the ids of the blocks' parameters that also belong to another block, or to no block."""
     inside = {module for block in blocks for module in block.modules()}
     found = {id(p) for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
     holders: dict[int, int] = {}
@@ -370,7 +382,9 @@ def _shared_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
 
 
 class _GatherModule(nn.Module):
-    """Makes a module gather inside of its own forward, within all that is done around it; `fully_shard` splits this."""
+    """Makes a module gather within its own forward, inside of all wrappers around it; `fully_shard` shards this
+    object.
+    """
 
     def __init__(self, module: nn.Module, model: ShardedModel) -> None:
         super().__init__()
@@ -395,7 +409,7 @@ def _registered(model: nn.Module) -> list[Slot]:
 
 
 def _tie_again(model: nn.Module, before: Sequence[Slot]) -> None:
-    """Register what has become of parameters wherever else the model has them: in modules of other stages."""
+    """Register the new parameters wherever else the model has the old ones: in modules of other stages."""
     changed = {id(old): new for module, key, old in before if (new := getattr(module, key)) is not old}
     for module, key, parameter in _registered(model):
         if id(parameter) in changed:
@@ -403,7 +417,7 @@ def _tie_again(model: nn.Module, before: Sequence[Slot]) -> None:
 
 
 def _slots_of(unit: nn.Module, *, inner: Iterable[nn.Module]) -> list[Slot]:
-    """Where a unit's own parameters are registered, without those of the units inside it."""
+    """Return where a unit's own parameters are registered, without those of the units within it."""
     others = set(itertools.chain.from_iterable(one.modules() for one in inner if one is not unit))
     modules = [one for one in unit.modules() if one not in others]
     return [(one, name, parameter) for one in modules for name, parameter in one.named_parameters(recurse=False)]

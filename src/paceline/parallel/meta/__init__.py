@@ -1,3 +1,4 @@
-"""Models without their weights: parts of a forward on the meta device or on invented values, fake weights, and trees
-of tensors; may import parallel.tensor.
+"""Models without their weights: forwards on the meta device or on invented values, fake weights, and trees of tensors.
+
+`paceline plan --check`, pipeline recording and context trials use it. May import torch and `parallel.tensor`.
 """

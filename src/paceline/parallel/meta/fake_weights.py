@@ -1,9 +1,9 @@
 """Models without the memory of their weights: made on the meta device, and run on weights of one number.
 
-While `fake_weights` lasts, a parameter goes to the meta device as soon as a module registers it, so a model of any size
-is made in the memory of its largest one; buffers, data and everything else are real. While `filled_weights` lasts, each
-of its parameters is one small number that is seen at every place (strides of 0): what a forward asks of shapes, types
-and devices is as with real weights, and so is what it costs.
+Within `fake_weights`, a parameter goes to the meta device as soon as a module registers it. So a model of any size is
+made in the memory of its largest parameter; buffers, data and everything else are real. Within `filled_weights`, each
+meta parameter is one small number that is seen at every place (strides of 0). Shapes, types, devices and costs of a
+forward are as with real weights.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NUMBER = 0.02  # neither 0, by which models may divide, nor large
 
 @contextlib.contextmanager
 def fake_weights() -> Iterator[None]:
-    """While it lasts, modules that are made keep no weights."""
-    made = WeakTensorKeyDictionary()  # tied ones stay so
+    """Within it, new modules keep no weights."""
+    made = WeakTensorKeyDictionary()  # tied parameters stay tied
 
     def without_data(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if type(param) is not nn.Parameter or param.is_meta:  # lazy ones, too, have a class of their own
+        if type(param) is not nn.Parameter or param.is_meta:  # lazy parameters have a class of their own, too
             return REGISTER(self, name, param)
         if param not in made:
             made[param] = absent(param)
@@ -44,7 +44,7 @@ def fake_weights() -> Iterator[None]:
 
 @contextlib.contextmanager
 def filled_weights(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the model's parameters on the meta device can be computed with, on the CPU; copies are real."""
+    """Within it, the model's meta parameters can be computed with, on the CPU; copies of them are real."""
     former, nn.Module.register_parameter = nn.Module.register_parameter, REGISTER
     try:
         with swapped(model.modules(), lambda tensor: _of_one_number(tensor) if tensor.is_meta else tensor):

@@ -1,8 +1,7 @@
-"""Run parts of a model without its weights: on the meta device, or for real on invented numbers.
+"""Run parts of a model without its weights: on the meta device, or on a real device with invented numbers.
 
-Nothing of a trial stays: parameters, buffers and attributes of modules are put back.
-
-What tensors on the meta device answer when code asks where they are: the device on which they would be.
+A trial leaves nothing behind: parameters, buffers and attributes of modules are restored. When code asks a meta tensor
+for its device, it is told the device on which the tensor would be.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = [
     "version",
 ]
 
-# What code of a model raises when it meets tensors without contents, or of a kind that it does not expect.
+# What a model's code raises when it meets tensors without contents, or of an unexpected kind.
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
@@ -44,7 +43,7 @@ CONTAINERS = (list, dict, set, OrderedDict)
 
 @contextlib.contextmanager
 def swapped(modules: Iterable[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While it lasts, parameters and buffers of `modules` are what `change` makes of them; shared ones stay so."""
+    """Within it, parameters and buffers of `modules` are replaced by `change(tensor)`; shared ones stay shared."""
     made: dict[int, Tensor] = {}
     former = own_tensors(modules)
     try:
@@ -70,15 +69,19 @@ def own_tensors(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tens
 
 def absent(tensor: Tensor) -> Tensor:
     """Return a parameter or buffer of the same kind on the meta device."""
-    # Not by .to("meta"): of a parameter whose rows are split this is to be the whole, and a plain tensor.
-    ghost = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(ghost, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else ghost
+    # Not by .to("meta"): for a parameter whose rows are sharded this must be the whole, and a plain tensor.
+    placeholder = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return (
+        nn.Parameter(placeholder, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else placeholder
+    )
 
 
 def attributes(modules: Iterable[nn.Module], *, objects: Iterable[Any] = ()) -> Callable[[], None]:
-    """Return a function that puts back what code sets from now on in modules and other objects, such as caches.
+    """Return a function that restores what code changes from now on in modules and other objects, such as caches.
 
-    Lists, dicts and sets among the modules' attributes are put back one level deep; whatever hangs on `objects`, all.
+    Lists, dicts and sets among the modules' attributes are restored one level deep; objects in `objects` completely.
     """
     kept: list[tuple[Any, Any]] = []
     for module in modules:
@@ -105,7 +108,7 @@ def attributes(modules: Iterable[nn.Module], *, objects: Iterable[Any] = ()) -> 
 
 
 def _remember(thing: Any, kept: list[tuple[Any, Any]], seen: set[int]) -> None:
-    """Note what an object consists of, and what its parts do; tensors, modules, functions and classes are whole."""
+    """Record the attributes of an object and of its parts; tensors, modules, functions and classes are not opened."""
     if id(thing) in seen or isinstance(thing, (Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
         return
     seen.add(id(thing))
@@ -120,12 +123,14 @@ def _remember(thing: Any, kept: list[tuple[Any, Any]], seen: set[int]) -> None:
 
 
 def unseen() -> contextlib.AbstractContextManager[None]:
-    """A `with` block in which torch's calls are not seen by function modes."""
+    """Return a `with` block in which torch's calls are not seen by function modes."""
     return torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]  # documented, in "Extending PyTorch"
 
 
 def version(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; inference tensors do not count, and cannot be changed either."""
+    """Return how often the tensor was changed in place; 0 for inference tensors, which have no count and cannot
+    change.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -134,21 +139,21 @@ def on_meta(
 ) -> tuple[Any, dict[int, Tensor]]:
     """Call `function` with all tensors on the meta device.
 
-    Returns the result, and for each argument that was changed in place (by its place among the tensors) a ghost of what
-    it is now. An argument that is handed back comes back as it was given.
+    Returns the result, and for each argument that was changed in place (by its place among the tensors) a placeholder
+    of its new value. An argument that is returned comes back as the caller's object.
     """
     given = tensors_in((args, kwargs))
-    ghosts = {id(tensor): tensor if tensor.device.type == "meta" else tensor.to("meta") for tensor in given}
-    before = {key: version(ghost) for key, ghost in ghosts.items()}
-    args, kwargs = map_tensors((args, kwargs), lambda tensor: ghosts[id(tensor)])
+    placeholders = {id(tensor): tensor if tensor.device.type == "meta" else tensor.to("meta") for tensor in given}
+    before = {key: version(placeholder) for key, placeholder in placeholders.items()}
+    args, kwargs = map_tensors((args, kwargs), lambda tensor: placeholders[id(tensor)])
     args, kwargs = device_to_meta(function, args, kwargs)
     out = function(*args, **kwargs)
     changed = {
-        place: ghosts[id(tensor)]
+        place: placeholders[id(tensor)]
         for place, tensor in enumerate(given)
-        if version(ghosts[id(tensor)]) != before[id(tensor)]
+        if version(placeholders[id(tensor)]) != before[id(tensor)]
     }
-    originals = {id(ghosts[id(tensor)]): tensor for tensor in given}
+    originals = {id(placeholders[id(tensor)]): tensor for tensor in given}
     return map_tensors(out, lambda tensor: originals.get(id(tensor), tensor)), changed
 
 
@@ -160,9 +165,10 @@ def on_invented_values(
     device: torch.device,
     fill: float | None = None,
 ) -> tuple[Any, dict[int, Tensor]]:
-    """The same as `on_meta`, but on invented numbers, or on `fill`, where `args` and `kwargs` hold ghosts.
+    """Call `function` as `on_meta` does, but on invented numbers, or on `fill`, where `args` and `kwargs` hold
+    placeholders.
 
-    In the graph of the ghosts every result hangs on every argument with a gradient.
+    In the placeholders' graph every result depends on every argument with a gradient.
     """
     given = tensors_in((args, kwargs))
     real = {id(tensor): _substitute(tensor, device, fill) for tensor in given}
@@ -177,22 +183,22 @@ def on_invented_values(
     }
     known = {id(real[id(tensor)]): tensor for tensor in given}
 
-    def ghost_of(tensor: Tensor) -> Tensor:
+    def placeholder_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
             known[id(tensor)] = _linked_placeholder(tensor, source)
         return known[id(tensor)]
 
-    return map_tensors(out, ghost_of), changed
+    return map_tensors(out, placeholder_of), changed
 
 
 def invented(spec: TensorSpec, device: torch.device) -> Tensor:
-    """Return small random numbers (a zero for each integer, true for each bool): what such a tensor might hold."""
+    """Return a plausible tensor: small random numbers, a zero for each integer, true for each bool."""
     if any(step == 0 and length > 1 for step, length in zip(spec.stride, spec.held, strict=True)):
         tensor = torch.empty(spec.held, dtype=spec.dtype, device=device)  # not one number that is seen at many places
     else:
         tensor = torch.empty_strided(spec.held, spec.stride, dtype=spec.dtype, device=device)
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        tensor.normal_(0, 0.02, generator=_inventor(device))  # what the model draws from stays as it is
+        tensor.normal_(0, 0.02, generator=_inventor(device))  # the generators that the model uses stay as they are
     else:
         tensor.fill_(spec.dtype == torch.bool)
     return tensor.requires_grad_(spec.requires_grad)
@@ -204,7 +210,7 @@ def _inventor(device: torch.device) -> torch.Generator:
 
 
 def _substitute(tensor: Tensor, device: torch.device, fill: float | None) -> Tensor:
-    """A tensor that code may do anything with, also in place."""
+    """Return a tensor that code may do anything with, also in place."""
     if tensor.device.type != "meta":
         return tensor.detach().clone()
     spec = TensorSpec.of(tensor)
@@ -212,15 +218,15 @@ def _substitute(tensor: Tensor, device: torch.device, fill: float | None) -> Ten
     if fill is not None:
         with torch.no_grad():
             made.fill_(fill if tensor.dtype.is_floating_point else max(0, int(fill)))
-    return spec.seen(made.view_as(made) if made.requires_grad else made)  # code may not change a leaf in place
+    return spec.seen(made.view_as(made) if made.requires_grad else made)  # a leaf must not be changed in place
 
 
 def _linked_placeholder(tensor: Tensor, source: Tensor | None) -> Tensor:
     spec = TensorSpec.of(tensor)
     if source is None or not spec.requires_grad:
-        return spec.ghost()
-    ghost = torch.empty_strided(spec.held, spec.stride, dtype=spec.dtype, device="meta")
-    return spec.seen(ghost.add_(source.to(spec.dtype)))
+        return spec.placeholder()
+    placeholder = torch.empty_strided(spec.held, spec.stride, dtype=spec.dtype, device="meta")
+    return spec.seen(placeholder.add_(source.to(spec.dtype)))
 
 
 def _sum_of(tensors: list[Tensor]) -> Tensor | None:
@@ -231,7 +237,7 @@ def _sum_of(tensors: list[Tensor]) -> Tensor | None:
 META = torch.device("meta")
 DEVICE_TEXT = re.compile(r"(cpu|cuda|xpu|mps|hpu)(:\d+)?")
 
-# Each is a function as a TorchFunctionMode meets it; the answer depends on the real device alone.
+# Each key is a function as a TorchFunctionMode receives it; the answer depends on the real device only.
 DEVICE_QUERIES: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
     Tensor.device.__get__: lambda device: device,
     Tensor.is_meta.__get__: lambda device: False,  # pyright: ignore[reportAttributeAccessIssue]  # getters of the C class, which stubs call attributes
@@ -242,7 +248,7 @@ DEVICE_QUERIES: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
 
 
 def device_to_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Replace devices among the arguments of an operation on ghosts: its result is a ghost as well."""
+    """Replace devices among the arguments of an operation on placeholders, so that its result is a placeholder, too."""
     takes_text = getattr(func, "__name__", "") == "to"
 
     def change(leaf: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Tensors inside of what forwards take and return: tuples, lists, dicts, named tuples, dataclasses, nested.
+"""Tensors in what forwards take and return: tuples, lists, dicts, named tuples, dataclasses, nested.
 
-Tensors are visited in one fixed order, which is what gives the values of a forward their numbers. Where layers are cut,
-or sequences shared, a value may be a part that says the shape of the whole (a `SplitTensor`): stages keep and send the
-part.
+Tensors are visited in one fixed order, which gives the values of a forward their numbers. In tensor or context parallel
+models a value may be a part that shows the shape of the whole (a `SplitTensor`): stages keep and send the part.
 """
 
 from __future__ import annotations
@@ -26,32 +25,34 @@ __all__ = ["TensorSpec", "held", "map_leaves", "map_tensors", "shape_key", "tens
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitLayout:
-    """How a tensor is cut: see `SplitTensor`; `under`: and how its part is, along tokens."""
+    """How a tensor is split (see `SplitTensor`); `under` says how its part is split along tokens."""
 
     dim: int
     sections: Sections
     site: str = dataclasses.field(compare=False)
-    team: TensorGroupOps = dataclasses.field(compare=False, repr=False)
+    ops: TensorGroupOps = dataclasses.field(compare=False, repr=False)
     under: SplitLayout | None = None
 
     @classmethod
     def of(cls, tensor: SplitTensor) -> SplitLayout:
         way = tensor.under
-        under = None if way is None else cls(way.dim, way.sections, way.site, way.team)
-        return cls(tensor.split_dim, tensor.sections, tensor.site, tensor.team, under)
+        under = None if way is None else cls(way.dim, way.sections, way.site, way.ops)
+        return cls(tensor.split_dim, tensor.sections, tensor.site, tensor.ops, under)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor is, without its values. `held` and `stride` are of what is here, `cut` says what of the whole it
-    is; None: it is the whole."""
+    """What a tensor is, without its values: `shape` of the whole, `held` and `stride` of the local part.
+
+    `split` says which part of the whole it is; None: it is the whole.
+    """
 
     shape: tuple[int, ...]
     held: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    cut: SplitLayout | None = None
+    split: SplitLayout | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -59,47 +60,48 @@ class TensorSpec:
             part, stride = tuple(tensor.shape), tuple(tensor.stride())
             if not isinstance(tensor, SplitTensor):
                 return cls(part, part, stride, tensor.dtype, tensor.requires_grad)
-            cut = SplitLayout.of(tensor)
-            return cls(tuple(_whole_shape(tensor)), part, stride, tensor.dtype, tensor.requires_grad, cut)
+            split = SplitLayout.of(tensor)
+            return cls(tuple(_whole_shape(tensor)), part, stride, tensor.dtype, tensor.requires_grad, split)
 
-    def ghost(self) -> Tensor:
-        """A new tensor of this kind on the meta device."""
-        ghost = torch.empty_strided(self.held, self.stride, dtype=self.dtype, device="meta")
-        return self.seen(ghost.requires_grad_() if self.requires_grad else ghost)
+    def placeholder(self) -> Tensor:
+        """Return a new tensor of this kind on the meta device."""
+        placeholder = torch.empty_strided(self.held, self.stride, dtype=self.dtype, device="meta")
+        return self.seen(placeholder.requires_grad_() if self.requires_grad else placeholder)
 
     def seen(self, part: Tensor) -> Tensor:
-        """Return a fresh tensor of what is held as the model's code is to see it; it is changed in place."""
-        cut = self.cut
-        while cut is not None:
-            wrap(part, team=cut.team, dim=cut.dim, sections=cut.sections, site=cut.site)
-            cut = cut.under
+        """Return a fresh local tensor as the model's code should see it; it is changed in place."""
+        split = self.split
+        while split is not None:
+            wrap(part, ops=split.ops, dim=split.dim, sections=split.sections, site=split.site)
+            split = split.under
         return part
 
     @property
     def num_bytes(self) -> int:
-        """Of what is here."""
+        """Bytes of the local part."""
         return math.prod(self.held) * self.dtype.itemsize
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor is of this kind, wherever it is in memory, and whoever wants its gradient."""
-        if self.cut is None and not isinstance(tensor, SplitTensor):  # of every value in every micro-batch
+        """Return whether a tensor is of this kind, whatever its strides and whether it requires a gradient."""
+        # the common case, for every value in every micro-batch
+        if self.split is None and not isinstance(tensor, SplitTensor):
             return tensor.shape == self.held and tensor.dtype == self.dtype
         other = TensorSpec.of(tensor)
-        return (other.held, other.dtype, other.cut) == (self.held, self.dtype, self.cut)
+        return (other.held, other.dtype, other.split) == (self.held, self.dtype, self.split)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-def _whole_shape(cut: SplitTensor) -> list[int]:
-    shape = list(full_shape(cut))
-    if cut.under is not None:
-        shape[cut.under.dim] = sum(cut.under.sections)
+def _whole_shape(split: SplitTensor) -> list[int]:
+    shape = list(full_shape(split))
+    if split.under is not None:
+        shape[split.under.dim] = sum(split.under.sections)
     return shape
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Return what is here of a tensor, as a plain one; it shares memory and gradient."""
+    """Return the local part of a tensor, as a plain one; it shares memory and gradient."""
     if not isinstance(tensor, SplitTensor):
         return tensor
     with on_parts():
@@ -107,7 +109,7 @@ def held(tensor: Tensor) -> Tensor:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a structure with each of its leaves changed; what holds no containers is a leaf itself.
+    """Return a structure with each of its leaves changed; objects without containers are leaves.
 
     Containers in which nothing has changed are returned as they are, not copied.
     """
@@ -135,10 +137,10 @@ def _map_fields(value: Any, change: Callable[[Any], Any]) -> Any:
     items = [map_leaves(item, change) for item in former]
     if not _differ(items, former):
         return value
-    twin = copy.copy(value)
+    copied = copy.copy(value)
     for name, item in zip(names, items, strict=True):
-        object.__setattr__(twin, name, item)  # also where the class is frozen
-    return twin
+        object.__setattr__(copied, name, item)  # also where the class is frozen
+    return copied
 
 
 def _differ(items: Iterable[Any], former: Iterable[Any]) -> bool:
@@ -158,7 +160,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _collect(value: Any, found: list[Tensor]) -> None:
-    """The same order as `map_leaves`, without its copies: this runs for every operation between units."""
+    """Collect in the order of `map_leaves`, without its copies: this runs for every operation between units."""
     if isinstance(value, Tensor):
         found.append(value)
         return
@@ -181,14 +183,16 @@ _PLAIN = frozenset(
 
 
 def shape_key(value: Any) -> tuple[Any, ...]:
-    """What of an input decides which way a forward goes: shapes and types of tensors, and all else by its text."""
+    """Return what of an input decides the course of a forward: shapes and types of tensors, and other values as
+    text.
+    """
     parts: list[Any] = []
     _note_kinds(value, parts)
     return tuple(parts)
 
 
 def _note_kinds(value: Any, parts: list[Any]) -> None:
-    """In the order of `map_leaves`, without its copies: this runs for every micro-batch."""
+    """Collect in the order of `map_leaves`, without its copies: this runs for every micro-batch."""
     if isinstance(value, Tensor):
         parts.append((tuple(value.shape), value.dtype))
         return

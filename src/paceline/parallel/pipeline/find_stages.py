@@ -1,6 +1,7 @@
-"""Find how a whole model is cut into stages: `find_stages(model, layout, ...)`. Nothing is changed, nobody is asked.
+"""Find how a whole model is partitioned into stages: `find_stages(model, layout, ...)`. Nothing is changed or
+communicated.
 
-What each unit costs, to cut a model evenly: its floating-point operations.
+To balance the stages, each unit's cost is its number of floating-point operations.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ __all__ = ["PipelinePlan", "find_stages", "operation_costs"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePlan:
-    """The units of a model, and what the stages have of it."""
+    """The units of a model, and which stage has which of them."""
 
     units: list[ModelUnit]
-    cut: StagePartition
+    partition: StagePartition
     tape: Tape  # of the sample
 
 
@@ -44,11 +45,12 @@ def find_stages(
     precision: str,
     device: torch.device,
 ) -> PipelinePlan:
-    """Return the stages of a whole model, the same on all workers that have the same model.
+    """Return the stages of a whole model; all workers with the same model get the same stages.
 
-    `named`: modules that are units, whatever is found. `starts`: the units that stages after the first begin with;
-    without, stages cost about the same. `sample`: a small input; None: one is guessed, which runs the model once.
-    Otherwise its weights may be on the meta device. Raises PlanError with all that stands against a cut.
+    `named`: modules that are units, in place of those found automatically. `starts`: the units with which stages after
+    the first begin; without it, stages have about equal costs. `sample`: a small input; if it is None, one is guessed,
+    which runs the model once. Otherwise its weights may be on the meta device. Raises PlanError with every reason
+    against a partition.
     """
     num_stages = layout.stages * layout.stages_per_worker
     units = find_units(model, named=named)
@@ -63,10 +65,10 @@ def find_stages(
         )
         remedy = f"Use fewer {fewer}, or shard={layout.stages} in their place, which splits any model."
         raise PlanError(f"{what} {remedy}", reasons=[Reason(module=name, what=what, remedy=remedy)])
-    # Not under autocast, which changes neither who uses what nor how much there is to do.
+    # Not under autocast, which changes neither which unit uses what nor how much there is to do.
     with computing("fp64" if precision == "fp64" else "fp32", device):
-        given = as_sample(sample) if sample is not None else guess_sample(model, size=layout.stages)
-        micro = (given.args, dict(given.kwargs))
+        arguments = as_sample(sample) if sample is not None else guess_sample(model, size=layout.stages)
+        micro = (arguments.args, dict(arguments.kwargs))
 
         def forward(micro: Any) -> Any:
             args, kwargs = micro
@@ -74,10 +76,10 @@ def find_stages(
 
         tape = record(model, forward, micro, units=units, device=device)
         costs = [] if starts else operation_costs(model, forward, micro, units=units, device=device)
-    cut = partition_units(
+    partition = partition_units(
         model, tape, units=units, num_stages=num_stages, costs=costs if sum(costs) > 0 else (), starts=starts
     )
-    return PipelinePlan(units=units, cut=cut, tape=tape)
+    return PipelinePlan(units=units, partition=partition, tape=tape)
 
 
 def operation_costs(
@@ -85,7 +87,7 @@ def operation_costs(
 ) -> list[float]:
     """Return the floating-point operations of each unit's forward, in the order of first calls, without weights.
 
-    Matrix products and convolutions count, as in torch's own counter; a backward takes twice as many, so the shares are
+    Matrix products and convolutions count, as in torch's own counter. A backward takes twice as many, so the shares are
     the same. What root-level code does with a unit's values (a loss, logits of tied weights) counts as that unit's.
     """
     with FlopCounterMode(display=False) as counter:

@@ -1,9 +1,9 @@
 """Modules inside a unit whose forward hooks hand their outputs to code outside of it, as transformers collects logits.
 
-A stage without the unit never calls such a module, so its hooks would be silent there. Instead they are silent
-everywhere while the unit runs, and are called when it is over: with the outputs where the unit is, with ghosts
-elsewhere. So all stages come by the same code, in the same order. A hook is called with the module and its output; the
-arguments are not known on other stages, and what it returns would come too late to change anything.
+A stage without the unit never calls such a module, so its hooks would not run there. Instead they are silenced on all
+stages while the unit runs, and called when it is over: with the outputs on the unit's stage, with placeholders
+elsewhere. So all stages run the same code in the same order. A hook is called with the module and its output. The
+arguments are unknown on other stages, and a returned value would come too late to change anything.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch import nn
 
 __all__ = ["HookCall", "call_hooks", "has_hooks", "silenced_hooks"]
 
-HOOKS, NAMED = "_forward_hooks", "_forward_hooks_with_kwargs"  # where torch's modules have them
+HOOKS, NAMED = "_forward_hooks", "_forward_hooks_with_kwargs"  # where torch's modules keep them
 
 HookCall = tuple[str, Any]  # the module's name inside the unit, and its output
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anybody has registered a forward hook on the module itself."""
+    """Return whether a forward hook is registered on the module itself."""
     return bool(module.__dict__[HOOKS])
 
 
 @contextlib.contextmanager
 def silenced_hooks(unit: nn.Module, names: Iterable[str]) -> Iterator[list[HookCall]]:
-    """While it lasts, the hooks of these modules of a unit are silent; yields what they would have been called with."""
-    told: list[HookCall] = []
+    """Within it, the hooks of these modules of a unit are silenced; yields the calls that they would have got."""
+    hook_outputs: list[HookCall] = []
     modules = [(name, unit.get_submodule(name)) for name in dict.fromkeys(names)]
     former = [module.__dict__[HOOKS] for _, module in modules]
     for name, module in modules:
-        module.__dict__[HOOKS] = OrderedDict({0: _noting(name, told)})
+        module.__dict__[HOOKS] = OrderedDict({0: _noting(name, hook_outputs)})
     try:
-        yield told
+        yield hook_outputs
     finally:
         for (_, module), hooks in zip(modules, former, strict=True):
             module.__dict__[HOOKS] = hooks
 
 
-def call_hooks(unit: nn.Module, told: Iterable[HookCall]) -> None:
-    """Call the hooks; TypeError where one returns another output."""
-    for name, output in told:
+def call_hooks(unit: nn.Module, hook_outputs: Iterable[HookCall]) -> None:
+    """Call the hooks; raises TypeError if one returns another output."""
+    for name, output in hook_outputs:
         module = unit.get_submodule(name)
         for number, hook in list(module.__dict__[HOOKS].items()):
             again = hook(module, (), {}, output) if number in module.__dict__[NAMED] else hook(module, (), output)
@@ -52,8 +52,8 @@ def call_hooks(unit: nn.Module, told: Iterable[HookCall]) -> None:
                 raise TypeError("it returns another output")
 
 
-def _noting(name: str, told: list[HookCall]) -> Callable[[nn.Module, Any, Any], None]:
+def _noting(name: str, hook_outputs: list[HookCall]) -> Callable[[nn.Module, Any, Any], None]:
     def note(_: nn.Module, __: Any, output: Any) -> None:
-        told.append((name, output))
+        hook_outputs.append((name, output))
 
     return note

@@ -1,6 +1,7 @@
-"""Who draws random numbers: which torch functions do, and whether anybody has.
+"""Which torch functions draw random numbers, and whether a generator was used.
 
-Names tell it of functions that are called without contents, where nothing is drawn. All else moves a generator.
+On tensors without contents nothing is drawn, so functions are recognized by their names. Elsewhere a draw moves a
+generator.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ DRAWING = frozenset(
     )
 )
 
-Switch = tuple[int, str, Any]  # an argument's place, its name and its default; where it is 0, nothing is drawn
+Switch = tuple[int, str, Any]  # an argument's place, its name and its default; if it is 0, nothing is drawn
 
 DROPOUT: tuple[Switch, ...] = ((1, "p", 0.5), (2, "training", True))
 NOISE: tuple[Switch, ...] = ((3, "training", False),)
@@ -81,35 +82,35 @@ SWITCHED: dict[str, tuple[Switch, ...]] = {
 
 
 def draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the torch function called `name` draws random numbers when it is called like this."""
+    """Return whether the torch function called `name` draws random numbers when it is called with these arguments."""
     if name not in SWITCHED:
         return name in DRAWING
     if SWITCHED[name] is RECURRENT and len(args) > 3 and not isinstance(args[3], bool):
-        args = args[1:]  # of packed sequences the lengths come second
+        args = args[1:]  # for packed sequences the lengths come second
     if "train" in kwargs:  # torch.dropout's own name for it
         kwargs = {**kwargs, "training": kwargs["train"]}
     return all(args[place] if place < len(args) else kwargs.get(key, default) for place, key, default in SWITCHED[name])
 
 
 def may_draw(name: str) -> bool:
-    """Whether it does when it is called like this, or with another strength, or in training."""
+    """Return whether it can draw: when called like this, with another strength, or in training."""
     return name in DRAWING or name in SWITCHED
 
 
 class GeneratorState:
-    """Where Python's generator stands, and torch's, on the CPU and on a device."""
+    """The states of Python's generator and of torch's, on the CPU and on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._python, self._torch = device, random.getstate(), _torch_states(device)
 
     def has_moved(self) -> bool:
-        """Whether somebody has drawn from one of them since."""
+        """Return whether one of the generators was used since this object was made."""
         pairs = zip(self._torch, _torch_states(self._device), strict=True)
         with unseen():
             return random.getstate() != self._python or not all(torch.equal(one, now) for one, now in pairs)
 
     def put_back(self) -> None:
-        """Have them stand there again."""
+        """Restore the states."""
         random.setstate(self._python)
         with unseen():
             torch.set_rng_state(self._torch[0])

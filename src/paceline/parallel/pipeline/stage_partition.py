@@ -1,8 +1,8 @@
-"""Which unit is on which stage, what follows for parameters and buffers, and which values cross the cuts.
+"""Which unit is on which stage, the stages of parameters and buffers, and which values cross stage boundaries.
 
-A cut is a row of units, in the order of their first calls, divided into contiguous stages. Where the forward ties units
-together (one uses what a later one makes, say) they stay on one stage. A value travels from stage to stage, up
-to the last one that uses it; its gradient comes back the same way and grows by each stage's part.
+A partition divides the units, in the order of their first calls, into contiguous stages. Units that the forward ties
+together (one uses what a later one makes, for example) stay on one stage. A value travels from stage to stage, up to
+the last one that uses it. Its gradient comes back the same way, and each stage adds its part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StagePartition:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Parameters on several stages (tied weights): their gradients have to be summed over these."""
+        """Parameters on several stages (tied weights): their gradients have to be summed over these stages."""
         return {name: stages for name, stages in self.parameters.items() if len(stages) > 1}
 
     def stage_of(self, unit: str) -> int:
@@ -44,10 +44,11 @@ class StagePartition:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ValueRoute:
-    """For one tape: `stage_of` each unit's index; `crossing[s]` are the values that go from stage s to stage s + 1.
+    """How values travel in one tape. `stage_of`: each unit's stage; `crossing[s]`: values that go from stage s to s +
+    1.
 
     `with_gradient[s]` are those of them whose gradient comes back. `copied` are values that their own stage changes in
-    place after others are to have had them.
+    place although a later stage still needs the former value.
     """
 
     stage_of: tuple[int, ...]
@@ -57,7 +58,7 @@ class ValueRoute:
 
 
 def closed_boundaries(tape: Tape) -> dict[int, list[str]]:
-    """Where no cut may be (the index of the unit after it), and why."""
+    """Return the boundaries where no stage may begin (the index of the unit after it), with the reasons."""
     closed: dict[int, list[str]] = {}
     for joint in tape.joints:
         for place in range(joint.first + 1, joint.last + 1):
@@ -74,10 +75,10 @@ def partition_units(
     costs: Sequence[float] = (),
     starts: Sequence[str] = (),
 ) -> StagePartition:
-    """Cut the units into stages: where `starts` (the first unit of each stage after the first) says, or by cost.
+    """Divide the units into stages, by `starts` (the first unit of each stage after the first) or by cost.
 
-    `costs`: one number for each of `tape.units`; without, by the number of their parameters. Raises PlanError with all
-    that stands against it.
+    `costs`: one number for each of `tape.units`; without it, the number of parameters counts. Raises PlanError with
+    every reason against it.
     """
     closed = closed_boundaries(tape)
     places = _places(tape, num_stages, starts) if starts else None
@@ -115,8 +116,10 @@ def partition_units(
             places = list(cut_evenly(row, num_stages, closed=closed))[1:]
     if wrong:
         said = "\n".join(f"- {reason}" for reason in wrong)
-        raise PlanError(f"{type(model).__name__} cannot be cut into {num_stages} stages:\n{said}", reasons=wrong)
-    return _cut_at(model, tape, units, places or [])
+        raise PlanError(
+            f"{type(model).__name__} cannot be partitioned into {num_stages} stages:\n{said}", reasons=wrong
+        )
+    return _partition_at(model, tape, units, places or [])
 
 
 def parameter_costs(tape: Tape, units: Sequence[ModelUnit]) -> list[float]:
@@ -125,9 +128,9 @@ def parameter_costs(tape: Tape, units: Sequence[ModelUnit]) -> list[float]:
     return [sizes[name] for name in tape.units]
 
 
-def keep_stages(model: nn.Module, cut: StagePartition, stages: Sequence[int]) -> None:
-    """Free what is not of `stages`, in place: parameters and buffers of other stages go to the meta device."""
-    homes = {**cut.parameters, **cut.buffers}
+def keep_stages(model: nn.Module, partition: StagePartition, stages: Sequence[int]) -> None:
+    """Free what other stages hold, in place: their parameters and buffers go to the meta device."""
+    homes = {**partition.parameters, **partition.buffers}
     made: dict[int, object] = {}
     names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for module, key, tensor in own_tensors(model.modules()):
@@ -136,9 +139,11 @@ def keep_stages(model: nn.Module, cut: StagePartition, stages: Sequence[int]) ->
             setattr(module, key, made[id(tensor)])
 
 
-def route(tape: Tape, cut: StagePartition) -> ValueRoute:
-    """Return what crosses the cuts in this tape's forward; raises PlanError where the cut is not right for it."""
-    stage_of = tuple(cut.stage_of(name) for name in tape.units)
+def route(tape: Tape, partition: StagePartition) -> ValueRoute:
+    """Return what crosses stage boundaries in this tape's forward; raises PlanError if the partition does not fit
+    it.
+    """
+    stage_of = tuple(partition.stage_of(name) for name in tape.units)
     wrong = [j.reason for j in tape.joints if stage_of[j.first] != stage_of[j.last]]
     wrong += [
         f"{tape.units[index]} is called after {tape.units[index - 1]}, which is on a later stage"
@@ -148,7 +153,7 @@ def route(tape: Tape, cut: StagePartition) -> ValueRoute:
     if wrong:
         said = "\n".join(f"- {reason}." for reason in wrong)
         raise PlanError(
-            f"The forward of this micro-batch does not go with the cut that another one led to:\n{said}\n"
+            f"The forward of this micro-batch does not fit the stages that were made from another one:\n{said}\n"
             "Give the first micro-batch the same kind of inputs, or let stages begin with other units."
         )
     last_use = [stage_of[value.unit] for value in tape.values]
@@ -156,10 +161,10 @@ def route(tape: Tape, cut: StagePartition) -> ValueRoute:
         for number in call.needs:
             last_use[number] = max(last_use[number], stage_of[call.unit])
     for number in tape.results:
-        last_use[number] = cut.num_stages - 1
+        last_use[number] = partition.num_stages - 1
     crossing = tuple(
         tuple(n for n, value in enumerate(tape.values) if stage_of[value.unit] <= stage < last_use[n])
-        for stage in range(cut.num_stages - 1)
+        for stage in range(partition.num_stages - 1)
     )
     copied = frozenset(
         former
@@ -187,7 +192,7 @@ def _places(tape: Tape, num_stages: int, starts: Sequence[str]) -> list[int]:
     return places
 
 
-def _cut_at(model: nn.Module, tape: Tape, units: Sequence[ModelUnit], places: Sequence[int]) -> StagePartition:
+def _partition_at(model: nn.Module, tape: Tape, units: Sequence[ModelUnit], places: Sequence[int]) -> StagePartition:
     bounds = [0, *places, len(tape.units)]
     stage_of = [stage for stage in range(len(bounds) - 1) for _ in range(bounds[stage], bounds[stage + 1])]
     homes = {name: stage_of[index] for index, name in enumerate(tape.units)}

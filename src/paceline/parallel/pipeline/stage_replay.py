@@ -1,8 +1,8 @@
-"""Run one stage's part of a forward: the model's own code, in which the tape says what is this stage's to do.
+"""Run one stage's part of a forward: the model's own code, in which the tape says which calls are this stage's.
 
-Calls of other stages return ghosts at once. A call of this stage gets contents for the ghosts that it needs: the
-values received from earlier stages. Inside a unit nothing is watched (unless values come in by other ways than
-arguments), so a unit runs as fast as it does alone.
+Calls of other stages return placeholders at once. A call of this stage gets contents for the placeholders that it
+needs: the values received from earlier stages. Inside a unit no torch function mode is active, unless values come in by
+other ways than arguments. So a unit runs as fast as it does alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["StageOutput", "StageReplayer"]
 
 
 class StageOutput:
-    """What one stage's forward made: `values` for later stages, by number; on the last one the forward's result."""
+    """What one stage's forward made: `values` for later stages, by number; on the last stage the forward's result."""
 
     __slots__ = ("result", "values")
 
@@ -40,7 +40,7 @@ class StageOutput:
 
 
 class StageReplayer:
-    """Runs parts of the forwards of a model with these units, which on its worker is on `device`."""
+    """Runs stages of the forwards of a model with these units, which is on `device`."""
 
     def __init__(self, units: Sequence[ModelUnit], *, device: torch.device) -> None:
         self.units, self.device = units, device
@@ -60,8 +60,8 @@ class StageReplayer:
     ) -> StageOutput:
         """Run the part of `stage` in `forward(micro)`; `received` are the values of earlier stages that arrive there.
 
-        With `seed`, each unit's call draws the random numbers that `seeded_units` would give it. Raises PlanError where
-        the forward goes another way than the tape.
+        With `seed`, each unit's call draws the random numbers that `seeded_units` would give it. Raises PlanError if
+        the forward differs from the tape.
         """
         draws = None if seed is None else UnitRandomness(*seed, between=tape.draws_between)
         mode = _Replay(self, tape, route, stage, received, draws)
@@ -72,12 +72,12 @@ class StageReplayer:
         return StageOutput(map_tensors(result, mode.real) if last else None, mode.kept)
 
     def buffer_ids(self) -> set[int]:
-        """The ids of the units' buffers as they are now: they may be exchanged between forwards."""
+        """Return the ids of the units' current buffers, which may be replaced between forwards."""
         return {id(buffer) for own in self._buffers for buffer in own.values()}
 
 
 class _ValueNumbers:
-    """Which tensors are which values of a tape. None is held: what the forward lets go of is freed."""
+    """Which tensors are which values of a tape. Keeps no reference, so that the forward's temporaries are freed."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -87,7 +87,7 @@ class _ValueNumbers:
 
     def get(self, tensor: Tensor) -> int | None:
         known = self._known.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None  # an id may come again
+        return known[1] if known is not None and known[0]() is tensor else None  # ids are reused
 
 
 class _Replay(TorchFunctionMode):
@@ -105,12 +105,15 @@ class _Replay(TorchFunctionMode):
         self._draws = draws
         self._wanted = frozenset(route.crossing[stage]) if stage < len(route.crossing) else frozenset[int]()
         self.kept: dict[int, Tensor] = {number: received[number] for number in self._wanted if number in received}
-        self._reals = {number: self._seen(number, tensor) for number, tensor in received.items()}  # for ghosts
-        self._ghosts = {} if tape.ghosts is None else tape.ghosts
+        # contents for placeholders
+        self._reals = {number: self._seen(number, tensor) for number, tensor in received.items()}
+        self._placeholders = {} if tape.placeholders is None else tape.placeholders
         self._numbers = _ValueNumbers()
-        self._unit_buffers: set[int] | None = None  # ids; found when first asked for
-        tellers = {call.name for call in tape.calls if call.told}
-        self._tellers = {place for place, unit in enumerate(replayer.units) if tellers and unit.name in tellers}
+        self._unit_buffers: set[int] | None = None  # ids; computed at first use
+        hooked_modules = {call.name for call in tape.calls if call.hook_outputs}
+        self._hooked_modules = {
+            place for place, unit in enumerate(replayer.units) if hooked_modules and unit.name in hooked_modules
+        }
         self._next = 0
         self._inside = False
 
@@ -122,17 +125,17 @@ class _Replay(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DEVICE_QUERIES:
             return DEVICE_QUERIES[func](self._replayer.device) if args[0].device.type == "meta" else func(*args)
-        if func in self._tape.asks:
+        if func in self._tape.queries:
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
-        if self._inside:  # of an open unit of this stage
+        if self._inside:  # inside an open unit of this stage
             return func(*map_tensors(args, self.real), **map_tensors(kwargs, self.real))
         if not any(self._is_owned(tensor) for tensor in given):
             return func(*args, **kwargs)
         call = self._advance(getattr(func, "__name__", str(func)), is_unit=False)
         only = call.only
         if self._route.stage_of[call.unit] != self._stage:
-            return self._answer(call, given, None) if only is None else self._ghost(only)
+            return self._answer(call, given, None) if only is None else self._placeholder(only)
         real = self._with_contents(call, args, kwargs, given)
         if only is None:
             return self._done(call, given, tensors_in(real), func(*real[0], **real[1]), None)
@@ -148,7 +151,7 @@ class _Replay(TorchFunctionMode):
     # -------------------------------------------------------------------------------------------------- calls of units
 
     def wrap(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What the unit at `place` does when it is called."""
+        """Return the forward that replaces that of the unit at `place`."""
         unit = self._replayer.units[place]
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +165,7 @@ class _Replay(TorchFunctionMode):
                 if self._route.stage_of[record.unit] != self._stage:
                     if self._draws is not None:
                         self._draws.pass_by()
-                    return self._answer(record, given, unit.module) if only is None else self._ghost(only)
+                    return self._answer(record, given, unit.module) if only is None else self._placeholder(only)
                 args, kwargs = self._with_contents(record, args, kwargs, given)
                 if only is None:
                     passed = tensors_in((args, kwargs))
@@ -173,34 +176,34 @@ class _Replay(TorchFunctionMode):
                     return self._done(record, given, passed, out, unit.module)
                 return self._made(record, only, out)
 
-        return self._telling(unit, call) if place in self._tellers else call
+        return self._with_hooks(unit, call) if place in self._hooked_modules else call
 
-    def _telling(self, unit: ModelUnit, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, and what modules inside the unit hand out by their hooks, at the end."""
+    def _with_hooks(self, unit: ModelUnit, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call` followed by the hook calls of modules inside the unit."""
 
-        def telling(*args: Any, **kwargs: Any) -> Any:
+        def with_hooks(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return call(*args, **kwargs)
             given, record = tensors_in((args, kwargs)), self._tape.calls[self._next : self._next + 1]
-            with silenced_hooks(unit.module, (name for one in record for name, _ in one.told)) as told:
+            with silenced_hooks(unit.module, (name for one in record for name, _ in one.hook_outputs)) as hook_outputs:
                 out = call(*args, **kwargs)
             (record,) = record  # the call has found it
             with unseen():
                 if self._route.stage_of[record.unit] == self._stage:
-                    self._number(record, given, told, [one for _, one in record.told])
+                    self._number(record, given, hook_outputs, [one for _, one in record.hook_outputs])
                 else:
-                    told = [(name, self._placeholders_for(one, given)) for name, one in record.told]
-            call_hooks(unit.module, told)
+                    hook_outputs = [(name, self._placeholders_for(one, given)) for name, one in record.hook_outputs]
+            call_hooks(unit.module, hook_outputs)
             return out
 
-        return telling
+        return with_hooks
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, is_open: bool) -> Any:
-        """Run a unit of this stage, with nobody watching where that can be."""
+        """Run a unit of this stage, without this function mode where possible."""
         self._inside = True
         watching = is_open or _get_current_function_mode() is not self
         try:
-            if watching:  # the model's code has put another mode on top
+            if watching:  # the model's code has entered another mode
                 return forward(*args, **kwargs)
             self.__exit__(None, None, None)
             try:
@@ -226,42 +229,42 @@ class _Replay(TorchFunctionMode):
             raise PlanError(_other_way("the end", f"{self._tape.calls[self._next].name}()"))
 
     def real(self, tensor: Tensor) -> Tensor:
-        """The contents of a ghost, if this stage has received or made them; else the tensor itself."""
+        """Return the contents of a placeholder, if this stage has received or made them; else the tensor itself."""
         number = self._numbers.get(tensor)
         return tensor if number is None else self._reals.get(number, tensor)
 
     def _seen(self, number: int, part: Tensor) -> Tensor:
-        """What arrived as the model's code is to see it; the leaf stays as it is."""
+        """Return a received tensor as the model's code should see it; the leaf stays as it is."""
         spec = self._tape.values[number].spec
-        return part if spec.cut is None else spec.seen(part.view_as(part))
+        return part if spec.split is None else spec.seen(part.view_as(part))
 
     def _answer(self, call: TapeCall, given: list[Tensor], module: nn.Module | None) -> Any:
-        """What a call of another stage returns: ghosts."""
+        """Return the output of a call of another stage: placeholders."""
         out = self._placeholders_for(call.output, given)
         if module is not None:
             for name, key, number in call.left:
-                setattr(module.get_submodule(name), key, self._ghost(number))
+                setattr(module.get_submodule(name), key, self._placeholder(number))
         for place, number, _ in call.changed:
             self._numbers[given[place]] = number
         return out
 
-    def _ghost(self, number: int) -> Tensor:
-        ghosts = self._ghosts
-        if number not in ghosts:
-            ghosts[number] = self._tape.values[number].spec.ghost()
-        self._numbers[ghosts[number]] = number
-        return ghosts[number]
+    def _placeholder(self, number: int) -> Tensor:
+        placeholders = self._placeholders
+        if number not in placeholders:
+            placeholders[number] = self._tape.values[number].spec.placeholder()
+        self._numbers[placeholders[number]] = number
+        return placeholders[number]
 
     def _placeholders_for(self, output: Any, given: list[Tensor]) -> Any:
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, NewValue):
-                return self._ghost(leaf.number)
+                return self._placeholder(leaf.number)
             return given[leaf.place] if isinstance(leaf, PassedArgument) else leaf
 
         return fill(output) if isinstance(output, (NewValue, PassedArgument)) else map_leaves(output, fill)
 
     def _with_contents(self, call: TapeCall, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-        """The arguments for a call of this stage; what it changes in place is copied if it was received."""
+        """Return the arguments for a call of this stage; a received value that it changes in place is copied."""
         if self._reals.keys().isdisjoint(call.needs):
             return args, kwargs
         own = {id(given[place]) for place, _, _ in call.changed}
@@ -273,7 +276,7 @@ class _Replay(TorchFunctionMode):
         return map_tensors((args, kwargs), contents)
 
     def _made(self, call: TapeCall, number: int, out: Any) -> Any:
-        """Give what a call of this stage has made its number, where that is one tensor and all that it did."""
+        """Number the result of a call of this stage that returns one tensor and does nothing else."""
         if not isinstance(out, Tensor):
             raise PlanError(_other_way(f"{call.name}() with {type(out).__name__}", "a tensor"))
         self._numbers[out] = number
@@ -323,7 +326,8 @@ class _Replay(TorchFunctionMode):
 
 
 def _marks_in(output: Any) -> list[NewValue | PassedArgument]:
-    if isinstance(output, (NewValue, PassedArgument)):  # as of most calls: there is no structure to walk through
+    # most calls return one tensor, so there is no structure to traverse
+    if isinstance(output, (NewValue, PassedArgument)):
         return [output]
     marks: list[NewValue | PassedArgument] = []
 
@@ -338,7 +342,7 @@ def _marks_in(output: Any) -> list[NewValue | PassedArgument]:
 
 def _other_way(came: str, expected: str) -> str:
     return (
-        f"the model's forward went another way than for the first inputs of these shapes: {came} came where {expected} "
+        f"the model's forward differs from that for the first inputs of these shapes:  {came} came where {expected} "
         "was expected. With stages it may depend on shapes and types of the inputs, not on their contents. Move what "
         "depends on contents into a unit."
     )

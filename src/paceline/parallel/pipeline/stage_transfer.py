@@ -1,9 +1,9 @@
-"""Values and gradients between the stages of neighbouring workers: over point-to-point sends, or
-(`comm/shared_memory/mailboxes.py`) through memory that they share.
+"""Transfer of values and gradients between the stages of neighboring workers: point-to-point or through shared memory.
 
-Both sides know the order of all messages from the schedule and every tensor's shape from the tape, so nothing but the
-tensors travels. Receives are posted ahead, in the order in which the peer sends; sends are looked at when an answer
-proves that they have arrived, so nobody waits for a send in the middle of a step.
+Shared memory is `comm/shared_memory/mailboxes.py`. Both sides know the order of all messages from the schedule and
+every tensor's shape from the tape, so only tensors travel. Receives are posted ahead, in the order in which the peer
+sends. Sends are completed when an answer shows that they have arrived, so no worker waits for a send in the middle of a
+step.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class PendingTransfer(Protocol):
 class StageTransport(Protocol):
     """Moves single tensors between workers, those of each ordered pair in the order of the calls.
 
-    `what` says the same on both sides; `way` does, too: "stage 0 to 1". What goes one way is waited for in its order.
+    `what` is equal on both sides, and so is `way`: "stage 0 to 1". Transfers of one way are waited for in their order.
     """
 
     def make_room(self, num_bytes: int) -> None:
-        """Be told that tensors have up to so many bytes from now on; all workers call it alike, between steps."""
+        """Prepare for tensors of up to `num_bytes`; all workers call it together, between steps."""
         ...
 
     def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> PendingTransfer:
-        """Begin to send; the tensor may not change before the end."""
+        """Begin to send; the tensor must not change until the transfer has ended."""
         ...
 
     def receive(self, tensor: Tensor, *, source: int, what: str, way: str) -> PendingTransfer:
@@ -55,12 +55,11 @@ class StageTransport(Protocol):
 
 
 class TorchTransport:
-    """A link over torch process groups, whose ranks are the workers' indices.
+    """Transfers over torch process groups, whose ranks are the workers' indices.
 
-    `rising` carries what goes to higher indices, `falling` the rest. With NCCL they must be two groups: it does one
-    transfer of a pair after the other, so two workers that both send first would wait for each other for ever. gloo
-    needs one. `limit_s` bounds each wait on the CPU; on a GPU waits are put into the stream, and the group's own time
-    limit holds.
+    `rising` carries what goes to higher indices, `falling` the rest. NCCL needs two groups: it runs the transfers of a
+    pair one after the other, so two workers that both send first would deadlock. gloo needs one. `limit_s` bounds each
+    wait on the CPU. On a GPU waits are put into the stream, and the group's own time limit holds.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class TorchTransport:
         self._index, self._limit = worker_index, datetime.timedelta(seconds=limit_s)
 
     def make_room(self, num_bytes: int) -> None:
-        """Nothing has to be made."""
+        """Nothing to prepare."""
 
     def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> PendingTransfer:
         group = self._rising if to > self._index else self._falling
@@ -97,13 +96,15 @@ class TorchTransport:
 
 
 class SharedMemoryTransport:
-    """A link between workers of one host: what has a place in their `mailboxes` goes there, the rest `over` another."""
+    """Transfers between workers of one host: tensors that fit into their `mailboxes` go there, the rest `over` another
+    link."""
 
     def __init__(self, mailboxes: Mailboxes, over: StageTransport, *, worker_index: int) -> None:
         self._mailboxes, self._over, self._index = mailboxes, over, worker_index
 
     def make_room(self, num_bytes: int) -> None:
-        """Let tensors of so many bytes have a place; all workers call it alike, between steps. Raises MemoryError."""
+        """Make the mailboxes large enough for `num_bytes`; all workers call it together, between steps. Raises
+        MemoryError."""
         self._mailboxes.make_room(num_bytes)
 
     def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> PendingTransfer:
@@ -116,7 +117,7 @@ class SharedMemoryTransport:
 
 
 class _TorchTransfer:
-    """A transfer over a process group; holds the tensor until it has ended."""
+    """A transfer over a process group; keeps the tensor alive until it has ended."""
 
     def __init__(self, work: dist.Work, tensor: Tensor, what: str, limit: datetime.timedelta) -> None:
         self._work, self._tensor, self._what, self._limit = work, tensor, what, limit
@@ -148,7 +149,7 @@ class StageExchange:
         contents: Callable[[StageMessage], Mapping[int, tuple[TensorSpec, str]]],
         device: torch.device,
     ) -> None:
-        """`contents` says what a message holds: by number of the value, of which kind it is, and what in words."""
+        """`contents` says what a message holds: by number of the value, its spec and its description."""
         self._pipeline, self._index, self._link = pipeline, worker_index, link
         self._contents, self._device = contents, device
         self._table = _Timetable.of(pipeline, worker_index)
@@ -160,7 +161,7 @@ class StageExchange:
             self._post(peer, AHEAD)
 
     def take(self, message: StageMessage) -> dict[int, Tensor]:
-        """Return what a message brings, by number; waits for it."""
+        """Return the tensors of a message, by number; waits for it."""
         peer = self._pipeline.worker_of(message.by)
         if peer == self._index:
             return self._local.pop(message)
@@ -174,7 +175,7 @@ class StageExchange:
         return tensors
 
     def send(self, message: StageMessage, tensors: Mapping[int, Tensor]) -> None:
-        """Begin to send; the tensors may not be changed afterwards."""
+        """Begin to send; the tensors must not be changed afterwards."""
         peer = self._pipeline.worker_of(message.to)
         if peer == self._index:
             self._local[message] = dict(tensors)
@@ -208,8 +209,11 @@ class StageExchange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Timetable:
-    """What one worker's messages are in every step of a schedule: `coming` from each peer, in order, with the `place`
-    of each among them, and what each proves to have arrived."""
+    """One worker's messages in every step of a schedule.
+
+    `coming`: messages from each peer, in order; `place`: the index of each among them; `proved_by`: which sends each
+    message shows to have arrived.
+    """
 
     coming: dict[int, tuple[StageMessage, ...]]
     place: dict[StageMessage, int]

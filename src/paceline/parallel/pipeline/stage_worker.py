@@ -1,7 +1,8 @@
-"""Walk one worker's actions of a pipeline schedule: forwards and backwards of its stages, and what passes between them.
+"""Run one worker's actions of a pipeline schedule: forwards and backwards of its stages, and the transfers between
+them.
 
-Every worker of the pipeline is given the same micro-batches, since masks and positions are computed from the inputs by
-each stage. Gradients add up in `parameter.grad`. What a stage keeps of a micro-batch is let go of by its backward.
+Every worker of the pipeline gets the same micro-batches, because each stage computes masks and positions from the
+inputs. Gradients add up in `parameter.grad`. What a stage keeps of a micro-batch is freed by its backward.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from paceline.schedule.pipeline import (
 
 __all__ = ["MOST_KINDS", "PipelineStepResult", "StageWorker", "bubble_share"]
 
-MOST_KINDS = 64  # of inputs whose forwards are known from one step to the next
+MOST_KINDS = 64  # kinds of inputs whose tapes are kept between steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStepResult:
-    """What a walk brought. `results`: on the worker of the last stage, each micro-batch's, by its index; else empty.
+    """The outcome of a gradient pass. `results`: on the worker of the last stage, one per micro-batch; elsewhere empty.
 
     `spans` are (action, begin, end) in seconds of the worker's own clock, without the wait for what an action needs;
-    `begin` and `end` are the whole walk's. `peak_in_flight`: most (stage, micro-batch) pairs kept at once.
+    `begin` and `end` are those of the whole pass. `peak_in_flight`: most (stage, micro-batch) pairs kept at once.
     """
 
     results: dict[int, Any]
@@ -64,15 +65,14 @@ class PipelineStepResult:
         return self.end - self.begin
 
 
-def bubble_share(walks: Sequence[tuple[float, float]]) -> float:
-    """The part of all workers' time in which they had nothing to do, between 0 and 1, of one step's `busy_s` and
-    `whole_s` of each of them.
+def bubble_share(passes: Sequence[tuple[float, float]]) -> float:
+    """Return the part of all workers' time in which they had nothing to do, between 0 and 1.
 
-    They begin together. Who is done before the others (the last stage is, with its last backward) waits for them when
-    its own walk is over, so the longest walk counts for all.
+    `passes`: `busy_s` and `whole_s` of each worker in one step. Workers begin together, and one that ends early (the
+    last stage does) waits for the others, so the longest pass counts for all.
     """
-    longest = max(whole_s for _, whole_s in walks)
-    return 1 - sum(busy_s for busy_s, _ in walks) / (longest * len(walks))
+    longest = max(whole_s for _, whole_s in passes)
+    return 1 - sum(busy_s for busy_s, _ in passes) / (longest * len(passes))
 
 
 @dataclasses.dataclass(slots=True)
@@ -88,9 +88,9 @@ class _MicroBatchState:
 class StageWorker:
     """One worker of a pipeline: the stages `pipeline.stages_of(worker_index)` of a model.
 
-    Between steps `pipeline` may be exchanged for one of another number of micro-batches. `around(action)` surrounds
-    each of this worker's parts of a forward: buffers may be put in place there, and looked at afterwards.
-    `before(action)` is called ahead of every action, and `after(action)` behind it.
+    Between steps `pipeline` may be replaced by one with another number of micro-batches. `around(action)` surrounds
+    each of this worker's parts of a forward, so that buffers can be exchanged and inspected there. `before(action)` and
+    `after(action)` are called around every action.
     """
 
     def __init__(
@@ -98,21 +98,22 @@ class StageWorker:
         model: nn.Module,
         *,
         units: Sequence[ModelUnit],
-        cut: StagePartition,
+        partition: StagePartition,
         pipeline: Pipeline,
         worker_index: int,
         link: StageTransport,
         device: torch.device,
     ) -> None:
-        if cut.num_stages != pipeline.num_stages:
+        if partition.num_stages != pipeline.num_stages:
             raise PlanError(
-                f"the model is cut into {cut.num_stages} stages, but the schedule has {pipeline.num_stages} "
-                f"({pipeline.num_workers} workers with {pipeline.stages_per_worker} each). Cut it into as many."
+                f"the model is partitioned into {partition.num_stages} stages, but the schedule has "
+                f"{pipeline.num_stages} ({pipeline.num_workers} workers with {pipeline.stages_per_worker} each). "
+                "Partition it into as many."
             )
         self.worker_index, self.link, self.device = worker_index, link, device
         self.replayer = StageReplayer(units, device=device)
-        self._model, self._cut, self.pipeline = model, cut, pipeline
-        self._known: dict[Any, tuple[Tape, ValueRoute]] = {}  # the newest use last
+        self._model, self._cut, self.pipeline = model, partition, pipeline
+        self._known: dict[Any, tuple[Tape, ValueRoute]] = {}  # in the order of their last use
         self.around: Callable[[Action], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         self.before: Callable[[Action], None] = lambda _: None
         self.after: Callable[[Action], None] = lambda _: None
@@ -125,45 +126,50 @@ class StageWorker:
         weights: Sequence[float],
         seeds: Sequence[tuple[int, ...]] = (),
     ) -> PipelineStepResult:
-        """Run forward and backward of all micro-batches; all workers of the pipeline must call it alike.
+        """Run forward and backward of all micro-batches; all workers of the pipeline must call it with the same
+        arguments.
 
-        `forward(micro)` runs the model and returns the loss, a tensor of no dims. Each loss counts `weights[m]` times
-        in the gradients. `seeds[m]`: numbers that seed the units' random draws; none: they come as they come. Results
-        are the losses, without weights. Blocks until everything sent has arrived; raises SyncError after the link's
-        time limit, and PlanError for a forward that goes another way than the first one of its kind.
+        `forward(micro)` runs the model and returns the loss, a tensor without dims. Each loss counts `weights[m]` times
+        in the gradients. `seeds[m]` seed the units' random draws; without seeds they use the generators as they are.
+        Results are the losses, without weights. Blocks until everything sent has arrived. Raises SyncError after the
+        link's time limit, and PlanError if a forward differs from the first one of its kind.
         """
-        walk = _PipelineStep(self, self.pipeline, forward, micros, weights, seeds)
-        return walk.run()
+        step = _PipelineStep(self, self.pipeline, forward, micros, weights, seeds)
+        return step.run()
 
     def evaluate(self, forward: Callable[[Any], Any], micros: Sequence[Any]) -> PipelineStepResult:
         """Run the forwards alone, without gradients; the results are what `forward` returns."""
         orders = tuple(tuple(a for a in order if a.kind == FORWARD) for order in self.pipeline.orders)
         with torch.no_grad():
-            walk = _PipelineStep(self, dataclasses.replace(self.pipeline, orders=orders), forward, micros, (), ())
-            return walk.run()
+            step = _PipelineStep(self, dataclasses.replace(self.pipeline, orders=orders), forward, micros, (), ())
+            return step.run()
 
     def forget(self) -> None:
-        """Record forwards anew: something has changed that is no part of their inputs."""
+        """Discard the recorded tapes, because something has changed that is no part of the inputs."""
         self._known.clear()
 
     def learn(self, forward: Callable[[Any], Any], micro: Any, *, tape: Tape | None = None) -> tuple[Tape, ValueRoute]:
         """Return the tape and route for this forward on inputs of this kind; needs no other worker.
 
-        The tape is recorded when the two are first met, unless it is given.
+        The tape is recorded when the two are first met, unless it is passed in.
         """
         # The code, not the function: a lambda in a loop is a new function each time.
         code = getattr(forward, "__code__", forward)
         key = (code, shape_key(micro), torch.is_grad_enabled(), self._model.training)
         if key not in self._known:
             tape = tape or record(self._model, forward, micro, units=self.replayer.units, device=self.device)
-            self._known[key] = tape, way = tape, route(tape, self._cut)
-            self.link.make_room(max((tape.values[n].spec.num_bytes for each in way.crossing for n in each), default=0))
+            self._known[key] = tape, value_route = tape, route(tape, self._cut)
+            self.link.make_room(
+                max((tape.values[n].spec.num_bytes for each in value_route.crossing for n in each), default=0)
+            )
         self._known[key] = found = self._known.pop(key)
         return found
 
     def trim(self) -> list[Tape]:
-        """Forget, between two steps, the kinds of inputs beyond MOST_KINDS that were not used for longest; returns
-        their tapes. All workers of a pipeline are given the same inputs, so all forget the same."""
+        """Forget the least recently used kinds of inputs beyond MOST_KINDS, between two steps; returns their tapes.
+
+        All workers of a pipeline get the same inputs, so all forget the same.
+        """
         surplus = list(self._known)[: max(0, len(self._known) - MOST_KINDS)]
         return [self._known.pop(key)[0] for key in surplus]
 
@@ -186,8 +192,8 @@ class _PipelineStep:
         num = pipeline.num_micro
         if len(micros) != num or len(weights) not in (0, num) or len(seeds) not in (0, num):
             raise ValueError(
-                f"{len(micros)} micro-batches, {len(weights)} weights and {len(seeds)} seeds were given to a schedule "
-                f"for {num}. Give one of each for every micro-batch (seeds may be left out)."
+                f"{len(micros)} micro-batches, {len(weights)} weights and {len(seeds)} seeds were passed to a schedule "
+                f"for {num}. Pass one of each for every micro-batch (seeds may be left out)."
             )
         self._known = [worker.learn(forward, micro) for micro in micros]
         if weights:
@@ -233,7 +239,7 @@ class _PipelineStep:
     # --------------------------------------------------------------------------------------------------------- actions
 
     def _do_forward(self, action: Action, arrived: dict[int, Tensor]) -> dict[int, Tensor]:
-        tape, way = self._known[action.micro]
+        tape, value_route = self._known[action.micro]
         for number, tensor in arrived.items():
             tensor.requires_grad_(tape.values[number].has_gradient)
         with self._worker.around(action):
@@ -241,7 +247,7 @@ class _PipelineStep:
                 self._forward,
                 self._micros[action.micro],
                 tape=tape,
-                route=way,
+                route=value_route,
                 stage=action.stage,
                 received=arrived,
                 seed=self._seeds[action.micro] if self._seeds else None,
@@ -282,7 +288,7 @@ class _PipelineStep:
     def _starts(
         self, kept: _MicroBatchState, action: Action, arrived: Mapping[int, Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What the backward begins at, and the gradients there."""
+        """Return the tensors at which backward begins, and the gradients there."""
         tensors, gradients = list(kept.values.values()), [arrived[number] for number in kept.values]
         if kept.loss is not None and kept.loss.requires_grad:
             tensors.append(kept.loss)
@@ -292,13 +298,13 @@ class _PipelineStep:
     # -------------------------------------------------------------------------------------------------------- messages
 
     def _returning(self, action: Action) -> tuple[int, ...]:
-        """Values of this stage's forward whose gradients will come back."""
-        way = self._known[action.micro][1]
-        return way.with_gradient[action.stage] if action.stage < len(way.with_gradient) else ()
+        """Return values of this stage's forward whose gradients will come back."""
+        value_route = self._known[action.micro][1]
+        return value_route.with_gradient[action.stage] if action.stage < len(value_route.with_gradient) else ()
 
     def _contents(self, message: StageMessage) -> dict[int, tuple[TensorSpec, str]]:
-        tape, way = self._known[message.micro]
-        numbers = way.crossing[message.by] if message.kind == FORWARD else way.with_gradient[message.to]
+        tape, value_route = self._known[message.micro]
+        numbers = value_route.crossing[message.by] if message.kind == FORWARD else value_route.with_gradient[message.to]
         return {number: (tape.values[number].spec, tape.values[number].says) for number in numbers}
 
     def _check_losses(self) -> None:
@@ -313,25 +319,25 @@ class _PipelineStep:
 
     def _check_draws(self) -> None:
         """Refuse random numbers that would differ between stages, or from those of one process."""
-        for tape, way in self._known:
+        for tape, value_route in self._known:
             places: dict[int, set[int]] = {}
             for draw in tape.draws:
-                stage = way.stage_of[draw.unit] if draw.unit >= 0 else -1
+                stage = value_route.stage_of[draw.unit] if draw.unit >= 0 else -1
                 places.setdefault(draw.after, set()).add(stage)
                 if stage < 0 and not self._seeds:
                     raise PlanError(
-                        f"random numbers are drawn at {draw.where}, between units, by every stage for itself, so they "
-                        "would differ. Give seeds, or draw them inside a unit."
+                        f"random numbers are drawn at {draw.where}, between units, by each stage on its own, so they "
+                        "would differ. Pass seeds, or draw them inside a unit."
                     )
                 if self._seeds and len(places[draw.after]) > 1:
                     raise PlanError(
                         f"random numbers are drawn at {draw.where}, between units, where another stage draws some. "
-                        "Draw them inside a unit, or cut the model so that both are on one stage."
+                        "Draw them inside a unit, or partition the model so that both are on one stage."
                     )
 
 
 class _DeviceTimer:
-    """Moments of this worker: of the host on the CPU, of the stream on a GPU, where work is only begun by the host."""
+    """Reads the time: of the host on the CPU, of the stream on a GPU, where the host only launches the work."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_stream = device.type == "cuda"
@@ -345,7 +351,7 @@ class _DeviceTimer:
         return moment
 
     def seconds(self, moment: Any) -> float:
-        """Seconds since the clock was made; on a GPU it waits until the moment has come."""
+        """Return seconds since the timer was made; on a GPU it waits until the moment has come."""
         if not self._on_stream:
             return moment - self._first
         moment.synchronize()

@@ -2,11 +2,11 @@
 
 A *call* is a call of a unit, or an operation of root-level code on something that a unit made. It belongs to a unit:
 the one called, or the latest of those whose values the operation takes. What it makes are *values*, numbered in order.
-What is computed from the inputs alone (masks, positions) belongs to nobody: every stage computes it.
+What is computed from the inputs alone (masks, positions) belongs to no unit: every stage computes it.
 
-All stages run the same code, so they come by the same calls in the same order. A stage does its own calls, and answers
-with ghosts: tensors of the recorded kind, without contents. The tape does not know of stages: any cut of the
-row of units into stages can be read off it (see `cut`).
+All stages run the same code, so they meet the same calls in the same order. A stage runs its own calls, and returns
+placeholders for the others: tensors of the recorded kind, without contents. The tape does not know of stages; any
+partition of the units into stages can be derived from it (`stage_partition.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NewValue:
 
 
 class PassedArgument:
-    """Stands in a call's recorded output for the tensor at this place among its arguments, handed back as it is."""
+    """Stands in a call's recorded output for the argument tensor at this place, which was returned as it is."""
 
     __slots__ = ("place",)
 
@@ -42,23 +42,23 @@ class PassedArgument:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TapeValue:
-    """A tensor that a unit's part of the forward makes. `has_gradient`: one arrives at it from the result."""
+    """A tensor that a unit's part of the forward makes. `has_gradient`: a gradient arrives at it from the result."""
 
     unit: int
     spec: TensorSpec
     has_gradient: bool
-    says: str  # what it is, in words for messages
+    says: str  # a description for messages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TapeCall:
-    """One call; `unit` is the index of the unit that it belongs to, in the order of first calls.
+    """One call; `unit` is the index of the unit to which it belongs, in the order of first calls.
 
-    `needs` are the values that it uses, `output` is what it returns with `NewValue` and `PassedArgument` for tensors,
+    `needs` are the values that it uses. `output` is what it returns, with `NewValue` and `PassedArgument` for tensors.
     `changed` are arguments changed in place, as (place, number of the new value, number of the old one). `left` are
     tensors that a unit leaves in attributes of its modules, as (module's name inside the unit, attribute, number).
-    `told` are outputs of modules inside the unit that their hooks hand out, as (name inside the unit, output).
-    `is_open`: values come in by other ways than arguments, so ghosts have to be exchanged inside, too.
+    `hook_outputs` are outputs of modules inside the unit that their hooks hand out, as (name inside the unit, output).
+    `is_open`: values come in by other ways than arguments, so placeholders must be replaced inside, too.
     """
 
     name: str
@@ -68,20 +68,20 @@ class TapeCall:
     output: Any
     changed: tuple[tuple[int, int, int | None], ...]
     left: tuple[tuple[str, str, int], ...]
-    told: tuple[tuple[str, Any], ...] = ()
+    hook_outputs: tuple[tuple[str, Any], ...] = ()
     is_open: bool
-    effort: float  # by the meter that the recording was given: floating-point operations, say
+    effort: float  # by the meter of the recording: floating-point operations, for example
 
     @property
     def only(self) -> int | None:
-        """The number of the value that it returns, if that is all that comes of it, as of most calls."""
-        is_all = not (self.changed or self.left or self.told)
+        """The number of the value that it returns, if that is its only effect, as for most calls."""
+        is_all = not (self.changed or self.left or self.hook_outputs)
         return self.output.number if is_all and isinstance(self.output, NewValue) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SameStage:
-    """Units `first` to `last` must be on one stage, because ..."""
+    """Units `first` to `last` must be on one stage, for this reason."""
 
     first: int
     last: int
@@ -90,7 +90,7 @@ class SameStage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomDraw:
-    """Root-level code draws random numbers: after so many unit calls, for unit `unit`, or (-1) on every stage."""
+    """Root-level code draws random numbers: after `after` unit calls, for unit `unit`, or (-1) on every stage."""
 
     after: int
     unit: int
@@ -99,13 +99,13 @@ class RandomDraw:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tape:
-    """A forward of one kind of input; `units` are the names of the called units in the order of their first calls.
+    """The forward for one kind of input; `units` are the names of the called units in the order of their first calls.
 
     `parameters`: for each parameter's name the units in whose calls it takes part. `unused`: units that are never
     called, with the index of the unit beside which they are kept. `results`: numbers of what the forward returns.
-    `asks`: functions that only asked for shapes and the like. `ghosts`: those that replays have made, by number, for
-    the next ones; None where the forward changes values in place, so that each needs its own. `draws` are torch's, as
-    far as names tell; `draws_between` says whether root-level code draws at all, from Python's generator too, or
+    `queries`: functions that only read shapes and the like. `placeholders`: those that replays have made, by number,
+    for reuse; None where the forward changes values in place, so that each replay needs its own. `draws` are torch's,
+    as far as names tell. `draws_between` says whether root-level code draws at all, from Python's generator too, or
     could: a dropout that is 0 may grow.
     """
 
@@ -118,11 +118,11 @@ class Tape:
     joints: tuple[SameStage, ...]
     draws: tuple[RandomDraw, ...]
     draws_between: bool
-    asks: frozenset[Callable[..., Any]]
-    ghosts: dict[int, Tensor] | None
+    queries: frozenset[Callable[..., Any]]
+    placeholders: dict[int, Tensor] | None
 
     def costs(self) -> list[float]:
-        """What the meter read in each unit's calls, root-level operations included."""
+        """Return what the meter read in each unit's calls, root-level operations included."""
         costs = [0.0] * len(self.units)
         for call in self.calls:
             costs[call.unit] += call.effort

@@ -1,4 +1,4 @@
-"""What a recording notes down while the forward runs: numbers of values, who uses what, what ties units together."""
+"""Builds a tape while the forward runs: numbers of values, which unit uses what, and what ties units together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paceline.parallel.model_units import ModelUnit
 from paceline.parallel.pipeline.tape import NewValue, PassedArgument, RandomDraw, SameStage, Tape, TapeCall, TapeValue
 from paceline.parallel.tensor.split_tensor import on_parts
 
-__all__ = ["NOBODY", "TapeBuilder", "where"]
+__all__ = ["EVERY_STAGE", "TapeBuilder", "where"]
 
-NOBODY = -1  # the owner of what is computed from the inputs alone
+EVERY_STAGE = -1  # the owner of what is computed from the inputs alone
 SILENT_DIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
 
 
@@ -33,9 +33,12 @@ class TapeBuilder:
         self.units, self.order = units, list[int]()
         self.refusals: list[Reason] = []
         self.draws: list[RandomDraw] = []
-        self.may_draw = False  # root-level code draws, also from Python's own generator, or could where it does not
-        self.asks: set[Callable[..., Any]] = set()
-        self.tellers: set[str] = set()  # modules inside units whose hooks hand out what code outside of them uses
+        # root-level code draws, also from Python's own generator, or may draw under other settings
+        self.may_draw = False
+        self.queries: set[Callable[..., Any]] = set()
+        self.hooked_modules: set[str] = (
+            set()
+        )  # modules inside units whose hooks hand out what code outside of them uses
         self.num_unit_calls = 0
         self._calls: list[TapeCall] = []
         self._values: list[tuple[int, TensorSpec, GradientEdge | None, str]] = []
@@ -43,7 +46,8 @@ class TapeBuilder:
         self._numbers = WeakTensorKeyDictionary()
         self._inner = WeakTensorKeyDictionary()  # made inside a unit, and not returned -> the unit's index
         self._handed = WeakTensorKeyDictionary()  # what a module inside a unit returned to its hooks -> its name
-        self._stand_ins = WeakTensorKeyDictionary()  # a tensor with contents that was changed by a unit's -> its ghost
+        # a tensor with contents that a unit's tensor has changed -> its placeholder
+        self._stand_ins = WeakTensorKeyDictionary()
         self._aliases: dict[int, WeakTensorKeyDictionary] = {}  # by storage: tensor -> index of the unit
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._uses: dict[str, set[int]] = {name: set() for name in self._names.values()}
@@ -53,7 +57,7 @@ class TapeBuilder:
     # ---------------------------------------------------------------------------------------------------- who is who
 
     def index_of(self, place: int) -> int:
-        """The index of a unit; a unit that is met for the first time gets the next one."""
+        """Return the index of a unit; a unit that is called for the first time gets the next one."""
         if place not in self.order:
             self.order.append(place)
         return self.order.index(place)
@@ -62,17 +66,19 @@ class TapeBuilder:
         return self.units[self.order[index]].name if index < len(self.order) else "the first unit"
 
     def newest(self) -> str:
-        """The unit that was called last; of the model itself before the first."""
+        """Return the name of the last unit called; "" before the first."""
         return next((call.name for call in reversed(self._calls) if call.is_unit), "")
 
     def between(self) -> str:
-        """Where between units the forward is, in words."""
+        """Return where between units the forward is, in words."""
         done = self.newest()
         return f"after {done} and before the next unit" if done else "before the first unit"
 
     def owner(self, tensors: Iterable[Tensor]) -> int:
-        """The latest unit among those that `tensors` come from; what hangs on parameters alone is the first unit's."""
-        owner = NOBODY
+        """Return the latest unit that `tensors` come from; what depends on parameters alone belongs to the first
+        unit.
+        """
+        owner = EVERY_STAGE
         for tensor in tensors:
             number = self._numbers.get(tensor)
             if number is not None:
@@ -89,9 +95,9 @@ class TapeBuilder:
         return tensor in self._numbers
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """The ghost to use for a tensor that has contents, but not those that a stage would have put there."""
-        ghost = self._stand_ins.get(tensor)
-        return tensor if ghost is None else ghost
+        """Return the placeholder for a tensor whose contents are not those that a stage would have put there."""
+        placeholder = self._stand_ins.get(tensor)
+        return tensor if placeholder is None else placeholder
 
     # ---------------------------------------------------------------------------------------------------- what happens
 
@@ -107,11 +113,11 @@ class TapeBuilder:
         changed: Mapping[int, Tensor],
         needs: Iterable[int],
         left: Iterable[tuple[str, str, Tensor]] = (),
-        told: Iterable[tuple[str, Any]] = (),
+        hook_outputs: Iterable[tuple[str, Any]] = (),
         is_open: bool = False,
         effort: float = 0.0,
     ) -> None:
-        """Note a call that took the tensors `given` and returned `out`."""
+        """Record a call that took the tensors `given` and returned `out`."""
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
         mine: dict[int, int] = {}
 
@@ -125,12 +131,12 @@ class TapeBuilder:
 
         output = map_tensors(out, mark)
         attributes = tuple((module, key, number(tensor)) for module, key, tensor in left)
-        handed = tuple((module, map_tensors(one, mark)) for module, one in told)
+        handed = tuple((module, map_tensors(one, mark)) for module, one in hook_outputs)
         changes = []
-        for place, ghost in changed.items():
+        for place, placeholder in changed.items():
             self._check_change(given[place], owner, name if is_unit else says)
-            if ghost is not given[place]:
-                self._stand_ins[given[place]] = ghost
+            if placeholder is not given[place]:
+                self._stand_ins[given[place]] = placeholder
             former = self._numbers.get(given[place])
             changes.append((place, self._number(given[place], owner, says), former))
         self._calls.append(
@@ -142,19 +148,19 @@ class TapeBuilder:
                 output=output,
                 changed=tuple(changes),
                 left=attributes,
-                told=handed,
+                hook_outputs=handed,
                 is_open=is_open,
                 effort=effort,
             )
         )
 
     def inside(self, tensor: Tensor, index: int) -> None:
-        """Note what was made inside a unit."""
+        """Record what was made inside a unit."""
         if tensor not in self._numbers and id(tensor) not in self._names:
             self._inner[tensor] = index
 
     def handed(self, tensors: Iterable[Tensor], module: str) -> None:
-        """Note what the hooks of a module inside a unit have seen."""
+        """Record what the hooks of a module inside a unit have received."""
         for tensor in tensors:
             self._handed.setdefault(tensor, module)
 
@@ -162,56 +168,56 @@ class TapeBuilder:
         return self._inner.get(tensor) == index
 
     def everywhere(self, tensors: Iterable[Tensor]) -> None:
-        """Note what every stage computes."""
+        """Record what every stage computes."""
         for tensor in tensors:
-            self._note_alias(tensor, NOBODY)
+            self._note_alias(tensor, EVERY_STAGE)
 
-    def used(self, tensors: Iterable[Tensor], owner: int, who: str, *, in_unit: bool) -> set[int]:
-        """Return the numbers of the values among `tensors`; notes parameters, and whatever ties units together."""
+    def used(self, tensors: Iterable[Tensor], owner: int, subject: str, *, in_unit: bool) -> set[int]:
+        """Return the numbers of the values among `tensors`; records parameters, and whatever ties units together."""
         needs = set()
         for tensor in tensors:
             number = self._numbers.get(tensor)
             if number is not None:
                 needs.add(number)
                 if (unit := self._values[number][0]) > owner:
-                    self.join(owner, unit, f"{who} takes {self._values[number][3]}, which comes later in the model")
+                    self.join(owner, unit, f"{subject} takes {self._values[number][3]}, which comes later in the model")
             elif tensor in self._inner:
-                if not in_unit and (teller := self._handed.get(tensor)) is not None:
-                    self.tellers.add(teller)
-                self._used_inner(self._inner[tensor], owner, who, in_unit)
+                if not in_unit and (hooked := self._handed.get(tensor)) is not None:
+                    self.hooked_modules.add(hooked)
+                self._used_inner(self._inner[tensor], owner, subject, in_unit)
             elif id(tensor) in self._names:
                 self.uses(tensor, owner)
             elif (place := self._buffers.get(id(tensor))) is not None:
-                self.join(self.index_of(place), owner, f"{who} uses a buffer of {self.units[place].name}")
+                self.join(self.index_of(place), owner, f"{subject} uses a buffer of {self.units[place].name}")
         return needs
 
     def uses(self, parameter: Tensor, index: int) -> None:
-        """Note that a parameter takes part in what the unit does."""
+        """Record that a parameter takes part in what the unit does."""
         self._uses[self._names[id(parameter)]].add(index)
 
     def join(self, one: int, other: int, reason: str) -> None:
-        """Note that two units must be on one stage."""
+        """Record that two units must be on one stage."""
         if one != other:
             self._joints[SameStage(first=min(one, other), last=max(one, other), reason=reason)] = None
 
-    def _used_inner(self, unit: int, owner: int, who: str, in_unit: bool) -> None:
+    def _used_inner(self, unit: int, owner: int, subject: str, in_unit: bool) -> None:
         says = f"uses a tensor from inside {self.unit_name(unit)} that is not among its results"
         if not in_unit:
             self.refusals.append(
                 Reason(
                     module=self.unit_name(unit),
-                    what=f"{who} {says}, so that other stages do not know it.",
+                    what=f"{subject} {says}, so that other stages do not know it.",
                     remedy=f"Return it from {self.unit_name(unit)}, or keep it as an attribute of one of its modules.",
                 )
             )
         elif unit != owner:
-            self.join(unit, owner, f"{who} {says}")
+            self.join(unit, owner, f"{subject} {says}")
 
     def _number(self, tensor: Tensor, owner: int, says: str) -> int:
-        ghost = self.stand_in(tensor)
+        placeholder = self.stand_in(tensor)
         with on_parts():
-            edge = get_gradient_edge(ghost) if ghost.requires_grad else None
-        self._values.append((owner, TensorSpec.of(ghost), edge, says))
+            edge = get_gradient_edge(placeholder) if placeholder.requires_grad else None
+        self._values.append((owner, TensorSpec.of(placeholder), edge, says))
         self._numbers[tensor] = len(self._values) - 1
         self._inner.pop(tensor, None)
         self._note_alias(tensor, owner)
@@ -221,7 +227,7 @@ class TapeBuilder:
         if tensor.layout == torch.strided:
             self._aliases.setdefault(_storage(tensor), WeakTensorKeyDictionary())[tensor] = owner
 
-    def _check_change(self, tensor: Tensor, owner: int, who: str) -> None:
+    def _check_change(self, tensor: Tensor, owner: int, subject: str) -> None:
         """A change in place reaches every view of the same memory; views of other units would not follow it."""
         if id(tensor) in self._names or id(tensor) in self._root_buffers:
             kind = "parameter" if id(tensor) in self._names else "buffer"
@@ -229,7 +235,7 @@ class TapeBuilder:
             self.refusals.append(
                 Reason(
                     module=made,
-                    what=f"{who} changes a {kind} of the model from what {made} made, which other stages would not "
+                    what=f"{subject} changes a {kind} of the model from what {made} made, which other stages would not "
                     "see.",
                     remedy="Change it inside the unit that has it, or after the step.",
                 )
@@ -238,22 +244,22 @@ class TapeBuilder:
         for view, unit in list(self._aliases.get(_storage(tensor), {}).items()):
             if view is tensor or unit == owner:
                 continue
-            if unit == NOBODY:
+            if unit == EVERY_STAGE:
                 made = self.unit_name(owner)
                 self.refusals.append(
                     Reason(
                         module=made,
-                        what=f"{who} writes what {made} made into a view of a tensor that every stage computes.",
+                        what=f"{subject} writes what {made} made into a view of a tensor that every stage computes.",
                         remedy="Write into the tensor itself (x[...] = y), or use torch.cat or torch.where.",
                     )
                 )
             else:
-                self.join(unit, owner, f"{who} changes in place what {self.unit_name(unit)} made, through a view")
+                self.join(unit, owner, f"{subject} changes in place what {self.unit_name(unit)} made, through a view")
 
     # ---------------------------------------------------------------------------------------------------- the end
 
     def tape(self, result: Any) -> Tape:
-        """Return everything noted, after the forward has returned `result`."""
+        """Return the tape, after the forward has returned `result`."""
         returned = tensors_in(result)
         self.used(returned, len(self.order) - 1, "the forward's result", in_unit=False)
         numbers = [self._numbers[tensor] for tensor in returned if tensor in self._numbers]
@@ -271,8 +277,8 @@ class TapeBuilder:
             joints=tuple(self._joints),
             draws=tuple(self.draws),
             draws_between=self.may_draw,
-            asks=frozenset(self.asks),
-            ghosts=None if any(call.changed for call in self._calls) else {},
+            queries=frozenset(self.queries),
+            placeholders=None if any(call.changed for call in self._calls) else {},
         )
 
     def _unused(self) -> dict[str, int]:
@@ -286,7 +292,7 @@ class TapeBuilder:
 
 
 def where() -> str:
-    """The line of the model's code that is running, as file:line."""
+    """Return the line of the model's code that is running, as file:line."""
     frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(SILENT_DIRS):
         frame = frame.f_back
@@ -303,7 +309,7 @@ def _key(edge: GradientEdge) -> tuple[Any, int]:
 
 
 def _reached(starts: Sequence[GradientEdge]) -> set[tuple[Any, int]]:
-    """All edges of the graph at which a gradient arrives."""
+    """Return all edges of the graph at which a gradient arrives."""
     seen = {_key(edge) for edge in starts}
     nodes = {node for node, _ in seen}
     waiting = list(nodes)

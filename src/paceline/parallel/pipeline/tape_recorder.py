@@ -1,9 +1,9 @@
-"""Record the tape of a forward: run it once on an example, with no unit's weights there.
+"""Record the tape of a forward: run it once on an example, without any unit's weights.
 
 Units and what depends on them run on the meta device, where tensors have shapes but no contents. A unit whose code
-needs contents (it sorts tokens by expert, say) is run for real instead, alone, on invented weights. So is everything
-under autocast, which the meta device does not know. Root-level code that asks for contents (`if x.max() > 1`) cannot be
-served: every stage would have to know them.
+needs contents (it sorts tokens by expert, for example) is run on the real device instead, alone, on invented weights.
+So is everything under autocast, which the meta device does not support. Root-level code must not ask for contents (`if
+x.max() > 1`): every stage would have to know them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.parallel.model_units import ModelUnit, replaced_forward
 from paceline.parallel.pipeline.forward_hooks import HookCall, call_hooks, has_hooks, silenced_hooks
 from paceline.parallel.pipeline.random_draws import GeneratorState, draws, may_draw
 from paceline.parallel.pipeline.tape import RandomDraw, Tape
-from paceline.parallel.pipeline.tape_builder import NOBODY, TapeBuilder, where
+from paceline.parallel.pipeline.tape_builder import EVERY_STAGE, TapeBuilder, where
 
 __all__ = ["record"]
 
@@ -55,20 +55,20 @@ def record(
     """Return the tape of `forward(micro)`, which runs `model` (and the loss) on one micro-batch.
 
     `device` is where the model will be; `meter` is read before and after each call. The model may be on the meta
-    device, or partly so; it, torch's generators and Python's stay as they are. Raises PlanError with everything that
-    keeps this forward from being cut.
+    device, or partly so. The model and the generators of torch and Python stay as they are. Raises PlanError with
+    everything that keeps this forward from being partitioned.
     """
     at_sight = _refused_at_sight(model, micro)
-    tellers: set[str] = set()
+    hooked_modules: set[str] = set()
     while True:
-        tape, notes = _recorded(model, forward, micro, units, device, meter or (lambda: 0.0), frozenset(tellers))
-        if notes.tellers <= tellers:
+        tape, notes = _recorded(model, forward, micro, units, device, meter or (lambda: 0.0), frozenset(hooked_modules))
+        if notes.hooked_modules <= hooked_modules:
             break
-        tellers |= notes.tellers  # known now, so that their hooks can be listened to
+        hooked_modules |= notes.hooked_modules  # recorded again, with their hooks observed
     refusals = at_sight + notes.refusals
     if tape is None or refusals:
         said = "\n".join(f"- {text}" for text in dict.fromkeys(refusals))
-        raise PlanError(f"{type(model).__name__} cannot be cut into stages as it is:\n{said}", reasons=refusals)
+        raise PlanError(f"{type(model).__name__} cannot be partitioned into stages as it is:\n{said}", reasons=refusals)
     return tape
 
 
@@ -79,13 +79,13 @@ def _recorded(
     units: Sequence[ModelUnit],
     device: torch.device,
     meter: Callable[[], float],
-    tellers: frozenset[str],
+    hooked_modules: frozenset[str],
 ) -> tuple[Tape | None, TapeBuilder]:
-    """Run the forward once; there is no tape where it cannot go on. `tellers`: modules inside units whose hooks hand
+    """Run the forward once; the tape is None if it cannot go on. `hooked`: modules inside units whose hooks hand
     something out."""
     of_units = {module for unit in units for module in unit.module.modules()}
     root = [module for module in model.modules() if module not in of_units]
-    put_back, standing = attributes(model.modules()), GeneratorState(device)
+    put_back, generators = attributes(model.modules()), GeneratorState(device)
     tape = None
     try:
         with (
@@ -93,18 +93,18 @@ def _recorded(
             swapped(root, lambda t: absent(t) if _is_parameter(t) else t.clone()),
         ):
             notes = TapeBuilder(model, units, root)
-            recorder = _TapeRecorder(model, notes, device, meter, tellers)
+            recorder = _TapeRecorder(model, notes, device, meter, hooked_modules)
             try:
-                with replaced_forward(units, recorder.wrap), recorder.hearing():
+                with replaced_forward(units, recorder.wrap), recorder.watching_modules():
                     with recorder:
                         result = forward(micro)
-                    notes.may_draw |= standing.has_moved()  # what units draw is taken back
+                    notes.may_draw |= generators.has_moved()  # what units draw is undone
                     tape = notes.tape(result)
             except _RecordingRefused as error:
                 notes.refusals.append(error.reason)
     finally:
         put_back()
-        standing.put_back()
+        generators.put_back()
     return tape, notes
 
 
@@ -124,11 +124,11 @@ def _refused_at_sight(model: nn.Module, micro: Any) -> list[Reason]:
     found = []
     for name, module in model.named_modules():
         if module.training and getattr(module, "gradient_checkpointing", False):
-            who = name or type(model).__name__
+            subject = name or type(model).__name__
             found.append(
                 Reason(
-                    module=who,
-                    what=f"{who}: the model's own gradient checkpointing would call absent modules again in backward.",
+                    module=subject,
+                    what=f"{subject}: its own gradient checkpointing would call absent modules again in backward.",
                     remedy="Use model.gradient_checkpointing_disable() and Compute(recompute='blocks').",
                 )
             )
@@ -136,8 +136,8 @@ def _refused_at_sight(model: nn.Module, micro: Any) -> list[Reason]:
         found.append(
             Reason(
                 module=type(model).__name__,
-                what="the input requires a gradient, of which every stage would compute a part.",
-                remedy="Give inputs that require none; what is to be learned is a parameter of the model.",
+                what="the input requires a gradient, and every stage would compute a part of it.",
+                remedy="Pass inputs that require none; what is to be learned is a parameter of the model.",
             )
         )
     return found
@@ -152,23 +152,24 @@ class _TapeRecorder(TorchFunctionMode):
         notes: TapeBuilder,
         device: torch.device,
         meter: Callable[[], float],
-        tellers: frozenset[str],
+        hooked_modules: frozenset[str],
     ) -> None:
         super().__init__()
         self._model, self._notes, self._device, self._meter = model, notes, device, meter
-        self._tellers, self._names = tellers, {module: name for name, module in model.named_modules()}
+        self._hooked_modules, self._names = hooked_modules, {module: name for name, module in model.named_modules()}
         self._inside: int | None = None  # the unit that runs
         self._needs: set[int] = set()
         self._given: set[int] = set()
-        self._changed: dict[int, Tensor] = {}  # id of a tensor that the unit changed -> what it is now
+        self._changed: dict[int, Tensor] = {}  # id of a tensor that the unit changed -> its current placeholder
         self._is_open = False
-        self._looks_away = False  # cut tensors, which are a subclass, must still say what they are
+        # on the real device nothing is recorded; split tensors, a subclass, must still show their shape
+        self._ignores_calls = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._looks_away:
+        if self._ignores_calls:
             return func(*args, **kwargs)
         if func in DEVICE_QUERIES and args[0].device.type == "meta":
             return DEVICE_QUERIES[func](self._device)
@@ -176,9 +177,9 @@ class _TapeRecorder(TorchFunctionMode):
         if self._inside is not None:
             return self._within_unit(func, args, kwargs, given, self._inside)
         owner = self._notes.owner(given)
-        if owner != NOBODY:
+        if owner != EVERY_STAGE:
             return self._between_units(func, args, kwargs, given, owner)
-        self._note_draw(func, args, kwargs, NOBODY)
+        self._note_draw(func, args, kwargs, EVERY_STAGE)
         out = func(*args, **kwargs)
         self._notes.everywhere(tensors_in(out))
         return out
@@ -192,10 +193,10 @@ class _TapeRecorder(TorchFunctionMode):
         self._note_draw(func, args, kwargs, owner)
         out, changed = self._tried(func, args, kwargs, name)
         out = self._as_given(out, given)
-        if may_draw(name) and not changed:  # a dropout that does nothing hands back what it was given; it may yet do
+        if may_draw(name) and not changed:  # an inactive dropout returns its argument, but may become active
             out = map_tensors(out, lambda made: self._apart(made) if any(made is one for one in given) else made)
         if not tensors_in(out) and not changed:
-            self._notes.asks.add(func)
+            self._notes.queries.add(func)
             return out
         says = f"the result of {name}() at {where()}"
         needs = self._notes.used(given, owner, f"{name}() at {where()}", in_unit=False)
@@ -219,25 +220,25 @@ class _TapeRecorder(TorchFunctionMode):
         else:
             out, changed = func(*args, **kwargs), {}
         out = self._as_given(out, given)
-        self._changed.update({id(given[place]): ghost for place, ghost in changed.items()})
+        self._changed.update({id(given[place]): placeholder for place, placeholder in changed.items()})
         made = tensors_in(out)
         if made or changed:
-            who = f"{self._notes.unit_name(index)} (at {where()})"
-            self._needs |= self._notes.used(given, index, who, in_unit=True)
+            subject = f"{self._notes.unit_name(index)} (at {where()})"
+            self._needs |= self._notes.used(given, index, subject, in_unit=True)
             self._is_open |= any(self._notes.has_number(t) and id(t) not in self._given for t in given)
         for tensor in made:
             self._notes.inside(tensor, index)
         return out
 
     def _as_given(self, out: Any, given: list[Tensor]) -> Any:
-        """Code that gets back an argument gets the very object that it gave, not its stand-in."""
+        """Return the caller's own objects for arguments that come back, not their placeholders."""
         originals = {id(self._notes.stand_in(tensor)): tensor for tensor in given}
         return map_tensors(out, lambda tensor: originals.get(id(tensor), tensor))
 
     def _apart(self, tensor: Tensor) -> Tensor:
-        """A ghost of a value that is the same as this one so far."""
-        ghost = self._notes.stand_in(tensor)
-        return TensorSpec.of(ghost).seen(held(ghost).clone())
+        """Return a placeholder for a value that equals this one so far."""
+        placeholder = self._notes.stand_in(tensor)
+        return TensorSpec.of(placeholder).seen(held(placeholder).clone())
 
     def _tried(self, func: Callable[..., Any], args: Any, kwargs: Any, name: str) -> tuple[Any, dict[int, Tensor]]:
         """Run an operation between units on the meta device, or else on invented numbers."""
@@ -266,34 +267,34 @@ class _TapeRecorder(TorchFunctionMode):
             raise _RecordingRefused(
                 module=self._after(),
                 what=f"{name}() {place} asks for the contents of what a unit made, which only the stage that has the "
-                "unit knows.",
+                "unit has.",
                 remedy="Do this inside a module that is a unit, or leave it out of the forward.",
             )
         return out, changed
 
     def _after(self) -> str:
-        """The unit after which the forward is, for whoever looks for the place; else the model."""
+        """Return the last unit called, to help to find the place; else the model."""
         return self._notes.newest() or type(self._model).__name__
 
     def _depends_on_contents(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Whether the shapes of the result are others for other numbers."""
+        """Return whether the shapes of the result depend on the numbers."""
         shapes = set()
         for fill in (None, -1.0, 0.0, 1.0):
-            with suppress(*USER_ERRORS):  # of numbers that the operation does not take
+            with suppress(*USER_ERRORS):  # the operation may not accept these numbers
                 out, _ = on_invented_values(func, args, kwargs, device=self._device, fill=fill)
                 shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(out)))
         return len(shapes) > 1
 
     def _note_draw(self, func: Callable[..., Any], args: Any, kwargs: Any, owner: int) -> None:
         name = getattr(func, "__name__", "")
-        self._notes.may_draw |= may_draw(name)  # strengths may change later, and what is in training
+        self._notes.may_draw |= may_draw(name)  # probabilities and training mode may change later
         if draws(name, args, kwargs):
             self._notes.draws.append(RandomDraw(after=self._notes.num_unit_calls, unit=owner, where=where()))
 
     # -------------------------------------------------------------------------------------------------- calls of units
 
     def wrap(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What the unit at `place` does when it is called."""
+        """Return the forward that replaces that of the unit at `place`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside is not None:
@@ -304,12 +305,12 @@ class _TapeRecorder(TorchFunctionMode):
                 effort_before, attributes_before = self._meter(), self._attributes()
                 versions = [version(tensor) for tensor in given]
                 self._begin(place, index, given)
-                standing = GeneratorState(self._device)
+                generators = GeneratorState(self._device)
             try:
-                out, changed, left, told = self._run_unit(place, forward, args, kwargs)
+                out, changed, left, hook_outputs = self._run_unit(place, forward, args, kwargs)
             finally:
                 self._inside = None
-                standing.put_back()
+                generators.put_back()
             with unseen():
                 for number, tensor in enumerate(given):
                     if version(tensor) != versions[number] or id(tensor) in self._changed:
@@ -325,33 +326,34 @@ class _TapeRecorder(TorchFunctionMode):
                     changed=changed,
                     needs=self._needs,
                     left=left or self._left(place, index, attributes_before),
-                    told=told,
+                    hook_outputs=hook_outputs,
                     is_open=self._is_open,
                     effort=self._meter() - effort_before,
                 )
-            self._tell(place, told)
+            self._call_hooks(place, hook_outputs)
             return out
 
         return call
 
-    def hearing(self) -> contextlib.AbstractContextManager[Any]:
-        """While it lasts, what hooks of modules inside units get to see is noted: they may keep it for others."""
-        return contextlib.closing(_ModuleCallWatcher(self._heard))
+    def watching_modules(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, outputs that hooks of modules inside units receive are recorded, because hooks may keep them for
+        others."""
+        return contextlib.closing(_ModuleCallWatcher(self._on_module_output))
 
-    def _heard(self, module: nn.Module, output: Any) -> None:
+    def _on_module_output(self, module: nn.Module, output: Any) -> None:
         index = self._inside
         if index is None or not has_hooks(module):
             return
         name = self._names.get(module, "")
-        made = [one for one in tensors_in(output) if self._looks_away or self._notes.is_inside(one, index)]
+        made = [one for one in tensors_in(output) if self._ignores_calls or self._notes.is_inside(one, index)]
         for tensor in made:
             self._notes.inside(tensor, index)
         self._notes.handed(made, name)
 
-    def _tell(self, place: int, told: list[HookCall]) -> None:
+    def _call_hooks(self, place: int, hook_outputs: list[HookCall]) -> None:
         unit = self._notes.units[place]
         try:
-            call_hooks(unit.module, told)
+            call_hooks(unit.module, hook_outputs)
         except USER_ERRORS as error:
             raise _RecordingRefused(
                 module=unit.name,
@@ -376,21 +378,21 @@ class _TapeRecorder(TorchFunctionMode):
     def _run_unit(
         self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, dict[int, Tensor], list[tuple[str, str, Tensor]], list[HookCall]]:
-        """Return the unit's output, which arguments it changed, (if run for real) what it left in attributes, and what
-        its hooks are to hand out."""
+        """Return the unit's output, which arguments it changed, what it left in attributes (on the real device), and
+        hook calls."""
         module = self._notes.units[place].module
         put_back = attributes(module.modules(), objects=(args, kwargs))
         reason: BaseException | None = None
         if not torch.is_autocast_enabled(self._device.type):
             try:
-                with silenced_hooks(module, self._tellers_in(place)) as told:
-                    return forward(*args, **kwargs), {}, [], told
+                with silenced_hooks(module, self._hooked_modules_in(place)) as hook_outputs:
+                    return forward(*args, **kwargs), {}, [], hook_outputs
             except USER_ERRORS as error:
                 reason = error
                 put_back()
-        self._looks_away = True
+        self._ignores_calls = True
         try:
-            out, changed, left, told = self._run_for_real(place, forward, args, kwargs)
+            out, changed, left, hook_outputs = self._run_for_real(place, forward, args, kwargs)
         except USER_ERRORS as error:
             said = f" on tensors without contents ({_first_line(reason)}) or" if reason else ""
             name = self._notes.units[place].name
@@ -401,16 +403,16 @@ class _TapeRecorder(TorchFunctionMode):
                 remedy="Name a module around it as a unit, or one inside it.",
             ) from error
         finally:
-            self._looks_away = False
+            self._ignores_calls = False
             put_back()
-        for name, key, ghost in left:
-            setattr(module.get_submodule(name), key, ghost)
-        return out, changed, left, told
+        for name, key, placeholder in left:
+            setattr(module.get_submodule(name), key, placeholder)
+        return out, changed, left, hook_outputs
 
-    def _tellers_in(self, place: int) -> list[str]:
-        """Their names inside the unit."""
+    def _hooked_modules_in(self, place: int) -> list[str]:
+        """Return the names of hooked modules inside the unit."""
         within = f"{self._notes.units[place].name}."
-        return [name.removeprefix(within) for name in sorted(self._tellers) if name.startswith(within)]
+        return [name.removeprefix(within) for name in sorted(self._hooked_modules) if name.startswith(within)]
 
     def _run_for_real(
         self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -421,14 +423,14 @@ class _TapeRecorder(TorchFunctionMode):
         self._needs, self._changed, self._is_open = set(), {}, False
 
         def alone(*args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, str, Tensor]], list[HookCall]]:
-            with silenced_hooks(module, self._tellers_in(place)) as told:
+            with silenced_hooks(module, self._hooked_modules_in(place)) as hook_outputs:
                 out = forward(*args, **kwargs)
             left = [
                 (_name_inside(module, inner), key, value)
                 for inner, key, value in self._set_since(before)
                 if isinstance(value, Tensor)
             ]
-            return out, left, told
+            return out, left, hook_outputs
 
         def weights(tensor: Tensor) -> Tensor:
             if _is_parameter(tensor):
@@ -436,10 +438,10 @@ class _TapeRecorder(TorchFunctionMode):
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=self._device)
 
         with swapped(module.modules(), weights):
-            (out, left, told), changed = on_invented_values(alone, args, kwargs, device=self._device)
+            (out, left, hook_outputs), changed = on_invented_values(alone, args, kwargs, device=self._device)
         given = tensors_in((args, kwargs))
         self._needs |= self._notes.used(given, index, self._notes.unit_name(index), in_unit=True)
-        return out, changed, left, told
+        return out, changed, left, hook_outputs
 
     def _attributes(self) -> dict[tuple[nn.Module, str], Any]:
         return {
@@ -454,7 +456,7 @@ class _TapeRecorder(TorchFunctionMode):
         return [(*at, value) for at, value in self._attributes().items() if before.get(at, missing) is not value]
 
     def _left(self, place: int, index: int, before: dict[tuple[nn.Module, str], Any]) -> list[tuple[str, str, Tensor]]:
-        """Tensors that the unit has left in attributes of its own modules; other modules' are none of its business."""
+        """Return tensors that the unit has left in attributes of its own modules; other modules must not be set."""
         own, found = set(self._notes.units[place].module.modules()), []
         for module, key, value in self._set_since(before):
             if module not in own:
@@ -474,10 +476,10 @@ class _TapeRecorder(TorchFunctionMode):
 
 
 class _ModuleCallWatcher:
-    """Hears of every call of a module, until `close`; hooks of the modules themselves come later."""
+    """Calls `on_output` after each module's forward, until `close`; hooks of the modules themselves come later."""
 
-    def __init__(self, heard: Callable[[nn.Module, Any], None]) -> None:
-        self._hook = modules.register_module_forward_hook(lambda module, _, output: heard(module, output))
+    def __init__(self, on_output: Callable[[nn.Module, Any], None]) -> None:
+        self._hook = modules.register_module_forward_hook(lambda module, _, output: on_output(module, output))
 
     def close(self) -> None:
         self._hook.remove()

@@ -1,4 +1,5 @@
-"""Cut a model's layers in place, as a plan says: each worker keeps its parts; the model stays the user's own object."""
+"""Split a model's layers in place as a `TensorPlan` says. Each worker keeps its parts; the model stays the user's own
+object."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from torch import nn
 from paceline.errors import PlanError
 from paceline.parallel.tensor.collectives import TensorCollectives
 from paceline.parallel.tensor.dry_run import gather_inputs
-from paceline.parallel.tensor.layers import Layer, cut_dims, install, kind_of
+from paceline.parallel.tensor.layers import Layer, install, kind_of, split_dims
 from paceline.parallel.tensor.op_rules import rule_of
-from paceline.parallel.tensor.plan import ParameterCut, TensorPlan
+from paceline.parallel.tensor.plan import ParameterSplit, TensorPlan
 from paceline.parallel.tensor.split_tensor import SplitTensor, TensorGroupOps, mapped, split_tensors_in, whole
 
 __all__ = ["TensorParallelModel", "apply_plan", "split_layers"]
@@ -22,77 +23,81 @@ __all__ = ["TensorParallelModel", "apply_plan", "split_layers"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallelModel:
-    """What the owner of the training loop must know of a model whose layers are cut."""
+    """What the training loop must know of a model with split layers."""
 
-    team: TensorGroupOps
-    parameters: dict[str, ParameterCut]  # by every name that a parameter has; those that are not here are whole
+    ops: TensorGroupOps
+    # by every name that a parameter has; parameters that are missing here are whole
+    parameters: dict[str, ParameterSplit]
     summed: tuple[nn.Parameter, ...]  # whole, but each worker has only a part of their gradient: sum it over the group
 
 
 def apply_plan(model: nn.Module, plan: TensorPlan, group: TensorCollectives) -> TensorParallelModel:
-    """Cut `model` in place; all workers of `group` must call it, with equal weights and the same plan.
+    """Split `model` in place. All workers of `group` must call it, with equal weights and the same plan.
 
-    Parameters stay the same objects with smaller data, so make optimizers afterwards. Gradients of parameters that are
-    whole are equal on all workers; those of `summed` become so when their owner sums them.
+    Parameters stay the same objects with smaller data, so make optimizers afterwards. Gradients of whole parameters are
+    equal on all workers; those of `summed` become equal when the caller sums them over the group.
     """
     if group.size != plan.size:
         raise PlanError(
             f"the plan is for {plan.size} workers, but the group has {group.size}; make it for {group.size}."
         )
-    team = TensorGroupOps(group, rules=rule_of, sequence=plan.sequence)
-    cuts = split_layers(model, plan.layers, team)
+    ops = TensorGroupOps(group, rules=rule_of, sequence=plan.sequence)
+    splits = split_layers(model, plan.layers, ops)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     summed = tuple(parameters[name] for name in plan.summed)
-    team.owner_sums_gradients_of(summed)
+    ops.owner_sums_gradients_of(summed)
     modules = dict(model.named_modules())
     for name in plan.gathered:
         gather_inputs(modules[name])
-    _guard(model, team)
+    _guard(model, ops)
 
     def whole_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-        return mapped(output, lambda one: whole(one, team) if isinstance(one, SplitTensor) else one)
+        return mapped(output, lambda one: whole(one, ops) if isinstance(one, SplitTensor) else one)
 
     model.register_forward_hook(whole_outputs)
-    return TensorParallelModel(team=team, parameters=cuts, summed=summed)
+    return TensorParallelModel(ops=ops, parameters=splits, summed=summed)
 
 
-def split_layers(model: nn.Module, layers: Sequence[Layer], team: TensorGroupOps) -> dict[str, ParameterCut]:
-    """Replace the data of parameters by this worker's parts, and give layers their forwards; returns what was cut."""
+def split_layers(model: nn.Module, layers: Sequence[Layer], ops: TensorGroupOps) -> dict[str, ParameterSplit]:
+    """Replace the data of parameters by this worker's parts and give layers their new forwards; returns what was
+    split.
+    """
     modules = dict(model.named_modules())
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    cuts: dict[str, ParameterCut] = {}
+    splits: dict[str, ParameterSplit] = {}
     for layer in layers:
         module = modules[layer.name]
         kind = kind_of(module)
         if kind is None:
             raise PlanError(
-                f"{layer.name} is {type(module).__name__}, which cannot be cut; make the plan from this model"
+                f"{layer.name} is {type(module).__name__}, which cannot be split; make the plan from this model"
             )
-        for parameter, dim, sections in cut_dims(module, kind, layer):
-            if names[id(parameter)][0] not in cuts:  # tied weights are cut once
+        for parameter, dim, sections in split_dims(module, kind, layer):
+            if names[id(parameter)][0] not in splits:  # tied weights are split once
                 shape = tuple(parameter.shape)
                 for name in names[id(parameter)]:
-                    cuts[name] = ParameterCut(name=name, shape=shape, dim=dim, sections=sections, size=team.size)
-                part = cuts[names[id(parameter)][0]].part(parameter.detach(), team.index)
+                    splits[name] = ParameterSplit(name=name, shape=shape, dim=dim, sections=sections, size=ops.size)
+                part = splits[names[id(parameter)][0]].part(parameter.detach(), ops.index)
                 parameter.grad = None
                 parameter.data = part.clone(memory_format=torch.contiguous_format)
-        install(module, kind, layer, team)
+        install(module, kind, layer, ops)
         if kind == "attention":
-            # An Encoder of torch looks at a layer's weights itself in evaluation, unless there are hooks.
+            # torch's TransformerEncoder reads a layer's weights directly in evaluation, unless the layer has hooks.
             module.register_forward_pre_hook(_nothing)
-    return cuts
+    return splits
 
 
 def _nothing(module: nn.Module, args: Any) -> None:
     return None
 
 
-def _guard(model: nn.Module, team: TensorGroupOps) -> None:
-    """Where gradients are summed by their owner, each worker must have seen a part only: say so when that fails."""
+def _guard(model: nn.Module, ops: TensorGroupOps) -> None:
+    """Check at each forward that parameters with partial gradients are used on split tensors only; raises PlanError if
+    not."""
     for name, module in model.named_modules():
-        own = [key for key, one in module.named_parameters(recurse=False) if team.leaves(one)]
+        own = [key for key, one in module.named_parameters(recurse=False) if ops.leaves(one)]
         if own and "forward" not in vars(module):
 
             def check(module: nn.Module, args: Any, kwargs: Any, name: str = name, key: str = own[0]) -> None:

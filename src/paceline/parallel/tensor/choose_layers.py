@@ -1,4 +1,5 @@
-"""Choose which layers are cut, from what a forward has shown: those that are named, pairs, and the vocabulary's."""
+"""Choose which layers are split, from what a trial forward showed: layers named by a plan, column-row pairs, and the
+vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, cast
 from paceline.errors import Reason
 from paceline.parallel.tensor.huggingface_plans import REPLICATED
 from paceline.parallel.tensor.layer_trace import LayerFamily, LayerSite, LayerTrace
-from paceline.parallel.tensor.layers import Layer, Role, cut_dims, width_of
+from paceline.parallel.tensor.layers import Layer, Role, split_dims, width_of
 from paceline.parallel.tensor.split_shapes import shared_out
 
 __all__ = ["LayerChoice", "LayerChooser"]
@@ -17,14 +18,14 @@ __all__ = ["LayerChoice", "LayerChooser"]
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class LayerChoice:
-    """Layers that are cut together or not at all."""
+    """Layers that are split together or not at all."""
 
     layers: list[Layer]
     is_explicit: bool = False  # the user named them
 
 
 class LayerChooser:
-    """Makes the choices at once; some may be taken back later."""
+    """Makes all choices when it is created; callers may remove some later."""
 
     def __init__(self, trace: LayerTrace, roles: Mapping[str, str], *, size: int, is_own: bool) -> None:
         self.trace, self.sites, self.roles, self.size, self.is_own = trace, trace.sites, roles, size, is_own
@@ -34,10 +35,10 @@ class LayerChooser:
         self._choose_named()
         self._choose_pairs()
         self._choose_vocabulary()
-        self.drop_torn_weights()
+        self.drop_conflicting_splits()
 
     def _choose_named(self) -> None:
-        """Layers with a role in the given plan, with their family where they are of one."""
+        """Layers to which a plan gives a role, together with their family where they belong to one."""
         named: dict[str, Role] = {name: cast(Role, role) for name, role in self.roles.items() if role != REPLICATED}
         if not named:
             return
@@ -84,25 +85,26 @@ class LayerChooser:
                     self.choices.append(LayerChoice(layers=[self._layer(names[0], "attention")]))
                     taken.update(names)
                 continue
-            if family.spoilt or not family.rows or not family.columns:
+            if family.rejected or not family.rows or not family.columns:
                 if not family.rows:
-                    reason = "no other layer reads its features" if not family.spoilt else family.spoilt
+                    reason = "no other layer reads its features" if not family.rejected else family.rejected
                 else:
-                    reason = family.spoilt or "nothing feeds it"
+                    reason = family.rejected or "nothing feeds it"
                 for name in family.columns:
                     self.why.setdefault(name, reason)
                 continue
             if taken & set(names) or set(family.rows) & set(family.columns):
                 for name in names:
-                    self.why.setdefault(name, "a layer that it needs is cut with others")
+                    self.why.setdefault(name, "a layer that it needs is split with others")
                 continue
             taken.update(names)
-            layers = [Layer(name=name, role="column", sections=cut) for name, cut in family.columns.items()]
-            layers += [Layer(name=name, role="row", sections=cut) for name, cut in family.rows.items()]
+            layers = [Layer(name=name, role="column", sections=split) for name, split in family.columns.items()]
+            layers += [Layer(name=name, role="row", sections=split) for name, split in family.rows.items()]
             self.choices.append(LayerChoice(layers=layers))
 
     def _choose_vocabulary(self) -> None:
-        """Layers that return one number for each token, and the embeddings that have one row for each."""
+        """The output head, which returns one number per token of the vocabulary, and the embeddings with one row per
+        token."""
         taken = {layer.name for layer in self.layers()} | set(self.roles)
         tables = {name: site for name, site in self.sites.items() if site.kind == "embedding"}
         sizes = {width_of(site.module, "embedding", side="in") for site in tables.values()}
@@ -132,26 +134,27 @@ class LayerChooser:
         is_tied = site.num_calls == 0 and site.kind == "embedding"
         return name not in taken and not site.only_whole and (site.num_calls > 0 or is_tied)
 
-    def drop_torn_weights(self) -> None:
-        """A weight that several layers share is cut in one way or not at all."""
-        while torn := self._torn():
-            names, weight = torn
+    def drop_conflicting_splits(self) -> None:
+        """Drop choices that would split a shared weight in two different ways."""
+        while conflict := self._conflicting_split():
+            names, weight = conflict
             for choice in [one for one in self.choices if any(layer.name in names for layer in one.layers)]:
                 self.choices.remove(choice)
                 self.cannot(
                     [layer.name for layer in choice.layers],
-                    f"{weight} is shared with {' and '.join(sorted(names))}, which would have to be cut alike",
+                    f"{weight} is shared with {' and '.join(sorted(names))}, "
+                    "which would have to be split in the same way",
                     is_explicit=choice.is_explicit,
                 )
 
-    def _torn(self) -> tuple[list[str], str] | None:
+    def _conflicting_split(self) -> tuple[list[str], str] | None:
         ways: dict[int, dict[str, object]] = {}
         shown: dict[int, str] = {}
         layers = {layer.name: layer for layer in self.layers()}
         for name, site in self.sites.items():
             ways_here: dict[int, object] = {id(one): None for one in site.module.parameters()}
             if name in layers:
-                for parameter, dim, sections in cut_dims(site.module, site.kind, layers[name]):
+                for parameter, dim, sections in split_dims(site.module, site.kind, layers[name]):
                     ways_here[id(parameter)] = (dim, sections)
             for key, parameter in site.module.named_parameters():
                 ways.setdefault(id(parameter), {})[name] = ways_here[id(parameter)]

@@ -1,17 +1,17 @@
-"""What moves between the workers that share a layer, as operations that autograd can run backward.
+"""Collectives between the workers that share a layer, as operations with a backward.
 
-A tensor is either *plain*, the same on all workers, and so is its gradient; or *cut*, where each worker holds its
-part, and of the gradient, too. Between the two there are five crossings:
+A tensor is either *plain*: the same on all workers, and so is its gradient. Or it is *split*: each worker holds its
+part of it and of its gradient. Five operations lead from one state to the other:
 
-    crossing          forward                     backward                   where
-    spread            nothing                     all-reduce                 plain, before cut work (Megatron-LM's f)
+    operation         forward                     backward                   where
+    spread            nothing                     all-reduce                 plain, before split work (Megatron-LM's f)
     total             all-reduce                  nothing                    partial sums to plain (its g)
-    scatter           take one's part             all-gather                 plain to cut
-    gather            all-gather                  take one's part            cut to plain
-    gather_spread     all-gather                  reduce-scatter             cut, before other cut work
-    scatter_total     reduce-scatter              all-gather                 partial sums to cut
+    scatter           take one's part             all-gather                 plain to split
+    gather            all-gather                  take one's part            split to plain
+    gather_spread     all-gather                  reduce-scatter             split, before other split work
+    scatter_total     reduce-scatter              all-gather                 partial sums to split
 
-The last two are for sequence parallelism. Sources: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al.,
+The last two serve sequence parallelism. Sources: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2.
 """
 
@@ -48,7 +48,7 @@ __all__ = [
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class TrafficCounter:
-    """Counts what was asked of a group: calls, and bytes of the whole tensor that each was about, by kind."""
+    """Counts the collectives of a group by kind: how many, and the bytes of the whole tensor that each moved."""
 
     calls: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     num_bytes: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
@@ -63,22 +63,23 @@ class TrafficCounter:
 
 
 class TensorCollectives(Protocol):
-    """The workers that share a model's layers. All must make the same calls in the same order; each call blocks."""
+    """The collectives of one tensor parallel group. All workers must make the same calls in the same order; each call
+    blocks."""
 
     index: int
     size: int
     traffic: TrafficCounter
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of everybody's tensor, in new memory."""
+        """Return the sum of all workers' tensors, in new memory."""
         ...
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return everybody's tensor, by index."""
+        """Return all workers' tensors, by index."""
         ...
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        """Return the sum of what everybody has at this worker's place in `parts`."""
+        """Return the sum over all workers of `parts[self.index]`."""
         ...
 
 
@@ -102,7 +103,7 @@ class SingleTensorCollectives:
 
 
 class TorchTensorCollectives:
-    """Two or more workers, over a torch process group; no default group is needed."""
+    """Collectives over a torch process group of two or more workers; no default group is needed."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.index, self.size = process_group.rank(), process_group.size()
@@ -133,7 +134,8 @@ class TorchTensorCollectives:
         try:
             work.wait()
         except RuntimeError as error:  # torch has no narrower type for a lost peer
-            raise SyncError(f"lost contact with a peer during the {what} of a layer that is cut: {error}") from error
+            message = f"lost contact with a peer during the {what} of a tensor parallel layer: {error}"
+            raise SyncError(message) from error
 
 
 def part_of(tensor: Tensor, *, dim: int, sections: Sections, size: int, index: int) -> Tensor:
@@ -143,7 +145,7 @@ def part_of(tensor: Tensor, *, dim: int, sections: Sections, size: int, index: i
 
 
 def whole_of(parts: list[Tensor], *, dim: int, sections: Sections) -> Tensor:
-    """Put everybody's parts, by index, together again."""
+    """Put all workers' parts, by index, together again."""
     if len(parts) == 1:
         return parts[0]
     if len(sections) == 1:
@@ -154,9 +156,9 @@ def whole_of(parts: list[Tensor], *, dim: int, sections: Sections) -> Tensor:
 
 
 def gathered(part: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
-    """Return the whole of everybody's parts, for no gradient; all workers of the group must call it.
+    """Return the whole of all workers' parts, without a gradient; all workers of the group must call it.
 
-    A group moves tensors of one shape, so parts that are shorter than the first one's travel with zeros behind them.
+    A collective moves tensors of one shape, so parts that are shorter than the first one are padded with zeros.
     """
     lengths = [num_held(sections, size=group.size, index=index) for index in range(group.size)]
     parts = group.all_gather(_padded(part, dim, lengths[0]))
@@ -166,7 +168,7 @@ def gathered(part: Tensor, group: TensorCollectives, *, dim: int, sections: Sect
 
 
 def spread(tensor: Tensor, group: TensorCollectives) -> Tensor:
-    """Return a plain tensor for use in cut work: its gradient is summed over the group."""
+    """Return a plain tensor for use in split work: its gradient is summed over the group."""
     if group.size == 1 or not _is_followed(tensor):
         return tensor
     return _cross(tensor, lambda whole: whole.view_as(whole), group.all_reduce)
@@ -184,17 +186,18 @@ def scatter(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sec
     take, collect, _ = _moves(group, dim, sections)
     if not _is_followed(tensor):
         return take(tensor)
-    return _cross(tensor, lambda whole: take(whole).clone(), collect)  # autograd wants no view of an input from here
+    # here autograd must not return a view of its input
+    return _cross(tensor, lambda whole: take(whole).clone(), collect)
 
 
 def gather(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
-    """Return the whole of a cut tensor, for plain work."""
+    """Return the whole of a split tensor, for plain work."""
     take, collect, _ = _moves(group, dim, sections)
     return tensor if group.size == 1 else _cross(tensor, collect, take)
 
 
 def gather_spread(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
-    """Return the whole of a cut tensor, for other cut work: its gradient is a sum over the group."""
+    """Return the whole of a split tensor, for other split work: its gradient is summed over the group."""
     _, collect, sum_part = _moves(group, dim, sections)
     return tensor if group.size == 1 else _cross(tensor, collect, sum_part)
 
@@ -209,7 +212,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 def _moves(group: TensorCollectives, dim: int, sections: Sections) -> tuple[Move, Move, Move]:
-    """Return what takes a part, what collects the whole, and what returns this worker's part of everybody's sum."""
+    """Return three functions: take a part, gather the whole, and return this worker's part of the sum over workers."""
 
     def take(whole: Tensor, index: int = group.index) -> Tensor:
         return part_of(whole, dim=dim, sections=sections, size=group.size, index=index)
@@ -226,7 +229,7 @@ def _moves(group: TensorCollectives, dim: int, sections: Sections) -> tuple[Move
 
 
 def _padded(part: Tensor, dim: int, length: int) -> Tensor:
-    """The part, with zeros behind it up to `length`."""
+    """Return the part, padded with zeros to `length`."""
     if part.shape[dim] == length:
         return part
     shape = list(part.shape)
@@ -248,7 +251,7 @@ def _cross(tensor: Tensor, ahead: Move, back: Move) -> Tensor:
 
 
 class _TensorCollective(Function):
-    """One move forward, and another for the gradient."""
+    """One move forward, and another one for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ahead: Move, back: Move) -> Tensor:

@@ -1,4 +1,5 @@
-"""Run a plan in a group of one and write down every crossing: what moves in a step, and whose gradients are partial."""
+"""Run a plan in a group of one and record each collective that a real group would make, and which gradients are
+partial."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class TensorDryRun:
     """What a plan does in one forward."""
 
     crossings: list[PlannedCollective]
-    summed: list[str]  # whole parameters that are used on parts only, so that each worker has a part of the gradient
-    gathered: list[str]  # modules without cut layers that need whole inputs
+    summed: list[str]  # whole parameters that are used on parts only: each worker has a part of their gradient
+    gathered: list[str]  # modules without split layers that need whole inputs
     refusals: list[Reason]
 
 
@@ -49,8 +50,8 @@ def dry_run_plan(
 ) -> TensorDryRun:
     """Return what `size` workers would do on `sample`.
 
-    A module that has no cut layers inside, and an operation without a rule (experts, when tokens are cut), gets whole
-    inputs: one crossing instead of many, and what it writes in place is its own.
+    Modules without split layers whose operations have no rule (experts on split tokens, for example) get whole inputs.
+    That costs one collective instead of many, and in-place writes go to the module's own copy.
     """
     gathered: list[str] = []
     while True:
@@ -68,7 +69,7 @@ def dry_run_plan(
 
 
 def gather_inputs(module: nn.Module) -> RemovableHandle:
-    """Make a module see whole inputs, in place, until the handle is removed."""
+    """Make a module receive whole inputs, in place, until the handle is removed."""
 
     def gathered(value: Any) -> Any:
         return whole(value) if isinstance(value, SplitTensor) else value
@@ -113,13 +114,13 @@ def _forward(
 
 
 class _DryRunOps(TensorGroupOps):
-    """A group of one in which each crossing is written down as if it moved something."""
+    """Operations of a group of one that record each collective as if it moved something."""
 
     def __init__(self, *, size: int, sequence: bool, around: set[str]) -> None:
         super().__init__(SingleTensorCollectives(), rules=rule_of, sequence=sequence)
         self._planned_size, self._around = size, around
         self._running: list[str] = []  # names of modules, outermost first
-        self.lost: set[str] = set()  # the largest modules without cut layers that met an operation without a rule
+        self.lost: set[str] = set()  # the outermost modules without split layers that met an operation without a rule
         self.refusals: list[Reason] = []
         self.crossings: list[PlannedCollective] = []
         self.partial: set[int] = set()
@@ -140,7 +141,7 @@ class _DryRunOps(TensorGroupOps):
             return tensor
         if tensor.requires_grad:
             self._note("", "all_reduce", tensor)
-        return tensor.view_as(tensor)  # as in a larger group: another tensor
+        return tensor.view_as(tensor)  # a new tensor, as in a larger group
 
     def total(self, tensor: Tensor) -> Tensor:
         self._note("all_reduce", "", tensor)
@@ -153,13 +154,13 @@ class _DryRunOps(TensorGroupOps):
             self._note("", "all_gather", tensor)
         return super().scatter(tensor, dim=dim, sections=sections)
 
-    def gather(self, cut: SplitTensor) -> Tensor:
-        self._note("all_gather", "", cut)
-        return super().gather(cut)
+    def gather(self, split: SplitTensor) -> Tensor:
+        self._note("all_gather", "", split)
+        return super().gather(split)
 
-    def gather_spread(self, cut: SplitTensor) -> Tensor:
-        self._note("all_gather", "reduce_scatter" if cut.requires_grad else "", cut)
-        return super().gather_spread(cut)
+    def gather_spread(self, split: SplitTensor) -> Tensor:
+        self._note("all_gather", "reduce_scatter" if split.requires_grad else "", split)
+        return super().gather_spread(split)
 
     def scatter_total(self, partial: Tensor, *, dim: int, site: str) -> Tensor:
         if refusal := refused_tokens(partial.shape[dim], size=self._planned_size, site=site):
@@ -176,8 +177,8 @@ class _DryRunOps(TensorGroupOps):
         elif is_in_place(func) and isinstance(args[0], SplitTensor):
             self.refusals.append(self.in_place_refusal(func, args[0], reason))
         with on_parts():
-            for cut in split_tensors_in((args, kwargs)):
-                self._note("all_gather", "", cut, is_unplanned=True)
+            for split in split_tensors_in((args, kwargs)):
+                self._note("all_gather", "", split, is_unplanned=True)
 
             def whole(value: Any) -> Any:
                 return value.view_as(value) if isinstance(value, SplitTensor) else value
@@ -196,7 +197,7 @@ class _DryRunOps(TensorGroupOps):
 
 
 class _WholeParameterUse(TorchFunctionMode):
-    """Notes parameters that are used where nothing is cut."""
+    """Records parameters that are used outside of split work."""
 
     def __init__(self, notes: _DryRunOps, parameters: set[int]) -> None:
         super().__init__()

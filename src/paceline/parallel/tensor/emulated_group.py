@@ -1,7 +1,7 @@
-"""The workers of a group, emulated by threads of one process: what a plan does can be tried before anything starts.
+"""A process group emulated by threads of one process, so that a plan can be tried before anything starts.
 
-Each thread runs the same function as one worker; a collective waits until all have come to it. Nothing is copied, so
-that tensors of others must not be changed in place.
+Each thread runs the same function as one worker; a collective waits until all threads have reached it. Tensors are
+handed over without a copy, so a tensor of another worker must not be changed in place.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["EmulatedGroup", "emulate", "emulate_grid"]
 
 T = TypeVar("T")
 LIMIT_S = 120.0
-END_S = 5.0  # within which a thread is gone that has ended
+END_S = 5.0  # how long a joined thread may take to disappear from the system
 
 
 class EmulatedGroup:
     """One thread's end of a group of threads."""
 
-    def __init__(self, index: int, barrier: threading.Barrier, board: list[list[Tensor]]) -> None:
+    def __init__(self, index: int, barrier: threading.Barrier, slots: list[list[Tensor]]) -> None:
         self.index, self.size = index, barrier.parties
         self.traffic = TrafficCounter()
-        self._barrier, self._board = barrier, board
+        self._barrier, self._slots = barrier, slots
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._note("all_reduce", tensor)
@@ -46,9 +46,9 @@ class EmulatedGroup:
         return torch.stack([theirs[self.index] for theirs in self._exchange(parts)]).sum(0)
 
     def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        self._board[self.index] = tensors
+        self._slots[self.index] = tensors
         self._barrier.wait(LIMIT_S)
-        everybody = list(self._board)
+        everybody = list(self._slots)
         self._barrier.wait(LIMIT_S)
         return everybody
 
@@ -57,17 +57,18 @@ class EmulatedGroup:
 
 
 def emulate(size: int, work: Callable[[EmulatedGroup], T]) -> list[T]:
-    """Return what `work(group)` returned as each of `size` workers; the first worker's own error is raised."""
+    """Return what `work(group)` returned for each of `size` workers; raises the first worker's own error."""
     return [value for [value] in emulate_grid(size, 1, lambda group, _: work(group))]
 
 
 def emulate_grid(rows: int, columns: int, work: Callable[[EmulatedGroup, EmulatedGroup], T]) -> list[list[T]]:
-    """Return what `work(along its column, along its row)` returned as each of `rows` x `columns` workers, by row.
+    """Return what `work(group of its column, group of its row)` returned for each of `rows` x `columns` workers, by
+    row.
 
-    The first worker's own error is raised.
+    Raises the first worker's own error.
     """
-    down = [_meeting(rows) for _ in range(columns)]
-    across = [_meeting(columns) for _ in range(rows)]
+    down = [_barrier_and_slots(rows) for _ in range(columns)]
+    across = [_barrier_and_slots(columns) for _ in range(rows)]
     values: dict[tuple[int, int], T] = {}
     errors: dict[tuple[int, int], BaseException] = {}
 
@@ -93,16 +94,16 @@ def emulate_grid(rows: int, columns: int, work: Callable[[EmulatedGroup, Emulate
 
 
 def _await_end(thread: threading.Thread) -> None:
-    """Return when a thread that was joined is really gone.
+    """Return when a joined thread has left the system.
 
-    Until then libraries may be taking back what they keep for each thread, as MKL does with buffers, behind locks: of a
-    process that is forked meanwhile (a loader, say) the first matrix product would wait for such a lock for ever.
+    Until then libraries may be freeing their per-thread buffers behind locks, as MKL does. A process forked meanwhile
+    (a data loader, for example) would wait for such a lock for ever in its first matrix product.
     """
     task, deadline = Path("/proc/self/task", str(thread.native_id)), time.monotonic() + END_S
     while task.exists() and time.monotonic() < deadline:
-        time.sleep(0.0002)  # nothing tells
+        time.sleep(0.0002)  # the system gives no notice
 
 
-def _meeting(size: int) -> tuple[threading.Barrier, list[list[Tensor]]]:
-    """Where so many threads wait for each other, and what they show there."""
+def _barrier_and_slots(size: int) -> tuple[threading.Barrier, list[list[Tensor]]]:
+    """Return a barrier for `size` threads and one slot per thread for the tensors that it shows the others."""
     return threading.Barrier(size), [[] for _ in range(size)]

@@ -1,10 +1,12 @@
-"""Find how the layers of an ordinary model are cut among n workers: `find_plan(model, size=n)`.
+"""Find how the layers of an ordinary model are split among n workers: `find_plan(model, size=n)`.
 
-In this order: one forward shows which layers can be cut together (`trace_layers.py`); a plan that is given, by the user
-or by the model itself, decides about the layers that it names; of the rest, pairs are taken, the larger first, and the
-vocabulary's embedding with the output head. Heads that do not divide are refused, all at once. What is left is proved
-block by block (`prove.py`); a block that does not agree stays whole. At last the plan is rehearsed, to say what will
-move (`dry_run_plan.py`). All of it is a pure function of model, sample and size, so all workers find the same.
+The search has five steps. A trial forward shows which layers can be split together (`layer_trace.py`). A plan of the
+user, or one that the model carries, decides about the layers that it names. Of the rest, pairs are taken, the larger
+first, and the vocabulary's embedding with the output head; heads that do not divide are refused, all at once. Each
+block is then verified (`verify.py`); a block that does not compute the same stays whole. At last a dry run records the
+collectives (`dry_run.py`).
+
+All of it is a pure function of model, sample and size, so all workers find the same plan.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from paceline.parallel.tensor.choose_layers import LayerChoice, LayerChooser
 from paceline.parallel.tensor.dry_run import TensorDryRun, dry_run_plan
 from paceline.parallel.tensor.huggingface_plans import REPLICATED, huggingface_plan, match_layers
 from paceline.parallel.tensor.layer_trace import LayerTrace, trace_layers
-from paceline.parallel.tensor.layers import Layer, cut_dims
+from paceline.parallel.tensor.layers import Layer, split_dims
 from paceline.parallel.tensor.plan import ModuleRow, TensorPlan
 from paceline.parallel.tensor.split_shapes import num_held, shared_out
 from paceline.parallel.tensor.verify import captured, disagreement
 
 __all__ = ["find_plan", "refuse_empty"]
 
-MOST_SHOWN = 8  # numbers of workers that would do, in a refusal
+MOST_SHOWN = 8  # how many legal sizes a refusal lists
 
 
 def find_plan(
@@ -41,13 +43,12 @@ def find_plan(
     sample: Any = None,
     sequence: bool = False,
 ) -> TensorPlan:
-    """Return how `model` is cut among `size` workers; raises PlanError with everything that cannot work.
+    """Return how `model` is split among `size` workers; raises PlanError with everything that cannot work.
 
-    plan: "auto" follows the plan that the model carries, if any, and finds the rest; "found" ignores it; a mapping
-    from names to roles is the user's own (see `given.py`).
-    sample: arguments of a small forward, (x,) or {"input_ids": x}; guessed where it is not given.
-    sequence: between pairs of layers each worker holds a part of the tokens, so that norms, dropout and what is
-    kept for backward are shared out, too.
+    plan: "auto" follows the plan that the model carries, if any, and finds the rest; "found" ignores it; a mapping from
+    names to roles is the user's own (see `huggingface_plans.py`). sample: arguments of a small forward, (x,) or
+    {"input_ids": x}; guessed where it is None. sequence: between pairs of layers each worker holds a part of the tokens
+    (sequence parallelism). Norms, dropout and the activations kept for backward are then split as well.
     """
     if size < 1:
         raise PlanError(f"Layout(tensor={size}): it must be at least 1.")
@@ -56,15 +57,17 @@ def find_plan(
     run = guess_sample(model, size=size) if sample is None else as_sample(sample)
     finder = _TensorPlanFinder(model, run, size=size, sequence=sequence, plan=plan)
     finder.refuse()
-    finder.prove()
+    finder.verify()
     found = finder.plan()
-    with torch.no_grad():  # what modules keep of a forward (a loss of their own) has no history then of whole weights
+    with (
+        torch.no_grad()
+    ):  # a value that modules keep of a forward (their own loss) then holds no graph of whole weights
         run.run(model)
     return found
 
 
 def refuse_empty(plan: TensorPlan, model: nn.Module) -> None:
-    """Raise PlanError where a plan cuts nothing, with the reason of each layer."""
+    """Raise PlanError if a plan splits nothing, with the reason of each layer."""
     if plan.layers:
         return
     reasons: dict[str, Reason] = {}
@@ -73,7 +76,7 @@ def refuse_empty(plan: TensorPlan, model: nn.Module) -> None:
         remedy = f"Use shard={plan.size} in place of tensor, which splits any model."
         reasons.setdefault(name, Reason(module=name, what=f"{name} stays whole: {row.why}.", remedy=remedy))
     raise PlanError(
-        f"Layout(tensor={plan.size}) found no layers of {type(model).__name__} that can be cut among {plan.size} "
+        f"Layout(tensor={plan.size}) found no layers of {type(model).__name__} that can be split among {plan.size} "
         f"workers:\n{plan}\nUse shard={plan.size} in its place, which splits any model.",
         reasons=list(reasons.values()),
     )
@@ -112,7 +115,7 @@ class _TensorPlanFinder:
         self.chosen = LayerChooser(self.trace, roles, size=size, is_own=self.is_own)
 
     def _share_single_heads(self, whole: list[str]) -> None:
-        """Keys and values of one head for all queries cannot be cut; held by all workers, they let queries be cut."""
+        """Keep keys and values whole where one head serves all queries: it cannot be split, but the queries can."""
         shared: list[str] = []
         for names in self.trace.conflicts:
             widths = {name: sum(self.trace.sections[name]) for name in names}
@@ -123,7 +126,7 @@ class _TensorPlanFinder:
                 self.trace, self.shared = again, shared
 
     def refuse(self) -> None:
-        """Raise PlanError with everything that is wrong with the given plan, and every number that does not divide."""
+        """Raise PlanError with everything that is wrong with the user's plan, and every number that does not divide."""
         found: dict[tuple[str, str], list[str]] = {}
         for choice in self.chosen.choices:
             even, uneven = self._counts(choice)
@@ -135,7 +138,7 @@ class _TensorPlanFinder:
                 legal = _legal(even, uneven, near=self.size)
                 _, what = min(bad.items())
                 first = choice.layers[0].name
-                name = first if first.isdigit() else _general(first)  # "*" by itself would be every layer
+                name = first if first.isdigit() else _general(first)  # "*" by itself would match every layer
                 whole = f"worker.prepare(model, cut={{{name!r}: 'replicated'}})"
                 remedy = f"Use tensor={' or '.join(legal)}, or {whole} to leave it whole."
                 said = f"{_general(what)}."
@@ -144,14 +147,14 @@ class _TensorPlanFinder:
         for (said, remedy), names in found.items():
             blocks = "" if len(names) == 1 else f" ({len(names)} blocks.)"
             refusals.append(Reason(module=names[0], what=said, remedy=remedy + blocks))
-        refusals = refusals or self._rehearse().refusals
+        refusals = refusals or self._dry_run().refusals
         if refusals:
             listed = "".join(f"\n  - {one}" for one in refusals)
-            headline = f"Layout(tensor={self.size}) cannot cut {type(self.model).__name__}"
+            headline = f"Layout(tensor={self.size}) cannot split {type(self.model).__name__}"
             raise PlanError(f"{headline}:{listed}", reasons=refusals)
 
     def _counts(self, choice: LayerChoice) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the numbers that must divide evenly, and those of which each worker must get something."""
+        """Return the numbers that must divide evenly, and those of which each worker must get at least one."""
         even: dict[int, str] = {}
         uneven: dict[int, str] = {}
         columns = {layer.name for layer in choice.layers if layer.role == "column"}
@@ -165,8 +168,10 @@ class _TensorPlanFinder:
                 even = family.counts | even
         return even, uneven
 
-    def prove(self) -> None:
-        """Leave whole what does not agree with the whole block; raises PlanError where the user asked for it."""
+    def verify(self) -> None:
+        """Leave blocks whole whose parts do not compute the same; raises PlanError where the user asked for the
+        split.
+        """
         if self.size == 1:
             return
         blocks: dict[str, list[LayerChoice]] = {}
@@ -194,14 +199,14 @@ class _TensorPlanFinder:
                     self.chosen.choices.remove(choice)
                     self.chosen.cannot(
                         [layer.name for layer in choice.layers],
-                        f"cut, {name or 'the model'} does not compute the same ({reason})",
+                        f"split, {name or 'the model'} does not compute the same ({reason})",
                         is_explicit=choice.is_explicit,
                     )
-        self.chosen.drop_torn_weights()
+        self.chosen.drop_conflicting_splits()
         self.refuse()
 
     def _block_of(self, choice: LayerChoice) -> str:
-        """The smallest module around the layers that the model itself calls."""
+        """Return the smallest module around the layers that the model itself calls."""
         parts = [layer.name.split(".") for layer in choice.layers]
         common: list[str] = []
         for same in zip(*parts, strict=False):
@@ -217,7 +222,7 @@ class _TensorPlanFinder:
         return not block or all(f"{layer.name}.".startswith(f"{block}.") for layer in choice.layers)
 
     def _signature(self, block: nn.Module, layers: Sequence[Layer]) -> object:
-        """Blocks with the same signature need one proof."""
+        """Return a key that is equal for blocks that need to be verified only once."""
         shapes = tuple((name, tuple(one.shape)) for name, one in block.named_parameters())
         numbers = tuple(
             (name, key, value)
@@ -227,27 +232,27 @@ class _TensorPlanFinder:
         )
         return type(block), shapes, numbers, tuple(layers)
 
-    def _rehearse(self) -> TensorDryRun:
+    def _dry_run(self) -> TensorDryRun:
         return dry_run_plan(self.model, self.chosen.layers(), self.sample, size=self.size, sequence=self.sequence)
 
     def plan(self) -> TensorPlan:
         layers = tuple(sorted(self.chosen.layers(), key=lambda one: list(self.sites).index(one.name)))
-        rehearsal = self._rehearse()
+        dry_run = self._dry_run()
         rows, seen = [], set[int]()
         by_name = {layer.name: layer for layer in layers}
         saved = 0
         for name, site in self.sites.items():
-            cut: dict[int, int] = {}
+            split: dict[int, int] = {}
             if name in by_name:
-                for one, dim, sections in cut_dims(site.module, site.kind, by_name[name]):
+                for one, dim, sections in split_dims(site.module, site.kind, by_name[name]):
                     held = num_held(sections, size=self.size, index=0)
-                    cut[id(one)] = _bytes(one) // one.shape[dim] * held
+                    split[id(one)] = _bytes(one) // one.shape[dim] * held
             num_bytes = worker_bytes = 0
             for one in site.module.parameters():
                 if id(one) not in seen:
                     seen.add(id(one))
                     num_bytes += _bytes(one)
-                    worker_bytes += cut.get(id(one), _bytes(one))
+                    worker_bytes += split.get(id(one), _bytes(one))
             saved += num_bytes - worker_bytes
             role = by_name[name].role if name in by_name else "whole"
             rows.append(
@@ -268,7 +273,7 @@ class _TensorPlanFinder:
                     ModuleRow(
                         name=name or type(module).__name__,
                         role="whole",
-                        why=f"{type(module).__name__} is no layer that can be cut",
+                        why=f"{type(module).__name__} is no layer that can be split",
                         num_bytes=num_bytes,
                         worker_bytes=num_bytes,
                     )
@@ -279,9 +284,9 @@ class _TensorPlanFinder:
             sequence=self.sequence,
             layers=layers,
             rows=tuple(rows),
-            crossings=tuple(rehearsal.crossings),
-            summed=tuple(rehearsal.summed),
-            gathered=tuple(rehearsal.gathered),
+            crossings=tuple(dry_run.crossings),
+            summed=tuple(dry_run.summed),
+            gathered=tuple(dry_run.gathered),
             sample=str(self.sample),
             total_bytes=total_bytes,
             worker_bytes=total_bytes - saved,
@@ -299,7 +304,7 @@ class _TensorPlanFinder:
 
 
 def _legal(even: Collection[int], uneven: Collection[int], *, near: int) -> list[str]:
-    """The numbers of workers that would do; of many those around `near`."""
+    """Return the numbers of workers that would do; if there are many, those nearest to `near`."""
     fits = range(1, math.gcd(*even) + 1 if even else min(uneven) + 1)
     legal = [
         one
@@ -310,11 +315,11 @@ def _legal(even: Collection[int], uneven: Collection[int], *, near: int) -> list
 
 
 def _num_pairs(seen: LayerTrace) -> int:
-    return sum(bool(family.rows and family.columns and not family.spoilt) for family in seen.families)
+    return sum(bool(family.rows and family.columns and not family.rejected) for family in seen.families)
 
 
 def _below(name: str, block: str) -> str:
-    """The name of a layer as seen from a block around it; "" for the block itself."""
+    """Return the name of a layer relative to a block around it; "" for the block itself."""
     return name if not block else name[len(block) + 1 :]
 
 
@@ -323,5 +328,5 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _general(text: str) -> str:
-    """The text with numbers inside of dotted names left open."""
+    """Return the text with the numbers in dotted names replaced by "*"."""
     return ".".join("*" if part.isdigit() else part for part in text.split("."))

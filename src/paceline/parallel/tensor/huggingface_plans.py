@@ -1,8 +1,9 @@
-"""Plans that are given: the user's own, and those that models of the transformers package carry.
+"""Plans that assign roles to layers by name: the user's own, and those that transformers models carry.
 
-A given plan maps names of layers to roles, as in {"layers.*.attn.q": "column", "layers.*.attn.o": "row"}; `*` stands
-for one part of a name, a lone "*" for every layer. The first pattern that fits counts. What it does not name is found
-automatically; {"...": "replicated"} leaves a layer whole, and {"*": "replicated"} as the last pattern all others.
+Such a plan maps names of layers to roles: {"layers.*.attn.q": "column", "layers.*.attn.o": "row"}. `*` stands for one
+part of a name, a lone "*" for every layer. The first pattern that fits counts. Layers that no pattern names are found
+automatically. {"...": "replicated"} leaves a layer whole; {"*": "replicated"} as the last pattern leaves all others
+whole.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FITS: dict[Role, tuple[Kind, ...]] = {
     "attention": ("attention",),
 }
 
-# The words of transformers for layers; what concerns experts is another axis.
+# The styles of transformers for layers; styles of expert parallelism are missing because they belong to another axis.
 HUGGINGFACE_ROLES: dict[str, str] = {
     "colwise": "column",
     "colwise_rep": "head",
@@ -48,7 +49,7 @@ HUGGINGFACE_ROLES: dict[str, str] = {
 def match_layers(
     plan: Mapping[str, str], sites: Mapping[str, LayerSite], *, modules: Collection[str] = ()
 ) -> tuple[dict[str, str], list[Reason]]:
-    """Return the role of each layer that the plan names, and what is wrong with it."""
+    """Return the role of each layer that the plan names, and what is wrong with the plan."""
     roles: dict[str, str] = {}
     wrong: list[Reason] = []
     for pattern, role in plan.items():
@@ -81,9 +82,9 @@ def match_layers(
 
 
 def huggingface_plan(model: nn.Module, sites: Mapping[str, LayerSite]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the plan that a model of the transformers package carries, in our words, and what of it is not followed.
+    """Return the plan that a transformers model carries, as roles, and the entries that are not followed with reasons.
 
-    Names that are no layers here (experts' parameters, modules of other sizes of the model) are left out.
+    Entries that name no layer here (experts' parameters, modules of other sizes of the model) are left out.
     """
     carried: Any = getattr(model, "_tp_plan", None)
     if not isinstance(carried, Mapping) or not carried:
@@ -112,7 +113,7 @@ def _fits(pattern: str, name: str) -> bool:
 
 def _unknown(pattern: str, sites: Mapping[str, LayerSite], modules: Collection[str]) -> Reason:
     if any(_fits(pattern, name) for name in modules):
-        what = f"plan[{pattern!r}] names a module that is no layer with weights to cut:"
+        what = f"plan[{pattern!r}] names a module that is no layer with weights to split:"
         return Reason(module=pattern, what=what, remedy="name the Linear layers in it.")
     general = sorted({".".join("*" if part.isdigit() else part for part in name.split(".")) for name in sites})
     near = difflib.get_close_matches(pattern, general, n=3, cutoff=0.4) or general[:3]

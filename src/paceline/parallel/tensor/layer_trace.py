@@ -1,12 +1,15 @@
-"""Find which layers can be cut together, by one forward of the real model on a small input.
+"""Find which layers can be split together, by one forward of the real model on a small input.
 
-Each candidate layer dyes the features that it returns: a `SplitTensor` in a group of one, so that all numbers are
-right. The dye goes where the rules let a cut go. Where it reaches the input features of another layer, those two are a
-pair; where two dyes meet in one operation (gate and up, queries and keys), their layers can only be cut together; where
-an operation needs the whole (a norm over the features, say), the dye is spoilt, and so is everything that it met. Views
-say which numbers must divide evenly: a view of 96 features as 6 x 16 allows 1, 2, 3 or 6 workers. Layers whose dyes are
-joined are a *family*. A fused projection shows itself when a spoilt dye was split at certain places: the next forward
-begins with these as sections.
+Each candidate layer marks the features that it returns: they become a `SplitTensor` in a group of one, so all numbers
+stay right. The mark follows the features as far as the rules can split them:
+
+- A mark that reaches the input features of another layer makes the two layers a pair.
+- Where two marks meet in one operation (gate and up, queries and keys), their layers can only be split together.
+- An operation that needs the whole (a norm over the features) rejects the mark, and every mark that it has met.
+- Views tell which numbers must divide evenly: 96 features viewed as 6 x 16 allow 1, 2, 3 or 6 workers.
+
+Layers whose marks met are a *family*. A fused projection is recognized when a rejected mark was split at certain
+places: the next forward begins with these places as sections.
 """
 
 from __future__ import annotations
@@ -42,34 +45,34 @@ __all__ = ["HARMLESS", "LayerFamily", "LayerSite", "LayerTrace", "sites_of", "tr
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class LayerSite:
-    """A layer that might be cut."""
+    """A layer that might be split."""
 
     name: str
     module: nn.Module
     kind: Kind
     num_calls: int = 0
-    only_whole: str = ""  # why it cannot be cut at all
-    is_whole: bool = False  # it is not to be cut
+    only_whole: str = ""  # why it cannot be split at all
+    is_whole: bool = False  # the plan leaves it whole
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class LayerFamily:
-    """Layers that can only be cut together."""
+    """Layers that can only be split together."""
 
     columns: dict[str, Sections]
     rows: dict[str, Sections]
-    spoilt: str  # why they cannot be cut; "" where they can
+    rejected: str  # why they cannot be split; "" where they can
     counts: dict[int, str]  # numbers that must divide by the number of workers (heads), and what they are
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class LayerTrace:
-    """What a forward has shown."""
+    """What a trial forward has shown."""
 
     sites: dict[str, LayerSite]
     families: list[LayerFamily]
     sections: dict[str, Sections]
-    conflicts: list[set[str]]  # layers whose dyes met in an operation without a rule for it
+    conflicts: list[set[str]]  # layers whose marks met in an operation without a rule
 
 
 def sites_of(model: nn.Module) -> dict[str, LayerSite]:
@@ -86,9 +89,9 @@ def sites_of(model: nn.Module) -> dict[str, LayerSite]:
 
 
 def trace_layers(model: nn.Module, sample: SampleInput, *, whole: Sequence[str] = ()) -> LayerTrace:
-    """Run the model on `sample`, unchanged in the end, and return what its layers mean to each other.
+    """Run the model on `sample` and return how its layers depend on each other; the model is unchanged afterwards.
 
-    `whole` names layers that are not to be cut.
+    `whole` names layers that must not be split.
     """
     sections: dict[str, Sections] = {}
     while True:
@@ -96,18 +99,18 @@ def trace_layers(model: nn.Module, sample: SampleInput, *, whole: Sequence[str] 
         for name in whole:
             sites[name].only_whole, sites[name].is_whole = "the plan leaves it whole", True
         tracer = _TracingOps(sites, sections)
-        with _dyed(sites, tracer), _Uses(sites, tracer), torch.enable_grad():
+        with _marking(sites, tracer), _Uses(sites, tracer), torch.enable_grad():
             sample.run(model)
-        learnt = tracer.wanted()
-        if not learnt:
+        learned = tracer.wanted()
+        if not learned:
             return LayerTrace(
                 sites=sites, families=tracer.families(), sections=tracer.sections, conflicts=tracer.conflicts
             )
-        sections = sections | learnt  # each layer learns once, so this ends
+        sections = sections | learned  # each layer learns its sections once, so this ends
 
 
 class _TracingOps(TensorGroupOps):
-    """A group of one that writes down what rules tell."""
+    """Operations of a group of one that record what the rules tell."""
 
     def __init__(self, sites: dict[str, LayerSite], sections: dict[str, Sections]) -> None:
         super().__init__(SingleTensorCollectives(), rules=rule_of)
@@ -115,48 +118,48 @@ class _TracingOps(TensorGroupOps):
         self.sections = {
             name: sections.get(name, (width_of(site.module, site.kind, side="out"),)) for name, site in sites.items()
         }
-        self.is_inside = False  # of a candidate's own forward
+        self.is_inside = False  # whether a candidate's own forward is running
         self._parent = {name: name for name in sites}
-        self._spoilt: dict[str, str] = {}
+        self._rejected: dict[str, str] = {}
         self._counts: dict[str, dict[int, str]] = {}
         self._rows: dict[str, list[tuple[str, Sections]]] = {}
         self._tried = set(sections)
         self.conflicts: list[set[str]] = []
         self._bounds: dict[str, set[Fraction]] = {}
 
-    def join(self, cuts: Sequence[SplitTensor]) -> None:
-        roots = {self._root(cut.site) for cut in cuts}
+    def join(self, splits: Sequence[SplitTensor]) -> None:
+        roots = {self._root(split.site) for split in splits}
         first = min(roots)
         for root in roots - {first}:
             self._parent[root] = first
 
-    def constrain(self, cut: SplitTensor, sections: Sections, noun: str) -> None:
-        counts = self._counts.setdefault(cut.site, {})
+    def constrain(self, split: SplitTensor, sections: Sections, noun: str) -> None:
+        counts = self._counts.setdefault(split.site, {})
         for length in sections:
-            counts.setdefault(length, f"the {length} {noun} of {cut.site}")
-        for length in cut.sections:
-            counts.setdefault(length, f"the {length} features of {cut.site}")
+            counts.setdefault(length, f"the {length} {noun} of {split.site}")
+        for length in split.sections:
+            counts.setdefault(length, f"the {length} features of {split.site}")
 
     def without_rule(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: CannotSplit
     ) -> Any:
-        cuts = list(split_tensors_in((args, kwargs)))
-        self.conflicts.append({cut.site for cut in cuts})
-        for cut in cuts:
-            self.spoil(cut, f"its features reach {name_of(func)}: {reason}")
-            if reason.bounds and cut.site not in self._tried:
-                self._bounds.setdefault(cut.site, set()).update(Fraction(*bound) for bound in reason.bounds)
+        splits = list(split_tensors_in((args, kwargs)))
+        self.conflicts.append({split.site for split in splits})
+        for split in splits:
+            self.reject(split, f"its features reach {name_of(func)}: {reason}")
+            if reason.bounds and split.site not in self._tried:
+                self._bounds.setdefault(split.site, set()).update(Fraction(*bound) for bound in reason.bounds)
         return func(*_plain(args), **_plain(kwargs))
 
-    def spoil(self, cut: SplitTensor, why: str) -> None:
-        self._spoilt.setdefault(cut.site, why)
+    def reject(self, split: SplitTensor, why: str) -> None:
+        self._rejected.setdefault(split.site, why)
 
-    def row(self, name: str, cut: SplitTensor) -> None:
-        """The dye of `cut` has reached the input features of a layer."""
-        self._rows.setdefault(cut.site, []).append((name, cut.sections))
+    def row(self, name: str, split: SplitTensor) -> None:
+        """Record that the mark of `split` has reached the input features of a layer."""
+        self._rows.setdefault(split.site, []).append((name, split.sections))
 
     def wanted(self) -> dict[str, Sections]:
-        """Return new sections for layers whose dye was split at places that make sense in their features."""
+        """Return new sections for layers whose mark was split at places that are whole numbers of their features."""
         found: dict[str, Sections] = {}
         for name, bounds in self._bounds.items():
             [width] = self.sections[name] if len(self.sections[name]) == 1 else (0,)
@@ -175,17 +178,17 @@ class _TracingOps(TensorGroupOps):
 
     def _family(self, names: list[str]) -> LayerFamily:
         columns = {name: self.sections[name] for name in names if self.sites[name].num_calls}
-        spoilt = next((f"{self._spoilt[name]}" for name in names if name in self._spoilt), "")
+        rejected = next((f"{self._rejected[name]}" for name in names if name in self._rejected), "")
         counts: dict[int, str] = {}
         rows: dict[str, Sections] = {}
         for name in names:
             counts.update(self._counts.get(name, {}))
             for row, sections in self._rows.get(name, []):
                 if rows.setdefault(row, sections) != sections:
-                    spoilt = spoilt or f"{row} reads features that are cut in different ways"
+                    rejected = rejected or f"{row} reads features that are split in different ways"
         for name in (*columns, *rows):
-            spoilt = spoilt or self.sites[name].only_whole
-        return LayerFamily(columns=columns, rows=rows, spoilt=spoilt, counts=counts)
+            rejected = rejected or self.sites[name].only_whole
+        return LayerFamily(columns=columns, rows=rows, rejected=rejected, counts=counts)
 
     def _root(self, name: str) -> str:
         while self._parent[name] != name:
@@ -194,7 +197,7 @@ class _TracingOps(TensorGroupOps):
 
 
 class _Uses(TorchFunctionMode):
-    """Notices when code uses a candidate's weight by itself, which its part would not stand."""
+    """Notices code that uses a candidate's weight directly: it would break if the weight were only a part."""
 
     def __init__(self, sites: dict[str, LayerSite], tracer: _TracingOps) -> None:
         super().__init__()
@@ -223,18 +226,18 @@ HARMLESS = frozenset(("size", "dim", "numel", "is_floating_point", "hash", "requ
 
 
 @contextlib.contextmanager
-def _dyed(sites: dict[str, LayerSite], tracer: _TracingOps) -> Iterator[None]:
-    """Give every candidate a forward that dyes what it returns, and take it away again."""
+def _marking(sites: dict[str, LayerSite], tracer: _TracingOps) -> Iterator[None]:
+    """Give every candidate a forward that marks what it returns, and remove it afterwards."""
     try:
         for site in sites.values():
-            site.module.forward = _dyeing(site, tracer)
+            site.module.forward = _marked_forward(site, tracer)
         yield
     finally:
         for site in sites.values():
             del site.module.forward
 
 
-def _dyeing(site: LayerSite, tracer: _TracingOps) -> Callable[..., Any]:
+def _marked_forward(site: LayerSite, tracer: _TracingOps) -> Callable[..., Any]:
     original = type(site.module).forward
 
     def inside(*args: Any, **kwargs: Any) -> Any:
@@ -249,25 +252,25 @@ def _dyeing(site: LayerSite, tracer: _TracingOps) -> Callable[..., Any]:
         if site.is_whole:
             return inside(*args, **kwargs)
         if site.kind == "attention":
-            for cut in split_tensors_in((args, kwargs)):
-                tracer.spoil(cut, f"{site.name} takes whole features")
+            for split in split_tensors_in((args, kwargs)):
+                tracer.reject(split, f"{site.name} takes whole features")
             return inside(*_plain(args), **_plain(kwargs))
         x = args[0] if args else next(iter(kwargs.values()))
         if isinstance(x, SplitTensor):
             if site.kind == "embedding":
-                tracer.spoil(x, f"{site.name} takes whole numbers")
+                tracer.reject(x, f"{site.name} takes whole numbers")
             elif x.split_dim == x.ndim - 1:
                 tracer.row(site.name, x)
             else:
                 return inside(x)
             x = _plain(x)
         out: Tensor = inside(x)
-        return wrap(out, team=tracer, dim=out.ndim - 1, sections=tracer.sections[site.name], site=site.name)
+        return wrap(out, ops=tracer, dim=out.ndim - 1, sections=tracer.sections[site.name], site=site.name)
 
     return run
 
 
 def _plain(value: Any) -> Any:
-    """The same tensors without their dyes."""
+    """Return the same tensors without their marks."""
     with on_parts():
         return mapped(value, lambda one: one.view_as(one) if isinstance(one, SplitTensor) else one)

@@ -1,14 +1,14 @@
-"""The layers that can be cut, and what each does on one worker: `Layer` says how, `install` gives it its new forward.
+"""The layers that can be split: `Layer` says in which role, and `install` gives the module its new forward.
 
-    role          weight of a Linear, out x in      input             result                crossings
-    column        rows (its outputs)                plain             cut in its features   spread before
-    row           columns (its inputs)              cut in features   plain                 total after; bias after that
-    head          rows                              plain             plain                 spread before, gather after
-    vocabulary    an Embedding's rows               token numbers     plain                 total after
-    attention     heads of nn.MultiheadAttention    plain             plain                 spread before, total after
+    role         weight of a Linear, out x in     input              result               collectives
+    column       rows (its outputs)               plain              split in features    spread before
+    row          columns (its inputs)             split in features  plain                total, then bias
+    head         rows                             plain              plain                spread before, gather after
+    vocabulary   an Embedding's rows              token numbers      plain                total after
+    attention    heads of nn.MultiheadAttention   plain              plain                spread before, total after
 
 A column layer and the row layer behind it make a pair with one all-reduce forward and one backward. An Embedding may
-also be a column: its features are cut (T5's bias of each head, say).
+also be a column layer, with split features (T5's bias of each head, for example).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.parallel.tensor.multihead_attention import attend, refusal
 from paceline.parallel.tensor.split_shapes import Sections, ranges
 from paceline.parallel.tensor.split_tensor import SplitTensor, TensorGroupOps, wrap
 
-__all__ = ["ROLES", "Kind", "Layer", "Role", "cut_dims", "install", "kind_of", "width_of"]
+__all__ = ["ROLES", "Kind", "Layer", "Role", "install", "kind_of", "split_dims", "width_of"]
 
 Role = Literal["column", "row", "head", "vocabulary", "attention"]
 Kind = Literal["linear", "conv1d", "embedding", "attention"]
@@ -36,7 +36,7 @@ ROLES: tuple[Role, ...] = ("column", "row", "head", "vocabulary", "attention")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A layer that is cut: its name in the model, how, and in which sections of its features (or tokens, or heads)."""
+    """A layer that is split: its name, its role, and the sections of its features (or tokens, or heads)."""
 
     name: str
     role: Role
@@ -44,8 +44,11 @@ class Layer:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return what a module is, if it is a layer that can be cut; a class with a forward of its own is not, nor is one
-    whose weight is computed of other parameters (weight_norm, spectral_norm)."""
+    """Return what kind of splittable layer a module is; None where it is none.
+
+    Classes with a forward of their own cannot be split. Neither can layers whose weight is computed from other
+    parameters (weight_norm, spectral_norm).
+    """
     if any(is_parametrized(one) or _has_made_weight(one) for one in module.modules()):
         return None
     forward = type(module).forward
@@ -56,7 +59,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, nn.Embedding):
         is_plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
         return "embedding" if forward is nn.Embedding.forward and is_plain else None
-    # GPT-2's layer, as transformers has it: a Linear whose weight is in x out. That package is not imported here.
+    # GPT-2's layer in transformers: a Linear whose weight is in x out. That package is not imported here.
     if type(module).__name__ == "Conv1D" and {"nf", "weight", "bias"} <= {
         *vars(module),
         *dict(module.named_parameters()),
@@ -66,19 +69,19 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _has_made_weight(module: nn.Module) -> bool:
-    """Whether a hook makes the weight before each forward, as the older weight_norm does."""
+    """Return whether a hook makes the weight before each forward, as the older weight_norm does."""
     return "weight" in vars(module)
 
 
 def width_of(module: nn.Module, kind: Kind, *, side: Literal["in", "out"]) -> int:
-    """The number of features that go in or come out."""
+    """Return the number of input or output features."""
     parameters: Any = module
     weight = parameters.weight if kind != "attention" else parameters.out_proj.weight
     return weight.shape[_dim(kind, side)]
 
 
-def cut_dims(module: nn.Module, kind: Kind, layer: Layer) -> list[tuple[nn.Parameter, int, Sections]]:
-    """Return the parameters of a layer that are cut, each with its dim and sections; the others are held whole."""
+def split_dims(module: nn.Module, kind: Kind, layer: Layer) -> list[tuple[nn.Parameter, int, Sections]]:
+    """Return the parameters of a layer that are split, each with its dim and sections; the others stay whole."""
     parameters: Any = module
     if layer.role == "attention":
         width = parameters.embed_dim
@@ -97,24 +100,26 @@ def cut_dims(module: nn.Module, kind: Kind, layer: Layer) -> list[tuple[nn.Param
     return found
 
 
-def install(module: nn.Module, kind: Kind, layer: Layer, team: TensorGroupOps) -> None:
-    """Give a module the forward of its part, in place; its parameters must have been cut, or `team` be of one."""
+def install(module: nn.Module, kind: Kind, layer: Layer, ops: TensorGroupOps) -> None:
+    """Give a module the forward for its part, in place; its parameters must have been split, or `ops` be of one
+    worker.
+    """
     forward = FORWARDS[layer.role]
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = (module, kind, layer, team, *args)
-        return forward(*given, **kwargs) if team.beside is None else team.beside.in_layer(forward, given, kwargs)
+        given = (module, kind, layer, ops, *args)
+        return forward(*given, **kwargs) if ops.combined is None else ops.combined.in_layer(forward, given, kwargs)
 
     module.forward = types.MethodType(run, module)  # `copy.deepcopy` binds a method to the copy
 
 
 def _dim(kind: Kind, side: Literal["in", "out"]) -> int:
-    """Of the weight: Linear is out x in, Conv1D in x out, an Embedding number x features."""
+    """Return the weight's dim of a side: Linear is out x in, Conv1D in x out, an Embedding tokens x features."""
     return int((side == "in") == (kind == "linear"))
 
 
-def _product(kind: Kind, team: TensorGroupOps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    with team.on_parts():
+def _product(kind: Kind, ops: TensorGroupOps, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with ops.on_parts():
         if kind == "linear":
             return F.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])
@@ -122,51 +127,51 @@ def _product(kind: Kind, team: TensorGroupOps, x: Tensor, weight: Tensor, bias: 
         return out.view(*x.shape[:-1], weight.shape[1])
 
 
-def _column(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, x: Tensor) -> Tensor:
+def _column(module: Any, kind: Kind, layer: Layer, ops: TensorGroupOps, x: Tensor) -> Tensor:
     if kind == "embedding":
-        out = F.embedding(team.plain(x), module.weight, _padding(module, 0))
+        out = F.embedding(ops.plain(x), module.weight, _padding(module, 0))
     else:
-        out = _product(kind, team, team.enter(x), module.weight, module.bias)
-    return wrap(out, team=team, dim=out.ndim - 1, sections=layer.sections, site=layer.name)
+        out = _product(kind, ops, ops.enter(x), module.weight, module.bias)
+    return wrap(out, ops=ops, dim=out.ndim - 1, sections=layer.sections, site=layer.name)
 
 
-def _head(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, x: Tensor) -> Tensor:
-    part: Any = _column(module, kind, layer, team, x)
-    team.forget()
-    return team.gather(part)
+def _head(module: Any, kind: Kind, layer: Layer, ops: TensorGroupOps, x: Tensor) -> Tensor:
+    part: Any = _column(module, kind, layer, ops, x)
+    ops.forget()
+    return ops.gather(part)
 
 
-def _row(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, x: Tensor) -> Tensor:
+def _row(module: Any, kind: Kind, layer: Layer, ops: TensorGroupOps, x: Tensor) -> Tensor:
     if isinstance(x, SplitTensor) and x.split_dim == x.ndim - 1 and x.sections == layer.sections:
         part: Tensor = x
     else:
-        plain = team.plain(x)
-        part = team.scatter(plain, dim=plain.ndim - 1, sections=layer.sections)
-    summed = team.leave(_product(kind, team, part, module.weight, None), site=layer.name)
+        plain = ops.plain(x)
+        part = ops.scatter(plain, dim=plain.ndim - 1, sections=layer.sections)
+    summed = ops.leave(_product(kind, ops, part, module.weight, None), site=layer.name)
     return summed if module.bias is None else summed + module.bias
 
 
-def _vocabulary(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, tokens: Tensor) -> Tensor:
-    tokens = team.plain(tokens)
-    [(start, stop)] = ranges(layer.sections, size=team.size, index=team.index)
-    if team.size == 1:
-        return team.leave(F.embedding(tokens, module.weight, _padding(module, 0)), site=layer.name)
-    # Numbers of no word are left to the first and the last, whose tables refuse them as the whole one does.
-    elsewhere = tokens >= stop if team.index == 0 else tokens < start
-    if 0 < team.index < team.size - 1:
+def _vocabulary(module: Any, kind: Kind, layer: Layer, ops: TensorGroupOps, tokens: Tensor) -> Tensor:
+    tokens = ops.plain(tokens)
+    [(start, stop)] = ranges(layer.sections, size=ops.size, index=ops.index)
+    if ops.size == 1:
+        return ops.leave(F.embedding(tokens, module.weight, _padding(module, 0)), site=layer.name)
+    # Illegal token numbers are left to the first and the last worker, whose tables raise the usual error.
+    elsewhere = tokens >= stop if ops.index == 0 else tokens < start
+    if 0 < ops.index < ops.size - 1:
         elsewhere = elsewhere | (tokens >= stop)
     known = (tokens - start).masked_fill(elsewhere, 0)
     padding = _padding(module, start)
     found = F.embedding(known, module.weight, padding if padding is not None and 0 <= padding < stop - start else None)
-    return team.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0), site=layer.name)
+    return ops.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0), site=layer.name)
 
 
 def _padding(module: Any, start: int) -> int | None:
     return None if module.padding_idx is None else module.padding_idx - start
 
 
-def _attention(module: Any, kind: Kind, layer: Layer, team: TensorGroupOps, *args: Any, **kwargs: Any) -> Any:
-    return attend(module, team, layer.name, *args, **kwargs)
+def _attention(module: Any, kind: Kind, layer: Layer, ops: TensorGroupOps, *args: Any, **kwargs: Any) -> Any:
+    return attend(module, ops, layer.name, *args, **kwargs)
 
 
 FORWARDS: dict[Role, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention on one worker's heads, written with the ordinary functions that cut tensors know.
+"""nn.MultiheadAttention on one worker's heads, written with the ordinary functions that split tensors support.
 
 torch's own forward is one function that checks its weights against the module's sizes, so it cannot run on parts.
 """
@@ -17,7 +17,7 @@ __all__ = ["attend", "joined_mask", "refusal"]
 
 
 def refusal(module: nn.MultiheadAttention) -> str | None:
-    """Return which of its options is not followed here; None where all are."""
+    """Return the option that is not supported here; None where all are."""
     if module.bias_k is not None or module.bias_v is not None:
         return "add_bias_kv=True"
     return "add_zero_attn=True" if module.add_zero_attn else None
@@ -25,7 +25,7 @@ def refusal(module: nn.MultiheadAttention) -> str | None:
 
 def attend(
     module: nn.MultiheadAttention,
-    team: TensorGroupOps,
+    ops: TensorGroupOps,
     site: str,
     query: Tensor,
     key: Tensor,
@@ -40,7 +40,7 @@ def attend(
     parameters: Any = module  # some may be None, which torch's annotations do not say
     is_batched = query.ndim == 3
     as_batch = {id(one): _as_batch(one, module.batch_first, is_batched) for one in (query, key, value)}
-    q, k, v = _project(module, team, site, *(as_batch[id(one)] for one in (query, key, value)))
+    q, k, v = _project(module, ops, site, *(as_batch[id(one)] for one in (query, key, value)))
     mask = joined_mask(attn_mask, key_padding_mask, like=query, heads=module.num_heads, is_batched=is_batched)
     dropout = module.dropout if module.training else 0.0
     weights = None
@@ -52,12 +52,12 @@ def attend(
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     merged: Any = mixed.transpose(1, 2).flatten(2)
-    with team.on_parts():
+    with ops.on_parts():
         partial = F.linear(merged, module.out_proj.weight)
-    out = team.leave(partial, site=site)
+    out = ops.leave(partial, site=site)
     out = out if parameters.out_proj.bias is None else out + parameters.out_proj.bias
     if weights is not None:
-        weights = team.plain(weights)  # users may want them, and they are whole in the module's own forward
+        weights = ops.plain(weights)  # users may want them, and the module's own forward returns them whole
         weights = weights.mean(1) if average_attn_weights else weights
         weights = weights if is_batched else weights.squeeze(0)
     if not is_batched:
@@ -72,11 +72,11 @@ def _as_batch(tensor: Tensor, batch_first: bool, is_batched: bool) -> Tensor:
 
 
 def _project(
-    module: nn.MultiheadAttention, team: TensorGroupOps, site: str, *inputs: Tensor
+    module: nn.MultiheadAttention, ops: TensorGroupOps, site: str, *inputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values, (batch, heads, tokens, features of a head), cut by heads."""
+    """Return queries, keys and values, (batch, heads, tokens, features of a head), split by heads."""
     parameters: Any = module
-    width, part = module.embed_dim, module.embed_dim // team.size
+    width, part = module.embed_dim, module.embed_dim // ops.size
     biases: Any = (None,) * 3 if parameters.in_proj_bias is None else parameters.in_proj_bias.split(part)
     if parameters._qkv_same_embed_dim:
         matrices: Any = module.in_proj_weight.split(part)
@@ -84,9 +84,9 @@ def _project(
         matrices = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     found: list[Tensor] = []
     for tensor, matrix, bias in zip(inputs, matrices, biases, strict=True):
-        out = F.linear(team.enter(tensor), matrix, bias)
-        cut = wrap(out, team=team, dim=out.ndim - 1, sections=(width,), site=site)
-        found.append(cut.unflatten(-1, (module.num_heads, width // module.num_heads)).transpose(1, 2))
+        out = F.linear(ops.enter(tensor), matrix, bias)
+        split = wrap(out, ops=ops, dim=out.ndim - 1, sections=(width,), site=site)
+        found.append(split.unflatten(-1, (module.num_heads, width // module.num_heads)).transpose(1, 2))
     return found[0], found[1], found[2]
 
 

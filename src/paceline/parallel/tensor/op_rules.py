@@ -1,13 +1,12 @@
-"""How torch functions are done on the parts of cut tensors: the table, and the rules that do not change the shape.
+"""How torch functions run on the parts of split tensors: the table of rules, pointwise rules and rules for products.
 
-A rule gets the function and its arguments, in which a Cut stands for the plain tensor of the part, and returns what the
-function would. It raises NotCut where the parts do not suffice. `rule_of` finds it by the function's name, so that
-`x + y`, `x.add(y)`, `torch.add(x, y)` and `x += y` are one row.
+A rule gets the function and its arguments, in which a SplitTensor stands for the plain tensor of the part. It returns
+what the function would, or raises CannotSplit where the parts do not suffice. `rule_of` finds it by the function's
+name, so that `x + y`, `x.add(y)`, `torch.add(x, y)` and `x += y` share one row.
 
-Rules for products of tensors: matrix products, attention, einsum. What is cut must stay outside the sum.
-
-Heads are a batch of products, so cut by heads they need nothing of each other. A sum over the dim that is cut would
-give partial results; only the layers that were chosen for it (`layers.py`) do that.
+In products (matrix products, attention, einsum) the split dim must not be summed over: the result would be a partial
+sum, which only layers chosen for it (`layers.py`) may return. Heads are a batch of products, so attention split by
+heads needs nothing from other workers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Kwargs = dict[str, Any]
 
 @functools.lru_cache(maxsize=4096)
 def rule_of(func: Func) -> Rule:
-    """Return the rule for a torch function; one that always raises NotCut where there is none."""
+    """Return the rule for a torch function; where there is none, a rule that always raises CannotSplit."""
     name = name_of(func)
     return RULES.get(name, _about_itself if name.startswith("get:") and name[4:] in ABOUT else _none)
 
@@ -41,90 +40,91 @@ def _none(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _about_itself(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Types, devices and the like are the part's own."""
+    """Types, devices and the like are those of the part."""
     return func(*args, **kwargs)
 
 
 def _text(func: Func, args: Args, kwargs: Kwargs) -> str:
     """A debugger prints on one worker alone, so nothing may be gathered here."""
-    cut: SplitTensor = args[0]
-    return f"Cut(part {cut.team.index} of {cut.team.size} of {full_shape(cut)}, dim {cut.split_dim}, behind {cut.site})"
+    split: SplitTensor = args[0]
+    where = f"dim {split.split_dim}, behind {split.site}"
+    return f"SplitTensor(part {split.ops.index} of {split.ops.size} of {full_shape(split)}, {where})"
 
 
 def _pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Every number of the result comes from numbers at the same place, after broadcasting."""
+    """Each number of the result comes from numbers at the same place, after broadcasting."""
     if "out" in kwargs:
         raise CannotSplit("out= is written whole")
     operands = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-    cuts = [one for one in operands if isinstance(one, SplitTensor)]
-    lead = cuts[0]
+    splits = [one for one in operands if isinstance(one, SplitTensor)]
+    lead = splits[0]
     trailing = lead.split_dim - lead.ndim
     if is_in_place(func) and not isinstance(args[0], SplitTensor):
         raise CannotSplit("it writes into a tensor that is whole")
     if len(operands) > 1:
-        for one in cuts[1:]:
+        for one in splits[1:]:
             if (one.split_dim - one.ndim, one.sections) != (trailing, lead.sections):
-                raise CannotSplit("two tensors meet that are cut in different ways")
-        if len(cuts) > 1:
-            lead.team.join(cuts)
-        if len(cuts) < len(operands):
+                raise CannotSplit("two tensors meet that are split in different ways")
+        if len(splits) > 1:
+            lead.ops.join(splits)
+        if len(splits) < len(operands):
 
             def met(value: Any) -> Any:
                 is_plain = isinstance(value, Tensor) and not isinstance(value, SplitTensor)
-                return lead.team.meet(value, trailing, lead.sections, cut=lead) if is_plain else value
+                return lead.ops.meet(value, trailing, lead.sections, split=lead) if is_plain else value
 
             args, kwargs = tuple(map(met, args)), {key: met(value) for key, value in kwargs.items()}
     return carried(func(*args, **kwargs), lead, trailing=trailing)
 
 
 def _random(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Dropout and noise: as pointwise, and each part has its own random numbers."""
-    cut = next(split_tensors_in((args, kwargs)))
+    """Dropout and noise: pointwise, but each part draws its own random numbers."""
+    split = next(split_tensors_in((args, kwargs)))
     is_active = kwargs.get("p", args[1] if len(args) > 1 else 0.5) != 0
     if name_of(func) in DROPOUTS and not (is_active and kwargs.get("training", args[2] if len(args) > 2 else True)):
         return _pointwise(func, args, kwargs)
-    with cut.team.own_randomness(cut.device):
+    with split.ops.own_randomness(split.device):
         return _pointwise(func, args, kwargs)
 
 
 def _one(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """A copy or conversion of the first argument; other tensors among the arguments only lend their type."""
-    cut = args[0]
-    if not isinstance(cut, SplitTensor):
-        raise CannotSplit("only a tensor that lends its type is cut")
+    """A copy or conversion of the first argument; other tensors among the arguments only provide their type."""
+    split = args[0]
+    if not isinstance(split, SplitTensor):
+        raise CannotSplit("only the tensor that provides the type is split")
     out = func(*args, **kwargs)
-    return carried(out, cut, trailing=cut.split_dim - cut.ndim) if isinstance(out, Tensor) else out
+    return carried(out, split, trailing=split.split_dim - split.ndim) if isinstance(out, Tensor) else out
 
 
 def _along(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Works along one dim or more (softmax, mean, cumsum): right on parts unless it is along the cut."""
-    cut = args[0] if args else None
-    if not isinstance(cut, SplitTensor):
-        raise CannotSplit("the tensor is given by name")
+    """Functions along one dim or more (softmax, mean, cumsum): right on parts unless they work along the split dim."""
+    split = args[0] if args else None
+    if not isinstance(split, SplitTensor):
+        raise CannotSplit("the tensor is passed by name")
     given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    dims = dims_of(given, cut.ndim)
-    if dims is None or cut.split_dim in dims:
-        raise CannotSplit(f"{name_of(func)} works along the dim that is cut")
+    dims = dims_of(given, split.ndim)
+    if dims is None or split.split_dim in dims:
+        raise CannotSplit(f"{name_of(func)} works along the split dim")
     out = func(*args, **kwargs)
     results: Sequence[Tensor] = out if isinstance(out, tuple) else (out,)
     for one in results:
-        is_kept = one.ndim == cut.ndim
-        at(one, cut, cut.split_dim if is_kept else cut.split_dim - sum(dim < cut.split_dim for dim in dims))
+        is_kept = one.ndim == split.ndim
+        at(one, split, split.split_dim if is_kept else split.split_dim - sum(dim < split.split_dim for dim in dims))
     return out
 
 
 def _norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Layer and RMS norms: right on parts unless they work along the cut; weight and bias are used by all parts."""
-    cut = args[0] if args else kwargs["input"]
+    """Layer and RMS norms: right on parts unless they work along the split dim; all parts use weight and bias."""
+    split = args[0] if args else kwargs["input"]
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    if not isinstance(cut, SplitTensor) or cut.split_dim >= cut.ndim - len(shape):
-        raise CannotSplit(f"{name_of(func)} works along the dim that is cut")
+    if not isinstance(split, SplitTensor) or split.split_dim >= split.ndim - len(shape):
+        raise CannotSplit(f"{name_of(func)} works along the split dim")
 
     def shared(value: Any) -> Any:
-        return cut.team.spread(value) if isinstance(value, Tensor) and not isinstance(value, SplitTensor) else value
+        return split.ops.spread(value) if isinstance(value, Tensor) and not isinstance(value, SplitTensor) else value
 
     out = func(*map(shared, args), **{key: shared(value) for key, value in kwargs.items()})
-    return at(out, cut, cut.split_dim)
+    return at(out, split, split.split_dim)
 
 
 def _like(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -132,14 +132,14 @@ def _like(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _whole(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut, by = args
+    split, by = args
     if by is None:
-        return func(cut.team.plain(cut), None)  # it may be cut along tokens as well
-    return cut.team.plain(cut) if by is cut.team else cut
+        return func(split.ops.plain(split), None)  # it may be split along tokens as well
+    return split.ops.plain(split) if by is split.ops else split
 
 
 def _whole_size(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """`x.new_zeros(2, 3)`: sizes are given, so the result is plain."""
+    """`x.new_zeros(2, 3)`: the arguments say the sizes, so the result is plain."""
     return func(*args, **kwargs)
 
 
@@ -154,10 +154,10 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     lead = next(split_tensors_in(args))
     rows, columns = _trailing(left), _trailing(right)
     if rows == -1 or columns == -2:
-        raise CannotSplit("it sums over the dim that is cut")
+        raise CannotSplit("it sums over the split dim")
     if rows == -2 and columns == -1:
-        raise CannotSplit("rows of one are cut, and columns of the other")
-    if (rows or columns) in (-2, -1):  # one side's own dim: the other side is used by all parts
+        raise CannotSplit("rows of one are split, and columns of the other")
+    if (rows or columns) in (-2, -1):  # one side's own dim: all parts use the other side
         where = rows or columns or 0
         left, right = (left, _spread(right, lead)) if rows else (_spread(left, lead), right)
         return carried(func(left, right), lead, trailing=where)
@@ -167,28 +167,28 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _baddbmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     lead = next(split_tensors_in(args))
     if _trailing(lead) != -3 or len(args) != 3:
-        raise CannotSplit("a batch is cut along a dim of its matrices")
+        raise CannotSplit("a batch is split along a dim of its matrices")
     return carried(func(*_batched(lead, *args), **kwargs), lead, trailing=-3)
 
 
 def _linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """A layer that all workers hold, on some rows of its input each."""
-    cut = args[0]
-    if not isinstance(cut, SplitTensor) or cut.split_dim == cut.ndim - 1:
-        raise CannotSplit("it sums over the dim that is cut")
-    rest = [_spread(one, cut) if isinstance(one, Tensor) else one for one in args[1:]]
-    named = {key: _spread(one, cut) if isinstance(one, Tensor) else one for key, one in kwargs.items()}
-    return at(func(cut, *rest, **named), cut, cut.split_dim)
+    """A layer that all workers hold whole, applied to each worker's rows of the input."""
+    split = args[0]
+    if not isinstance(split, SplitTensor) or split.split_dim == split.ndim - 1:
+        raise CannotSplit("it sums over the split dim")
+    rest = [_spread(one, split) if isinstance(one, Tensor) else one for one in args[1:]]
+    named = {key: _spread(one, split) if isinstance(one, Tensor) else one for key, one in kwargs.items()}
+    return at(func(split, *rest, **named), split, split.split_dim)
 
 
 def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 3 or not isinstance(args[1], SplitTensor) or args[1].split_dim != 0:
-        raise CannotSplit("it sums over the dim that is cut")
+        raise CannotSplit("it sums over the split dim")
     bias, rows, weight = args
     if isinstance(weight, SplitTensor) or isinstance(bias, SplitTensor):
-        raise CannotSplit("rows and weights are both cut")
-    met = rows.team.meet(bias, -2, rows.sections, cut=rows)
-    return at(func(met, rows, rows.team.spread(weight), **kwargs), rows, 0)
+        raise CannotSplit("rows and weights are both split")
+    met = rows.ops.meet(bias, -2, rows.sections, split=rows)
+    return at(func(met, rows, rows.ops.spread(weight), **kwargs), rows, 0)
 
 
 def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -198,80 +198,80 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     lead = query if isinstance(query, SplitTensor) else next(split_tensors_in((key, value, mask)))
     trailing = _trailing(lead) or 0
     if trailing > -3:
-        raise CannotSplit("attention over a dim of its matrices that is cut")
-    cuts = [one for one in (query, key, value, mask) if isinstance(one, SplitTensor)]
-    if any(_trailing(one) != trailing for one in cuts):
-        raise CannotSplit("queries, keys and values are cut along different dims")
+        raise CannotSplit("attention over a split dim of its matrices")
+    splits = [one for one in (query, key, value, mask) if isinstance(one, SplitTensor)]
+    if any(_trailing(one) != trailing for one in splits):
+        raise CannotSplit("queries, keys and values are split along different dims")
     if kwargs.get("enable_gqa"):
-        # Part k of the queries needs part k of the keys only where both are one section.
+        # Part k of the queries needs only part k of the keys if both are one section.
         single = [len(one.sections) if isinstance(one, SplitTensor) else one.shape[-3] for one in (query, key, value)]
         if single != [1, 1, 1]:
-            raise CannotSplit("groups of queries share heads of keys that are not cut with them")
-        lead.team.join(cuts)
-        met = [one if isinstance(one, SplitTensor) else lead.team.spread(one) for one in (query, key, value)]
+            raise CannotSplit("groups of queries share heads of keys that are not split with them")
+        lead.ops.join(splits)
+        met = [one if isinstance(one, SplitTensor) else lead.ops.spread(one) for one in (query, key, value)]
     else:
         met = list(_batched(lead, query, key, value))
     if isinstance(mask, SplitTensor):
         if mask.sections != lead.sections:
-            raise CannotSplit("the mask is cut in other sections than the queries")
-        lead.team.join([lead, mask])
+            raise CannotSplit("the mask is split in other sections than the queries")
+        lead.ops.join([lead, mask])
     elif isinstance(mask, Tensor):
-        mask = lead.team.meet(mask, trailing, lead.sections, cut=lead)
+        mask = lead.ops.meet(mask, trailing, lead.sections, split=lead)
     call = functools.partial(func, *met, mask, *rest[1:], **kwargs)
     dropout = rest[1] if len(rest) > 1 else kwargs.get("dropout_p", 0.0)
     if dropout > 0:
-        with lead.team.own_randomness(lead.device):
+        with lead.ops.own_randomness(lead.device):
             return carried(call(), lead, trailing=trailing)
     return carried(call(), lead, trailing=trailing)
 
 
 def _einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Follows the letter of the dim that is cut."""
+    """Follows the letter of the split dim."""
     if not args or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         raise CannotSplit("only einsum('ab,bc->ac', x, y) is followed")
     inputs, output = args[0].replace(" ", "").split("->")
     terms = inputs.split(",")
     operands: list[Tensor] = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
-    cuts = [one for one in operands if isinstance(one, SplitTensor)]
+    splits = [one for one in operands if isinstance(one, SplitTensor)]
     letters = {term[one.split_dim] for term, one in zip(terms, operands, strict=True) if isinstance(one, SplitTensor)}
-    if len(letters) != 1 or any(one.sections != cuts[0].sections for one in cuts):
-        raise CannotSplit("its operands are cut in different ways")
+    if len(letters) != 1 or any(one.sections != splits[0].sections for one in splits):
+        raise CannotSplit("its operands are split in different ways")
     [letter] = letters
     if letter not in output:
-        raise CannotSplit("it sums over the dim that is cut")
-    lead = cuts[0]
-    lead.team.join(cuts)
+        raise CannotSplit("it sums over the split dim")
+    lead = splits[0]
+    lead.ops.join(splits)
     met: list[Tensor] = []
     for term, one in zip(terms, operands, strict=True):
         if isinstance(one, SplitTensor):
             met.append(one)
         elif letter in term:
-            met.append(lead.team.scatter(one, dim=term.index(letter), sections=lead.sections))
+            met.append(lead.ops.scatter(one, dim=term.index(letter), sections=lead.sections))
         else:
-            met.append(lead.team.spread(one))
+            met.append(lead.ops.spread(one))
     return at(func(args[0], *met), lead, output.index(letter))
 
 
 def _trailing(tensor: Tensor) -> int | None:
-    """The dim that is cut, counted from the end; None for a plain tensor."""
+    """Return the split dim counted from the end; None for a plain tensor."""
     return tensor.split_dim - tensor.ndim if isinstance(tensor, SplitTensor) else None
 
 
 def _spread(tensor: Tensor, lead: SplitTensor) -> Tensor:
     if isinstance(tensor, SplitTensor):
-        raise CannotSplit("both sides of a product are cut")
-    return lead.team.spread(tensor)
+        raise CannotSplit("both sides of a product are split")
+    return lead.ops.spread(tensor)
 
 
 def _batched(lead: SplitTensor, *operands: Tensor) -> list[Tensor]:
-    """Return operands whose common batch dim is cut."""
+    """Return operands with a common batch dim that is split."""
     trailing = _trailing(lead) or 0
-    cuts = [one for one in operands if isinstance(one, SplitTensor)]
-    if any((_trailing(one), one.sections) != (trailing, lead.sections) for one in cuts):
-        raise CannotSplit("two tensors meet that are cut in different ways")
-    lead.team.join(cuts)
+    splits = [one for one in operands if isinstance(one, SplitTensor)]
+    if any((_trailing(one), one.sections) != (trailing, lead.sections) for one in splits):
+        raise CannotSplit("two tensors meet that are split in different ways")
+    lead.ops.join(splits)
     return [
-        one if isinstance(one, SplitTensor) else lead.team.meet(one, trailing, lead.sections, cut=lead)
+        one if isinstance(one, SplitTensor) else lead.ops.meet(one, trailing, lead.sections, split=lead)
         for one in operands
     ]
 

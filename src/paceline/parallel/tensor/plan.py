@@ -1,8 +1,8 @@
-"""`TensorPlan`: which layers of a model are cut among so many workers, what stays whole and why, and what it costs.
+"""`TensorPlan`: which layers of a model are split among how many workers, what stays whole and why, and what it costs.
 
-A plan is plain data: it can be printed before anything starts, and made again by every worker from the same model.
-`ParameterCut` says which numbers of a whole parameter a worker holds, under the parameter's own name, so that a
-checkpoint of any layout can be read by any other.
+A plan is plain data: it can be printed before anything starts, and every worker can make it again from the same model.
+`ParameterSplit` says which numbers of a whole parameter a worker holds, under the parameter's own name. With it a
+checkpoint of any layout can be read in any other.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from paceline.parallel.tensor.layers import Layer
 from paceline.parallel.tensor.split_shapes import Sections, ranges
 from paceline.units import bytes_text
 
-__all__ = ["ModuleRow", "ParameterCut", "PlannedCollective", "TensorPlan"]
+__all__ = ["ModuleRow", "ParameterSplit", "PlannedCollective", "TensorPlan"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterCut:
-    """Where the parts of one parameter belong: in `dim` of `shape`, whose `sections` are each cut among `size`."""
+class ParameterSplit:
+    """Where the parts of one parameter belong: dim `dim` of `shape`, each of whose `sections` is split among `size`
+    workers."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +32,7 @@ class ParameterCut:
     size: int
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """Return the half-open index ranges of `dim` that worker `index` holds, in the order it holds them."""
+        """Return the half-open index ranges of `dim` that worker `index` holds, in the order in which it holds them."""
         return ranges(self.sections, size=self.size, index=index)
 
     def part(self, whole: Tensor, index: int) -> Tensor:
@@ -39,11 +40,11 @@ class ParameterCut:
         return part_of(whole, dim=self.dim, sections=self.sections, size=self.size, index=index)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole of everybody's parts, given by index."""
+        """Return the whole tensor of all workers' parts, in the order of their index."""
         return whole_of(list(parts), dim=self.dim, sections=self.sections)
 
     def gathered(self, part: Tensor, group: TensorCollectives) -> Tensor:
-        """Return the whole of everybody's parts; all workers of `group` must call it."""
+        """Return the whole tensor of all workers' parts; all workers of `group` must call it."""
         return gathered(part, group, dim=self.dim, sections=self.sections)
 
 
@@ -54,8 +55,8 @@ class ModuleRow:
     name: str
     role: str
     why: str
-    num_bytes: int  # of its own parameters, tied ones counted where they are first
-    worker_bytes: int  # of these on the worker that has most, which is the first
+    num_bytes: int  # of its own parameters; tied ones are counted at their first place
+    worker_bytes: int  # the part of the first worker, which has most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,18 +72,18 @@ class PlannedCollective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlan:
-    """How the layers of a model are cut among `size` workers."""
+    """How the layers of a model are split among `size` workers."""
 
     size: int
     sequence: bool
     layers: tuple[Layer, ...]
     rows: tuple[ModuleRow, ...]
     crossings: tuple[PlannedCollective, ...]
-    summed: tuple[str, ...]  # parameters whose gradients their owner must sum over the group after backward
-    gathered: tuple[str, ...]  # modules without cut layers that get whole inputs, because they cannot work on parts
+    summed: tuple[str, ...]  # parameters whose gradients the training loop must sum over the group after backward
+    gathered: tuple[str, ...]  # modules without split layers that get whole inputs, because they cannot work on parts
     sample: str
     total_bytes: int  # of all parameters
-    worker_bytes: int  # on the first worker; nobody has more
+    worker_bytes: int  # on the first worker, which has most
 
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Return (calls, bytes) of one forward and backward of the sample, by kind."""
@@ -95,14 +96,14 @@ class TensorPlan:
 
     @property
     def headline(self) -> str:
-        """One line: how much is cut."""
+        """One line: how much is split."""
         return (
-            f"tensor={self.size}{', sequence=True' if self.sequence else ''}: {len(self.layers)} layers are cut; "
+            f"tensor={self.size}{', sequence=True' if self.sequence else ''}: {len(self.layers)} layers are split;  "
             f"{bytes_text(self.worker_bytes)} of {bytes_text(self.total_bytes)} of parameters on each worker"
         )
 
     def __str__(self) -> str:
-        """The report: repeated layers are shown once, with how many there are."""
+        """Return the report; repeated layers are shown once, with their number."""
         name_width = max((len(name) for name, _, _, _, _ in self._grouped()), default=0)
         lines = [self.headline]
         for name, count, role, why, num_bytes in self._grouped():
@@ -131,5 +132,5 @@ class TensorPlan:
 
 
 def _general(name: str) -> str:
-    """The name with its numbers left open: "layers.*.mlp"."""
+    """Return the name with its numbers replaced by "*": "layers.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

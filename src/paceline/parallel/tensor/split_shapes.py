@@ -1,10 +1,12 @@
-"""Which part of a tensor each worker holds when one dim is cut, and what a change of shape does to that: arithmetic.
+"""Which part of a split dim each worker holds, and what a change of shape does to it: arithmetic without tensors.
 
-A dim is cut in *sections*: consecutive runs of it, each of which is divided among the workers. One section is the
+A dim is split in *sections*: consecutive runs of it, each of which is divided among the workers. One section is the
 ordinary case (heads, features, tokens). A fused projection of queries, keys and values has three, so that each worker
-holds its heads of all three; a dim merged from (batch, heads) has one section per sample. Worker k holds the k-th part
-of every section, one after the other. Parts are as long as each other, rounded up, and the last one is what is left:
-so 101 words among 4 workers are 26, 26, 26 and 23. Where a view turns features into heads, lengths must divide evenly.
+holds its heads of all three. A dim merged from (batch, heads) has one section per sample.
+
+Worker k holds the k-th part of every section, one after the other. Parts have equal lengths, rounded up, and the last
+one is the rest: 101 tokens among 4 workers are 26, 26, 26 and 23. Where a view turns features into heads, lengths must
+divide evenly.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Sections = tuple[int, ...]
 
 
 class CannotSplit(Exception):
-    """An operation cannot be done on the parts alone; `str()` says why, `bounds` where else the dim might be cut."""
+    """An operation cannot run on the parts alone; `str()` says why, `bounds` where else the dim might be split."""
 
     def __init__(self, why: str, *, bounds: frozenset[tuple[int, int]] = frozenset()) -> None:
         super().__init__(why)
@@ -30,7 +32,8 @@ class CannotSplit(Exception):
 
 @functools.lru_cache(maxsize=4096)
 def ranges(sections: Sections, *, size: int, index: int) -> tuple[tuple[int, int], ...]:
-    """Return the half-open ranges of the whole dim that worker `index` of `size` holds, in the order it holds them."""
+    """Return the half-open ranges of the whole dim that worker `index` of `size` holds, in the order in which it holds
+    them."""
     found, start = [], 0
     for length in sections:
         first, stop = rows_of(length, index=index, size=size)
@@ -40,23 +43,23 @@ def ranges(sections: Sections, *, size: int, index: int) -> tuple[tuple[int, int
 
 
 def num_held(sections: Sections, *, size: int, index: int) -> int:
-    """The length of the dim's part on worker `index`; nobody has more than worker 0."""
+    """Return the length of the dim's part on worker `index`; worker 0 has most."""
     return sum(stop - first for first, stop in ranges(sections, size=size, index=index))
 
 
 def shared_out(length: int, size: int) -> bool:
-    """Whether every worker gets something of so many; 5 rows among 4 workers are 2, 2, 1 and 0."""
+    """Return whether every worker gets a part of `length`; 5 rows among 4 workers are 2, 2, 1 and 0."""
     first, stop = rows_of(length, index=size - 1, size=size)
     return first < stop
 
 
 def divided(sections: Sections, size: int) -> bool:
-    """Whether each section can be divided evenly among `size` workers."""
+    """Return whether each section divides evenly among `size` workers."""
     return all(length % size == 0 for length in sections)
 
 
 def resolve(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """Return `wanted` with its -1 replaced, for a tensor of `shape`; raises NotCut where the sizes do not fit."""
+    """Return `wanted` with its -1 replaced, for a tensor of `shape`; raises CannotSplit where the sizes do not fit."""
     numel, known = math.prod(shape), math.prod(length for length in wanted if length != -1)
     if -1 not in wanted:
         target = tuple(wanted)
@@ -71,10 +74,10 @@ def resolve(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def viewed(shape: tuple[int, ...], dim: int, sections: Sections, target: tuple[int, ...]) -> tuple[int, Sections]:
-    """Return (dim, sections) of the cut after `shape`, cut at `dim`, is viewed as `target`; raises NotCut.
+    """Return (dim, sections) of the split after `shape`, split at `dim`, is viewed as `target`; raises CannotSplit.
 
-    Dims are matched in groups of equal products. Inside its group the cut moves to the first dim in which it is again
-    a cut in sections.
+    Dims are matched in groups of equal products. Within its group the split moves to the first dim that is again split
+    in sections.
     """
     first, last, begin, end = _group(shape, dim, target)
     before = math.prod(shape[first:dim])
@@ -117,7 +120,7 @@ def _group(shape: tuple[int, ...], dim: int, target: tuple[int, ...]) -> tuple[i
 
 
 def picked(sections: Sections, start: int, length: int) -> tuple[Sections, Sections]:
-    """Return (the sections before, the sections inside) of a range of a cut dim; raises NotCut with the bounds."""
+    """Return (sections before, sections within) of a range of a split dim; raises CannotSplit with the bounds."""
     position, whole = 0, sum(sections)
     for first in range(len(sections) + 1):
         if position == start:
@@ -130,6 +133,6 @@ def picked(sections: Sections, start: int, length: int) -> tuple[Sections, Secti
             break
         position += sections[first] if first < len(sections) else 0
     raise CannotSplit(
-        f"it takes {length} of the {whole} that are cut, from {start} on",
+        f"it takes {length} of the {whole} that are split, from {start} on",
         bounds=frozenset({(start, whole), (start + length, whole)}),
     )

@@ -1,25 +1,25 @@
-"""`SplitTensor`: a tensor of which each worker holds a part, while code that uses it sees the shape of the whole.
+"""`SplitTensor`: each worker holds a part of the tensor, while the model's code sees the shape of the whole.
 
 An ordinary model's attention says `x.view(B, T, self.n_head, C // self.n_head)`, with C from the shape of its input.
-Such code breaks when layers simply return fewer features, unless somebody edits its numbers; and nobody can know which
-of a module's integers count heads. So the model's code stays as it is and its *tensors* know: a layer that is cut by
-columns returns a `SplitTensor`, whose shape is that of the whole, and whose data are this worker's part in an ordinary
-tensor. Each torch function that meets one follows a rule (`rules.py`) on how to do it on the parts alone: a view finds
-the dim in which the cut goes on, a product over batches of heads stays with its heads. Where there is no rule, or the
-operation needs the whole, the parts are gathered first, so that an unforeseen line of code costs time and never changes
-a result. Below torch functions nothing differs: kernels, autograd and recomputation see plain tensors. DTensor does the
-same one floor lower, for each operator; here a composite (attention, say) is one rule, which also works where its
-kernels have no sharding rule.
+Such code breaks if layers simply return fewer features, and nobody can know which of a module's integers count heads.
+So the model's code stays as it is, and its *tensors* know that they are split. A column layer returns a `SplitTensor`:
+its shape is that of the whole, its data are this worker's part.
 
-Sequences that are shared are cut in the same way, along tokens. Where layers are cut as well, a tensor may be cut
-twice: its part of the features is `under`stood as a tensor that is cut along tokens (`twice.py`).
+Each torch function that meets one follows a rule (`op_rules.py`, `shape_rules.py`) for running on the parts alone: a
+view finds the dim in which the split goes on, a product over batches of heads stays with its heads. Where there is no
+rule, or the operation needs the whole, the parts are gathered first. An unforeseen line of code therefore costs time
+and never changes a result. Below torch functions nothing differs: kernels, autograd and recomputation see plain
+tensors. DTensor does the same one level lower, for each operator. Here a composite function (attention, for example) is
+one rule, which also works where its kernels have no sharding rule.
 
-The workers that share a model's layers, and what they do for each other when plain and cut tensors meet.
+Context parallelism splits sequences in the same way, along tokens. Where both are used, a tensor may be split twice:
+`under` says how its part of the features is split along tokens (`tensor_context_ops.py`).
 
-One `TensorGroupOps` belongs to one model. Random numbers: outside the layers that are cut all workers draw the same,
-because their generators are in the same state. For dropout on a cut tensor each worker draws a number from the common
-generator, and seeds the part's own randomness by it and by its place in the group; afterwards the common generator is
-as the others'. So parts get different masks, all workers stay in step, and recomputation repeats them.
+One `TensorGroupOps` belongs to one model and does the collectives where plain and split tensors meet. Random numbers:
+outside of split layers all workers draw the same, because their generators are in the same state. For dropout on a
+split tensor, each worker draws a seed from the common generator and mixes in its index. Afterwards the common generator
+is again equal on all workers. So parts get different masks, all workers stay in step, and recomputation repeats the
+masks.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ __all__ = [
     "wrap",
 ]
 
-# Within it a Cut is the plain tensor of the part. torch documents it, and has no public name for it.
+# Within it a SplitTensor is the plain tensor of its part. torch documents this class and has no public name for it.
 on_parts: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # see above
 
 
 class SplitSpec(NamedTuple):
-    """How a tensor is cut: by whom, along which dim, in which sections, and behind which layer."""
+    """How a tensor is split: by which group, along which dim, in which sections, and behind which layer."""
 
-    team: TensorGroupOps
+    ops: TensorGroupOps
     dim: int
     sections: Sections
     site: str
 
 
 class SplitTensor(Tensor):
-    """This worker's part of a tensor that is cut along `dim` in `sections`; made by `wrap` only."""
+    """This worker's part of a tensor that is split along `split_dim` in `sections`; made by `wrap` only."""
 
-    team: TensorGroupOps
+    ops: TensorGroupOps
     split_dim: int
     sections: Sections
-    site: str  # the layer where the cut began, for messages
-    under: SplitSpec | None = None  # how the part is cut once more, along tokens
+    site: str  # the layer where the split began, for messages
+    under: SplitSpec | None = None  # how the part is split once more, along tokens
 
     @classmethod
     def __torch_function__(
@@ -90,15 +90,15 @@ class SplitTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with on_parts():
-            cut = args[0] if args and isinstance(args[0], SplitTensor) else next(split_tensors_in((args, kwargs)))
-            follow = cut.team.follow if cut.team.beside is None else cut.team.beside.follow
+            split = args[0] if args and isinstance(args[0], SplitTensor) else next(split_tensors_in((args, kwargs)))
+            follow = split.ops.follow if split.ops.combined is None else split.ops.combined.follow
             return follow(func, args, kwargs)
 
 
 class TokenSplitTensor(Tensor):
-    """A tensor that is cut along tokens alone, as those who cut layers see it: it is no Cut of theirs."""
+    """A tensor that is split along tokens only, within tensor parallel layers: there it looks like a whole tensor."""
 
-    team: TensorGroupOps
+    ops: TensorGroupOps
     split_dim: int
     sections: Sections
     site: str
@@ -112,37 +112,38 @@ class TokenSplitTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         one = next(one for one in tensors_in((args, kwargs)) if isinstance(one, TokenSplitTensor))
-        if one.team.beside is None:
-            raise RuntimeError("a tensor is seen as whole that nobody cuts along features")
-        return one.team.beside.run_in_layer(func, args, kwargs or {})
+        if one.ops.combined is None:
+            raise RuntimeError("a TokenSplitTensor was used outside of a tensor parallel model")
+        return one.ops.combined.run_in_layer(func, args, kwargs or {})
 
 
-def wrap(part: Tensor, *, team: TensorGroupOps, dim: int, sections: Sections, site: str) -> Tensor:
-    """Make a fresh tensor a Cut, in place: no copy, and no node in autograd's graph.
+def wrap(part: Tensor, *, ops: TensorGroupOps, dim: int, sections: Sections, site: str) -> Tensor:
+    """Make a fresh tensor a SplitTensor, in place: no copy, and no node in autograd's graph.
 
-    What is cut already, by the other team, is cut twice then; raises NotCut where that would be along one dim.
+    A tensor that the other group has already split becomes split twice; raises CannotSplit where both would use one
+    dim.
     """
-    cut: Any = part
+    split: Any = part
     under = None
     if isinstance(part, (SplitTensor, TokenSplitTensor)):
-        if part.team is not team and part.split_dim == dim:
-            raise CannotSplit("tokens and features would be cut in one dim")
+        if part.ops is not ops and part.split_dim == dim:
+            raise CannotSplit("tokens and features would be split in one dim")
         if isinstance(part, TokenSplitTensor):
-            under = SplitSpec(part.team, part.split_dim, part.sections, part.site)
-        elif part.team is team:  # it was changed in place
+            under = SplitSpec(part.ops, part.split_dim, part.sections, part.site)
+        elif part.ops is ops:  # it was changed in place
             under = part.under
         else:
-            part.under = SplitSpec(team, dim, sections, site)
+            part.under = SplitSpec(ops, dim, sections, site)
             return part
-    cut.__class__ = SplitTensor
-    cut.team, cut.split_dim, cut.sections, cut.site, cut.under = team, dim, sections, site, under
+    split.__class__ = SplitTensor
+    split.ops, split.split_dim, split.sections, split.site, split.under = ops, dim, sections, site, under
     return part
 
 
 def whole(tensor: Tensor, by: TensorGroupOps | None = None) -> Tensor:
-    """Return the whole of a tensor that may be cut: a torch function, so that whoever watches a forward sees it.
+    """Return the whole of a tensor that may be split. It is a torch function, so that torch function modes see it.
 
-    `by`: only what this team has cut is put together.
+    `by`: undo only the split of this group.
     """
     if has_torch_function_unary(tensor):
         return handle_torch_function(whole, (tensor,), tensor, by)
@@ -150,7 +151,7 @@ def whole(tensor: Tensor, by: TensorGroupOps | None = None) -> Tensor:
 
 
 def split_tensors_in(value: Any) -> Iterator[SplitTensor]:
-    """Yield every Cut in nested tuples, lists and dictionaries."""
+    """Yield every SplitTensor in nested tuples, lists and dictionaries."""
     if isinstance(value, SplitTensor):
         yield value
     elif isinstance(value, (tuple, list, dict)):
@@ -190,7 +191,7 @@ Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class CombinedOps(Protocol):
-    """What is asked of the operations of a tensor that is split twice, along features and along tokens."""
+    """The operations on tensors that are split twice, along features and along tokens."""
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any: ...
 
@@ -204,35 +205,35 @@ class CombinedOps(Protocol):
 
 
 class TensorGroupOps:
-    """One worker's view of the group, and the crossings between plain and cut tensors."""
+    """One worker's view of the group, and the collectives between plain and split tensors."""
 
-    beside: CombinedOps | None = None  # where the model's sequences are shared as well as its layers cut
+    combined: CombinedOps | None = None  # set where the model is both tensor and context parallel
 
     def __init__(
         self, group: TensorCollectives, *, rules: Callable[[Callable[..., Any]], Rule], sequence: bool = False
     ) -> None:
         self.group, self.size, self.index = group, group.size, group.index
         self.rule = rules
-        self.sequence = sequence  # between pairs of layers, tokens are cut
-        self._summed: dict[int, weakref.ref[Tensor]] = {}  # by id(): parameters whose gradients their owner sums
+        self.sequence = sequence  # between pairs of layers, tokens are split
+        self._summed: dict[int, weakref.ref[Tensor]] = {}  # by id(): parameters whose gradients the training loop sums
         self._entered: tuple[weakref.ref[Tensor], int, bool, Tensor] | None = None
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do a torch function on parts, by its rule; where there is none, on the whole."""
+        """Run a torch function on parts, by its rule; where there is none, on the whole."""
         try:
             return self.rule(func)(func, args, kwargs)
         except CannotSplit as reason:
             return self.without_rule(func, args, kwargs, reason)
 
     def on_parts(self) -> AbstractContextManager[None]:
-        """Within it a Cut of this team is the plain tensor of the part."""
-        return on_parts() if self.beside is None else self.beside.on_parts()
+        """Within it a SplitTensor of this group is the plain tensor of its part."""
+        return on_parts() if self.combined is None else self.combined.on_parts()
 
     # ------------------------------------------------------------------------------- into layers, and out of them
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return a layer's input for cut work. Layers that read the same tensor one after another share a crossing."""
+        """Return a layer's input for split work; consecutive layers that read the same tensor share one collective."""
         if self._entered is not None:
             known, version, had_grad, crossed = self._entered
             if known() is tensor and version == tensor._version and had_grad == torch.is_grad_enabled():
@@ -242,7 +243,7 @@ class TensorGroupOps:
         return crossed
 
     def leave(self, partial: Tensor, *, site: str) -> Tensor:
-        """Return the sum of partial results: plain, or cut by tokens where `sequence` is set; raises PlanError."""
+        """Return the sum of partial results: plain, or split by tokens where `sequence` is set; raises PlanError."""
         self.forget()
         if not self.sequence or partial.ndim < 3:
             return self.total(partial)
@@ -251,20 +252,21 @@ class TensorGroupOps:
         return self.scatter_total(partial, dim=partial.ndim - 2, site=site)
 
     def owner_sums_gradients_of(self, parameters: Iterable[Tensor]) -> None:
-        """Of these whole parameters each worker has a part of the gradient, and their owner sums it over the group."""
+        """Declare whole parameters whose gradients are partial on each worker; the training loop sums them over the
+        group."""
         self._summed = {id(one): weakref.ref(one) for one in parameters}
 
     def leaves(self, tensor: Tensor) -> bool:
-        """Whether it is one of them."""
+        """Return whether the tensor is such a parameter."""
         known = self._summed.get(id(tensor))
-        return known is not None and known() is tensor  # an id may come again, when rows are split and wholes are freed
+        return known is not None and known() is tensor  # ids are reused when tensors are freed
 
     def forget(self) -> None:
-        """Let go of the last layer's input, which would keep the graph of its block alive."""
+        """Forget the last layer's input, which would keep the graph of its block alive."""
         self._entered = None
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Return the whole of a tensor that may be cut, for plain work."""
+        """Return the whole of a tensor that may be split, for plain work."""
         return self.gather(tensor) if isinstance(tensor, SplitTensor) else tensor
 
     # ------------------------------------------------------------------------------------------------- crossings
@@ -280,32 +282,33 @@ class TensorGroupOps:
     def scatter(self, tensor: Tensor, *, dim: int, sections: Sections) -> Tensor:
         return self._crossed(lambda: collectives.scatter(tensor, self.group, dim=dim, sections=sections), tensor)
 
-    def gather(self, cut: SplitTensor) -> Tensor:
-        dim, sections = cut.split_dim, cut.sections
-        return self._crossed(lambda: _plain(collectives.gather(cut, self.group, dim=dim, sections=sections)), cut)
+    def gather(self, split: SplitTensor) -> Tensor:
+        dim, sections = split.split_dim, split.sections
+        return self._crossed(lambda: _plain(collectives.gather(split, self.group, dim=dim, sections=sections)), split)
 
-    def gather_spread(self, cut: SplitTensor) -> Tensor:
-        dim, sections = cut.split_dim, cut.sections
+    def gather_spread(self, split: SplitTensor) -> Tensor:
+        dim, sections = split.split_dim, split.sections
         return self._crossed(
-            lambda: _plain(collectives.gather_spread(cut, self.group, dim=dim, sections=sections)), cut
+            lambda: _plain(collectives.gather_spread(split, self.group, dim=dim, sections=sections)), split
         )
 
     def _crossed(self, move: Callable[[], Tensor], tensor: Tensor) -> Tensor:
-        """Do a move on what is in memory."""
-        if self.beside is not None:
-            return self.beside.crossed(move, tensor)
+        """Run a collective on the tensors as they are in memory."""
+        if self.combined is not None:
+            return self.combined.crossed(move, tensor)
         with on_parts():
             return move()
 
     def scatter_total(self, partial: Tensor, *, dim: int, site: str) -> Tensor:
         sections = (partial.shape[dim],)
         part = collectives.scatter_total(partial, self.group, dim=dim, sections=sections)
-        return wrap(part, team=self, dim=dim, sections=sections, site=site)
+        return wrap(part, ops=self, dim=dim, sections=sections, site=site)
 
-    def meet(self, tensor: Tensor, trailing: int, sections: Sections, *, cut: SplitTensor) -> Tensor:
-        """Return what a plain tensor contributes beside a cut one; `trailing` is the cut dim, counted from the end.
+    def meet(self, tensor: Tensor, trailing: int, sections: Sections, *, split: SplitTensor) -> Tensor:
+        """Return what a plain tensor contributes to an operation with a split one.
 
-        Where it has the dim whole, its part; where it is broadcast, itself, with its gradient summed.
+        `trailing` is the split dim, counted from the end. Where the plain tensor has this dim whole, its part is taken;
+        where it is broadcast, it is used as it is and its gradient is summed.
         """
         if tensor.ndim < -trailing or tensor.shape[trailing] == 1:
             return self.spread(tensor)
@@ -315,12 +318,12 @@ class TensorGroupOps:
 
     # ----------------------------------------------------------------------------- what rules tell, for the finder
 
-    def join(self, cuts: Sequence[SplitTensor]) -> None:
-        """Cut tensors meet in one operation: their layers can only be cut together."""
+    def join(self, splits: Sequence[SplitTensor]) -> None:
+        """Called where split tensors meet in one operation: their layers can only be split together."""
 
-    def constrain(self, cut: SplitTensor, sections: Sections, noun: str) -> None:
-        """The parts must be whole numbers of what a view has made, heads for example; raises NotCut."""
-        if not (divided(sections, self.size) and divided(cut.sections, self.size)):
+    def constrain(self, split: SplitTensor, sections: Sections, noun: str) -> None:
+        """Called where parts must be whole numbers of what a view has made, heads for example; raises CannotSplit."""
+        if not (divided(sections, self.size) and divided(split.sections, self.size)):
             raise CannotSplit(f"{sections} {noun} do not divide among {self.size} workers")
 
     # --------------------------------------------------------------------------------------------- no rule applies
@@ -328,15 +331,15 @@ class TensorGroupOps:
     def without_rule(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: CannotSplit
     ) -> Any:
-        """Gather what is cut, and do it on the whole; raises PlanError where that would write into a copy."""
-        cuts = list(split_tensors_in((args, kwargs)))
-        name, site = name_of(func), cuts[0].site
+        """Gather what is split and run the function on the whole; PlanError where that would write into a copy."""
+        splits = list(split_tensors_in((args, kwargs)))
+        name, site = name_of(func), splits[0].site
         if is_in_place(func) and isinstance(args[0], SplitTensor):
             raise PlanError(str(self.in_place_refusal(func, args[0], reason)))
-        if (name, site) not in self._told:
-            self._told.add((name, site))
+        if (name, site) not in self._warned:
+            self._warned.add((name, site))
             warnings.warn(
-                f"{name} needs the whole of what is cut behind {site} ({reason}): it is gathered each time, which is "
+                f"{name} needs the whole of what is split behind {site} ({reason}): it is gathered each time, which is "
                 f"right but slow. worker.prepare(model, cut={{{site!r}: 'replicated'}}) avoids it.",
                 stacklevel=4,
             )
@@ -346,13 +349,13 @@ class TensorGroupOps:
 
         return func(*mapped(args, whole), **mapped(kwargs, whole))
 
-    def in_place_refusal(self, func: Callable[..., Any], cut: SplitTensor, reason: CannotSplit) -> Reason:
+    def in_place_refusal(self, func: Callable[..., Any], split: SplitTensor, reason: CannotSplit) -> Reason:
         return Reason(
-            module=cut.site,
-            what=f"{name_of(func)} changes a tensor in place of which each worker has a part, behind {cut.site}: "
+            module=split.site,
+            what=f"{name_of(func)} changes a tensor in place of which each worker has a part, behind {split.site}: "
             f"{reason}.",
-            remedy=f"Write it without the change in place, or leave the layer whole, cut={{{cut.site!r}: 'replicated'}}"
-            f"{', or use sequence=False' if self.sequence else ''}.",
+            remedy="Write it without the change in place, or leave the layer whole, "
+            f"cut={{{split.site!r}: 'replicated'}}{', or use sequence=False' if self.sequence else ''}.",
         )
 
     # -------------------------------------------------------------------------------------------------- randomness
@@ -372,12 +375,12 @@ def _plain(whole: Tensor) -> Tensor:
 
 
 def refused_tokens(num_tokens: int, *, size: int, site: str) -> Reason | None:
-    """Return why so many tokens cannot be cut among `size` workers; None where they can."""
+    """Return why `num_tokens` cannot be split among `size` workers; None where they can."""
     if num_tokens % size == 0:
         return None
     return Reason(
         module=site,
-        what=f"sequence=True cuts tokens among {size} workers, but {site} has {num_tokens} of them.",
+        what=f"sequence=True splits tokens among {size} workers, but {site} has {num_tokens} of them.",
         remedy=f"Pad sequences to a multiple of {size}, or use sequence=False.",
     )
 
@@ -396,7 +399,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_in_place(func: Callable[..., Any]) -> bool:
-    """Whether a torch function writes into its first argument."""
+    """Return whether a torch function writes into its first argument."""
     name = getattr(func, "__name__", str(func))
     if name.startswith("__"):
         return name in ("__setitem__", "__set__", "__delitem__") or name.strip("_") in IN_PLACE

@@ -1,7 +1,8 @@
-"""Prove a cut before it is used: a block on random weights, whole and as emulated workers, must agree.
+"""Verify a split before it is used: a block on random weights must compute the same whole and on emulated workers.
 
-Outputs, and gradients of every input and parameter, are compared. So a wrong guess about a block, or an operation with
-a wrong rule, leads to a refusal and never to another loss. Blocks of one class with the same sizes are proved once.
+Outputs and the gradients of every input and parameter are compared. A wrong guess about a block, or an operation with a
+wrong rule, therefore leads to a refusal and never to another loss. Blocks of one class with the same sizes are verified
+once.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from paceline.parallel.tensor.split_tensor import TensorGroupOps, mapped
 
 __all__ = ["captured", "disagreement"]
 
-TOLERANCE = 1e-4  # a wrong cut is off by the numbers' own size; blocks that compute partly in fp32 are off by 1e-7
+TOLERANCE = 1e-4  # a wrong split is off by the numbers' own size; blocks that compute partly in fp32 are off by 1e-7
 
 
 def captured(model: nn.Module, sample: SampleInput, names: Sequence[str]) -> dict[str, SampleInput]:
-    """Return what each named module is first called with when the model runs on `sample`."""
+    """Return the arguments of the first call of each named module when the model runs on `sample`."""
     calls: dict[str, SampleInput] = {}
 
     def note(name: str) -> Any:
@@ -42,7 +43,7 @@ def captured(model: nn.Module, sample: SampleInput, names: Sequence[str]) -> dic
     modules = dict(model.named_modules())
     hooks = [modules[name].register_forward_pre_hook(note(name), with_kwargs=True) for name in names]
     try:
-        with torch.no_grad():  # tensors with a history cannot be copied
+        with torch.no_grad():  # tensors with a graph cannot be copied
             sample.run(model)
     finally:
         for hook in hooks:
@@ -55,15 +56,15 @@ def disagreement(
 ) -> str | None:
     """Return how `size` emulated workers differ from the whole block, in words; None where they agree."""
     try:
-        whole = _random_copy(block)  # its buffers, and whatever else it changes, are its own
+        whole = _random_copy(block)  # the copy has its own buffers
         try:
             reference = _run(whole, call, None)
         except RuntimeError:  # some kernels have no double precision
             whole = whole.float()
             reference = _run(whole, call, None)
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # operations that gather are told of by the plan
-            # Threads share the generator, so it is put back here, and not in each of them.
+            warnings.simplefilter("ignore")  # the plan itself lists operations that gather
+            # Threads share the generator, so it is restored here and not in each of them.
             parts = emulate(size, lambda group: _run_part(whole, layers, call, group, sequence))
     except (RuntimeError, TypeError, ValueError, PlanError, AttributeError) as error:
         lines = str(error).strip().splitlines()
@@ -96,7 +97,7 @@ class _BlockResult:
 
 
 def _random_copy(block: nn.Module) -> nn.Module:
-    """The block in double precision, without the zeros and ones that would hide an error."""
+    """Return the block in double precision, without the zeros and ones that would hide an error."""
     whole = copy.deepcopy(block).double().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -111,16 +112,16 @@ def _run_part(
     whole: nn.Module, layers: Sequence[Layer], call: SampleInput, group: EmulatedGroup, sequence: bool
 ) -> _BlockResult:
     part = copy.deepcopy(whole)
-    team = TensorGroupOps(group, rules=rule_of, sequence=sequence)
-    cuts = split_layers(part, layers, team)
-    result = _run(part, call, team)
-    for name, one in cuts.items():
+    ops = TensorGroupOps(group, rules=rule_of, sequence=sequence)
+    splits = split_layers(part, layers, ops)
+    result = _run(part, call, ops)
+    for name, one in splits.items():
         if name in result.parameters:
             result.parameters[name] = one.gathered(result.parameters[name], group)
     return result
 
 
-def _run(block: nn.Module, call: SampleInput, team: TensorGroupOps | None) -> _BlockResult:
+def _run(block: nn.Module, call: SampleInput, ops: TensorGroupOps | None) -> _BlockResult:
     inputs: dict[str, Tensor] = {}
     dtype = next((one.dtype for one in block.parameters() if one.is_floating_point()), torch.float64)
 
@@ -136,7 +137,7 @@ def _run(block: nn.Module, call: SampleInput, team: TensorGroupOps | None) -> _B
     args, kwargs = mapped(copy.deepcopy(call.args), own), mapped(copy.deepcopy(dict(call.kwargs)), own)
     with torch.enable_grad():
         result = block(*args, **kwargs)
-        outputs = {str(index): one for index, one in enumerate(_tensors(result, team))}
+        outputs = {str(index): one for index, one in enumerate(_tensors(result, ops))}
         loss = torch.zeros((), dtype=torch.float64)
         for index, one in outputs.items():
             if one.requires_grad:
@@ -151,12 +152,12 @@ def _run(block: nn.Module, call: SampleInput, team: TensorGroupOps | None) -> _B
     )
 
 
-def _tensors(value: Any, team: TensorGroupOps | None) -> Iterator[Tensor]:
-    """The floating tensors of a result, whole."""
+def _tensors(value: Any, ops: TensorGroupOps | None) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of a result, whole."""
     if isinstance(value, Tensor):
-        whole = value if team is None else team.plain(value)
+        whole = value if ops is None else ops.plain(value)
         if whole.is_floating_point():
             yield whole
     elif isinstance(value, (Mapping, tuple, list)):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one, team)
+            yield from _tensors(one, ops)

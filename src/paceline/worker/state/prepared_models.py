@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from paceline.parallel.expert.find_experts import RoutedExperts
     from paceline.parallel.pipeline.find_stages import PipelinePlan
     from paceline.parallel.pipeline.stage_transfer import StageTransport
-    from paceline.parallel.tensor.plan import ParameterCut, TensorPlan
+    from paceline.parallel.tensor.plan import ParameterSplit, TensorPlan
     from paceline.parallel.tensor.split_tensor import TensorGroupOps
     from paceline.sync.parameter_server.async_updates import AsyncGradients
     from paceline.sync.parameter_server.client import ServerClient
@@ -82,10 +82,10 @@ class PreparedModels:
         self._all_in_step = axes.whole if plan.is_local else group
         self._agreeing: Sequence[WeightAveraging] = ()  # where replicas take steps by themselves, from the first one on
         self._note = note
-        self._cuts: dict[nn.Module, Mapping[str, ParameterCut]] = {}
-        self._expert_cuts: dict[nn.Module, Mapping[str, ParameterCut]] = {}  # parameters of which each has some experts
+        self._cuts: dict[nn.Module, Mapping[str, ParameterSplit]] = {}
+        self._expert_cuts: dict[nn.Module, Mapping[str, ParameterSplit]] = {}  # each worker has some experts
         self._cut_names: dict[
-            str, tuple[ParameterCut, RecordedTensorGroup]
+            str, tuple[ParameterSplit, RecordedTensorGroup]
         ] = {}  # by full names, with those who have the parts
         self._parts: set[int] = set()  # ids of parameters that are cut
         self._of_experts: set[int] = set()  # and of those that belong to experts
@@ -172,7 +172,7 @@ class PreparedModels:
             for key, cut in cuts.items()
         }
 
-    def _holders(self, model: nn.Module) -> Iterator[tuple[Mapping[str, ParameterCut], RecordedTensorGroup]]:
+    def _holders(self, model: nn.Module) -> Iterator[tuple[Mapping[str, ParameterSplit], RecordedTensorGroup]]:
         """Parameters of a model that are cut, and those who hold the parts."""
         if self._axes.tensor_parallel_group is not None:
             yield self._cuts.get(model, {}), self._axes.tensor_parallel_group
@@ -488,7 +488,7 @@ class PreparedModels:
         self._parts.update(id(names[name]) for name in cut.parameters)
         self._partial.update(map(id, cut.summed))
         self._note(plan.headline)
-        return cut.team
+        return cut.ops
 
     def _make_equal(self, tensors: Sequence[Tensor]) -> None:
         """Give all workers of the run the first one's; a newcomer is sent all that counts later."""
@@ -515,7 +515,7 @@ class PreparedModels:
         from paceline.parallel.expert.apply import distribute_experts
 
         spread = distribute_experts(model, found, expert_parallel_group)
-        self._expert_cuts[model], self._owners[model] = spread.cuts, spread.owners
+        self._expert_cuts[model], self._owners[model] = spread.splits, spread.owners
         self._spread[model] = found
         self._of_experts.update(id(p) for name, p in model.named_parameters() if spread.is_of_experts(name))
         self._note(spread.headline)
@@ -529,7 +529,7 @@ class PreparedModels:
         """Keep this worker's stages of a model."""
         from paceline.worker.step.pipeline_stages import PipelineModel
 
-        if self._axes.preparation_group.broadcast_object(found.cut) != found.cut:
+        if self._axes.preparation_group.broadcast_object(found.partition) != found.partition:
             raise SyncError(
                 "the first worker cuts the model into other stages than this worker, so they do not have the same "
                 "model, or the same version of torch: make it equal on all workers before worker.prepare(model)"
@@ -537,7 +537,7 @@ class PreparedModels:
         self._staged[model] = staged = PipelineModel(
             model,
             units=found.units,
-            cut=found.cut,
+            partition=found.partition,
             layout=self._plan.layout,
             group=self._axes.stages,
             link=link,
@@ -616,7 +616,7 @@ class PreparedModels:
                 zero=self._plan.layout.zero,
                 precision=self._plan.compute.precision,
                 on_host=self._plan.compute.offload == "all",
-                ring=self._ring,
+                recorder=self._ring,
                 traffic=self._shards.traffic,
             )
         )

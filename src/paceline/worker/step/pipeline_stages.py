@@ -50,7 +50,7 @@ class PipelineModel:
         model: nn.Module,
         *,
         units: Sequence[ModelUnit],
-        cut: StagePartition,
+        partition: StagePartition,
         layout: Layout,
         group: WorkerGroup,
         link: StageTransport,
@@ -62,7 +62,7 @@ class PipelineModel:
     ) -> None:
         """`group`: the workers of this replica's stages; `note` tells the user a sentence; under `still()` layers that
         are cut, and rows that are split, stay where they are; `shards` knows of rows."""
-        self.model, self.units, self.cut, self.group, self.link = model, units, cut, group, link
+        self.model, self.units, self.partition, self.group, self.link = model, units, partition, group, link
         self.device, self.precision, self.note, self.still = device, precision, note, still
         self.shards = shards
         self._layout = layout
@@ -71,10 +71,10 @@ class PipelineModel:
         shape = self.pipeline(1)
         self.own_stages = shape.stages_of(group.index)
         self._worker_of = shape.worker_of
-        stage_of = {unit.name: cut.stage_of(unit.name) for unit in units}
+        stage_of = {unit.name: partition.stage_of(unit.name) for unit in units}
         self._stage_of_module = {inner: stage_of[unit.name] for unit in units for inner in unit.module.modules()}
         self.headline = self._headline()
-        keep_stages(model, cut, self.own_stages)
+        keep_stages(model, partition, self.own_stages)
         self._is_running = False
         model.register_forward_pre_hook(self._before_forward)
 
@@ -93,7 +93,10 @@ class PipelineModel:
         """Which of the stages' workers has the word on each entry of the model's state: tensors, and what modules keep
         by `get_extra_state`."""
         model, found = self.model, dict[str, int]()
-        for named, stages in ((model.named_parameters, self.cut.parameters), (model.named_buffers, self.cut.buffers)):
+        for named, stages in (
+            (model.named_parameters, self.partition.parameters),
+            (model.named_buffers, self.partition.buffers),
+        ):
             first = {id(tensor): name for name, tensor in named()}
             for name, tensor in named(remove_duplicate=False):
                 found[name] = self._worker_of(stages[first[id(tensor)]][0])
@@ -105,7 +108,7 @@ class PipelineModel:
 
     def own_units(self) -> list[tuple[str, nn.Module]]:
         """The units of this worker's stages, with their names, but for those that share parameters with each other."""
-        own = [unit for unit in self.units if self.cut.stage_of(unit.name) in self.own_stages]
+        own = [unit for unit in self.units if self.partition.stage_of(unit.name) in self.own_stages]
         held = [{id(parameter) for parameter in unit.module.parameters()} for unit in own]
         return [
             (unit.name, unit.module)
@@ -116,7 +119,7 @@ class PipelineModel:
     def shared(self) -> list[tuple[str, Parameter, tuple[int, ...]]]:
         """Parameters here that several workers have: name, parameter, and the workers' indices, the home first."""
         parameters, found = dict(self.model.named_parameters()), []
-        for name, stages in sorted(self.cut.shared.items()):
+        for name, stages in sorted(self.partition.shared.items()):
             holders = tuple(dict.fromkeys(self._worker_of(stage) for stage in stages))
             if len(holders) > 1 and self.group.index in holders:
                 found.append((name, parameters[name], holders))
@@ -153,9 +156,9 @@ class PipelineModel:
     def _headline(self) -> str:
         sizes = {id(tensor): tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()]}
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        stages_of = {**self.cut.parameters, **self.cut.buffers}
+        stages_of = {**self.partition.parameters, **self.partition.buffers}
         said: list[str] = []
-        for stage, names in enumerate(self.cut.stages):
+        for stage, names in enumerate(self.partition.stages):
             num_bytes = sum(sizes[id(tensor)] for name, tensor in named if stage in stages_of[name])
             what = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} units)"
             said.append(f"{what}: {bytes_text(num_bytes)}")
@@ -241,7 +244,7 @@ class PipelinePass:
         self._worker = StageWorker(
             staged.model,
             units=staged.units,
-            cut=staged.cut,
+            partition=staged.partition,
             pipeline=staged.pipeline(1),
             worker_index=staged.group.index,
             link=staged.link,
@@ -350,7 +353,7 @@ class PipelinePass:
                 continue
             self._checked.add(id(tape))
             for name, users in tape.parameters.items():
-                lacking = {way.stage_of[unit] for unit in users} - set(self.staged.cut.parameters[name])
+                lacking = {way.stage_of[unit] for unit in users} - set(self.staged.partition.parameters[name])
                 if lacking:
                     raise PlanError(
                         f"{name} is used on stage {min(lacking)}, which does not have it: the sample that the "
@@ -378,7 +381,7 @@ class PipelinePass:
 
     def _counted(self, action: Action) -> None:
         """Note the count of the loss that has just been formed, where that is this worker's."""
-        if action.stage != self.staged.cut.num_stages - 1:
+        if action.stage != self.staged.partition.num_stages - 1:
             return
         if isinstance(self._count, Tensor) and self._count.is_meta:
             raise PlanError(
