@@ -16,8 +16,10 @@ if TYPE_CHECKING:
         LaunchError,
         PacelineError,
         PlanError,
+        RunFileError,
         SyncError,
         WorkerError,
+        WorkersLostError,
     )
     from paceline.lr_scaling import scaled_lr
     from paceline.plan import (
@@ -66,12 +68,14 @@ __all__ = [
     "PlanError",
     "PowerSGD",
     "Raw",
+    "RunFileError",
     "Sparse",
     "StepBatch",
     "SyncError",
     "TopK",
     "Worker",
     "WorkerError",
+    "WorkersLostError",
     "register_backend",
     "run",
     "scaled_lr",
@@ -85,8 +89,10 @@ _HOMES = {
         "LaunchError",
         "PacelineError",
         "PlanError",
+        "RunFileError",
         "SyncError",
         "WorkerError",
+        "WorkersLostError",
     ),
     "paceline.plan": (
         "AllReduce",

@@ -41,7 +41,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what an OSError then sa
 
 
 class PacelineError(Exception):
-    """Base of all errors below."""
+    """Base class of every error that Paceline raises on purpose. All of them survive pickling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +79,19 @@ class PlanError(PacelineError, ValueError):
 
 
 class LaunchError(PacelineError):
-    """Workers could not be started or could not find each other."""
+    """Workers could not be started, or could not find each other; the command then ends with exit status 2.
+
+    The message names the host or worker and the remedy: an address that nobody answers at, a token that differs, a host
+    that never came. Nothing was trained.
+    """
 
 
 class WorkerError(PacelineError):
-    """A worker failed; `str()` begins with its own traceback where it had one."""
+    """A worker failed; `paceline.run` raises it in the calling process, and the command ends with exit status 1.
+
+    `str()` begins with the worker's own traceback where it had one. `worker` is its rank, `host` its host's name,
+    `step` the last committed step, `exit_code` that of its process (negative: the signal that ended it).
+    """
 
     def __init__(
         self,
@@ -104,7 +112,9 @@ class WorkerError(PacelineError):
 
 
 class WorkersLostError(WorkerError, SystemExit):
-    """Workers or hosts were taken away, and too few left; a script that does not catch it ends with status `code`.
+    """Workers or hosts were taken away, and too few are left; the same command goes on from the newest state.
+
+    A script that does not catch it ends with status `code`, which is 76: a launcher may repeat the command then.
 
     Of a SystemExit nothing is shown: whoever raises it tells the message before.
     """

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import paceline
 from paceline import config, environment
@@ -37,18 +37,87 @@ __all__ = ["run", "start"]
 
 T = TypeVar("T")
 
+JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {"program", "args"}
 
-def run(function: Callable[[Worker], T], *, plan: Plan | str | None = None, **job: Any) -> T:
-    """Run `function(worker)` on every worker of a job and return worker 0's value; of an elastic run, the value of the
-    first of those who are there at its end.
 
-    `plan` says what is computed; `job` are fields of `Job`: workers, run_dir, save_every, launcher, ... Inside a
-    worker, and under torchrun, srun or mpirun, the call becomes that worker: it returns its own value, and exits where
-    a peer has failed. On the other hosts of a job with several it returns None. Raises PlanError before anything
-    starts, and what worker 0 (or whichever failed first) raised, as WorkerError; where workers were only taken away,
-    a script gets a WorkersLostError, with which it ends with 76 unless it catches it.
+def run(
+    function: Callable[[Worker], T],
+    *,
+    plan: Plan | str | None = None,
+    workers: int | None = None,
+    run_dir: str | Path | None = None,
+    fresh: bool | None = None,
+    max_steps: int | None = None,
+    save_every: int | None = None,
+    save_at_end: bool | None = None,
+    keep: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] | None = None,
+    threads: int | None = None,
+    hosts: int | None = None,
+    head: str | None = None,
+    token_file: str | None = None,
+    launcher: Literal["local", "inline"] | None = None,
+    timeout_s: float | None = None,
+    silence_s: float | None = None,
+    patience_s: float | None = None,
+    grace_s: float | None = None,
+    balance: bool | None = None,
+    noise_scale: bool | None = None,
+    show: Literal["first", "all"] | None = None,
+    metrics_port: int | None = None,
+    metrics_host: str | None = None,
+    tensorboard: bool | None = None,
+    capture_dir: str | None = None,
+    **unknown: Any,
+) -> T:
+    """Run `function(worker)` on every worker of a job, and return worker 0's value.
+
+    Of an elastic run it returns the value of the first worker that is there at its end. Inside a worker, and under
+    torchrun, srun or mpirun, the call becomes that worker: it returns its own value, and exits where a peer has failed.
+    On the other hosts of a job with several hosts it returns None.
+
+        value = paceline.run(train, workers=4, plan="replicas=4+batch(size=64)", run_dir="runs/first")
+
+    Every parameter but `plan` is a field of `Job`; None means "not said here", so the command's word, or the default in
+    brackets, counts. What the command says wins over the script.
+
+    :param function: called as `function(worker)` on every worker; functions of notebook cells work.
+    :param plan: what is computed: a `Plan`, or its text.
+    :param workers: processes of the whole job, over all hosts (the plan's replicas times the workers of one, or 1).
+    :param run_dir: where the run's files lie (`runs/<program>-<date>-<time>`); one with checkpoints is continued.
+    :param fresh: start over in a `run_dir` that holds checkpoints (False).
+    :param max_steps: stop after this global step, counted over all attempts.
+    :param save_every: steps between two checkpoints (only `worker.save()` saves).
+    :param save_at_end: save one more checkpoint after the last step (True).
+    :param keep: how many of the newest complete checkpoints are kept (3).
+    :param device: "cpu", "cuda", or "auto": a GPU for each worker if the host has enough, else the CPU ("auto").
+    :param threads: CPU threads of each worker (cores of the host divided by the workers on it).
+    :param hosts: how many hosts take part; the same command is started once on each (1).
+    :param head: HOST:PORT at which the hosts meet; needed with several hosts.
+    :param token_file: file with the job's secret token, which is read from PACELINE_TOKEN otherwise.
+    :param launcher: "local", or "inline": worker 0 runs in this process, for pdb ("local").
+    :param timeout_s: seconds that a worker waits for its peers before the run fails (600).
+    :param silence_s: seconds without a word after which a host, and in elastic runs a worker, counts as lost (10).
+    :param patience_s: seconds that an elastic run with too few replicas waits for more before it saves and ends (60).
+    :param grace_s: seconds after SIGTERM in which workers finish the step, save and leave (30).
+    :param balance: give persistently slower workers fewer micro-batches of each step (False).
+    :param noise_scale: measure the gradient noise scale (True).
+    :param show: whose standard output the console shows: "first" (worker 0's) or "all" ("first").
+    :param metrics_port: port of a Prometheus endpoint; 0: any free port (no endpoint).
+    :param metrics_host: address that the endpoint listens on ("127.0.0.1").
+    :param tensorboard: write TensorBoard files (True).
+    :param capture_dir: write losses, gradients and weights of each step there, for a comparison.
+    :raises PlanError: the plan or the job cannot work; before anything starts.
+    :raises LaunchError: workers could not be started, or hosts did not find each other.
+    :raises WorkerError: what worker 0, or whichever worker failed first, raised.
+    :raises WorkersLostError: workers were only taken away; a script that does not catch it ends with 76.
     """
-    fields = {name: value for name, value in job.items() if value is not None}
+    said = {name: value for name, value in locals().items() if name in JOB_FIELDS and value is not None}
+    fields = said | {
+        name: value for name, value in unknown.items() if value is not None
+    }  # an unknown name is refused below, with the one that was meant
+    if "run_dir" in fields:
+        fields["run_dir"] = str(run_dir)
     if not callable(function):
         raise TypeError(f"paceline.run() needs a function of one argument, the worker, not a {type(function).__name__}")
     if not isinstance(plan, (Plan, str, type(None))):

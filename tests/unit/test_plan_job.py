@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.errors import PlanError
+import paceline
+import paceline.errors
+from paceline.errors import PacelineError, PlanError
 from paceline.plan import Assignment, Batch, Cast, Job, Layout, Plan, read_job_file
 from paceline.plan.job import assignment_from_json, assignment_to_json, head_address
+from paceline.run import run
 
 ASSIGNMENT = Assignment(
     rank=3,
@@ -156,3 +161,23 @@ def test_a_mistake_in_a_job_file_names_the_file_and_the_place(tmp_path: Path, te
         read_job_file(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert says in str(caught.value)
+
+
+def test_a_script_may_say_every_field_of_a_job_but_the_program_and_each_is_documented() -> None:
+    taken = inspect.signature(run).parameters
+    fields = {field.name for field in dataclasses.fields(Job)} - {"program", "args"}
+    assert set(taken) - {"function", "plan", "unknown"} == fields
+    assert all(taken[name].default is None and taken[name].annotation != "Any" for name in fields)
+    documented = inspect.getdoc(run) or ""
+    assert all(f":param {name}:" in documented for name in fields | {"function", "plan"})
+
+
+def test_a_misspelt_keyword_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(PlanError, match=r"Job has no field 'worker'\. Did you mean 'workers'"):
+        run(lambda worker: None, worker=2)
+
+
+def test_every_error_that_is_raised_on_purpose_is_exported_and_says_when() -> None:
+    errors = [one for one in vars(paceline.errors).values() if isinstance(one, type) and issubclass(one, PacelineError)]
+    assert {one.__name__ for one in errors} <= set(paceline.__all__)
+    assert all(one.__doc__ for one in errors)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from forked import WorkersFailed, World
 from paceline.monitor.audit.audit import audit
@@ -259,3 +259,37 @@ def test_an_iterable_that_makes_no_step_is_an_error_on_all_workers(
         world(lambda worker: seen(worker, Lines(count)), 2, Plan(batch=Batch(size=8, micro=2, drop_last=drop_last)))
     assert sorted(failed.value.errors) == [0, 1]
     assert all(says in text for text in failed.value.errors.values())
+
+
+def test_names_of_torchs_loader_work_and_two_names_of_one_option_are_refused(world: World) -> None:
+    def doubled(items: list[Any]) -> Any:
+        x, y = default_collate(items)
+        return 2 * x, y
+
+    def run(worker: Any) -> tuple[list[float], list[str]]:
+        data = TensorDataset(torch.ones(8, 3), torch.zeros(8))
+        worker.prepare(nn.Linear(3, 1))
+        said = list[str]()
+        for both in ({"collate": doubled, "collate_fn": doubled}, {"loaders": 1, "num_workers": 2}):
+            with pytest.raises(ValueError, match="two names of one option") as refused:
+                worker.batches(data, **both)
+            said.append(str(refused.value))
+        seen = [float(x.sum()) for batch in worker.batches(data, collate_fn=doubled, num_workers=1) for x, _ in batch]
+        return seen, said
+
+    for seen, said in world(run, 1, Plan(batch=Batch(size=4, micro=4))):
+        assert seen == [24.0, 24.0]
+        assert "give collate" in said[0] and "loaders=1 and num_workers=2" in said[1]
+
+
+def test_a_step_that_is_unpacked_like_one_pair_is_refused_with_what_to_write(world: World) -> None:
+    def run(worker: Any) -> None:
+        worker.prepare(nn.Linear(3, 1))
+        for batch in worker.batches(TensorDataset(torch.ones(8, 3), torch.zeros(8))):
+            with pytest.raises(TypeError, match=r"`x, y = batch` write `loss = step\(batch\)`"):
+                _, _ = batch
+            with pytest.raises(TypeError, match="is one step"):
+                _, *_ = batch
+            assert len(list(batch)) == len(batch)
+
+    world(run, 1, Plan(batch=Batch(size=4, micro=2)))

@@ -147,10 +147,12 @@ class Worker:
         dataset: Any,
         *,
         epochs: int = 1,
-        collate: Collate = default_collate,
-        loaders: int = 0,
+        collate: Collate | None = None,
+        loaders: int | None = None,
         prefetch: int = 2,
         name: str | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
     ) -> Iterator[StepBatch]:
         """Yield one item a step: this worker's micro-batches of the global batch, from where the run stands.
 
@@ -159,7 +161,12 @@ class Worker:
         samples, so a loop `for epoch in range(n): for batch in worker.batches(data)` gets another order in each epoch.
         Such a loop cannot be resumed rightly in a later epoch: a stream that was finished gives nothing, but the code
         behind its loop runs again. Use `epochs=n`, and `batch.ends_epoch` for what is done once per epoch.
+
+        `collate` makes a micro-batch of a list of samples, as torch's `default_collate` does. torch's own names work,
+        too: `collate_fn` for `collate`, and `num_workers` for `loaders`.
         """
+        collate = only_one("collate", collate, "collate_fn", collate_fn) or default_collate
+        loaders = only_one("loaders", loaders, "num_workers", num_workers) or 0
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
         if loaders < 0 or prefetch < 1:
@@ -205,8 +212,9 @@ class Worker:
         measures: Mapping[str, Measure] | Measure,
         *,
         micro: int | None = None,
-        collate: Collate = default_collate,
+        collate: Collate | None = None,
         forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+        collate_fn: Collate | None = None,
     ) -> dict[str, float]:
         """Return exact means over a dataset with len() and [], equal on all workers; nothing is padded or counted
         twice.
@@ -231,7 +239,7 @@ class Worker:
                     device=self.device,
                     precision=self.plan.compute.precision,
                     seeds=(self.plan.batch.seed, 4, self.step),
-                    collate=collate,
+                    collate=only_one("collate", collate, "collate_fn", collate_fn) or default_collate,
                     forward=forward,
                     axes=who.axes,
                     shards=self._shards,
@@ -333,6 +341,13 @@ class Worker:
     def _say(self, text: str) -> None:
         if self.is_first:
             self._files.emit(Note(text=text))
+
+
+def only_one(name: str, value: T | None, alias: str, other: T | None) -> T | None:
+    """Return what was given under either of two names; ValueError where both were."""
+    if value is not None and other is not None:
+        raise ValueError(f"{name}={value!r} and {alias}={other!r} are two names of one option; give {name}")
+    return other if value is None else value
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

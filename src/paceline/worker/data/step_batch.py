@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
+import inspect
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -76,6 +79,12 @@ class StepBatch:
         return len(self.micros)
 
     def __iter__(self) -> Iterator[Any]:
+        frame = inspect.currentframe()
+        if frame is not None and frame.f_back is not None and _is_unpacked(frame.f_back):
+            raise TypeError(
+                "an item of worker.batches() is one step: this worker's micro-batches of it, not one pair. In place of "
+                "`x, y = batch` write `loss = step(batch)`, or `for x, y in batch: worker.backward(loss(model(x), y))`"
+            )
         return self._walk(self)
 
     def __repr__(self) -> str:
@@ -185,3 +194,12 @@ def _rebuilt(original: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
         return type(original)(moved)  # type: ignore[call-arg]  # tried: of a class that does not take a dict the next line is for
     except TypeError:
         return moved
+
+
+UNPACKS = frozenset(dis.opmap[name] for name in ("UNPACK_SEQUENCE", "UNPACK_EX"))
+
+
+def _is_unpacked(frame: types.FrameType) -> bool:
+    """Whether a frame is at an assignment to several names, `x, y = ...`, which asks for an iterator, too."""
+    code, place = frame.f_code.co_code, frame.f_lasti
+    return 0 <= place < len(code) and code[place] in UNPACKS
