@@ -20,6 +20,12 @@ LIMIT_S = 120
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+def first_script() -> str:
+    """`train.py` of the first tutorial, which how-to pages use without showing it again."""
+    (block,) = [block for block in blocks(ROOT / "docs/tutorials/first-script.md") if block.file_name == "train.py"]
+    return block.text
+
+
 @each_page
 @pytest.mark.timeout(500)
 def test_every_block_runs(page: Path, tmp_path: Path) -> None:
@@ -27,6 +33,8 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
     as_they_are = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     forked = warm.shell_path(tmp_path / "bin")
     path = as_they_are if page.name == "README.md" else forked
+    if page.parent.name == "how-to":
+        (tmp_path / "train.py").write_text(first_script())
     for block in blocks(page):
         if block.not_run or block.language not in ("python", "bash", "toml"):
             continue

@@ -20,7 +20,7 @@ WIRE = 1e-2  # what a wire of 16 bits may change
 CAUSES = """\
 Usual causes: a loss that is scaled by hand, or divides by the whole batch; code that asks worker.rank or
 worker.workers; a random generator of the script's own; state that is neither in a parameter nor in a buffer.
-See docs/parity.md."""
+See docs/reference/parity.md."""
 ROUNDING = "Or it is rounding that the training has amplified: --float64 tells, where that is nine digits smaller."
 NOT_EVEN_ONE = """\
 One worker already differs from the reference, which is the same computation: the script does not repeat itself.
