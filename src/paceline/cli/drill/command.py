@@ -26,8 +26,8 @@ faults, as KIND:worker=RANK,step=STEP:
   nan, spike         one of its micro-batches gives no number, or one that is far off
   kill_server        the parameter servers that it has started are killed (under sync=ParameterServer)
 
-where= (of kill, term, stop, cut and kill_server): forward, sum, commit, save or regroup. docs/reference/drill.md says what each
-of them is, and what is promised.
+where= (of kill, term, stop, cut and kill_server): forward, sum, commit, save or regroup.
+docs/reference/drill.md says what each of them is, and what is promised.
 
 exit status: 0 all promises held; 1 not, or the script fails undisturbed; 2 the command or plan cannot work"""
 

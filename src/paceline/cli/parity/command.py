@@ -16,7 +16,8 @@ EXAMPLES = """\
   paceline parity train.py --workers 1,2 --float64 -- --width 64
 
 Each configuration is compared with one process that runs the same plan. Without --plan that is the script's own; the
-number of replicas is always what --workers makes. How differences are measured, and what may differ: docs/reference/parity.md.
+number of replicas is always what --workers makes.
+How differences are measured, and what may differ: docs/reference/parity.md.
 Exit status 0: all differences are within the tolerance; 1: not, or a run failed, or one of several plans was refused;
 2: the command cannot work, or no plan can."""
 
