@@ -1,14 +1,14 @@
-"""Which way a group's sums take: the one that the plan names, or, for "auto", the fastest for each size, measured once.
-A named one is timed, too, so that the network is known.
+"""Chooses the all-reduce algorithm of a group: the one that the plan names, or, for "auto", the fastest for each size.
 
-Before the first sum the ways are timed with tensors of a few sizes, as far as a fraction of a second goes. That is not
-far on slow links, nor do small tensors tell how large ones go there: a connection that rests, as between two rounds of
-some algorithms, begins slowly again. So where nothing of about its size was timed a sum is put on trial: the first ones
-of that size take one way each, one after the other, and all later ones the fastest of them. Nothing is sent for it.
+Before the first sum the algorithms are timed with tensors of a few sizes, within a fraction of a second. On slow links
+that is too short, and small tensors do not predict large ones: a connection that rests, as between rounds of some
+algorithms, starts slowly again. So a sum of a size that was not timed becomes a trial. The first sums of that size use
+one algorithm each, in turn, and all later ones the fastest. Trials send nothing extra. A named algorithm is timed too,
+so that the network's speed is known.
 
-All members decide alike. What is measured counts at the group's first member, which tells the others; it keeps the
-table for each constellation of hosts, so that members who come back need not be measured again. Where all meet in one
-host's memory there is nothing to choose, and on GPUs the back end chooses by itself.
+All members decide alike: the first member's measurements count, and it sends them to the others. It keeps the table for
+each constellation of hosts, so returning members need not be measured again. If all members share one host's memory
+there is no choice, and on GPUs the back end chooses by itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TimingTable = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: secon
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceSettings:
-    """What a worker wants of all groups that sum gradients, and what it has learnt."""
+    """What a worker wants of all groups that sum gradients, and what it has measured."""
 
     algorithm: str  # as in the plan
     host: str  # of this worker: a name that no other host has
@@ -66,11 +66,11 @@ class AllReduceSettings:
     known: dict[tuple[str, ...], TimingTable] = dataclasses.field(default_factory=dict)  # by the members' hosts
 
     def latest(self, size: int) -> TimingTable:
-        """What was found last for a group of so many; empty where nothing was."""
+        """Return the newest timings of a group of this size; empty if there are none."""
         return next((table for hosts, table in reversed(self.known.items()) if len(hosts) == size), {})
 
     def learn(self, hosts: tuple[str, ...], table: TimingTable) -> None:
-        """A group of workers of these hosts has been made, and its members know this."""
+        """Store the timings of a group of workers on these hosts."""
         self.known.pop(hosts, None)
         self.known[hosts] = table
 
@@ -85,11 +85,10 @@ def with_selected_algorithm(
     lost: type[SyncError] = SyncError,
     tells: bool = False,
 ) -> WorkerGroup:
-    """Return the group whose sums take the wanted way; it may be `group` itself. All members must call; blocks.
+    """Return the group with the wanted algorithm; it may be `group` itself. All members must call; blocks.
 
-    `store` is for this group alone, and for this once. `check`, asked while waiting, raises where the group is over;
-    `lost` is raised where a peer has gone. `tells`: this worker may speak for the group. After an error the group is
-    closed.
+    `store` is for this group alone, and for this one use. `check`, called while waiting, raises if the group is over;
+    `lost` is raised if a peer is gone. `tells`: this worker reports for the group. After an error the group is closed.
     """
     algorithm = wanted.algorithm
     if group.size == 1 or (algorithm in ("auto", "hierarchical") and group.shares_memory):
@@ -132,15 +131,17 @@ def with_selected_algorithm(
 
 
 def _candidates(algorithm: str, hosts: Sequence[int]) -> tuple[str, ...]:
-    """The ways that a sum may take."""
+    """Return the algorithms that a sum may use."""
     if algorithm != "auto":
         return (algorithm,)
     return (BACKEND, *FLAT, *(["hierarchical"] if len(set(hosts)) < len(hosts) else []))
 
 
 class AlgorithmChoice:
-    """Which of several ways a sum of so many bytes takes: the fastest by the `table`, in which each trial's outcome
-    comes; `agree(table)` returns the same one on all members. The first way until there is that."""
+    """Chooses the fastest algorithm for a number of bytes from the `table`, to which each trial adds its result.
+
+    `agree(table)` returns the same table on all members. Until there are timings, the first algorithm is used.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -149,7 +150,7 @@ class AlgorithmChoice:
         self._trials: dict[int, dict[str, float]] = {}  # under way, by bytes: seconds of the ways that have been tried
 
     def pick(self, num_bytes: int) -> SelectedAlgorithm:
-        """Which one to take. All members must ask, for the same sizes in the same order."""
+        """Return the algorithm to use. All members must ask, for the same sizes in the same order."""
         first, *others = self.names
         if self.agree is None:
             return SelectedAlgorithm(first)
@@ -162,7 +163,7 @@ class AlgorithmChoice:
         return SelectedAlgorithm(name, functools.partial(self._take, tried, name))
 
     def _take(self, tried: int, name: str, seconds: float) -> None:
-        """A sum on trial has taken so long; all members must call after the last one."""
+        """Record the time of a trial; all members must call after the last one."""
         trial = self._trials[tried]
         trial[name] = seconds
         if len(trial) == len(self.names) and self.agree is not None:
@@ -170,7 +171,7 @@ class AlgorithmChoice:
 
 
 def _nearest_size(table: TimingTable, size: int) -> int | None:
-    """The size in the table whose way a sum of `size` bytes takes; None: none is near."""
+    """Return the size in the table that is near enough to decide for `size` bytes; None if there is none."""
     largest = max(table, default=0)
     if size > largest:  # of very large ones the rate alone counts
         return largest if max(SIZES) <= largest or size <= REACH * largest else None
@@ -186,7 +187,7 @@ def fastest_algorithm(row: Mapping[str, float]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _SharedTimings:
-    """What is known of members on these hosts, or else what is measured: that of the first member."""
+    """The first member's timings: known from before for these hosts, or measured."""
 
     group: ScheduledGroup
     hosts: tuple[str, ...]
@@ -225,8 +226,10 @@ class _SharedTimings:
 
 
 def measure_algorithms(group: ScheduledGroup, names: Sequence[str]) -> TimingTable:
-    """Time each way at some sizes, as far as the time goes; all members must call, and all get the first one's
-    numbers. On slow links only a barrier is timed, which says what the back end takes for what is small."""
+    """Time each algorithm at some sizes within the time budget; all members must call, and get the first one's numbers.
+
+    On slow links only a barrier is timed, which gives the back end's latency.
+    """
     began = time.perf_counter()
     barriers_s: list[float] = []
     for _ in range(NUM_BARRIERS):

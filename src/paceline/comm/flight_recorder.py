@@ -1,19 +1,20 @@
-"""What a worker is doing, in a small file that others can read at any time: also while it hangs, or after its death.
+"""The flight recorder: what a worker is doing, in a small file that others can read even while it hangs or after its
+death.
 
-A *ring* of the newest collectives, which of them the worker waits for, how many it has entered in each group, and the
-phase it is in. All of it lies in memory that is mapped from a file: to write is to copy a few bytes, nothing is
-flushed, and the kernel keeps what is in it whatever becomes of the process. Times are of the host's monotonic clock,
-which its processes share.
+It holds the newest collectives, which of them the worker waits for, how many it has entered in each group, and its
+current phase. All of it lies in memory mapped from a file. Writing copies a few bytes and flushes nothing, and the
+kernel keeps the content whatever happens to the process. Times are of the host's monotonic clock, which its processes
+share.
 
-    header     who this is; what it does now
+    header     which worker this is; what it does now
     groups     one place each: the run's own group first, then those that the user's code has made
     calls      NUM_CALLS places, used in turn
 
-A call has a *serial* (counted by this worker) and a *sequence* (counted in its group: the same on all members, as long
-as they make the same calls). Readers may come at any moment, and a writer may lose its core in the middle of a place
-for a long time. A call is packed in place, between its serial and its serial: it counts when both are there. All else
-is packed elsewhere and copied, so that each number is the old one or the new one (to pack in place begins with zeros);
-a time that is not there yet is now. No torch is imported here: supervisors read rings too.
+A call has a *serial* (counted by this worker) and a *sequence* (counted in its group: the same on all members as long
+as they make the same calls). Readers may come at any moment, and a writer may be suspended in the middle of a place for
+a long time. So a call is packed in place between two copies of its serial, and counts only if both are there. All other
+fields are packed elsewhere and copied, so each number is the old or the new one. No torch is imported here, because
+supervisors read these files too.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ STACKS_NAME = "stacks"  # beside it: what a worker writes when it gets the signa
 # A real-time signal, where there are any: the usual ones are for the user's program, and for batch systems.
 STACK_SIGNAL: int = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 MAGIC = b"PACERNG1"
-IDENTITY = struct.Struct("<8sIId")  # magic, worker, pid, its patience
+IDENTITY = struct.Struct("<8sIId")  # magic, worker, pid, its time limit
 NOW_AT, NOW = 64, struct.Struct("<QQQQQ32s")  # last change, serial waited for or 0, since, phase since, step, phase
 LINE_AT, LINE_BYTES = 160, 96  # the user's line when the phase began
 STEPS_AT, NUM_STEPS = 256, 16  # seconds that the newest steps took, used in turn; 0: not yet
@@ -96,7 +97,7 @@ class RecordedGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkTotals:
-    """What a worker has done since it began; seconds that it waited for others are its communication."""
+    """The work of a worker since it began; seconds of waiting for others count as communication."""
 
     steps: int = 0
     micros: int = 0  # micro-batches that it ran itself
@@ -108,7 +109,7 @@ class WorkTotals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FlightRecord:
-    """A ring as it was at one moment."""
+    """The content of a flight recorder at one moment."""
 
     worker: int
     pid: int
@@ -127,7 +128,9 @@ class FlightRecord:
 
 
 class FlightRecorder:
-    """A worker's own end. Several threads may enter; what the worker waits for is the word of the last one."""
+    """The writing end, in the worker. Several threads may enter collectives; the newest one determines what the worker
+    waits for.
+    """
 
     def __init__(self, memory: mmap.mmap, *, worker: int, limit_s: float) -> None:
         self._memory, self._lock = memory, threading.Lock()
@@ -142,7 +145,7 @@ class FlightRecorder:
 
     @classmethod
     def create(cls, path: Path, *, worker: int, limit_s: float) -> FlightRecorder:
-        """Make the file anew, for this process; `limit_s`: how long a worker waits for the others."""
+        """Make the file anew for this process; `limit_s` is how long the worker waits for others."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with open(partial, "w+b") as file:
             file.write(bytes(NUM_BYTES))  # not a hole: a full disk is an error here, and not a SIGBUS later
@@ -153,11 +156,11 @@ class FlightRecorder:
 
     @classmethod
     def unread(cls) -> FlightRecorder:
-        """A ring that nobody reads, for workers without a directory."""
+        """Return a recorder that is never read, for workers without a directory."""
         return cls(mmap.mmap(-1, NUM_BYTES), worker=0, limit_s=0.0)
 
     def join(self, name: str, members: Sequence[int], *, is_main: bool = False) -> None:
-        """This worker is in a group of these workers. `is_main`: the run's own, in place of the one before."""
+        """Record that this worker is in a group of these workers. `is_main`: it replaces the run's own group."""
         with self._lock:
             if is_main:
                 self._groups = {key: group for key, group in self._groups.items() if group is not self._main}
@@ -175,7 +178,7 @@ class FlightRecorder:
             self._now(0)
 
     def part(self, name: str) -> None:
-        """This worker is in a group no longer."""
+        """Record that this worker has left a group."""
         with self._lock:
             group = self._groups.pop(name, None)
             if group is not None:
@@ -195,10 +198,10 @@ class FlightRecorder:
         group: str | None = None,
         is_of_phase: bool = False,
     ) -> int:
-        """Say that this worker enters a collective (of the run's own group, unless told); returns the call's serial.
+        """Record that this worker enters a collective (of the run's own group by default); return the call's serial.
 
-        `is_of_phase`: no code of the user's has called it since the phase began, so its line is the phase's; to look
-        for it would cost as much as all the rest of this.
+        `is_of_phase`: no user code has called it since the phase began, so the phase's line is used. Looking it up
+        would cost as much as all the rest of this.
         """
         line = self._phase_line if is_of_phase else self._text(caller_line())
         now = time.monotonic_ns()
@@ -229,16 +232,16 @@ class FlightRecorder:
         return serial
 
     def wait(self, serial: int) -> None:
-        """Say that this worker does nothing but wait until the call is over."""
+        """Record that this worker only waits until the call is over."""
         now = time.monotonic_ns()
         self._put(NOW_AT, _WAIT.pack(now, serial, now))
 
     def leave(self) -> None:
-        """Say that it waits no longer."""
+        """Record that it waits no longer."""
         self._put(NOW_AT, _WAIT.pack(time.monotonic_ns(), 0, 0))
 
     def begin(self, phase: str, step: int) -> None:
-        """Say what this worker does from now on, and for which step."""
+        """Record what this worker does from now on, and for which step."""
         line = self._text(caller_line())
         with self._lock:
             self._phase, self._phase_ns, self._phase_line = self._text(phase), time.monotonic_ns(), line
@@ -248,7 +251,7 @@ class FlightRecorder:
             self._put(LINE_AT, _LINE.pack(line))
 
     def add_work(self, micros: int, seconds: Mapping[str, float]) -> None:
-        """Book a committed step."""
+        """Record a committed step."""
         added = (1, micros, *(seconds[phase] for phase in PHASES))
         self._work = tuple(map(operator.add, self._work, added))
         self._put(WORK_AT, WORK.pack(*self._work))
@@ -258,7 +261,7 @@ class FlightRecorder:
         self._put(NOW_AT, NOW.pack(now, waits_for, 0, self._phase_ns, self._step, self._phase))
 
     def _note_step(self, step: int) -> None:
-        """The first step is not counted: the program's own preparations come with it."""
+        """The first step is not counted, because it includes the program's preparations."""
         if self._step_ns and self._step > 0:
             seconds = (self._phase_ns - self._step_ns) / 1e9 / (step - self._step)
             self._put(STEPS_AT + step % NUM_STEPS * _SECONDS.size, _SECONDS.pack(seconds))
@@ -268,7 +271,7 @@ class FlightRecorder:
         self._memory[at : at + len(data)] = data
 
     def _text(self, thing: object) -> bytes:
-        """The bytes of a text that comes again and again."""
+        """Return the bytes of a text that repeats often."""
         found = self._texts.get(thing)
         if found is None:
             if len(self._texts) >= NUM_TEXTS:
@@ -278,9 +281,9 @@ class FlightRecorder:
 
 
 def read_flight_record(path: Path, *, with_calls: bool = True) -> FlightRecord | None:
-    """Return what a worker's file says; None where there is none, or where it is no ring.
+    """Return what a worker's file says; None if it is missing or no flight recorder.
 
-    `with_calls=False`: without the calls, at a tenth of the cost.
+    `with_calls=False` omits the calls, at a tenth of the cost.
     """
     num_bytes = NUM_BYTES if with_calls else CALLS_AT
     try:

@@ -44,7 +44,7 @@ PeerTensor = tuple[int, Tensor]  # another member's index, and what goes to it o
 
 
 class Disrupted(SyncError):
-    """The group is over: a member was lost, or the run goes on with others. Nothing of the transfer may be used."""
+    """The group is over: a member was lost, or the run goes on with other members. Discard the transfer's result."""
 
 
 class Transfer(Protocol):
@@ -182,12 +182,12 @@ class SingleWorkerGroup:
 class Group:
     """Two or more workers, over a torch process group that moves tensors of the CPU and of `device`.
 
-    Objects travel as CPU tensors, so they need no GPU, and a blocking call waits on the host, not in a stream. What
-    holds CUDA tensors arrives with them on `device`, the receiver's own.
+    Objects travel as CPU tensors, so they need no GPU, and a blocking call waits on the host, not in a stream. CUDA
+    tensors within an object arrive on `device`, the receiver's own.
 
-    gloo sums and gathers in rings, whose 2 (n - 1) and n - 1 steps follow each other, and in each of them the sender
-    waits for the receiver's word. Between far hosts that is all that a small tensor takes. So what is small goes from
-    each member straight to each other one, all at once.
+    gloo sums and gathers in rings, whose 2 (n - 1) and n - 1 steps follow each other, and in each step the sender waits
+    for the receiver's answer. Between distant hosts this latency dominates for small tensors. So each member sends
+    small tensors straight to each other member, all at once.
     """
 
     shares_memory = False

@@ -1,15 +1,15 @@
-"""A worker's vault: its newest snapshots, in memory that outlives it.
+"""A worker's memory checkpoint: its newest snapshots, in memory that outlives the worker.
 
-The memory belongs to two files without a name. Whoever starts workers makes them, holds them, and hands them to the
-worker when it is forked; when the last holder has gone, so has the memory. The worker fills them in turn: a *slot*
-loses its mark before the first byte changes and gets it back when the last one has, so a snapshot that a kill has cut
-off does not count, and the one before it does. What is in a slot is the worker's business
+The memory belongs to two files without a name (memfd). The supervisor makes and holds them, and hands them to the
+worker when it is forked; when the last holder has gone, the memory is freed. The worker fills the two *slots* in turn.
+A slot loses its header before its first byte changes, and gets a new one after its last byte is written. So a snapshot
+that a kill cut off does not count, and the one before it does. The content of a slot is the worker's business
 (`paceline.worker.state.memory_checkpointing`).
 
 Slots are written by system calls and never mapped: their memory is the host's, and not part of any worker's size.
 
-Where a job has several hosts, whoever holds the memory sends what is in it to another one, and notes there how far that
-is: the worker does not overwrite the older snapshot before the newer one has arrived.
+In a job on several hosts the supervisor copies each snapshot to a neighbor host, and notes the progress in the slot.
+The worker does not overwrite the older snapshot before the newer one has arrived there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIECE_BYTES = 1 << 30  # in one call: the system takes at most 2 GiB
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotHeader:
-    """What a slot that counts holds."""
+    """What a valid slot contains."""
 
     step: int  # the state after it
     index: int  # where the description of the rest begins
@@ -43,7 +43,7 @@ class SnapshotHeader:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicationStatus:
-    """How far what a slot holds is on its way to another host."""
+    """Which snapshot of a slot has arrived on the neighbor host."""
 
     step: int = -1  # of the snapshot that has arrived last; -1: none yet
     work_s: float = 0.0  # that sending has kept a core of this host busy, and receiving others
@@ -58,7 +58,7 @@ class SnapshotSlot:
 
     @property
     def mark(self) -> SnapshotHeader | None:
-        """What it holds; None where it was never filled, or not to its end."""
+        """The header; None if the slot was never filled, or not completely."""
         data = os.pread(self.fd, HEADER.size, 0)
         if len(data) < HEADER.size:
             return None
@@ -68,22 +68,22 @@ class SnapshotSlot:
         return SnapshotHeader(step=step, index=index, index_bytes=index_bytes, is_for_all=is_for_all)
 
     def clear(self) -> None:
-        """From now on it does not count."""
+        """Invalidate the slot."""
         if self.num_bytes:
             os.pwrite(self.fd, bytes(HEADER.size), 0)
 
     def commit(self, mark: SnapshotHeader) -> None:
-        """It is filled: from now on it counts."""
+        """Make the filled slot valid."""
         os.pwrite(self.fd, HEADER.pack(MAGIC, mark.step, mark.index, mark.index_bytes, mark.is_for_all), 0)
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it has."""
+        """The memory that the slot uses."""
         return os.fstat(self.fd).st_size
 
     @property
     def replication_status(self) -> ReplicationStatus | None:
-        """How far it is on its way; None where it is to stay here."""
+        """How far replication has come; None if the snapshot is not to be replicated."""
         data = os.pread(self.fd, REPLICATION.size, REPLICATION_AT)
         if len(data) < REPLICATION.size:
             return None
@@ -91,7 +91,7 @@ class SnapshotSlot:
         return ReplicationStatus(step=step, work_s=work_s, took_s=took_s) if magic == REPLICATION_MAGIC else None
 
     def note(self, replication_status: ReplicationStatus | None) -> None:
-        """Say how far it is on its way (None: it is to stay here)."""
+        """Record how far replication has come (None: the snapshot is not to be replicated)."""
         data = (
             bytes(REPLICATION.size)
             if replication_status is None
@@ -102,16 +102,16 @@ class SnapshotSlot:
         os.pwrite(self.fd, data, REPLICATION_AT)
 
     def reserve(self, num_bytes: int) -> None:
-        """Get the memory for so many bytes, mark included; OSError where the system does not give it."""
+        """Allocate memory for this many bytes, header included; OSError if the system does not give it."""
         if self.num_bytes < num_bytes:
             os.posix_fallocate(self.fd, 0, num_bytes)
 
     def give_back(self) -> None:
-        """Return its memory to the system; it does not count any more."""
+        """Return the slot's memory to the system; the slot is invalid then."""
         os.ftruncate(self.fd, 0)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        """Copy bytes to a place behind the mark."""
+        """Copy bytes to a place behind the header."""
         view = memoryview(data)
         while view:
             done = os.pwrite(self.fd, view[:PIECE_BYTES], offset)
@@ -134,7 +134,7 @@ class MemoryCheckpoint:
 
     @staticmethod
     def create(name: str) -> MemoryCheckpoint:
-        """Get two files without a name (`name` is for people who look into /proc); OSError where there are none."""
+        """Make two files without a name (`name` is for people who look into /proc); OSError if the system has none."""
         first = os.memfd_create(f"paceline-{name}")
         try:
             return MemoryCheckpoint((first, os.memfd_create(f"paceline-{name}")))
@@ -144,7 +144,7 @@ class MemoryCheckpoint:
 
     @property
     def next(self) -> SnapshotSlot:
-        """The slot to be filled: one that does not count, or the older one."""
+        """The slot to be filled: an invalid one, or the older one."""
         return min(self.slots, key=_step_of)
 
     @property
@@ -154,29 +154,30 @@ class MemoryCheckpoint:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether the newest snapshot is where it is to go: the older one may be overwritten."""
+        """Whether the newest snapshot has arrived where it is to go, so the older one may be overwritten."""
         newest = self.newest
         replication_status = None if newest is None else newest.replication_status
         return newest is None or replication_status is None or replication_status.step == _step_of(newest)
 
     def at(self, step: int) -> SnapshotSlot | None:
-        """The slot that holds the state after a step."""
+        """Return the slot that holds the state after a step."""
         return next((slot for slot in self.slots if slot.mark is not None and slot.mark.step == step), None)
 
     @property
     def steps(self) -> frozenset[int]:
-        """The steps of the slots that count."""
+        """The steps of the valid slots."""
         return frozenset(slot.mark.step for slot in self.slots if slot.mark is not None)
 
     def keep_only(self, step: int | None) -> None:
-        """Have no slot count but that of a step (None: none): what came after it is undone."""
+        """Invalidate all slots but that of a step (None: all): what came after it is undone."""
         for slot in self.slots:
             if slot.mark is not None and slot.mark.step != step:
                 slot.clear()
 
     def close(self) -> None:
-        """Let go of the memory. Who still writes or reads a slot of it gets an OSError, and never another file, which
-        may have the same number by then."""
+        """Release the memory. A later read or write of a slot raises OSError, and never reaches another file with the
+        same number.
+        """
         for slot in self.slots:
             fd, slot.fd = slot.fd, -1
             with contextlib.suppress(OSError):

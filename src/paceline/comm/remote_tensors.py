@@ -1,9 +1,9 @@
-"""Tensors whose numbers are elsewhere: they say a shape and a type, and take no memory.
+"""Placeholder tensors for numbers that are on parameter servers: they have a shape and a type, and take no memory.
 
 A parameter whose rows lie on parameter servers stays the same object in its module and its optimizer, with such a
-tensor for its data: one number that is seen at every place. All of them are views of a few numbers that are kept here,
-so whoever walks over a model's state can tell them, as it can tell what is on the meta device. On that device itself
-such a parameter could get no gradient.
+tensor for its data: one number seen at every place. All of them are views of a few numbers kept here, so code that goes
+over a model's state can recognize them, like meta tensors. On the meta device itself such a parameter could get no
+gradient.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Tensors of which each worker holds a part, seen from one worker: by rows, as torch's DTensors, or along any dim.
+"""Tensors of which each worker holds a part: by rows, as torch's DTensors, or along any dim.
 
-The *local part* of a tensor is what is here: of a plain tensor all of it, of a DTensor its rows. Sums over replicas,
-norms, digests and copies work on local parts, and need not know. Where a layer is cut, its parameters are plain tensors
-that are smaller than the whole: what they are of it is said by a `TensorSlice`, beside them. What is stored has to say
-where its numbers belong: `boxes`. torch's module for DTensors is not imported before there is one: it takes its time.
+The *local part* of a tensor is what this worker holds: all of a plain tensor, the rows of a DTensor. Sums over
+replicas, norms, digests and copies work on local parts and need not know more. In a tensor parallel layer the
+parameters are plain tensors, smaller than the whole; a `TensorSlice` beside them says which part they are. Checkpoints
+must say where the numbers belong: `boxes`. torch's DTensor module is imported only once there is a DTensor, because the
+import is slow.
 """
 
 from __future__ import annotations

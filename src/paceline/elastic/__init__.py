@@ -1,5 +1,6 @@
-"""Who takes part in a run, and how that changes while it goes on.
+"""Decides which replicas take part in a run, and how that changes while the run goes on.
 
-`membership` decides; it does no I/O, so a test can drive thousands of pretended workers through it. `notices` is what
-the decider and the workers say to each other.
+`membership` decides without any I/O, so a test can drive thousands of simulated workers through it.
+`membership_messages` lists what the coordinator and the workers send each other. May import comm, codec, checkpoint,
+environment and plan; no torch.
 """

@@ -1,4 +1,4 @@
-"""What the membership is told before a run, and what it may decide during one: plain data."""
+"""The limits that the membership is given before a run, and the decisions it makes during one: plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Decision", "EndWorker", "GiveUp", "Limits", "StartReplica"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How few and how many replicas, and how long to wait for whom."""
+    """The fewest and the most replicas, and how long to wait for workers."""
 
     least: int
     most: int
@@ -26,7 +26,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StartReplica:
-    """Have the workers of a replica started."""
+    """Start the workers of a replica."""
 
     replica: int
     workers: tuple[int, ...]
@@ -44,7 +44,7 @@ class EndWorker:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """Nobody is left to go on with."""
+    """No replica is left that could go on."""
 
     reason: str
 

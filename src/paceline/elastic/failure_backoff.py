@@ -1,6 +1,6 @@
-"""Transfers that failed though nobody died: what workers say of it, how often in a row, and whom that points at.
+"""What to do when failures repeat: whom to blame for transfers that fail without a death, and how long to pause.
 
-When replacements that keep dying are started again: soon at first, then after longer and longer pauses.
+Replacements that keep dying are started again, at first soon, then after longer and longer pauses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ __all__ = ["RestartBackoff", "TransferFailures"]
 
 
 class TransferFailures:
-    """Two members that cannot reach each other stop all, and each says so. Who is to blame is known only roughly."""
+    """Counts failed transfers. Two members that cannot reach each other stop everyone, and both report it, so blame is
+    only approximate.
+    """
 
     def __init__(self) -> None:
         self._reports: dict[int, tuple[int, float]] = {}  # worker -> of which generation, and when
@@ -21,7 +23,7 @@ class TransferFailures:
         self._blamed: Counter[int] = Counter()  # workers, over the tries in a row
 
     def report(self, worker: int, generation: int, peer: int | None, now: float) -> None:
-        """A worker says that a transfer of a generation failed, and with whom, where it knows."""
+        """A worker reports that a transfer of a generation failed, and with which peer, if known."""
         if self._reports.get(worker, (-1, now))[0] >= generation:
             return
         self._reports[worker] = generation, now
@@ -30,7 +32,7 @@ class TransferFailures:
             self._blamed[peer] += 2
 
     def forget(self, generation: int) -> None:
-        """A generation replaces the ones before, connections and all: what was said of those is of no interest."""
+        """Drop reports about earlier generations: their connections are gone."""
         self._reports = {worker: told for worker, told in self._reports.items() if told[0] >= generation}
 
     def formed(self, generation: int, *, planned: bool) -> None:
@@ -46,11 +48,11 @@ class TransferFailures:
             self._blamed.clear()
 
     def is_overdue(self, now: float, patience_s: float) -> bool:
-        """Whether somebody has been stuck for so long."""
+        """Return whether some worker has been stuck for this long."""
         return any(now - when >= patience_s for _, when in self._reports.values())
 
     def is_first(self, *, joining: bool) -> bool:
-        """Count a try; whether it is the first in a row. `joining`: a newcomer is being taken in."""
+        """Count an attempt; return whether it is the first in a row. `joining`: a newcomer is being admitted."""
         if joining:
             self._joins += 1
             return self._joins == 1
@@ -58,7 +60,7 @@ class TransferFailures:
         return self._tries == 1
 
     def blame_on(self, workers: Iterable[int]) -> int:
-        """How much points at these workers: each report at who made it, and twice as much at whom it names."""
+        """Return how strongly the reports blame these workers: once for each report made, twice for each peer named."""
         return sum(self._blamed[worker] for worker in workers)
 
 
@@ -67,22 +69,22 @@ PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 
 class RestartBackoff:
-    """Whatever kills them might pass, so nobody is given up."""
+    """Pauses between restarts. The cause of the deaths may pass, so no replica is given up."""
 
     def __init__(self) -> None:
         self._failed_starts = 0
         self._until: float | None = None
 
     def is_over(self, now: float) -> bool:
-        """Whether one may be started."""
+        """Return whether a replacement may be started."""
         return self._until is None or now >= self._until
 
     def failed(self, now: float) -> None:
-        """One has died before it took a step, or several by the same cause."""
+        """Replacements died before they took a step, one or several by the same cause."""
         self._failed_starts += 1
         if self._failed_starts >= QUICK_STARTS:
             self._until = now + min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(8, self._failed_starts - QUICK_STARTS))
 
     def forgive(self) -> None:
-        """One has taken a step, or somebody asks for more: begin anew."""
+        """A replacement took a step, or a user asked for more replicas: start without pauses again."""
         self._failed_starts, self._until = 0, None

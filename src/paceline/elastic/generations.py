@@ -1,8 +1,8 @@
-"""How one generation of the members follows another: who is in it, who has joined it, who has to know of it.
+"""How one generation of members follows another: which workers are in it, have joined it, or must know of it.
 
-The first one has everybody. One that is *planned* takes newcomers in and lets others go, between two steps; one *at
-once* goes on after a loss with those who have the run's state. What leads to a change, and what follows from it, is
-decided in `paceline.elastic.membership`.
+The first generation has all workers. A *planned* one admits newcomers and releases others between two steps. One made
+*at once* goes on after a loss with the replicas that have the run's state. `paceline.elastic.membership` decides when a
+change is needed and what follows from it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Generations:
         return self.form.generation
 
     def join(self, worker: int, now: float) -> bool:
-        """A member has joined the newest generation, with the run's state; returns whether it was the last one."""
+        """A member has joined the newest generation with the run's state; return whether it was the last one."""
         self.missing.discard(worker)
         self._roster.active.add(worker)
         if self.missing:
@@ -48,15 +48,17 @@ class Generations:
         return True
 
     def begin(self, now: float) -> None:
-        """Somebody has gone over into a planned generation; before that it waits for a step, however long that takes.
+        """A member has moved to a planned generation; until then it may wait for the end of a step for any time.
 
-        The others have to follow within their time from now on.
+        From now on the others must follow within their time limit.
         """
         if self.form_by is None:
             self.form_by = now + (self._limits.handing_s if self._roster.pending() else self._limits.forming_s)
 
     def leave(self, worker: int, now: float) -> bool:
-        """Who was left out has gone; returns whether it had the run's state, so that all have agreed to it."""
+        """A worker that was left out has gone; return whether it had the run's state, so that all members
+        have agreed.
+        """
         self.left_out -= {worker}
         if worker not in self._roster.active:
             return False
@@ -65,14 +67,16 @@ class Generations:
         return True
 
     def hurry(self) -> list[MembershipView]:
-        """All have agreed to a planned generation: nobody is to wait for its step any longer."""
+        """All members have agreed to a planned generation: none has to wait for its step any longer."""
         if not self.form.planned or self.form.after == AT_ONCE:
             return []
         self.form = dataclasses.replace(self.form, after=AT_ONCE)
         return [self.form]
 
     def planned(self, now: float) -> MembershipView | None:
-        """The next one has all who wait, and none who leave; None where nobody does, or nobody would be left."""
+        """Make the next generation, with all that wait and without all that leave; None if nothing changes or no member
+        would be left.
+        """
         wanted = self._roster.wanted()
         joins, leaves = wanted - self.members, self.members - wanted
         if not wanted or not (joins or leaves):
@@ -82,10 +86,11 @@ class Generations:
         return self._planned(wanted, ", ".join(parts), now, after=self.number)
 
     def without_newcomers(self, reason: str, now: float) -> MembershipView | None:
-        """Who was only about to join is lost: the others go on until they are between two steps; None: there are none.
+        """A newcomer was lost before it joined: the others go on until they are between two steps. None if there are no
+        others.
 
-        Some may have been stepping with it already, and newcomers cannot be sent the state within a step: they join
-        later.
+        Some members may already be taking a step with it, and no newcomer can get the state within a step: newcomers
+        join later.
         """
         wanted = self._roster.wanted(joins=False)
         if not wanted:
@@ -94,7 +99,9 @@ class Generations:
         return self._planned(wanted, reason, now, after=self.form.after)
 
     def at_once(self, gone: Iterable[int], reason: str, now: float) -> MembershipView | None:
-        """Go on with all who have the state and stay; where there are none, with all who may have it. None: nobody."""
+        """Go on with all members that have the state and stay, or else with all that may have it. None if there are
+        none.
+        """
         roster = self._roster
         roster.active.difference_update(gone)
         roster.count_halves_out()
@@ -111,7 +118,7 @@ class Generations:
         return self._follow(frozenset(roster.active), reason, now, planned=False, after=AT_ONCE)
 
     def _throw_back_newcomers(self) -> None:
-        """Who is being taken in, and is not known to have the state, has to say first which of the two it is."""
+        """Make newcomers that may or may not have got the state report first which of the two it is."""
         for replica in self._roster.pending():
             replica.throw_back(since=self.number + 1)
 

@@ -1,7 +1,7 @@
-"""When each worker was last heard of, and who has been silent for too long.
+"""When each worker was last heard of, and which workers have been silent for too long.
 
-Time in which nobody listened does not count: after the head itself was stopped for a minute (a laptop that slept), what
-the workers said meanwhile is still to be read.
+Time in which the coordinator did not listen does not count. After it was suspended for a minute (a laptop that slept),
+the workers' messages from that time are still to be read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ ALIVE_S = 1.0
 
 
 def heartbeat_interval_s(silence_s: float) -> float:
-    """How long whoever would be lost after `silence_s` of silence goes on between two words, where there is nothing
-    else to be said: a few of them may be late on a busy machine."""
+    """Return the interval of heartbeats for a sender that is lost after `silence_s` of silence: a few may be late on a
+    busy machine.
+    """
     return min(ALIVE_S, silence_s / 4)
 
 
@@ -31,12 +32,12 @@ class Heartbeats:
         self._away_s = min(limits.silence_s, limits.starting_s) / 4  # a longer gap between two looks is an absence
 
     def expect(self, worker: int, now: float) -> None:
-        """A worker is on its way."""
+        """A worker is being started."""
         self.forget(worker)
         self._expected[worker] = now
 
     def heard(self, worker: int, now: float) -> None:
-        """It has said something; nothing happens where it is not expected."""
+        """A worker has sent something; do nothing if it is not expected."""
         if self._expected.pop(worker, None) is not None:
             self._first[worker] = now
         elif worker not in self._last:
@@ -48,15 +49,15 @@ class Heartbeats:
             times.pop(worker, None)
 
     def is_known_for(self, worker: int, seconds: float, now: float) -> bool:
-        """Whether it was first heard of so long ago."""
+        """Return whether a worker was first heard of at least this long ago."""
         return worker in self._first and now - self._first[worker] > seconds
 
     def silence(self, worker: int, now: float) -> float:
-        """For how many seconds it has said nothing."""
+        """Return for how many seconds a worker has been silent."""
         return now - self._last.get(worker, self._expected.get(worker, now))
 
     def listen(self, now: float) -> float:
-        """Note that somebody listens; returns for how long nobody did."""
+        """Note that the coordinator is listening; return for how long it was not."""
         gap = 0.0 if self._listened is None else now - self._listened
         self._listened = now
         if gap <= self._away_s:
@@ -67,7 +68,7 @@ class Heartbeats:
         return gap
 
     def silent(self, now: float) -> dict[int, str]:
-        """Who has been silent for too long, each with a sentence about it."""
+        """Return the workers that have been silent for too long, each with a sentence about it."""
         silence_s, starting_s = self._limits.silence_s, self._limits.starting_s
         heard_by, started_by = now - silence_s, now - starting_s
         mute = {

@@ -1,12 +1,12 @@
-"""How long workers of another host may go on without the head, and where steps may still be committed without it.
+"""How long workers on another host may go on without the coordinator, and where they may still commit steps.
 
-Each word of a host's supervisor is answered by the head. Workers of that host end by themselves when the newest word
-that was answered is `lease_s` old, whatever they are doing, and whether their supervisor does anything or not. The head
-heard that word after it was said. So, `lost_s` after the last word that it has heard, no worker is at work there any
-more, whatever the network does: all that is asked of the clocks is that they go equally fast.
+The coordinator answers each ping of a host's supervisor. Workers of that host end by themselves when the newest
+answered ping is `lease_s` old, whatever they are doing, even if their supervisor does nothing. The coordinator received
+that ping after it was sent. So `lost_s` after the last ping it received, no worker of that host is running any more,
+whatever the network does. The clocks only have to run equally fast.
 
-A step is committed when all members of a generation have voted. So only where all members of one are on hosts that were
-lost, steps may be committed that the head does not hear of; nobody may begin again before that is over.
+A step is committed when all members of a generation have voted. Steps unknown to the coordinator can therefore be
+committed only if all members of one generation are on lost hosts. No restart may begin before that is over.
 """
 
 from __future__ import annotations
@@ -23,52 +23,55 @@ CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def clock() -> float:
-    """Seconds since this host was started, for all of its processes; it goes on while the machine sleeps."""
+    """Return the seconds since this host was booted, for all its processes; the clock goes on while the
+    machine sleeps.
+    """
     return time.clock_gettime(CLOCK)
 
 
 def head_silence_s(silence_s: float) -> float:
-    """After so long without a word of the head a host takes it for lost, and its workers save and leave, if they can.
-    The head has given up a host that it does not hear any more before that."""
+    """Return after how much silence a host gives up the coordinator; its workers then save and leave if they can. By
+    then the coordinator has given up the host.
+    """
     return 1.5 * silence_s
 
 
 def lease_s(silence_s: float, grace_s: float) -> float:
-    """How long workers go on after the newest word of their host that the head has answered: until the head's silence
-    is noticed, and until they have had the time to save and leave."""
+    """Return how long workers go on after the newest answered ping: until the silence is noticed, and they have had
+    time to save and leave.
+    """
     return head_silence_s(silence_s) + grace_s + END_S
 
 
 def lost_s(silence_s: float, grace_s: float) -> float:
-    """After so long without a word of a host none of its workers goes on."""
+    """Return after how much silence of a host none of its workers is running any more."""
     return lease_s(silence_s, grace_s) + MARGIN_S
 
 
 class UnreachableHosts:
-    """Hosts that were lost, and may be at work, by numbers that none of them shares with another one."""
+    """Lost hosts whose workers may still be running, by unique host index."""
 
     def __init__(self, hosts: Collection[int]) -> None:
-        """`hosts`: on which the members of the first generation are."""
+        """`hosts` are those of the first generation's members."""
         self._generations = [frozenset(hosts)]  # where the members are of each that may take steps
         self._gone_by: dict[int, float] = {}
 
     def told(self, hosts: Collection[int]) -> None:
-        """Workers are told of one more generation, whose members are on these hosts."""
+        """Another generation is announced to workers on these hosts."""
         self._generations.append(frozenset(hosts))
 
     def formed(self) -> None:
-        """All members have joined the newest generation. Whoever has its state has come to it by way of all before, so
-        none of those can take a step."""
+        """All members have joined the newest generation, so no earlier generation can take a step any more."""
         del self._generations[:-1]
 
     def lost(self, host: int, *, gone_by: float) -> None:
-        """Nothing is heard of a host any more; its workers have ended by then."""
+        """A host is lost; its workers have ended by `gone_by`."""
         self._gone_by[host] = gone_by
 
     def busy_until(self, *, anywhere: bool = False) -> float:
-        """Until when steps may be committed there; -inf: they cannot be.
+        """Return until when steps may be committed on lost hosts; -inf if none can be.
 
-        `anywhere`: by servers, for which the members of a generation need not be complete.
+        `anywhere`: also by parameter servers, which need no complete generation.
         """
         gone_by = self._gone_by
         if anywhere:

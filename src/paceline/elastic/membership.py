@@ -1,19 +1,19 @@
-"""Which replicas take part in a run: a state machine that is told what happened, and says what to do about it.
+"""Decides which replicas take part in a run: a state machine that is told what happened and returns what to do.
 
 A *generation* is a set of replicas that take steps together; each change of the set is a new one, with a higher number.
-Its workers vote at the end of every step, so a step is committed by all members of a generation or by none, and since
-only one place hands out generations, two groups never both commit a step.
+Its workers vote at the end of every step, so all members of a generation commit a step, or none does. Since only the
+coordinator creates generations, two groups never both commit the same step.
 
     starting --ready--> waiting --(planned generation)--> member --(to go)--> leaving --(planned one without it)--> gone
        ^                                                    |  |
        `-----(loss before it is known to have the state)----'  `--(end of its program)--> done
 
-A death forms a generation *at once*: the members drop the step under way and take it again. Everything else (a replica
-that joins, one that leaves) is *planned*: it happens between two steps, after which a newcomer is sent the state. Until
-it says that it has got it, it is not counted on: after a loss it has to say first which of the two it is.
+A death creates a generation *at once*: the members drop the current step and take it again. All other changes (a
+replica joins or leaves) are *planned*: they happen between two steps, and a newcomer is then sent the state. Until it
+reports that it has the state, it does not count as having it: after a loss it must first say which of the two is true.
 
-How one generation follows another is in `paceline.elastic.generations`; here is what leads to it, and what follows.
-Nothing does I/O or looks at a clock: whoever calls tells the time, and carries out the decisions that come back.
+`paceline.elastic.generations` makes one generation from another; this module decides when, and what follows. Nothing
+does I/O or reads a clock: the caller passes the time, and carries out the decisions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Decision", "EndWorker", "GiveUp", "Limits", "Membership", "StartRepl
 
 
 class Membership:
-    """Decides. Every method returns what is to be done, in this order."""
+    """The state machine. Every method returns the decisions to carry out, in order."""
 
     def __init__(self, limits: Limits, *, replicas: int, now: float) -> None:
         """All `replicas` that a run begins with are members of generation 0."""
@@ -45,9 +45,9 @@ class Membership:
             self._hearing.expect(worker, now)
         self._trouble, self._pauses = TransferFailures(), RestartBackoff()
         self._finish: Finish | None = None
-        self._is_over = False  # nobody joins any more
+        self._is_over = False  # no worker is admitted any more
 
-    # What is known.
+    # Queries.
 
     @property
     def form(self) -> MembershipView:
@@ -75,7 +75,7 @@ class Membership:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All workers that are there, in whatever state."""
+        """All workers that are present, in whatever state."""
         return tuple(
             worker
             for replica in self._roster.replicas.values()
@@ -85,48 +85,50 @@ class Membership:
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Workers that are not in the newest generation, but have to know of it: it replaces what they were told."""
+        """Workers outside the newest generation that must know of it, because it replaces what they were told."""
         return self._generations.left_out
 
     @property
     def ending(self) -> Finish | None:
-        """What everybody was told, once the run is to end."""
+        """What all workers were told, once the run is to end."""
         return self._finish
 
     def would_form(self, worker: int, generation: int) -> bool:
-        """Whether this worker is the last that the newest generation waits for."""
+        """Return whether this worker is the last one that the newest generation waits for."""
         return generation == self.generation and not self._generations.missing - {worker}
 
     def is_member(self, worker: int) -> bool:
         return worker in self._generations.members
 
     def is_over(self, worker: int) -> bool:
-        """Whether a worker has come to the end of its program's part in the run, though its process may go on."""
+        """Return whether a worker has finished its part in the run, though its process may still be alive."""
         replica = self._roster.of(worker)
         return replica is not None and replica.state is ReplicaState.DONE and worker in replica.ended
 
     def why_left(self, worker: int) -> tuple[str, bool] | None:
-        """Why a worker leaves the run to the others, and whether on purpose: the run was resized. None: it does not."""
+        """Return why a worker leaves while the others go on, and whether because of a resize; None if it does not
+        leave.
+        """
         replica = self._roster.of(worker)
         if replica is None or replica.state is not ReplicaState.LEAVING:
             return None
         return replica.why, not replica.must_leave
 
-    # What workers say.
+    # Reports of workers.
 
     def heard(self, worker: int, now: float) -> None:
-        """A worker has said something."""
+        """A worker has sent something."""
         self._now = now
         self._hearing.heard(worker, now)
 
     def ready(self, worker: int, now: float, *, generation: int = AT_ONCE) -> list[Decision]:
-        """A worker has not the run's state, and waits to be taken in. `generation`: the newest that it has heard of."""
+        """A worker lacks the run's state and waits to be admitted. `generation` is the newest that it knows of."""
         self.heard(worker, now)
         replica = self._roster.of(worker)
         if replica is None or generation < replica.since:
             return []
         if replica.state is ReplicaState.MEMBER and not self.form.planned and generation == self.generation:
-            # It was taken for one that has the state, since nobody else was left.
+            # It was presumed to have the state, because no other replica was left.
             replica.throw_back(since=generation)
             replica.ready.add(worker)
             return self._interrupt(set(replica.workers), f"replica {replica.number} has not got the state")
@@ -160,10 +162,10 @@ class Membership:
             self._pauses.forgive()
 
     def stuck(self, worker: int, generation: int, now: float, *, peer: int | None = None) -> list[Decision]:
-        """A transfer of a generation has failed for a worker, though it knows of no newer one. `peer`: with whom.
+        """A transfer of a generation failed for a worker that knows of no newer one. `peer` is the other end, if known.
 
-        Mostly a death is behind it, which is heard of within moments. Where it is not, `tick` has the same members form
-        again, over new connections, and the second time in a row gives one of them up.
+        Usually a death is the cause, and is reported within moments. If not, `tick` makes the same members form again
+        over new connections; the second time in a row it gives one of them up.
         """
         self.heard(worker, now)
         is_concerned = self.is_member(worker) or worker in self._roster.active
@@ -172,8 +174,10 @@ class Membership:
         return []
 
     def over(self, worker: int, now: float) -> list[Decision]:
-        """A worker takes part in nothing any more, and says nothing: what its program still does takes as long as it
-        takes. A member is done with that; of anybody else the end of the process tells more (`ended`)."""
+        """A worker takes part in nothing any more and sends nothing, though its program may run on for any time.
+
+        A member is done with that; for any other worker the end of its process decides (`ended`).
+        """
         self._now = now
         self._hearing.forget(worker)
         replica = self._roster.of(worker)
@@ -187,13 +191,13 @@ class Membership:
         replica.ended.add(worker)
         return self._done(replica, worker)
 
-    # What happens to workers.
+    # Ends of workers.
 
     def lost(self, workers: Iterable[int], now: float, *, reason: str, room: int | None = None) -> list[Decision]:
-        """Workers are gone or not to be trusted any more: their replicas are. They may be of several replicas at once.
+        """Workers are gone or no longer trusted, and so are their replicas, of which there may be several.
 
-        `room`: for so many replicas there are free slots, where the place of those that are lost went with them: where
-        that is less than the run misses, it is smaller from now on. None: there is room for all.
+        `room` is for how many replicas there are free slots, if the lost workers' slots went with them. If that is less
+        than what the run lacks, the run is smaller from now on. None: there is room for all.
         """
         self._now = now
         known = set(workers)
@@ -205,16 +209,16 @@ class Membership:
             ends += self._remove(replica, f"replica {replica.number} has lost worker {first}", besides=known)
             gone.update(replica.workers)
             failed = failed or not replica.is_proven
-        if failed and room is None:  # otherwise their place went with them, which says nothing of what is started
+        if failed and room is None:  # with `room`, slots were lost too, which says nothing about replacements
             self._pauses.failed(now)
         if room is not None:
             self.target = min(self.target, self._num_coming_and_there + room)
         return [*ends, *self._without(gone, reason), *self._refill()]
 
     def ended(self, worker: int, now: float, *, has_saved: bool = False) -> list[Decision]:
-        """A worker has ended in good order: it left, as it was to, or its program has come to its end.
+        """A worker ended as planned: it left on request, or its program finished.
 
-        `has_saved`: it left because everybody was told to finish, after all had saved together.
+        `has_saved`: it left because all workers were told to finish, after all had saved together.
         """
         self._now = now
         replica = self._roster.of(worker)
@@ -227,7 +231,7 @@ class Membership:
         if replica.state is ReplicaState.LEAVING and not has_saved:
             return self._left(replica, worker)
         if replica.state in (ReplicaState.STARTING, ReplicaState.WAITING):
-            # It had got the state, but the others had to go on without it; or it wants to take no steps.
+            # It had got the state, but the others had to go on without it; or its program takes no steps.
             ends = self._remove(replica, f"worker {worker} of replica {replica.number} has left")
             if not replica.is_proven:
                 self._pauses.failed(now)
@@ -235,17 +239,18 @@ class Membership:
         return self._done(replica, worker)
 
     def leaving(self, worker: int, now: float, *, why: str = "SIGTERM") -> list[Decision]:
-        """A worker says that it was asked to go, from outside; nobody replaces it."""
+        """A worker was asked to leave from outside; it is not replaced."""
         self.heard(worker, now)
         return self.leave([worker], now, reason=f"worker {worker} was asked to leave", why=why)
 
     def leave(
         self, workers: Iterable[int], now: float, *, reason: str, why: str = "", room: int | None = None
     ) -> list[Decision]:
-        """Workers are to go: their replicas leave between two steps if enough are left without all of them, else
-        everybody saves and leaves. `why`, in a few words, is kept for `why_left`.
+        """Make workers leave: their replicas leave between two steps if enough remain, else all workers save and leave.
+        `why`, in a few words, is kept for `why_left`.
 
-        `room`: for so many replicas there are free slots elsewhere, and as many are replaced there. None: nobody is.
+        `room` is for how many replicas there are free slots elsewhere; as many are replaced there. None: none is
+        replaced.
         """
         self._now = now
         asked = [
@@ -256,7 +261,7 @@ class Membership:
         having = [one for one in asked if one.state is ReplicaState.LEAVING or self._roster.has_state(one)]
         fewer = [
             one for one in asked if one.state is not ReplicaState.LEAVING
-        ]  # with those that leave anyway nobody reckoned
+        ]  # those that leave anyway are already subtracted
         stay = self._num_coming_and_there - len(fewer)
         members = self.num_members - sum(one.state is ReplicaState.MEMBER for one in fewer)
         enough = members if room is None else stay + room
@@ -274,10 +279,10 @@ class Membership:
         ends = [end for replica in newcomers for end in self._remove(replica, reason, is_loss=False)]
         return [*ends, *(self._without(gone, reason) or self._plan()), *self._refill()]
 
-    # What is wanted of all.
+    # Requests to the whole run.
 
     def resize(self, replicas: int, now: float) -> list[Decision]:
-        """Go on with so many replicas; raises ValueError where the plan does not allow it, or the run ends."""
+        """Go on with this many replicas; raise ValueError if the plan does not allow it or the run is ending."""
         self._now = now
         if not self.limits.least <= replicas <= self.limits.most:
             raise ValueError(
@@ -301,7 +306,7 @@ class Membership:
         return [*decisions, *(self._without(gone, f"resized to {replicas}") or self._plan()), *self._refill()]
 
     def grow(self, replicas: int, now: float) -> list[Decision]:
-        """There is room for so many more replicas: have them, as far as the plan allows."""
+        """There is room for this many more replicas: use it as far as the plan allows."""
         self._now = now
         if not self._is_over:
             self._pauses.forgive()
@@ -309,7 +314,7 @@ class Membership:
         return self._refill()
 
     def finish(self, exit_code: int, reason: str) -> list[Decision]:
-        """Everybody saves and leaves; said once."""
+        """Make all workers save and leave; announced once."""
         if self._finish is not None:
             return []
         self._finish = Finish(exit_code=exit_code, reason=reason)
@@ -317,9 +322,10 @@ class Membership:
         return [*ends, *self._without(gone, reason), self._finish]
 
     def tick(self, now: float, *, unheard: Collection[int] = ()) -> list[Decision]:
-        """Time passes. What is overdue is dealt with one at a time.
+        """Let time pass, and handle what is overdue, one thing at a time.
 
-        `unheard`: workers whose way to us is silent too. Whoever watches that gives them up with it, or hears again.
+        Workers in `unheard` are on hosts that are silent too; the coordinator gives them up with their host, or hears
+        them again.
         """
         self._now = now
         away_s = self._hearing.listen(now)
@@ -346,7 +352,9 @@ class Membership:
     # How a change is made.
 
     def _plan(self) -> list[Decision]:
-        """A generation with all who wait and without all who leave, between two steps; once the newest is formed."""
+        """Make a generation with all that wait and without all that leave, between two steps, once the newest one is
+        formed.
+        """
         if self._is_over or not self.is_formed:
             return []  # `formed` looks again
         if not self._roster.wanted():
@@ -355,7 +363,7 @@ class Membership:
         return [] if planned is None else [planned]
 
     def _without(self, gone: set[int], reason: str) -> list[Decision]:
-        """What the newest generation needs when these workers are no longer there."""
+        """Return what the newest generation needs once these workers are gone."""
         if not gone.isdisjoint(self._roster.active):
             return self._interrupt(gone, reason)
         if gone.isdisjoint(self._generations.members):
@@ -364,38 +372,38 @@ class Membership:
         return self._interrupt(gone, reason) if planned is None else [planned]
 
     def _interrupt(self, gone: set[int], reason: str) -> list[Decision]:
-        """Go on at once with those who stay; where nobody does, the run is given up."""
+        """Go on at once with the members that stay; without any, give up the run."""
         form = self._generations.at_once(gone, reason, self._now)
         if form is None:
             self._is_over = True
             return [GiveUp(reason=f"no replica is left that has the run's state ({reason})")]
-        self._trouble.forget(form.generation)  # a planned one forgets nothing: until then, who is stuck still is
+        self._trouble.forget(form.generation)  # a planned one forgets nothing: stuck workers stay stuck until it forms
         return [form, *self._preempted()]
 
     def _preempted(self) -> list[Decision]:
-        """Where only those have the state who were asked to go, it is saved now."""
+        """Save now if only replicas that were asked to leave have the state."""
         having = [replica for replica in self._roster.replicas.values() if self._roster.has_state(replica)]
         if not having or any(not replica.must_leave for replica in having):
             return []
         return self.finish(PREEMPTED, "all workers that have the state were asked to leave")
 
     def _left(self, replica: ReplicaRecord, worker: int) -> list[Decision]:
-        """A worker that was to leave has done so, or the last one of a replica."""
+        """A worker that was to leave has left, perhaps the last one of its replica."""
         if replica.ended.issuperset(replica.workers):
             del self._roster.replicas[replica.number]
         return self._parted(worker)
 
     def _parted(self, worker: int) -> list[Decision]:
-        """A worker that was to leave does nothing with the others any more."""
+        """A leaving worker takes part in nothing any more."""
         if worker in self._generations.missing:
             return self._interrupt({worker}, f"worker {worker} has left")
         had_state = self._generations.leave(worker, self._now)
         return self._hurry() if had_state and not self.is_formed else []
 
     def _hurry(self) -> list[Decision]:
-        """All have agreed to the newest generation: nobody is to wait for a step any longer.
+        """All members have agreed to the newest generation: none has to wait for a step any longer.
 
-        A member may have come to the end of its program already: nobody is told to join it.
+        A member may already have finished its program; no other is told to join it.
         """
         over = self._generations.members.difference(self.workers)
         if not over:
@@ -404,7 +412,7 @@ class Membership:
         return self._interrupt(set(over), f"worker {min(over)} has ended") if is_anybody_left else []
 
     def _done(self, replica: ReplicaRecord, worker: int) -> list[Decision]:
-        """A member's program has come to its end: the others' do as well, and nobody can join them."""
+        """A member's program has finished: so will the others', and no worker can join them."""
         replica.state = ReplicaState.DONE
         ends, gone = self._turn_away("the run is at its end")
         gone.add(worker)
@@ -412,12 +420,12 @@ class Membership:
         is_needed = worker in generations.missing or not generations.members.isdisjoint(gone - {worker})
         self._roster.active.discard(worker)
         generations.missing -= gone
-        if is_needed and self._roster.active:  # the others wait for somebody who does not come
+        if is_needed and self._roster.active:  # the others wait for a member that does not come
             ends += self._interrupt(gone, f"worker {worker} has ended")
         return ends
 
     def _turn_away(self, reason: str) -> tuple[list[Decision], set[int]]:
-        """Nobody joins any more; returns whom that ends, and all of their workers."""
+        """Admit no more workers; return the decisions that end newcomers, and all their workers."""
         self._is_over = True
         ends: list[Decision] = []
         gone: set[int] = set()
@@ -430,7 +438,7 @@ class Membership:
     def _remove(
         self, replica: ReplicaRecord, reason: str, *, besides: Iterable[int] = (), is_loss: bool = True
     ) -> list[Decision]:
-        """Forget a replica, and end its workers, besides those that have ended."""
+        """Forget a replica and end its workers, except those that have ended."""
         del self._roster.replicas[replica.number]
         for worker in replica.workers:
             self._hearing.forget(worker)
@@ -438,11 +446,11 @@ class Membership:
         ended = [worker for worker in replica.workers if worker not in over]
         return [EndWorker(worker=worker, reason=reason, is_loss=is_loss) for worker in ended]
 
-    # Whom to start, and whom to give up.
+    # Which replicas to start, and which to give up.
 
     @property
     def _num_coming_and_there(self) -> int:
-        """Replicas that stay, or are on their way."""
+        """Replicas that stay or are being started."""
         return len(self._roster.all_in(ReplicaState.MEMBER, ReplicaState.STARTING, ReplicaState.WAITING))
 
     def _refill(self) -> list[Decision]:
@@ -458,7 +466,7 @@ class Membership:
         return decisions
 
     def _fence(self, workers: dict[int, str]) -> list[Decision]:
-        """Whom we give up must not come back: it is killed, as far as we reach."""
+        """Give workers up and kill them where they can be reached, because they must not return."""
         ends: list[Decision] = [
             EndWorker(worker=worker, reason=reason, silent_s=self._hearing.silence(worker, self._now))
             for worker, reason in workers.items()
@@ -466,10 +474,10 @@ class Membership:
         return ends + self.lost(workers, self._now, reason=next(iter(workers.values())))
 
     def _mend(self, late: set[int], how: str) -> list[Decision]:
-        """Members that are alive cannot form: have them try again over new connections, then give up as few as can be.
+        """Members that are alive cannot form: retry over new connections, then give up as few as possible.
 
-        A newcomer is given up before anybody who has the state, and one replica at a time: two workers that cannot
-        reach each other make all the others late as well, and all but one of them may go on.
+        A newcomer is given up before a replica that has the state, and one replica at a time. Two workers that cannot
+        reach each other delay all others too, and all but one of them may go on.
         """
         roster, trouble = self._roster, self._trouble
         pending = roster.pending() if not self.is_formed else []

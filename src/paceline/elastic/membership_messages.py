@@ -53,8 +53,8 @@ AT_ONCE = -1
 class MembershipView:
     """A generation of the membership. Higher numbers replace lower ones.
 
-    One that is not planned follows a loss: all its members have the run's state. Into a planned one newcomers may be
-    taken; its other members are between two steps then, and one of them hands the state over.
+    One that is not planned follows a loss: all its members have the run's state. A planned one may admit newcomers; its
+    other members are between two steps, and one of them sends the state.
     """
 
     generation: int
@@ -66,7 +66,7 @@ class MembershipView:
     after: int = AT_ONCE  # who stands in this generation goes on until it is between two steps; anybody else does not
 
     def interrupts(self, generation: int) -> bool:
-        """Whether who stands in `generation` has to drop what is under way, and join this one."""
+        """Return whether a worker in `generation` must drop its current step and join this one."""
         return self.generation > generation and (not self.planned or generation != self.after)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class MembershipView:
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> MembershipView:
-        """Read it back; raises KeyError or TypeError where it is not one."""
+        """Read it back; raise KeyError or TypeError if it is something else."""
         return cls(
             generation=int(message["generation"]),
             members=tuple(map(int, message["members"])),
@@ -88,7 +88,7 @@ class MembershipView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finish:
-    """Everybody saves between two steps, and leaves."""
+    """All workers save between two steps, and leave."""
 
     exit_code: int
     reason: str

@@ -1,4 +1,4 @@
-"""The replicas of a run, the state that each is in, and which workers are known to have the run's state."""
+"""The replicas of a run, the state of each, and which workers are known to have the run's state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplicaState(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class ReplicaRecord:
-    """What is known of one."""
+    """What is known of one replica."""
 
     number: int
     workers: tuple[int, ...]
@@ -35,13 +35,13 @@ class ReplicaRecord:
     ended: set[int] = dataclasses.field(default_factory=set[int])  # workers that have ended in good order
 
     def throw_back(self, since: int) -> None:
-        """It has to say (again) that it has no state, and waits."""
+        """Make it report again that it has no state and waits."""
         self.state, self.since, self.is_presumed = ReplicaState.STARTING, since, False
         self.ready.clear()
 
 
 class ReplicaTable:
-    """Replicas by number; those that the run begins with are members, and all have the state."""
+    """Replicas by number; those that the run starts with are members and have the state."""
 
     def __init__(self, *, replicas: int, workers_each: int) -> None:
         self.each = workers_each
@@ -59,11 +59,11 @@ class ReplicaTable:
         return tuple(range(number * self.each, (number + 1) * self.each))
 
     def of(self, worker: int) -> ReplicaRecord | None:
-        """The replica of a worker, if it is there."""
+        """Return the replica of a worker, if present."""
         return self.replicas.get(worker // self.each)
 
     def of_all(self, workers: Iterable[int]) -> list[ReplicaRecord]:
-        """The replicas of these workers, as far as they are there, by number."""
+        """Return the replicas of these workers that are present, by number."""
         numbers = {worker // self.each for worker in workers} & self.replicas.keys()
         return [self.replicas[number] for number in sorted(numbers)]
 
@@ -71,17 +71,17 @@ class ReplicaTable:
         return [replica for replica in self.replicas.values() if replica.state in states]
 
     def has_state(self, replica: ReplicaRecord) -> bool:
-        """Whether it is known to have the run's state, whole."""
+        """Return whether all of a replica is known to have the run's state."""
         return self.active.issuperset(replica.workers)
 
     def pending(self) -> list[ReplicaRecord]:
-        """Those that are being taken in, and are not known to have the state."""
+        """Return the replicas being admitted that are not known to have the state."""
         return [replica for replica in self.all_in(ReplicaState.MEMBER) if not self.has_state(replica)]
 
     def wanted(self, *, joins: bool = True) -> frozenset[int]:
-        """Who is to be in the next planned generation: the state must not go with those who leave.
+        """Return the replicas of the next planned generation; the state must not go with those that leave.
 
-        `joins`: with those who have it not.
+        `joins`: including those that lack it.
         """
         having = [replica for replica in self.all_in(ReplicaState.MEMBER) if self.has_state(replica)]
         having = having or [replica for replica in self.all_in(ReplicaState.LEAVING) if self.has_state(replica)]
@@ -89,7 +89,7 @@ class ReplicaTable:
         return frozenset(worker for replica in [*having, *newcomers] for worker in replica.workers)
 
     def free_numbers(self, count: int) -> list[int]:
-        """The lowest numbers that nobody has."""
+        """Return the lowest unused numbers."""
         found: list[int] = []
         number = 0
         while len(found) < count:
@@ -99,13 +99,15 @@ class ReplicaTable:
         return found
 
     def count_halves_out(self) -> None:
-        """Half a replica has not the state; but one whose program is over may end worker by worker."""
+        """Half a replica does not have the state; but after its program's end its workers may end one by one."""
         for replica in self.replicas.values():
             if replica.state is not ReplicaState.DONE and not self.has_state(replica):
                 self.active.difference_update(replica.workers)
 
     def presume(self) -> None:
-        """Nobody who stays is known to have the state: count on those who may have got it, and did not deny it."""
+        """No remaining replica is known to have the state: presume it of those that may have got it and did not deny
+        it.
+        """
         for replica in self.replicas.values():
             is_unsure = replica.state is ReplicaState.STARTING and replica.since != AT_ONCE and not replica.ready
             if is_unsure or replica.state is ReplicaState.MEMBER:

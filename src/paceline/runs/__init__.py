@@ -1,3 +1,3 @@
-"""One run seen from outside its workers: attempts, restarts after lost workers, and the monitor thread where nobody
-supervises; imports `launch` and `monitor`.
+"""One run seen from outside its workers: attempts, restarts after lost workers, and the monitor thread for worlds
+without a supervisor. May import launch and monitor.
 """

@@ -1,6 +1,6 @@
-"""One attempt of a run, seen from outside the workers: its directory, its record, who watches it, how it failed.
+"""One attempt of a run as its supervisor sees it: its directory, its record, its monitoring, and how it failed.
 
-A supervisor has an `Attempt`; in a world that somebody else started there is none (`paceline.runs.monitor_thread`).
+Worlds that another launcher started have no `Attempt` (`paceline.runs.monitor_thread`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from paceline.plan import Job, Plan
 __all__ = ["Attempt", "begin_record", "error_from_failures", "qualified_name", "run_started", "wait_for_orphans"]
 
 ORPHANS_END_S = 10.0  # beyond their grace time: until whoever did not leave in time is killed
-WHILE_MET_S = 10.0  # less than the head waits for a host's first word
+WHILE_MET_S = 10.0  # less than the coordinator waits for a host's first message
 
 
 class Attempt:
-    """One attempt of a run, seen from the supervisor of one host: its directory, its record, whoever watches it.
+    """One attempt of a run, as the supervisor of one host sees it: its directory, its record and its hang monitor.
 
-    It is the observer of its own launch. Nothing is written before all hosts have met: only then is it known which of
-    them is the head, which keeps the books of the whole run; the others follow its directory and its count.
+    It is the observer of its own launch. Nothing is written before all hosts have met, because only then is it known
+    which one is the coordinator's host. That one keeps the record of the whole run; the others follow its directory and
+    attempt number.
     """
 
     def __init__(
@@ -59,17 +60,17 @@ class Attempt:
         asked: Job | None = None,
         restart_plan: RestartPlan | None = None,
     ) -> None:
-        """`job` has its workers and its run_dir; with `follow` the latter gives way to the head's.
+        """`job` has its workers and its run_dir; with `follow` the coordinator's run_dir replaces the latter.
 
-        `function` is the function of `paceline.run(fn)` with the Job fields of that call. `restart_plan`: the workers
-        of the attempt before were lost, and begin again in this way; `asked` is the job as the user started it.
+        `function` is the function of `paceline.run(fn)` with the Job fields of that call. `restart_plan`: workers of
+        the previous attempt were lost, and all restart in this way; `asked` is the job as the user started it.
         """
         self.job = job
         self._plan, self._overrides, self._given = plan, tuple(overrides), tuple(given)
         self._command_started = command_started
         self._follow, self._function = follow, function
         self._restart_plan, self.asked = restart_plan, asked or job
-        self.next: RestartPlan | None = None  # after `run`: how the next attempt is to begin
+        self.next: RestartPlan | None = None  # after `run`: how the next attempt starts
         self.run_dir = Path(str(job.run_dir))
         self.number = 0
         self.is_head = True
@@ -92,8 +93,8 @@ class Attempt:
     ) -> JobOutcome:
         """Start the workers, watch them to their end, and tell the user how it went.
 
-        `judge(self, outcome, at_step)` says on the head whether, and how, all begin again: then `next` is set, on all
-        hosts, and the next attempt tells the user.
+        On the coordinator, `judge(self, outcome, at_step)` decides whether and how all restart. Then `next` is set on
+        all hosts, and the next attempt reports to the user.
         """
         kills_before = oom_kills()
         outcome, restart_plan = JobOutcome(state="failed", exit_code=1), self._restart_plan
@@ -128,12 +129,12 @@ class Attempt:
     def _judged(
         self, judge: Callable[[Attempt, JobOutcome, int], RestartPlan | None], outcome: JobOutcome
     ) -> RestartPlan | None:
-        """What follows where workers were lost, all of which have ended."""
+        """Decide what follows after workers were lost; all have ended."""
         seen = 0 if self._watch is None else self._watch.catch_up()
         return judge(self, outcome, max(seen, 0 if self._restart_plan is None else self._restart_plan.restarted.step))
 
     def successor(self, restart_plan: RestartPlan) -> Attempt:
-        """The next attempt of the same run, to be run at once."""
+        """Return the next attempt of the same run, to be run at once."""
         begins_by = restart_plan.restarted
         job, given = (
             dataclasses.replace(self.job, workers=restart_plan.workers, hosts=restart_plan.num_hosts),
@@ -153,29 +154,29 @@ class Attempt:
         )
 
     def poll(self) -> None:
-        """Take in what the workers have written (the launch calls it)."""
+        """Read what the workers have written (called by the launch)."""
         if self._lookout is not None:
             self._lookout.poll(time.monotonic())
         if self._watch is not None:
             self._watch.poll()
 
     def say(self, text: str) -> None:
-        """Show a sentence; while the hosts are still meeting there is no console yet."""
+        """Show a sentence; there is no console before all hosts have met."""
         if self._watch is not None:
             self._watch.say(text)
         else:
             print(f"paceline: {text}", flush=True)
 
     def emit(self, event: Event) -> None:
-        """Take down what has happened; only the head keeps the run's record."""
+        """Record an event; only the coordinator's host keeps the run's record."""
         if self._log is not None:
             self._log.emit(event)
 
     def value(self, outcome: JobOutcome) -> Any:
-        """What the function returned on worker 0, or, in an elastic run, on the first of those who were there at its
-        end; None on the other hosts, which do not have it.
+        """What the function returned on worker 0, or in an elastic run on the first worker present at its end; None on
+        other hosts, which do not have it.
 
-        Raises LaunchError where none of them was on this host.
+        Raise LaunchError if none of them was on this host.
         """
         if not self.is_head:
             return None
@@ -194,8 +195,9 @@ class Attempt:
         )
 
     def _begin(self, node_role: Coordinator | HostAgent) -> Path:
-        """All hosts are there: open the books. Returns the run's directory on this host; RunFileError where it cannot
-        be written."""
+        """All hosts are there: open the record and return the run's directory on this host; RunFileError if it cannot
+        be written.
+        """
         self.number, self.is_head = node_role.attempt, node_role.host_index == 0
         if self._follow and not self.is_head:
             self.run_dir = Path(node_role.run_dir)
@@ -225,12 +227,12 @@ class Attempt:
             record=self.is_head,
             explains=self._function is None,  # otherwise the exception of `paceline.run(fn)` does
         )
-        if self.job.launcher != "inline":  # there a debugger keeps everybody waiting, on purpose
+        if self.job.launcher != "inline":  # there a debugger keeps all workers waiting, on purpose
             self._lookout = self._hang_monitor_for(node_role)
         return self.run_dir
 
     def _let_orphans_end(self) -> None:
-        """This host may have been in the run before: only now does it know where. Without a commit it is soon over."""
+        """Wait for workers of an earlier attempt on this host, if it was in the run before."""
         try:
             wait_for_orphans(
                 dataclasses.replace(self.job, run_dir=str(self.run_dir)), say=self.say, limit_s=WHILE_MET_S
@@ -241,7 +243,7 @@ class Attempt:
             )
 
     def _hang_monitor_for(self, node_role: Coordinator | HostAgent) -> HangMonitor:
-        """Whoever looks out for hangs: on the head; elsewhere it only tells the head what it sees."""
+        """Return the hang monitor; on other hosts it only reports to the coordinator what it sees."""
 
         def say(text: str) -> None:
             self.emit(Warned(text=text))
@@ -270,12 +272,12 @@ class Attempt:
 
     @property
     def _may_balance(self) -> bool:
-        """Whether slower workers could be given less, as far as is known here: the plan may be in the script."""
+        """Whether slower workers could be given less work, as far as is known here: the plan may be in the script."""
         plan = self._plan
         return not self.job.balance and (plan is None or (plan.layout.workers_each == 1 and not plan.is_asynchronous))
 
     def _end(self, outcome: JobOutcome, failures: tuple[Failure, ...]) -> int:
-        """Close the books, as far as they were opened; returns the exit status."""
+        """Close the record as far as it was opened; return the exit status."""
         books = AttemptEnd(
             self.directory, log=self._log, watch=self._watch, record=self._record, since=self._command_started
         )
@@ -302,7 +304,7 @@ class Attempt:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The number of the next attempt in this directory; PlanError where the directory is in use."""
+    """Return the number of the next attempt in this directory; PlanError if the directory is in use."""
     try:
         return RunRecord.next_attempt(run_dir)
     except ValueError as error:
@@ -312,8 +314,11 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | None = None) -> None:
-    """Return when workers of an earlier start have ended: they may be saving the very state that this one is to go on
-    from. Raises LaunchError after `limit_s` seconds (None: what they have to save, and to be ended)."""
+    """Return when workers of an earlier start have ended: they may be saving the state from which this start is to go
+    on.
+
+    Raise LaunchError after `limit_s` seconds (None: their time to save and to be ended).
+    """
     run_dir = Path(str(job.run_dir))
     grace_s, is_elsewhere = job.grace_s, True
     with contextlib.suppress(ValueError):  # the record is another host's, or damaged: that is told where it is used
@@ -327,7 +332,7 @@ def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | N
 
 
 def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) -> RunRecord:
-    """Note in the run directory that this process starts its next attempt; PlanError where the directory is in use."""
+    """Record in the run directory that this process starts its next attempt; PlanError if the directory is in use."""
     try:
         return RunRecord.begin_attempt(
             run_dir, job=dataclasses.asdict(job), workers=workers, plan=None if plan is None else str(plan)
@@ -364,7 +369,7 @@ def qualified_name(function: Callable[..., Any]) -> str:
 
 
 def error_from_failures(failures: Sequence[Failure]) -> WorkerError | PlanError:
-    """The exception that tells a caller in Python what went wrong."""
+    """Return the exception that tells a Python caller what went wrong."""
     first = root_cause(failures)
     fields = first.error or {}
     if fields.get("usage"):

@@ -1,11 +1,11 @@
-"""The thread beside a worker in a world that somebody else started: it records and shows the run, and ends a hang.
+"""Records and shows a run that another launcher started, and ends hangs, from a thread beside a worker.
 
-There is no supervisor there. Worker 0's thread keeps the run's record and console, and looks out for hangs. On every
-other host the thread of that host's first worker tells it, through the world's store, what the workers there do, has
-them write their stacks when it asks for them, and ends those that hold up the others when it says so:
+Such a world has no supervisor. Worker 0's thread keeps the run's record and console, and is the hang monitor. On every
+other host the thread of its first worker reports the activity of that host's workers through the world's store. On
+request it makes workers write their stacks, or ends those that hold up the others:
 
-    doing_k   what the workers of the host do whose first worker has rank k, once a second
-    ask_k     of which of them the stacks are wanted        end_k   which of them are to be killed
+    doing_k   activity of the workers on the host whose first worker has rank k, once a second
+    ask_k     the workers whose stacks are wanted        end_k   the workers to be killed
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Hosts = Sequence[Sequence[int]]  # the ranks on each host, the first one's first
 
 
 class SharedStore(Protocol):
-    """torch's, as far as it is used here."""
+    """The part of torch's Store that is used here."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -54,9 +54,9 @@ class SharedStore(Protocol):
 def monitoring_thread(
     assignment: Assignment, job: Job, *, hosts: Hosts, store: SharedStore, program: str, launcher: str
 ) -> Iterator[None]:
-    """Watch the run from a thread beside worker 0. `launcher` is who started the workers.
+    """Watch the run from a thread beside worker 0. `launcher` names what started the workers.
 
-    How the body ends is how the run ended, unless `note_end` or `note_left` have said so before.
+    How the body ends is how the run ended, unless `note_end` or `note_left` has recorded it before.
     """
     run_dir = Path(assignment.run_dir)
     directory = run_dir / f"attempt_{assignment.attempt}"
@@ -117,7 +117,9 @@ def monitoring_thread(
 
 @contextlib.contextmanager
 def reporting_thread(assignment: Assignment, *, hosts: Hosts, store: SharedStore) -> Iterator[None]:
-    """Tell worker 0 what the workers of this host do, from a thread beside the first of them; do what it says."""
+    """Report the activity of this host's workers to worker 0, from a thread beside the first of them, and do what it
+    asks.
+    """
     directory = Path(assignment.run_dir) / f"attempt_{assignment.attempt}"
     local = _ranks_on_this_host(assignment, hosts)
     asked, doomed, doing = (f"{what}_{assignment.rank}" for what in ("ask", "end", "doing"))
@@ -156,12 +158,12 @@ def reporting_thread(assignment: Assignment, *, hosts: Hosts, store: SharedStore
 
 
 def note_failure(assignment: Assignment) -> None:
-    """Note that the run has failed, on behalf of worker 0, which may be ended before it can."""
+    """Record that the run has failed, on behalf of worker 0, which may be ended before it can."""
     note_end(assignment, "failed", 1)
 
 
 def note_end(assignment: Assignment, state: str, exit_code: int) -> None:
-    """Note in run.json how the run ends, where that is not noted already."""
+    """Record in run.json how the run ends, unless that is recorded already."""
     # ValueError: on another host's disk there is no record. OSError: worker 0 will find that out, too, and tell.
     with contextlib.suppress(ValueError, OSError):
         record = RunRecord.load(assignment.run_dir)
@@ -170,7 +172,7 @@ def note_end(assignment: Assignment, state: str, exit_code: int) -> None:
 
 
 def note_left(assignment: Assignment, exit_code: int) -> None:
-    """Note that all workers have saved and left, on worker 0; it counts more than a signal that was noted before."""
+    """Record on worker 0 that all workers have saved and left; this replaces a signal recorded before."""
     if assignment.rank == 0:
         record = RunRecord.load(assignment.run_dir)
         if record.attempt == assignment.attempt:
@@ -178,7 +180,7 @@ def note_left(assignment: Assignment, exit_code: int) -> None:
 
 
 class _WorkerAccess:
-    """The lookout's arm: to the workers of this host by signals, to others by the store."""
+    """How the hang monitor reaches workers: on this host by signals, on others through the store."""
 
     def __init__(
         self, directory: Path, log: EventLog, *, local: Collection[int], hosts: Hosts, store: SharedStore
@@ -209,11 +211,11 @@ class _WorkerAccess:
             self._end_at = time.monotonic() + TELL_S
 
     def is_due(self, now: float) -> bool:
-        """Whether somebody is to be ended, and has been told why."""
+        """Return whether some worker is to be ended and has been told why."""
         return self._end_at is not None and now >= self._end_at
 
     def end_doomed(self) -> None:
-        """Kill whom `stuck` has named: the others, and the engine, then come to an end."""
+        """Kill the workers that `stuck` named; then the others and the engine's job end."""
         self._end_at = None
         for worker in self.doomed & set(self._local):
             _signal(self._directory, worker, signal.SIGKILL)
@@ -222,7 +224,7 @@ class _WorkerAccess:
             self._say("end", others)
 
     def listen(self, lookout: HangMonitor, now: float) -> None:
-        """Pass on what the other hosts have said."""
+        """Pass on the reports of the other hosts."""
         if now < self._next_at:
             return
         self._next_at = now + LOOK_S
@@ -244,7 +246,7 @@ class _WorkerAccess:
 
 @contextlib.contextmanager
 def _polling(poll: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Call `poll` from a thread until the body has ended, or has called what it is given."""
+    """Call `poll` from a thread until the body has ended or has called the function that it is given."""
     is_over = threading.Event()
 
     def turn() -> None:
@@ -266,13 +268,13 @@ def _polling(poll: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _store_may_be_gone() -> Iterator[None]:
-    """Whoever serves the store may have ended: that is told by those who need it."""
+    """Ignore errors of a store whose server has ended: the workers that need it report that."""
     with contextlib.suppress(RuntimeError, PacelineError, ConnectionError):  # RuntimeError: of torch's own stores
         yield
 
 
 def _signal(directory: Path, worker: int, signum: int) -> None:
-    """Send a signal to a worker of this host, by the process number that it has left."""
+    """Send a signal to a worker of this host, by the pid in its files."""
     image = read_flight_record(directory / f"worker_{worker}" / FILE_NAME, with_calls=False)
     if image is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,10 +1,11 @@
-"""When workers are lost and their states outlive them: all begin again, as the next attempt of the run, at once.
+"""Restarts all workers as the next attempt of the run after a loss that their state in memory survives.
 
-The supervisor stays, and with it the warm parent and the vaults. It ends the workers that are left, looks for the
-newest state that all places have in memory, or a newer one on the disk, and forks all workers again. With several hosts
-each has such a supervisor; the head decides, and they meet again. A loss that comes back each time is not survived for
-ever: after `MAX_RESTARTS_WITHOUT_PROGRESS` restarts in a row without a step further the run fails as it would have the
-first time.
+The supervisor stays, and with it the warm parent and the memory checkpoints. It ends the remaining workers, looks for
+the newest state that every place has in memory, or a newer one on disk, and forks all workers again. Each host has such
+a supervisor; the coordinator decides, and the hosts meet again.
+
+A loss that repeats does not restart for ever. After `MAX_RESTARTS_WITHOUT_PROGRESS` restarts in a row without a new
+step, the run fails as it would have the first time.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from paceline.runs.attempt import Attempt
 __all__ = ["RestartBudget", "newest_state_source", "restart_decision", "run_with_restarts"]
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 3  # in a row
-WRITTEN_S = 2.0  # what file systems may be behind the clock
+WRITTEN_S = 2.0  # how far file timestamps may lag behind the clock
 
 
 def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobOutcome]:
-    """Run an attempt, and its successors where workers are lost; returns the last one, and how it ended.
+    """Run an attempt, and its successors after lost workers; return the last one, and how it ended.
 
-    Raises what `Attempt.run` raises. `warm` is closed by the caller.
+    Raise what `Attempt.run` raises. The caller closes `warm`.
     """
     began, budget, most = time.time() - WRITTEN_S, RestartBudget(), attempt.job.workers or 1
     with contextlib.ExitStack() as stack:
@@ -69,14 +70,14 @@ def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobO
 
 
 class RestartBudget:
-    """Counts restarts that brought nothing new."""
+    """Limits restarts that bring no new step."""
 
     def __init__(self) -> None:
         self._furthest = -1
         self._in_a_row = 0
 
     def allows(self, at_step: int) -> bool:
-        """Whether the workers may begin again after a loss at this step, the newest that was committed."""
+        """Return whether workers may restart after a loss at this step, the newest that was committed."""
         if at_step > self._furthest:
             self._furthest, self._in_a_row = at_step, 0
         self._in_a_row += 1
@@ -91,8 +92,10 @@ def newest_state_source(in_memory: int | None, on_disk: int | None) -> tuple[str
 
 
 def restart_decision(recoverable_loss: RecoverableLoss, *, most: int, on_disk: int | None, at_step: int) -> RestartPlan:
-    """Return how all begin again on the hosts that are left: from which state, and who is where. `most`: workers with
-    which the run began; `on_disk`: the step of the newest checkpoint."""
+    """Return how all workers restart on the remaining hosts: from which state, and which rank runs where.
+
+    `most` is the number of workers with which the run began; `on_disk` is the step of the newest checkpoint.
+    """
     each, hosts = recoverable_loss.workers_each, recoverable_loss.hosts
     in_memory = newest_step(
         (one for host in hosts for one in host.snapshots), recoverable_loss.workers, workers_each=each
@@ -124,7 +127,9 @@ def restart_decision(recoverable_loss: RecoverableLoss, *, most: int, on_disk: i
 
 
 def _on_disk(attempt: Attempt, *, since: float) -> int | None:
-    """The step of the newest checkpoint that the run would go on from; with `fresh` those from before do not count."""
+    """Return the step of the newest checkpoint from which the run would go on; with `fresh`, earlier ones do
+    not count.
+    """
     found = find(Path(attempt.run_dir) / "checkpoints")
     if found.newest is None:
         return None

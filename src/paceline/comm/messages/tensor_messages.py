@@ -1,10 +1,10 @@
-"""Messages between callers and a listener, over ZeroMQ: a header in JSON, and tensors as they lie in memory.
+"""Messages between clients and a server over ZeroMQ: a header in JSON, and tensors as they lie in memory.
 
-A caller has one connection to each listener (DEALER to ROUTER), so what it says arrives in order. Before anything of it
-is read it proves a secret, and the listener proves it, too (`paceline.comm.messages.token_handshake`). Nothing is
-unpickled: a header is JSON, a tensor a dtype, a shape and its bytes, which are sent from where they lie, and used where
-they arrive. A large one travels in pieces, and is put together there: each piece that has arrived is a sign of life,
-also over a link that needs minutes for the whole.
+A client has one connection to each server (DEALER to ROUTER), so its messages arrive in order. Before anything is read,
+both sides prove a secret (`paceline.comm.messages.token_handshake`). Nothing is unpickled: a header is JSON, and a
+tensor is a dtype, a shape and its bytes, which are sent from where they lie and used where they arrive. A large tensor
+travels in pieces and is joined by the receiver. Each piece that arrives is a sign of life, even over a link that needs
+minutes for the whole.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ Secret = bytes
 
 
 class ServerLost(SyncError):
-    """The listener is there no longer."""
+    """The server is gone."""
 
     listener = ""  # its name, for people
 
 
 class ServerTimeout(ServerLost):
-    """The listener may be there, and has not answered for as long as its caller waits."""
+    """The server may be alive, but has not answered within its client's time limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorMessage:
-    """What was said; the tensors are the receiver's own."""
+    """A received message; the tensors belong to the receiver."""
 
     header: Mapping[str, Any]
     tensors: tuple[Tensor, ...] = ()
 
 
 class TensorServer:
-    """Takes messages of callers that know the secret, and answers them; for one thread."""
+    """Receives messages of clients that know the secret, and answers them; for one thread."""
 
     def __init__(self, address: str, secret: Secret, *, silence_s: float | None = None) -> None:
         """Bind to a free port of `address`. Who is not heard for `silence_s`, because its process is stopped, or its
@@ -84,15 +84,15 @@ class TensorServer:
 
     @property
     def num_connected(self) -> int:
-        """How many of those who have proved the secret are there."""
+        """How many clients that have proved the secret are connected."""
         return sum(connection in self._open for connection in self._known.values())
 
     def is_there(self, peer: bytes) -> bool:
-        """Whether somebody who has proved the secret is still connected."""
+        """Return whether a client that has proved the secret is still connected."""
         return self._known.get(peer) in self._open
 
     def receive(self, timeout_s: float) -> tuple[bytes, TensorMessage] | None:
-        """Return who said what; None where nobody has within the time."""
+        """Return a message and its sender; None if none came in time."""
         ready = dict(self._poll(timeout_s))
         if self._socket not in ready:
             self._look_who_is_there()
@@ -112,7 +112,7 @@ class TensorServer:
             self._socket.send_multipart(frames, copy=False)
 
     def close(self) -> None:
-        """Let what was said arrive, and end."""
+        """Deliver what was sent, and close."""
         self._socket.disable_monitor()
         self._socket.close(linger=LINGER_MS)
         self._monitor.close(linger=0)
@@ -136,7 +136,7 @@ class TensorServer:
                 self._known = {peer: one for peer, one in self._known.items() if one != connection}
 
     def _meet(self, peer: bytes, frames: Sequence[zmq.Frame], connection: int) -> None:
-        """One step of the proof of a caller that nothing is known of."""
+        """Handle one step of the handshake of an unknown client."""
         if connection not in self._open:
             return
         said = frames[0].bytes if len(frames) == 1 and len(frames[0].buffer) <= 2 * len(HELLO) + 128 else b""
@@ -161,7 +161,7 @@ class TensorServer:
 
 
 class TensorClient:
-    """One connection to a listener; for one thread. Raises SyncError where the two do not hold the same secret."""
+    """One connection to a server; for one thread. Raise SyncError if the two do not hold the same secret."""
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
-"""How two hosts prove to each other that they hold the job's token, without showing it: HMAC-SHA256 of random numbers.
+"""How two hosts prove to each other that they hold the job's token, without sending it: HMAC-SHA256 of random numbers.
 
     head    -> member   MAGIC, nonce_h
     member  -> head     MAGIC, nonce_m, HMAC(token, "member", nonce_h, nonce_m)
     head    -> member   HMAC(token, "head", nonce_h, nonce_m)        or 32 zero bytes: refused
 
-Every message has a fixed size, nothing in it is parsed, and nothing after it is read before it has passed. The one
-who connects proves first, so that a stranger who finds the open port learns nothing that a guess of the token could
-be tried on. The two labels keep a proof from being sent back as the other side's. The proof is given once, when two
-hosts meet: it keeps strangers out, it does not hide what is said afterwards from someone who can listen on the
-network.
+"head" is the listening side (the coordinator), "member" the connecting one; the wire format keeps these labels. Every
+message has a fixed size, nothing in it is parsed, and nothing after it is read before it has passed. The connecting
+side proves first, so a stranger who finds the open port learns nothing with which to test a guess of the token. The two
+labels keep a proof from being sent back as the other side's. The proof is given once per connection: it keeps strangers
+out, but does not hide later messages from someone who can listen on the network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Workers that somebody else started (srun, mpirun) meet at worker 0, which serves the board from a thread.
+"""Rendezvous of workers that another launcher started (srun, mpirun): worker 0 serves the key-value store from a
+thread.
 
-On one host they meet at a Unix socket without a name in the file system, reachable only from this host and refused to
-other users. Over several hosts worker 0 listens on the head's address, and every worker proves the job's token first.
+On one host the rendezvous is a Unix socket without a name in the file system, which only this user's processes on this
+host can reach. On several hosts worker 0 listens on the first host's address, and every worker first proves the job's
+token.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Address = str | tuple[str, int]
 
 
 def rendezvous_port(job_id: str) -> int:
-    """The port at which a job's workers meet: all compute the same from the job's id (20000 to 29999)."""
+    """Return the port of the rendezvous, from 20000 to 29999; all workers compute the same one from the job's id."""
     number = 0
     for letter in job_id.encode():
         number = (number * 131 + letter) % 1_000_003
@@ -42,10 +44,11 @@ def rendezvous_port(job_id: str) -> int:
 def join_external_launch(
     *, worker_rank: int, address: Address, token: bytes | None, timeout_s: float, log: Callable[[str], None]
 ) -> tuple[Channel, KeyValueServer | None]:
-    """Return this worker's channel to the board; worker 0 also gets the thread that serves it, to be closed at the end.
+    """Return this worker's channel to the key-value store; worker 0 also gets the thread that serves it, and must close
+    it.
 
-    `address` is (host, port), or the name of a Unix socket. Raises LaunchError when worker 0 does not show up in time,
-    or refuses.
+    `address` is (host, port), or the name of a Unix socket. Raise LaunchError if worker 0 does not appear in time, or
+    refuses.
     """
     server = KeyValueServer(address, token, log) if worker_rank == 0 else None
     deadline = time.monotonic() + timeout_s
@@ -71,10 +74,10 @@ def join_external_launch(
 
 
 def own_address(head: tuple[str, int], *, is_head: bool) -> str:
-    """Return the address under which the other hosts of a job reach this one; nothing is sent.
+    """Return the address at which the other hosts of a job reach this one; nothing is sent.
 
-    It is the one that faces the head. Where the head's own name means loopback on the head (Debian's 127.0.1.1), it is
-    the one that faces the outside there.
+    It is the address that faces the first host. If that host's own name means loopback there (Debian's 127.0.1.1), it
+    is the one that faces the outside.
     """
     family, _, _, _, address = socket.getaddrinfo(*head, type=socket.SOCK_DGRAM)[0]
     facing = _local_address_towards(family, address)
@@ -94,7 +97,7 @@ def _local_address_towards(family: int, address: Any) -> str:
 
 
 class KeyValueServer:
-    """Serves a board to everybody who may ask: one daemon thread that accepts, one for each connection."""
+    """Serves a key-value store: one daemon thread accepts, and one serves each connection."""
 
     def __init__(self, address: Address, token: bytes | None, log: Callable[[str], None]) -> None:
         self._token, self._log = token, log
@@ -116,7 +119,7 @@ class KeyValueServer:
         threading.Thread(target=self._accept, name="paceline-board", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections; those that are open end with their workers."""
+        """Accept no more connections; open ones end with their workers."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
-"""The key-value store on which the process groups of a job find each other, as requests and replies of plain data.
+"""The key-value store by which the process groups of a job find each other, as requests and replies of plain data.
 
-Values are bytes and travel as base64 text. A counter is a value like any other: its number in decimal. Nothing here
-waits: who waits for a key asks again, so one slow worker never holds up another one's request.
+Values are bytes and travel as base64 text. A counter is a value like any other: its number in decimal. The store never
+waits: a client that waits for a key asks again, so a slow worker never delays the request of another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["KeyValueStore"]
 
 
 class KeyValueStore:
-    """The store itself; lives in the supervisor (of the first host, where there are several)."""
+    """The store itself; it lives in the supervisor of the coordinator's host."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

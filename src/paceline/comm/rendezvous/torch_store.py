@@ -1,6 +1,6 @@
-"""torch's Store over the supervisor's board: how process groups find each other without a listening port.
+"""torch's Store over the supervisor's key-value store, so process groups find each other without a listening port.
 
-torch and gloo ask it for keys from several threads. A wait polls, so that no request blocks another one.
+torch and gloo ask for keys from several threads. A wait polls, so no request blocks another one.
 """
 
 from __future__ import annotations

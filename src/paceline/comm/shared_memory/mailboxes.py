@@ -1,10 +1,10 @@
-"""Tensors that pass from one worker to a neighbour of the same host, through memory that they share.
+"""Sends tensors between neighboring workers of one host through shared memory.
 
-The members stand in a circle. Each has a mailbox for the next one and a mailbox for the one before: a few *places* in
-its own slot, used in turn. To send is to copy a tensor into the next place and to say how many were sent; the neighbour
-copies it out and says how many it took, which is what makes places free again. A tensor that finds no place waits in a
-queue of its sender's, and goes when the sender next calls in: nobody waits in order to send, so two that send to each
-other cannot stand still.
+The members form a circle. Each has a mailbox for the next member and one for the previous: a few *places* in its own
+slot, used in turn. Sending copies a tensor into the next place and announces how many were sent. The neighbor copies it
+out and announces how many it took, which frees places again. A tensor that finds no free place waits in its sender's
+queue and goes when the sender calls in again. Sending never waits, so two workers that send to each other cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALIGNED = 64  # bytes
 
 @dataclasses.dataclass(slots=True, eq=False)
 class MailboxTransfer:
-    """A tensor on its way; `number` counts those that went, or will go, the same way."""
+    """A tensor under way; `number` counts the transfers in the same direction."""
 
     tensor: Tensor
     number: int
@@ -38,15 +38,15 @@ class MailboxTransfer:
     is_done: bool = False
 
     def wait(self) -> None:
-        """Return when the tensor may be used; raises SyncError."""
+        """Return when the tensor may be used; raise SyncError on failure."""
         if not self.is_done:
             self.finish(self)
 
 
 class Mailboxes:
-    """One member's end. One thread at a time may use it; after a SyncError it is of no more use.
+    """One member's end. One thread at a time may use it; after a SyncError it is unusable.
 
-    What goes to a neighbour arrives in the order of the calls. Tensors are contiguous, and on the CPU.
+    Tensors reach a neighbor in the order of the calls. They must be contiguous and on the CPU.
     """
 
     def __init__(self, arena: Arena, waiting: FutexWaiter) -> None:
@@ -122,7 +122,7 @@ class Mailboxes:
             self._progress()
 
     def _finish_taking(self, way: _Direction, passage: MailboxTransfer) -> None:
-        """Take what comes on a way up to `passage`."""
+        """Receive everything that comes in one direction, up to `passage`."""
         while not passage.is_done:
             first = way.queue[0]
             self._await(way, SENT, first.number, first.what, awaited=way.source)
@@ -162,7 +162,7 @@ class Mailboxes:
         return ways[peer]
 
     def _place(self, way: _Direction, passage: MailboxTransfer) -> Tensor:
-        """Where a tensor lies on its way, as one of its kind."""
+        """Return the memory of a transfer, as a tensor of its type."""
         tensor, number = passage.tensor, passage.number % self._num_places
         place = way.places.get(number)
         if place is None or place.dtype != tensor.dtype or place.shape != tensor.shape:
@@ -177,7 +177,7 @@ class Mailboxes:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Direction:
-    """From one member to a neighbour. `count`: of what was begun."""
+    """Transfers from one member to a neighbor. `count`: how many were begun."""
 
     source: int
     target: int

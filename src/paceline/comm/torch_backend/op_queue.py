@@ -1,9 +1,10 @@
-"""Operations of one group, done one after the other by whoever waits for one of them, or by a thread if nobody does.
+"""Runs the operations of one group one after the other: in a thread that waits for one of them, or in a thread of its
+own.
 
-torch's collectives begin when they are called and go on by themselves; shared memory moves on when a worker calls in.
-So what is called is put into a line. Whoever waits for an operation does all that come before it, and it, at once: no
-other thread has to wake up for it. What nobody waits for yet is done by a thread, so that others get what they wait for
-while this worker computes, and so that futures end by themselves.
+torch's collectives proceed by themselves once called; shared memory proceeds only when a worker calls in. So calls are
+put into a queue. A thread that waits for an operation runs all operations before it, and it, at once: no other thread
+has to wake up. A background thread runs operations that no caller waits for yet, so peers get their results while this
+worker computes, and futures complete by themselves.
 """
 
 from __future__ import annotations
