@@ -95,7 +95,7 @@ def test_a_kill_at_any_instant_leaves_the_newest_complete_checkpoint_in_use(
         present = set(directory.iterdir())
         for path, reason in found.skipped:
             assert path in present and (".partial-" in path.name or ".removed-" in path.name), path
-            assert "did not come to its end" in reason or "being deleted" in reason, reason
+            assert "was not completed" in reason or "being deleted" in reason, reason
         _check_the_others(directory, found)
         interrupted += bool(found.skipped)
         last_step = found.step

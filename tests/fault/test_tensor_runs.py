@@ -80,7 +80,7 @@ def test_a_run_is_audited_exported_and_goes_on_as_one_process(program: Path, tmp
     one = ("--workers", "1", "--set", "plan.layout=layout()")
     assert run(*PACELINE, "run", program, "--run-dir", whole, *one)[0] == 0
     code, output = run(*PACELINE, "run", program, "--run-dir", cut, "--max-steps", "5")
-    assert code == 0 and "tensor=2: 6 layers are cut" in output, output
+    assert code == 0 and "tensor=2: 6 layers are split" in output, output
     files = [tmp_path / "one.safetensors", tmp_path / "other.safetensors"]
     assert run(*PACELINE, "export", cut, files[0])[0] == 0
     assert run(*PACELINE, "run", program, "--run-dir", cut, *one)[0] == 0

@@ -42,7 +42,7 @@ def spread_over(model: nn.Module, everybody: Idle) -> GradientReducer:
         model.named_parameters(),
         group=SingleWorkerGroup(),
         everybody=everybody,
-        inside=everybody,
+        shard_group=everybody,
         sync=AllReduce(),
         wire=Raw(),
     )

@@ -318,7 +318,7 @@ def report_text(worker: Any, model: Any, optim: Any) -> None:
         (walk_left_early, "was left early"),
         (plain_backward, r"call worker\.backward\(loss\) instead"),
         (empty_walk, r"called no worker\.backward"),
-        (wiped, "was removed within a walk over a batch"),
+        (wiped, "was removed within a gradient pass over a batch"),
         (average_inside, r"worker\.average\(\) was called inside a step"),
         (loss_and_accuracy, "a pair whose second part is 0"),
         (stranger_in_the_optimizer, "holds 6 parameters that are not of this stepper's models"),

@@ -1,9 +1,9 @@
-"""Saves checkpoints beside training: training waits for a copy in memory, a thread does the rest.
+"""Saves checkpoints asynchronously: training waits for a copy in memory only, a thread does the rest.
 
-One save is one `_PendingSave`, handed to one thread that does them in order: write the tensors in torch's format and
-the other state beside them, bring both to the disk, commit with the mark, give the directory its name, delete what is
-beyond `keep`. A save that fails leaves the older checkpoints as they are, is reported by an event, and is raised by
-`wait` and `close`; training goes on.
+One save is one `_PendingSave`. The thread handles them in order: it writes the tensors in torch's format and the other
+state beside them, flushes both to the disk, commits with the marker, gives the directory its name, and deletes what is
+beyond `keep`. A save that fails leaves older checkpoints as they are, is reported by an event, and is raised by `wait`
+and `close`; training continues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from paceline.units import bytes_text
 __all__ = ["AsyncWriter"]
 
 
-_Fingerprint = tuple[tuple[str, int, int], ...]  # name, bytes and time of change of each file
+_Fingerprint = tuple[tuple[str, int, int], ...]  # name, bytes and modification time of each file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class _PendingSave:
     state: Any  # frozen
     about: dict[str, Any]
     stall_s: float
-    number: int  # from 1, of this writer's
-    where: Mapping[str, TensorRegion]  # of tensors that this is not all of
+    number: int  # of this writer's saves, from 1
+    where: Mapping[str, TensorRegion]  # of tensors of which this writer holds a part
 
 
 class AsyncWriter:
@@ -78,10 +78,10 @@ class AsyncWriter:
     ) -> None:
         """Nothing is touched before the first save.
 
-        directory: of all checkpoints of the run. keep: complete ones that stay. on_event: is called from the writing
-        thread. parts: the others that write with this one, which is the first of them. tidies: whether what earlier
-        writers left unfinished is deleted before the first save; not where one of them may still be writing. staging:
-        a directory on a disk for the copies that are written from; None: they are in memory.
+        directory: of all checkpoints of the run. keep: how many complete ones stay. on_event: is called from the
+        writing thread. parts: the writers of a sharded replica, of which this one is the first. tidies: whether to
+        delete what earlier writers left unfinished before the first save; not where one of them may still be writing.
+        staging: a directory on a disk for the staged copies; None: they are in memory.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1: the newest checkpoint always stays.")
@@ -96,12 +96,12 @@ class AsyncWriter:
         self._newest: Path | None = None
         self._failure: str | None = None  # of the last save
         self._known_good: dict[Path, _Fingerprint] = {}  # checkpoints as they were when they were written, or verified
-        self._known_damaged: set[Path] = set()  # and told of
+        self._known_damaged: set[Path] = set()  # and already reported
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
         """Get memory for these tensors in the background, so that the first save stalls no longer than later ones.
 
-        Of use once everything that will be saved exists: after the first step, which creates the optimizer's state.
+        Call it once everything that will be saved exists: after the first step, which creates the optimizer's state.
         """
         self._settle(None)
         self._pending = self._thread.submit(self._staging.warm, dict(tensors))
@@ -118,9 +118,9 @@ class AsyncWriter:
         """Copy everything and return; it is written in the background. Returns the seconds that this call took.
 
         tensors: dense, of any device; tied ones are stored once. state: plain values (see state_tree). about: JSON
-        values. where: what those are that are pieces of a tensor, which several writers have together. Blocks until the
-        save before is written. Raises CheckpointError, before anything is written, for a value that cannot be stored;
-        that there is no room for the copy fails this save alone.
+        values. where: the regions of tensors that several writers hold together. Blocks until the previous save is
+        written. Raises CheckpointError for a value that cannot be stored, before anything is written. A lack of memory
+        for the copy fails only this save.
         """
         began = time.perf_counter()
         if step < 0:
@@ -151,7 +151,7 @@ class AsyncWriter:
         return stall_s
 
     def is_written(self, timeout_s: float) -> bool:
-        """Wait so long at most for the thread; returns whether it has nothing left to do (`wait` says how it ended)."""
+        """Wait at most `timeout_s` for the thread; returns whether it is idle (`wait` tells the outcome)."""
         return is_over(self._pending, timeout_s)
 
     def wait(self) -> Path | None:
@@ -173,7 +173,7 @@ class AsyncWriter:
         return self.wait()
 
     def _settle(self, timeout_s: float | None) -> None:
-        """Wait for the thread; a mistake in it (not a failed save) is raised here."""
+        """Wait for the thread; a bug in it (not a failed save) is raised here."""
         if self._pending is None:
             return
         done, _ = concurrent.futures.wait([self._pending], timeout_s)
@@ -186,7 +186,7 @@ class AsyncWriter:
         pending.result()
 
     def _write(self, save: _PendingSave) -> None:
-        """Runs in the thread."""
+        """Write and commit one save; runs in the thread."""
         began, has_begun = time.perf_counter(), False
         partial = partial_path(self._directory, save.step)
         try:
@@ -203,7 +203,7 @@ class AsyncWriter:
             self._fail(save.step, _reason(_below(error), self._directory, save, _removed(partial)))
             return
         write_s = time.perf_counter() - began
-        self._newest, self._failure = partial, None  # committed: from here on its name is all that can go wrong
+        self._newest, self._failure = partial, None  # committed: from here on only the rename can fail
         try:
             self._newest = publish(partial)
             self._known_good[self._newest] = _fingerprint_of(self._newest)
@@ -217,7 +217,7 @@ class AsyncWriter:
         )
 
     def _refuse(self, step: int, number: int, reason: str) -> None:
-        """Runs in the thread: nothing was copied, so there is nothing to write."""
+        """Report a save for which nothing could be copied; runs in the thread."""
         if self._parts is not None:
             self._parts.refuse(number, reason)
         self._fail(step, f"checkpoint of step {step} was not written: {reason}. Older checkpoints are untouched.")
@@ -228,7 +228,7 @@ class AsyncWriter:
         self._on_event(CheckpointFailed(step=step, path=str(path), reason=failure))
 
     def _is_good(self, path: Path) -> bool:
-        """Whether a checkpoint counts among those to keep: others' are read once, own ones when they have changed."""
+        """Return whether a checkpoint counts among those to keep; verified once, and again after a change."""
         try:
             now = _fingerprint_of(path)
             if self._known_good.get(path) != now:
@@ -244,19 +244,19 @@ class AsyncWriter:
     def _prepare(self, partial: Path, num_bytes: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         if not self._is_tidy:
-            self._is_tidy = True  # later on, somebody else may be writing
+            self._is_tidy = True  # later on, another process may be writing
             try:
                 tidy(self._directory)
             except OSError as error:
                 text = f"what earlier saves left unfinished in {self._directory} could not be deleted: {error}"
                 self._on_event(Warned(text=text))
-        if shutil.disk_usage(self._directory).free < num_bytes:  # do not fill it in vain
+        if shutil.disk_usage(self._directory).free < num_bytes:  # do not fill the disk in vain
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         partial.mkdir()
 
 
 def _fill(partial: Path, save: _PendingSave, parts: WriterGroup | None) -> int:
-    """Write all files, the mark last; returns their bytes."""
+    """Write all files, the marker last; returns their bytes."""
     tensor_crc32 = _write_tensors(partial, save, parts)
     state = encode_state(save.state)
     with open(partial / STATE, "wb") as file:
@@ -269,7 +269,7 @@ def _fill(partial: Path, save: _PendingSave, parts: WriterGroup | None) -> int:
         step=save.step,
         about=save.about,
         files=files,
-        file_crc32={path.name: checksum(path) for path in written},  # of what the system has: mostly in memory still
+        file_crc32={path.name: checksum(path) for path in written},  # read back from the system's page cache, mostly
         tensor_crc32=tensor_crc32,
     )
     write_commit_marker(partial, mark)
@@ -277,14 +277,14 @@ def _fill(partial: Path, save: _PendingSave, parts: WriterGroup | None) -> int:
 
 
 def _fingerprint_of(path: Path) -> _Fingerprint:
-    """What would be different if anybody wrote to a checkpoint's files."""
+    """Return a value that changes when a checkpoint's files are written to."""
     found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
     return tuple((name, about.st_size, about.st_mtime_ns) for name, about in found)
 
 
 def _write_tensors(partial: Path, save: _PendingSave, parts: WriterGroup | None) -> dict[str, int]:
-    """Write the tensors and their index, with the other writers where there are any; returns the checksums."""
-    # Here, because it imports torch.distributed.checkpoint: never on the training thread.
+    """Write the tensors and their index, together with the other writers if there are any; returns the checksums."""
+    # Imported here because it imports torch.distributed.checkpoint, which must not happen on the training thread.
     from paceline.checkpoint.dcp_shards import crc32_of_tensors, write_index, write_shard
     from paceline.checkpoint.dcp_write import write_tensors
 
@@ -300,7 +300,7 @@ def _write_tensors(partial: Path, save: _PendingSave, parts: WriterGroup | None)
 
 
 def _removed(partial: Path) -> str:
-    """Delete a failed save's directory; returns what to say when that fails too."""
+    """Delete a failed save's directory; returns a sentence for the error if that fails, too."""
     try:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(partial)
@@ -310,13 +310,13 @@ def _removed(partial: Path) -> str:
 
 
 def _reason(error: BaseException, directory: Path, save: _PendingSave, remains: str) -> str:
-    """What happened and what to do, in one line."""
+    """Return what happened and what to do, in one line."""
     text = f"checkpoint of step {save.step} was not written: {str(error).partition(chr(10))[0]}"
     with contextlib.suppress(OSError):
         free, needed = shutil.disk_usage(directory).free, save.staged.num_bytes
         text += f" ({bytes_text(free)} free in {directory}, {bytes_text(needed)} needed)"
     remedy = "Free space there, keep fewer (keep=), or use another run_dir."
-    if isinstance(error, CheckpointError):  # of another writer, which says it all
+    if isinstance(error, CheckpointError):  # of another writer, complete with its remedy
         remedy = ""
     elif isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         remedy = f"Look at {directory} and the disk below it, or use another run_dir."
@@ -324,7 +324,7 @@ def _reason(error: BaseException, directory: Path, save: _PendingSave, remains: 
 
 
 def _below(error: BaseException) -> BaseException:
-    """The OSError that an error comes from: torch's zip writer turns it into a RuntimeError about file positions."""
+    """Return the OSError behind an error: torch's zip writer turns it into a RuntimeError about file positions."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__

@@ -1,20 +1,19 @@
-"""The checkpoints of a run on disk: which are complete, which is the newest, how one appears and goes.
+"""The checkpoints of a run on disk: which are complete, which is the newest, and how one appears.
 
     checkpoints/
-      step_00000100/               complete: checkpoint.json is there and every file has the size it says
+      step_00000100/               complete: checkpoint.json is there and every file has the size that it lists
         __0_0.distcp  .metadata    the tensors, in torch's distributed-checkpoint format
         state.pt                   everything else
-        checkpoint.json            the mark: written last
+        checkpoint.json            the commit marker: written last
       step_00000200.partial-4711/  being written by process 4711
       step_00000050.removed-4711/  being deleted
 
-A save fills a `.partial` directory, brings it to the disk, and commits by writing the mark; only then the directory
-gets its final name. Deleting begins with the rename to `.removed`. Each of these is one atomic step, so that a kill
-between any two leaves either a complete checkpoint or a name that says what it was.
+A save fills a `.partial` directory, flushes it to the disk, and commits by writing the marker; only then the directory
+gets its final name. Deleting (`retention.py`) begins with the rename to `.removed`. Each of these is one atomic step. A
+kill between any two leaves either a complete checkpoint or a name that says what it was.
 
-Sizes show what was torn, not what a disk gives back with other bits: so the mark has a checksum of each file, and one
-of itself. To look for a checkpoint compares sizes, which is cheap; who is going to use it has it `verified`. No torch
-here.
+Sizes reveal torn files, but not changed bits. So the marker has a checksum of each file, and one of itself. Searching
+compares sizes, which is cheap; `verified=True` also reads the files. No torch here.
 """
 
 from __future__ import annotations
@@ -53,25 +52,25 @@ __all__ = [
 
 COMMIT_MARKER = "checkpoint.json"
 FORMAT = 1
-CHUNK_BYTES = 1 << 20  # of a file, at a time
+CHUNK_BYTES = 1 << 20  # read of a file at once
 _FIELDS = frozenset({"format", "step", "about", "files", "file_crc32", "tensor_crc32"})
 _NAME = re.compile(r"step_(\d{8,})(?:\.(partial|removed)-(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommitMarker:
-    """What `checkpoint.json` holds."""
+    """The contents of `checkpoint.json`."""
 
     step: int
     about: Mapping[str, Any]
     files: Mapping[str, int]  # bytes of each
-    file_crc32: Mapping[str, int]  # of each; of early versions the small ones only
-    tensor_crc32: Mapping[str, int]  # over the elements; of tied tensors, under the name that is stored
+    file_crc32: Mapping[str, int]  # of each; in early versions only of small files
+    tensor_crc32: Mapping[str, int]  # over the elements; for tied tensors, under the name that is stored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """The newest complete checkpoint (None and step 0: there is none), and what could not be used and why."""
+    """The newest complete checkpoint (None and step 0: there is none), and which could not be used and why."""
 
     newest: Path | None
     step: int
@@ -79,10 +78,10 @@ class FoundCheckpoint:
 
 
 def find(directory: Path, *, verified: bool = False) -> FoundCheckpoint:
-    """Look for the newest complete checkpoint in a directory; reads marks and file sizes.
+    """Find the newest complete checkpoint in a directory; reads markers and file sizes.
 
-    With `verified` its files are read, too, and compared with their checksums; one that is damaged is skipped, and the
-    next older one is looked at.
+    With `verified` its files are read, too, and compared with their checksums. A damaged checkpoint is skipped, and the
+    next older one is tried.
     """
     complete: list[tuple[int, Path]] = []
     skipped: dict[Path, str] = {}
@@ -107,7 +106,7 @@ def find(directory: Path, *, verified: bool = False) -> FoundCheckpoint:
 
 
 def verify(path: Path) -> CommitMarker:
-    """Read a checkpoint's mark and all of its files; raises CheckpointError naming the first that is damaged."""
+    """Read a checkpoint's marker and all of its files; raises CheckpointError naming the first damaged file."""
     mark = read_commit_marker(path)
     for name in mark.files:
         try:
@@ -129,14 +128,14 @@ def checksum(path: Path) -> int:
 
 
 def read_commit_marker(path: Path) -> CommitMarker:
-    """Read a checkpoint's mark and compare the files with it; raises CheckpointError that says what is wrong."""
+    """Read a checkpoint's marker and compare file sizes with it; raises CheckpointError that says what is wrong."""
     try:
         fields = json.loads((path / COMMIT_MARKER).read_text(encoding="utf-8"))
         mark = _marker_from(fields)
     except FileNotFoundError:
         if not path.is_dir():
             raise CheckpointError("there is no such directory") from None
-        raise CheckpointError(f"it has no {COMMIT_MARKER}: the save did not come to its end") from None
+        raise CheckpointError(f"it has no {COMMIT_MARKER}: the save was not completed") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{COMMIT_MARKER} cannot be read: {error}") from error
     for name, num_bytes in mark.files.items():
@@ -152,8 +151,8 @@ def read_commit_marker(path: Path) -> CommitMarker:
 
 
 def write_commit_marker(path: Path, mark: CommitMarker) -> None:
-    """Commit the checkpoint in `path`: when this returns, the mark and all that it names survive a power failure."""
-    sync_directory(path)  # the files' names before the mark's
+    """Commit the checkpoint in `path`: when this returns, the marker and its files survive a power failure."""
+    sync_directory(path)  # the files' names before the marker's
     temporary = path / f"{COMMIT_MARKER}.new"
     fields = {"format": FORMAT, **dataclasses.asdict(mark)}
     with open(temporary, "w", encoding="utf-8") as file:
@@ -165,12 +164,12 @@ def write_commit_marker(path: Path, mark: CommitMarker) -> None:
 
 
 def partial_path(directory: Path, step: int) -> Path:
-    """Where this process writes a checkpoint before it is committed."""
+    """Return where this process writes a checkpoint before it is committed."""
     return directory / f"step_{step:08d}.partial-{os.getpid()}"
 
 
 def publish(path: Path) -> Path:
-    """Give a committed `.partial` directory its final name, in place of what has it; returns the new path."""
+    """Give a committed `.partial` directory its final name, in place of an older one; returns the new path."""
     final = path.with_suffix("")
     if final.exists():  # the same step was saved before; both are complete, so a kill from here on loses nothing
         remove(final)
@@ -182,15 +181,15 @@ def publish(path: Path) -> Path:
 def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path], bool]) -> None:
     """Delete checkpoints beyond the `keep` newest good ones; never `newest`, which was just committed.
 
-    Those that are damaged, by their sizes or because not `is_good`, are not counted, and left for their owner to look
-    at until `keep` good ones are newer. Raises OSError where one cannot be deleted, when all others are.
+    Damaged ones, by their sizes or because not `is_good`, do not count. They stay for inspection until `keep` good ones
+    are newer. Raises OSError if one cannot be deleted, after deleting all others.
     """
     others = [path for path in _candidates(directory) if path != newest]
     others.sort(key=lambda path: (_step_of(path), path.name), reverse=True)
     num_good, surplus = 1, list[Path]()
     for path in others:
         is_whole = _is_whole(path)
-        if not is_whole and path.suffix:  # somebody may be writing it; or it is being deleted
+        if not is_whole and path.suffix:  # it may be being written or deleted
             continue
         if num_good >= keep:
             if is_whole or _step_of(path) < _step_of(newest):  # all that were counted are newer
@@ -201,7 +200,7 @@ def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path],
 
 
 def tidy(directory: Path) -> None:
-    """Finish what earlier processes left: a committed `.partial` is published, all else but checkpoints goes."""
+    """Finish what earlier processes left: publish committed `.partial` directories, delete the others."""
     for path in _candidates(directory):
         if ".partial-" in path.name:
             try:
@@ -215,23 +214,23 @@ def tidy(directory: Path) -> None:
 
 
 def discard(directory: Path, *, after_step: int, keeping: Collection[int] = ()) -> None:
-    """Delete what is beyond a step, complete or not (-1: all), but for the steps `keeping`; for a run that starts over.
+    """Delete what is beyond a step, complete or not (-1: all), except the steps `keeping`; for a run that starts over.
 
-    Raises OSError where one cannot be deleted, when all others are.
+    Raises OSError if one cannot be deleted, after deleting all others.
     """
     steps = {path: _step_of(path) for path in _candidates(directory) if ".removed-" not in path.name}
     _remove_all(path for path, step in steps.items() if step > after_step and step not in keeping)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint so that no moment of it looks like a damaged one."""
+    """Delete a checkpoint in such a way that it never looks like a damaged one."""
     if ".removed-" not in path.name:
         path = path.rename(path.with_name(f"{path.name.partition('.')[0]}.removed-{os.getpid()}"))
     shutil.rmtree(path)
 
 
 def _remove_all(paths: Iterable[Path]) -> None:
-    """`remove` each; the first error is raised when the others have gone."""
+    """Call `remove` for each; raises the first error after all others are deleted."""
     failures = list[OSError]()
     for path in paths:
         try:
@@ -244,8 +243,7 @@ def _remove_all(paths: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that is there whole and on the disk when this ends, or not at all; CheckpointError where it cannot
-    be written."""
+    """Write a file that is complete and on the disk when this ends, or absent; raises CheckpointError if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +260,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to the disk."""
+    """Flush a directory's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -271,7 +269,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _candidates(directory: Path) -> Iterator[Path]:
-    """Everything named like a checkpoint, by step; at the same step a `.partial` last, for it is the newer."""
+    """Yield everything named like a checkpoint, by step; at the same step a `.partial` last, because it is newer."""
     if directory.is_dir():
         yield from sorted(
             (p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: (_step_of(p), p.name)
@@ -284,14 +282,14 @@ def _step_of(path: Path) -> int:
 
 
 def _usable(path: Path) -> CommitMarker:
-    """The mark of a complete checkpoint; a `.partial` is one too once its mark is there."""
+    """Return the marker of a complete checkpoint; a `.partial` is complete, too, once its marker is there."""
     if ".removed-" in path.name:
         raise CheckpointError("it was being deleted when its process ended")
     return read_commit_marker(path)
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a checkpoint is complete, by its mark and the sizes of its files."""
+    """Return whether a checkpoint is complete, by its marker and the sizes of its files."""
     with contextlib.suppress(CheckpointError):
         _usable(path)
         return True
@@ -302,7 +300,9 @@ def _marker_from(fields: Mapping[str, Any]) -> CommitMarker:
     if (version := fields["format"]) != FORMAT:
         raise ValueError(f"it is of format {version!r}; this Paceline reads format {FORMAT}")
     own = {name: value for name, value in fields.items() if name != "crc32"}
-    if own.keys() != _FIELDS or ("crc32" in fields and fields["crc32"] != _fields_crc32(own)):  # early ones have none
+    if own.keys() != _FIELDS or (
+        "crc32" in fields and fields["crc32"] != _fields_crc32(own)
+    ):  # early versions have none
         raise ValueError("it is damaged: its checksum does not match")
     return CommitMarker(
         step=int(fields["step"]),
@@ -314,5 +314,5 @@ def _marker_from(fields: Mapping[str, Any]) -> CommitMarker:
 
 
 def _fields_crc32(fields: Mapping[str, Any]) -> int:
-    """A checksum of what a mark says, however it is laid out."""
+    """Return a checksum of a marker's values, independent of its formatting."""
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

@@ -1,8 +1,8 @@
-"""Reads tensors in torch's distributed-checkpoint format running nothing that the files say, with no process group.
+"""Reads tensors in torch's distributed-checkpoint format without a process group, and without running code from files.
 
 The format's index, `.metadata`, is a pickle. It is read with an unpickler that knows a dozen names, each of which
-stands for a small record of ours or a plain value of torch; any other name in it is an error. Tensors are read one at
-a time with `torch.load(weights_only=True)`.
+stands for a small record of ours or a plain value of torch; any other name is an error. Tensors are read one at a time
+with `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["INDEX", "Chunk", "Entry", "read_entry", "read_index"]
 
 INDEX = ".metadata"
 _DCP = "torch.distributed.checkpoint"
-# What the readers of pickles, zip files and tensors raise on bytes that are not theirs.
+# What the readers of pickles, zip files and tensors raise on invalid bytes.
 _DAMAGE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
@@ -171,7 +171,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     (f"{_DCP}.metadata", "TensorStorageMetadata"): _TensorRecord,
     (f"{_DCP}.metadata", "TensorProperties"): _PropertiesRecord,
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _nothing,
-    ("builtins", "getattr"): _nothing,  # of that one's members: so Python 3.11.0 to 3.11.3 write an enum's
+    ("builtins", "getattr"): _nothing,  # how Python 3.11.0 to 3.11.3 pickle that enum's members
     (f"{_DCP}.filesystem", "_StorageInfo"): _Record,
     ("torch.serialization", "_get_layout"): _nothing,
     ("torch", "Size"): lambda sizes: tuple(int(size) for size in sizes),

@@ -1,9 +1,9 @@
-"""Writes a part of a checkpoint in torch's distributed-checkpoint format, and the index of all parts.
+"""Writes one writer's part of a checkpoint in torch's distributed-checkpoint format, and the index of all parts.
 
-A part is what one writer holds of each tensor, in a file of its own; the index lists every piece as a chunk of its
-tensor, which torch's own loader puts together. A tensor's checksum is that of its elements in order; where its pieces
-are rows, it follows from theirs (as in zlib's crc32_combine: CRCs are polynomials over GF(2), and to append n bytes
-multiplies by x^8n). Of other tensors there is none: each file has a checksum as well.
+A part is what one writer holds of each tensor, in a file of its own. The index lists every piece as a chunk of its
+tensor, which torch's own loader puts together. A tensor's checksum is that of its elements in order. Where its pieces
+are rows, it follows from theirs (as in zlib's crc32_combine: CRCs are polynomials over GF(2), and appending n bytes
+multiplies by x^8n). Other tensors have none, but each file has a checksum as well.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
     "write_shard",
 ]
 
-NEXT = "\n"  # between a tensor's name and the number of its piece, in the keys of what is written
+NEXT = "\n"  # between a tensor's name and the number of its piece, in the written keys
 POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRegion:
-    """What a writer's tensor is a piece of: the tensor of this name and shape, from these offsets on."""
+    """Which box a writer's tensor is: of the tensor with this name and shape, beginning at these offsets."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,18 +61,18 @@ class StoredPiece:
 
 
 def piece_key(name: str, number: int) -> str:
-    """The key of a writer's piece number `number` of a tensor."""
+    """Return the key of a writer's piece number `number` of a tensor."""
     return f"{name}{NEXT}{number}" if number else name
 
 
 def write_shard(
     directory: Path, part: int, tensors: Mapping[str, Tensor], where: Mapping[str, TensorRegion]
 ) -> list[StoredPiece]:
-    """Write contiguous CPU tensors into the file of writer number `part`, to the disk itself.
+    """Write contiguous CPU tensors into the file of writer number `part`, flushed to the disk.
 
-    Those that are in `where`, under the same key, are pieces; the others are whole, and the key is their name.
+    Tensors listed in `where`, under the same key, are pieces; the others are whole, and the key is their name.
     """
-    # Here, because it imports torch.distributed.checkpoint: never on the training thread.
+    # Imported here because it imports torch.distributed.checkpoint, which must not happen on the training thread.
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -88,7 +88,7 @@ def write_shard(
     for key, tensor in tensors.items():
         place = where.get(key) or TensorRegion(key, tuple(tensor.shape), (0,) * tensor.dim())
         if key in where and not tensor.numel():
-            continue  # others have all of it
+            continue  # other writers have all of it
         placed[place.name, place.offsets] = tensor, place
         chunk = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=tensor.size())
         about = TensorWriteData(
@@ -98,7 +98,8 @@ def write_shard(
         items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
     storage = Storage(directory, {})
     storage.set_up_storage_writer(part == 0)
-    plan = storage.prepare_global_plan([SavePlan(items)] * (part + 1))[part]  # files are named after the place
+    # files are named after the index in the plan
+    plan = storage.prepare_global_plan([SavePlan(items)] * (part + 1))[part]
     pieces: list[StoredPiece] = []
     for written in storage.write_data(plan, Planner()).wait():
         stored = written.storage_data
@@ -167,7 +168,7 @@ def crc32_of_tensors(pieces: Iterable[StoredPiece]) -> dict[str, int]:
 
 
 def combined_crc32(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC-32 of bytes of whose parts, in order, the CRC-32 and the number of bytes are known."""
+    """Return the CRC-32 of concatenated parts with known CRC-32s and lengths."""
     total = 0
     for crc, num_bytes in parts:
         total = _product(_power(8 * num_bytes), total) ^ crc
@@ -175,12 +176,12 @@ def combined_crc32(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def pieces_to_json(pieces: Iterable[StoredPiece]) -> list[dict[str, Any]]:
-    """Return plain values."""
+    """Return the pieces as plain values."""
     return [dataclasses.asdict(piece) for piece in pieces]
 
 
 def pieces_from_json(values: Iterable[Mapping[str, Any]]) -> list[StoredPiece]:
-    """Read what `pieces_to_json` gave."""
+    """Read the result of `pieces_to_json`."""
     lists = ("shape", "offsets", "sizes")
     found: list[StoredPiece] = []
     for one in values:
@@ -190,7 +191,7 @@ def pieces_from_json(values: Iterable[Mapping[str, Any]]) -> list[StoredPiece]:
 
 
 def _by_name(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:
-    """The pieces of each tensor, in the order of their rows."""
+    """Return the pieces of each tensor, in the order of their rows."""
     found: dict[str, list[StoredPiece]] = {}
     for piece in pieces:
         found.setdefault(piece.name, []).append(piece)
@@ -198,7 +199,7 @@ def _by_name(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:
 
 
 def _product(a: int, b: int) -> int:
-    """The product of two polynomials modulo the CRC's."""
+    """Return the product of two polynomials modulo the CRC's."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -208,7 +209,7 @@ def _product(a: int, b: int) -> int:
 
 
 def _power(exponent: int) -> int:
-    """x^exponent modulo the CRC's polynomial."""
+    """Return x^exponent modulo the CRC's polynomial."""
     result, square = 1 << 31, 1 << 30  # 1 and x
     while exponent:
         if exponent & 1:

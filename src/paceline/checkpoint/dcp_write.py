@@ -1,7 +1,7 @@
 """Writes tensors in torch's distributed-checkpoint format, in this process alone: no process group, no collective.
 
-The order of calls is the one that `torch.distributed.checkpoint.StorageWriter` documents; `save` would make the same
-ones, but warns where no process group exists. Importing this module imports torch.distributed.checkpoint, so only the
+The order of calls is the one that `torch.distributed.checkpoint.StorageWriter` documents. `save` would make the same
+calls, but warns where no process group exists. Importing this module imports torch.distributed.checkpoint, so only the
 writer's thread does it.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Storage", "write_tensors"]
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
-    """Write contiguous CPU tensors into a directory, to the disk itself; tied names point to the same bytes."""
+    """Write contiguous CPU tensors into a directory, flushed to the disk; tied names point to the same bytes."""
     storage = Storage(directory, ties)
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), storage.storage_meta(), True)
@@ -32,14 +32,14 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ties: Mapping[
 
 
 class Storage(FileSystemWriter):
-    """Torch's files, with tied tensors stored once."""
+    """torch's files, with tied tensors stored once."""
 
     def __init__(self, path: Path, ties: Mapping[str, str]) -> None:
         super().__init__(path)
         self._ties = ties
 
     def storage_meta(self) -> StorageMeta:
-        # The directory will have moved when somebody reads this: no path is better than a wrong one.
+        # The directory will have another name when it is read: no path is better than a wrong one.
         return dataclasses.replace(super().storage_meta() or StorageMeta(), checkpoint_id=None)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

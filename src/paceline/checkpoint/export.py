@@ -1,9 +1,9 @@
 """Writes a checkpoint's weights as safetensors, under the model's own names: one file, or a folder for Hugging Face.
 
-Tensors are read and written one after the other, from whatever layout saved them, so the largest one bounds the memory.
-Tied tensors are stored once, the way Hugging Face does it: the model's first name stays, the metadata maps each other
-name to it. A folder has `model.safetensors`, or, where that would be too large, parts of it and an index:
-`from_pretrained(folder)` reads it, once the model's config.json is there, too.
+Tensors are read and written one after the other, from any layout, so the largest one bounds the memory. Tied tensors
+are stored once, as Hugging Face does it: the model's first name stays, and the metadata maps each other name to it. A
+folder has `model.safetensors`, or, where that would be too large, parts of it and an index. `from_pretrained(folder)`
+reads it once the model's config.json is there, too.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def export_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Path | None = None,
 ) -> list[Path]:
-    """Write them to a folder, in files of at most `max_shard_bytes` (or one tensor); returns the files.
+    """Write these tensors to a folder, in files of at most `max_shard_bytes` (or one tensor); returns the files.
 
-    `config`: a config.json, or the folder that has one, to be copied. Raises CheckpointError where the folder has other
+    `config`: a config.json, or the folder that has one, to be copied. Raises CheckpointError if the folder has other
     weights, which readers might take for these.
     """
     weights = _Weights(checkpoint_dir, prefix)
@@ -72,7 +72,7 @@ def main_export(
 ) -> int:
     """`paceline export`: write the weights of a checkpoint, or of a run's newest; returns the exit status.
 
-    `path` is a folder where it is one, or has no suffix.
+    `path` is treated as a folder if it is one, or has no suffix.
     """
     is_folder = path.is_dir() or not path.suffix
     try:
@@ -90,7 +90,7 @@ def main_export(
 
 
 class _Weights:
-    """The tensors of a checkpoint under one prefix: what of them is stored, and which names are tied to these."""
+    """The tensors of a checkpoint under one prefix: which are stored, and which names are tied to these."""
 
     def __init__(self, checkpoint_dir: Path, prefix: str) -> None:
         self._checkpoint: Checkpoint = open_checkpoint(checkpoint_dir)
@@ -114,7 +114,7 @@ class _Weights:
         self.kept.update((name, (value.dtype, tuple(value.shape))) for name, value in self._extra.items())
 
     def write(self, path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
-        """Write some of what is kept to a file."""
+        """Write some of the kept tensors to a file."""
 
         def read(name: str) -> Tensor:
             if name in self._extra:
@@ -127,7 +127,7 @@ class _Weights:
 
 
 def _shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
-    """Deal names to files in their order, each of at most so many bytes, or of one tensor."""
+    """Assign names to files in their order, each of at most `max_bytes`, or with one tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, about in tensors.items():
@@ -166,7 +166,7 @@ def _written(path: Path, text: str) -> Path:
 
 
 def _chosen(path: Path) -> Path:
-    """The checkpoint that is meant, all of whose files have been read: damaged weights look like any others."""
+    """Return the checkpoint that is meant, after reading all of its files: damaged weights look like any others."""
     if (path / COMMIT_MARKER).exists():
         return open_checkpoint(path, verified=True).path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path

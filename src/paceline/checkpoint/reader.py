@@ -1,8 +1,8 @@
-"""Finds and reads checkpoints: in one process, with no collective, running nothing that the files contain.
+"""Finds and reads checkpoints: in one process, without collectives, and without running code from the files.
 
-What is opened is checked first: the mark, every file's size, the checksums of the small files. Tensors are read when
-they are asked for, one by one, each against its own checksum. Those that are stored in parts which are no rows have
-none: so who is going to use a checkpoint opens one that is `verified`.
+Opening checks the marker, every file's size and the checksums of the small files. Tensors are read on demand, one by
+one, each checked against its own checksum. Tensors stored in parts that are no rows have none, so a checkpoint that
+will be used is opened with `verified=True`.
 """
 
 from __future__ import annotations
@@ -55,32 +55,32 @@ class Checkpoint:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What the saver noted: the plan's text, versions."""
+        """What the saver recorded: the plan's text, versions."""
         return self._mark.about
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors."""
+        """The names of all tensors."""
         return tuple(self._entries)
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor, without reading it."""
+        """Return the shape of a tensor, without reading it."""
         return torch.Size(self._entry(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
+        """Return the dtype of a tensor, without reading it."""
         return self._entry(name).dtype
 
     def ties(self, names: Iterable[str]) -> dict[str, str]:
-        """Return which of these names are of a tensor that an earlier one of them has, and that one's name."""
+        """Return names that share a tensor with an earlier one of these names, each with that earlier name."""
         first: dict[Entry, str] = {}
         found = {name: first.setdefault(self._entry(name), name) for name in names}
         return {name: earlier for name, earlier in found.items() if name != earlier}
 
     def tie(self, groups: Iterable[Sequence[str]]) -> None:
-        """Let all names of each group stand for the one of them that is stored, where the others are not.
+        """Let all names of each group stand for the stored one, where the others are missing.
 
-        For names that a model ties: early versions left those out whose tensors only later writers had.
+        For tied names: early versions omitted those whose tensors only later writers had.
         """
         for names in groups:
             stored = [self._entries[name] for name in names if name in self._entries]
@@ -105,15 +105,15 @@ class Checkpoint:
         """Overwrite tensors of any device in place, one at a time.
 
         Every name that the checkpoint lacks and every changed shape or dtype is found before anything is overwritten,
-        and all are in one CheckpointError; with `prefix`, so are the names of the checkpoint that begin with it and
-        have no target.
+        and all are in one CheckpointError. With `prefix`, so are names of the checkpoint that begin with it and have no
+        target.
         """
         self.require(targets, prefix=prefix)
         for name, target in targets.items():
             target.detach().copy_(self._read(name, self._entries[name]))
 
     def require(self, targets: Mapping[str, Tensor], *, prefix: str | None = None) -> None:
-        """Raise CheckpointError where `load_into` would, and read no tensor."""
+        """Raise CheckpointError where `load_into` would, without reading a tensor."""
         problems = [problem for name, target in targets.items() if (problem := self._mismatch(name, target))]
         if prefix is not None:
             extra = [name for name in self.names if name.startswith(prefix) and name not in targets]
@@ -128,7 +128,7 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path}: {name} cannot be read: {error}") from error
 
     def _crc32(self, name: str, entry: Entry) -> int | None:
-        """A tied tensor's checksum stands under the name that it was stored by."""
+        """Return a tensor's checksum, which for a tied one stands under its stored name."""
         if name in self._mark.tensor_crc32:
             return self._mark.tensor_crc32[name]
         return next(
@@ -152,7 +152,7 @@ class Checkpoint:
 
 
 def _checked(path: Path, name: str, mark: CommitMarker) -> bytes:
-    """A small file, whole."""
+    """Return a small file's contents, checked."""
     if name not in mark.files:
         raise CheckpointError(f"its mark does not name {name}")
     try:

@@ -1,7 +1,8 @@
 """Writes safetensors files tensor by tensor, so that one tensor at a time is in memory.
 
 The format (huggingface/safetensors): 8 bytes with the header's length, a JSON header with the type, shape and place of
-every tensor, then their bytes, without gaps. Everything but the bytes is known before, so the header is written first.
+every tensor, then their bytes, without gaps. Everything but the bytes is known beforehand, so the header is written
+first.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ def num_bytes_of(about: TensorInfo) -> int:
 def write_safetensors(
     path: Path, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a file, atomically: `read` is called for each tensor in turn. Raises CheckpointError where it cannot be
-    written, naming the tensor whose type the format does not have."""
-    order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)  # each begins where its type may begin
+    """Write a file, atomically: `read` is called for each tensor in turn.
+
+    Raises CheckpointError if it cannot be written, and for a type that the format does not have, with the tensor's
+    name.
+    """
+    # larger element sizes first, so that each tensor is aligned
+    order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     with whole_file(path) as file:
         file.write(_header(tensors, order, metadata))
         for name in order:

@@ -1,14 +1,13 @@
-"""One checkpoint by several writers: each writes what it holds into a file of its own, the first commits.
+"""One checkpoint by several writers: each writes its part into a file of its own, the first one commits.
 
-The writers tell each other by *mail*, short texts under names, and not by what is on the disk: a save that fails on one
-of them is known to the others at once, also where the disk is full. For save number n (all count alike):
+The writers exchange *mail*: short texts under names. They do not rely on what is on the disk, so a save that fails on
+one of them is known to the others at once, even if the disk is full. For save number n (equal on all):
 
-    n/begin     the first: the directory to write to; or, also later on, that there is none, and why
-    n/part_k    writer k: what it has written and where, and which names are of one tensor; or why not
+    n/begin     by the first: the directory to write to; or, also later on, that there is none, and why
+    n/part_k    by writer k: what it has written and where, and which names are tied; or why it could not
 
-The first then has an index made of all parts (see `dcp_parts`) and commits as one writer would.
-
-Threads that write checkpoints take what training leaves.
+The first then writes an index of all parts (see `dcp_shards`) and commits as one writer would. Writing threads run at
+low priority, so that they take only what training leaves.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from paceline.errors import CheckpointError
 
 __all__ = ["ShardWriter", "WriterChannel", "WriterGroup", "is_over", "lower_priority"]
 
-LOOK_S = 0.02  # between two looks into the mail; only writing threads look
+LOOK_S = 0.02  # between two looks at the mail; only writing threads poll
 
 
 class WriterChannel(Protocol):
     """How writers reach each other; safe to use from a thread."""
 
     def put(self, name: str, text: str) -> None:
-        """Leave a text under a name, in place of what this writer has left there before."""
+        """Store a text under a name, in place of this writer's earlier one."""
 
     def look(self, name: str) -> str | None:
-        """Return what was put under a name; None: nothing yet. Does not block."""
+        """Return the text under a name; None: nothing yet. Does not block."""
 
     def forget(self, name: str) -> None:
-        """Drop what was put under a name, if anything was."""
+        """Drop the text under a name, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WriterGroup:
-    """One writer's view of all."""
+    """One writer's view of all writers."""
 
     index: int
     count: int
@@ -62,48 +61,50 @@ class WriterGroup:
     )  # saves with mail that is left: the first's
 
     def begin(self, number: int, directory: Path) -> None:
-        """The first: let the others write to a directory, which is there."""
+        """Announce the directory to the others; called by the first writer, when the directory exists."""
         self._clear(number)
         self.mail.put(f"{number}/begin", json.dumps({"directory": str(directory)}))
 
     def refuse(self, number: int, reason: str) -> None:
-        """The first: tell the others that this save is not to be."""
+        """Announce that this save will not take place; called by the first writer."""
         self._clear(number)
         self.mail.put(f"{number}/begin", json.dumps({"failed": reason}))
 
     def give_up(self, number: int, reason: str) -> None:
-        """The first: tell the others that nothing comes of a save that has begun; to be called before the directory
-        goes."""
-        if number in self._unread:  # otherwise all others have told, and wait for nothing
-            with contextlib.suppress(OSError):  # no room for mail either: they find no directory
+        """Announce that a begun save has failed; called by the first writer, before the directory is deleted."""
+        if number in self._unread:  # otherwise all others have reported, and wait for nothing
+            with contextlib.suppress(OSError):  # no room for mail either: they will find no directory
                 self.mail.put(f"{number}/begin", json.dumps({"failed": reason}))
 
     def is_given_up(self, number: int) -> bool:
-        """Another one: whether the first has given up, and tells why itself."""
+        """Return whether the first writer has given up, which it reports itself; called by the others."""
         text = self.mail.look(f"{number}/begin")
         return text is not None and "failed" in json.loads(text)
 
     def directory(self, number: int) -> Path | None:
-        """Another one: wait for the directory; None: the first has given up, and tells why itself."""
+        """Wait for the directory; None: the first writer has given up, and reports that. Called by the others."""
         told = self._wait(f"{number}/begin", "worker 0 to begin the checkpoint")
         return Path(told["directory"]) if "directory" in told else None
 
     def tell(self, number: int, pieces: list[StoredPiece], ties: Mapping[str, str]) -> None:
-        """Another one: its part is on the disk; `ties` are names that it has not stored, with those that it has."""
+        """Report that this writer's part is on the disk; `ties` maps names that it has not stored to stored ones."""
         told = {"pieces": pieces_to_json(pieces), "ties": dict(ties)}
         self.mail.put(f"{number}/part_{self.index}", json.dumps(told))
 
     def tell_failed(self, number: int, reason: str) -> None:
-        """Another one: its part could not be written."""
+        """Report that this writer's part could not be written."""
         self.mail.put(f"{number}/part_{self.index}", json.dumps({"failed": reason}))
 
     def stay_heard(self, number: int) -> None:
-        """Another one: look into the mail, which says again what this one has told where its carrier has gone."""
-        self.mail.look(f"{number}/anything")  # that nobody puts there: what is there the first may forget meanwhile
+        """Access the mail, which makes it repeat this writer's report if the store was restarted."""
+        # a name that is never used, because the first writer may forget the real ones meanwhile
+        self.mail.look(f"{number}/anything")
 
     def collect(self, number: int, directory: Path) -> tuple[list[StoredPiece], dict[str, str]]:
-        """The first: wait for all other parts, and return their pieces and ties; raises CheckpointError naming who has
-        none, and why."""
+        """Wait for all other parts and return their pieces and ties; called by the first writer.
+
+        Raises CheckpointError naming the worker whose part is missing, and why.
+        """
         found, ties = list[StoredPiece](), dict[str, str]()
         for index in range(1, self.count):
             told = self._wait(f"{number}/part_{index}", f"the part of worker {index}")
@@ -122,7 +123,7 @@ class WriterGroup:
         return found, ties
 
     def _clear(self, number: int) -> None:
-        """Forget the mail of saves that failed; of the last one before `number` somebody may not have read it yet."""
+        """Forget the mail of failed saves; the last one before `number` may not have been read yet."""
         for old in sorted(self._unread):
             if old < number - 1:
                 self._forget(old)
@@ -138,7 +139,7 @@ class WriterGroup:
         while (text := self.mail.look(name)) is None:
             if time.monotonic() > deadline:
                 raise CheckpointError(f"waited {self.timeout_s:g} s in vain for {what}")
-            time.sleep(LOOK_S)  # in the writing thread; a store whose wait blocks would keep its other users out
+            time.sleep(LOOK_S)  # in the writing thread; a blocking wait of the store would lock out its other users
         return json.loads(text)
 
 
@@ -146,7 +147,7 @@ class ShardWriter:
     """Writes this worker's part of checkpoints that the first writer commits; used by one thread of one process."""
 
     def __init__(self, parts: WriterGroup, *, staging: Path | None = None) -> None:
-        """`staging`: a directory on a disk for the copies that are written from; None: they are in memory."""
+        """`staging`: a directory on a disk for the staged copies; None: they are in memory."""
         self._parts = parts
         self._number = 0
         self._staging = Staging(staging)
@@ -164,7 +165,7 @@ class ShardWriter:
     def save(self, tensors: Mapping[str, Tensor], where: Mapping[str, TensorRegion]) -> None:
         """Copy what this worker holds and return; it is written in the background.
 
-        Raises CheckpointError for a tensor that cannot be stored; that there is no room for the copies fails the save.
+        Raises CheckpointError for a tensor that cannot be stored. A lack of memory for the copies fails only this save.
         """
         self._settle(None)
         self._number += 1
@@ -179,12 +180,10 @@ class ShardWriter:
             self._pending = self._thread.submit(self._write, self._number, staged, dict(where))
 
     def is_written(self, timeout_s: float) -> bool:
-        """As `AsyncWriter.is_written`. Who asks while others write is heard by them, also where the mail's carrier has
-        gone since this part was told.
-        """
+        """As `AsyncWriter.is_written`. Each call also repeats this part's report if the mail's store was restarted."""
         if not is_over(self._pending, timeout_s):
             return False
-        with contextlib.suppress(OSError):  # no room; said at the next look, if there is some then
+        with contextlib.suppress(OSError):  # no room; repeated at the next call
             self._parts.stay_heard(self._number)
         return True
 
@@ -212,7 +211,7 @@ class ShardWriter:
         pending.result()
 
     def _write(self, number: int, staged: Staged, where: Mapping[str, TensorRegion]) -> None:
-        """Runs in the thread."""
+        """Write one part; runs in the thread."""
         self._failure = None
         parts, told = self._parts, ""
         try:
@@ -231,7 +230,7 @@ class ShardWriter:
         self._fail(number, told)
 
     def _fail(self, number: int, reason: str) -> None:
-        """Runs in the thread: say that there is no part, and why, unless the first has given up anyway."""
+        """Report a missing part with its reason, unless the first writer has given up anyway; runs in the thread."""
         self._failure = None
         if not self._parts.is_given_up(number):
             self._failure = f"this worker's part of a checkpoint was not written: {reason}"
@@ -239,7 +238,7 @@ class ShardWriter:
 
 
 def is_over(pending: concurrent.futures.Future[None] | None, timeout_s: float) -> bool:
-    """Wait so long at most for what a writing thread was given; returns whether it is done, or there was nothing."""
+    """Wait at most `timeout_s` for a writing thread's task; returns whether it is done, or there was none."""
     return pending is None or bool(concurrent.futures.wait([pending], timeout_s).done)
 
 
@@ -247,7 +246,7 @@ NICENESS = 10  # of the writing thread, added to the process's
 
 
 def lower_priority() -> None:
-    """On Linux a thread has a priority of its own; elsewhere the call would slow the whole process."""
+    """Lower this thread's priority. Only on Linux has a thread its own; elsewhere it would slow the whole process."""
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):  # a sandbox may forbid even this; saving works at any priority
             thread = threading.get_native_id()

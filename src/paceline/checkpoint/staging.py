@@ -1,9 +1,9 @@
-"""Copies of a model's tensors in memory that is kept: training stands still only for the copying.
+"""Copies of a model's tensors in reused memory, so that training stands still only for the copying.
 
-Fresh memory is slow the first time each page is written (several times a plain copy, and far more in a virtual
-machine), so the copies live in one block that stays from save to save, on huge pages where the system grants them and
-pinned where tensors come from a CUDA device. Each copy is a tensor with a storage of its own within the block: what
-is written to disk is just its elements. Tied tensors are copied once.
+Fresh memory is slow the first time each page is written: several times a plain copy, and far more in a virtual machine.
+So the copies live in one block that stays from save to save, on huge pages where the system grants them, and pinned
+where tensors come from a CUDA device. Each copy is a tensor with its own storage within the block, so that only its
+elements are written to disk. Tied tensors are copied once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Staged:
 
 
 class Staging:
-    """One reusable block of memory; with a `directory` that of a file there, which has no name."""
+    """One reusable block of memory; with `directory`, that of an unnamed file there."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._block: Tensor | None = None  # uint8
@@ -52,9 +52,9 @@ class Staging:
         self._file: mmap.mmap | None = None  # below the block
 
     def warm(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get memory for these tensors and touch every page of it: the first `stage` is then as fast as later ones.
+        """Get memory for these tensors and touch every page of it, so that the first `stage` is as fast as later ones.
 
-        Where there is no room nothing is done: `stage` says so, if it is still so then.
+        Without enough room nothing is done; `stage` reports it if that is still so.
         """
         needed, pinned = _needed_bytes(tensors.values()), self._is_to_be_pinned(tensors)
         if not self._fits(needed, pinned):
@@ -66,7 +66,7 @@ class Staging:
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         """Copy the tensors; the originals may change afterwards.
 
-        Raises CheckpointError for what is not dense, and NoRoom.
+        Raises CheckpointError for tensors that are not dense, and NoRoom.
         """
         unique, ties = _without_ties(tensors)
         needed, pinned = _needed_bytes(unique.values()), self._is_to_be_pinned(unique)
@@ -92,7 +92,7 @@ class Staging:
         )
 
     def _grow(self, num_bytes: int, pinned: bool) -> None:
-        self._block = self._file = None  # first give the old one back: both may not fit
+        self._block = self._file = None  # free the old block first: both may not fit
         try:
             if self._directory is not None:
                 self._file = _mapped_file(self._directory, num_bytes)
@@ -138,16 +138,16 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
             "a meta tensor" if tensor.is_meta else "a quantized tensor" if tensor.is_quantized else f"{tensor.layout}"
         )
         raise CheckpointError(f"cannot store {name}: it is {found}; a checkpoint holds dense tensors with data.")
-    # A subclass with its own dispatch (DTensor, for one) has no elements of its own to copy.
+    # A subclass with its own dispatch (DTensor, for example) has no elements of its own to copy.
     if getattr(type(tensor), "__torch_dispatch__", None) is not getattr(Tensor, "__torch_dispatch__", None):
         raise CheckpointError(
-            f"cannot store {name}: it is a {type(tensor).__name__}; give its plain tensor (to_local, say)."
+            f"cannot store {name}: it is a {type(tensor).__name__}; pass its plain tensor (to_local, for example)."
         )
     return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _copy(sources: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
-    """Copy all, and wait for the devices."""
+    """Copy all tensors, and wait for the devices."""
     devices = set()
     for name, source in sources.items():
         if source.device.type == "cpu" and source.is_contiguous():
@@ -165,13 +165,13 @@ def _copy(sources: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
 def _mapped(num_bytes: int) -> Tensor:
     memory = mmap.mmap(-1, -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them: small pages do as well, a little slower
+        with contextlib.suppress(OSError):  # a kernel without huge pages: small ones are only a little slower
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _mapped_file(directory: Path, num_bytes: int) -> mmap.mmap:
-    """A file without a name, all of whose blocks are there: writing to it cannot fail."""
+    """Return an unnamed file with all blocks allocated, so that writing to it cannot fail."""
     with tempfile.TemporaryFile(dir=directory, prefix="paceline_") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         return mmap.mmap(file.fileno(), num_bytes)

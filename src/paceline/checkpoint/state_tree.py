@@ -1,8 +1,8 @@
 """Everything of a checkpoint that is not a named tensor: a tree of plain values; reading it runs no code.
 
-A tree is made of dict, list, tuple, str, int, float, bool, bytes, None and tensors.
-`torch.load(weights_only=True)` builds exactly these and refuses everything else, so what could not be read back is
-refused when it is saved, by its path in the tree.
+A tree is made of dict, list, tuple, str, int, float, bool, bytes, None and tensors. `torch.load(weights_only=True)`
+builds exactly these and refuses everything else. So a value that could not be read back is refused when it is saved,
+with its path in the tree.
 """
 
 from __future__ import annotations
@@ -99,6 +99,6 @@ def _below(path: str, key: Any) -> str:
 
 
 def _named(value: Any) -> str:
-    """A value as an error names it: "<function>", "<numpy.ndarray>"."""
+    """Return a value as an error names it: "<function>", "<numpy.ndarray>"."""
     kind = type(value)
     return f"<{kind.__name__ if kind.__module__ == 'builtins' else f'{kind.__module__}.{kind.__qualname__}'}>"

@@ -1,12 +1,12 @@
-"""Whether the wire that a plan has pays on the network that it has: what a step was measured to need, and a verdict.
+"""Whether the plan's wire pays on the actual network: what a step was measured to need, and a verdict.
 
-A codec costs processor time, in every step, and saves time of the network, as far as nobody computes meanwhile. A wire
-is judged to cost more than it saves only where that is so even if nothing of the network's time were hidden; another
-wire is said to pay only where what it saves is waited for in fact.
+A codec costs processor time in every step. It saves network time, as far as no computation hides that time. The wire in
+use is judged too expensive only if that holds even with no network time hidden. Another wire is recommended only if
+what it saves is really waited for.
 
-    link_s(bytes)   what the network takes for so many bytes, by the table of what was timed
-    (`comm/algorithm_selection.py`) wire in use     costs more than it saves:  encoding_s > link_s(raw) - link_s(sent)
-    another one     saves  min(waited_s, link_s(raw) - link_s(what it would send)) - what encoding would take
+    link_s(bytes)     network time for so many bytes, by the table of measurements (`comm/algorithm_selection.py`)
+    wire in use       costs more than it saves if  encoding_s > link_s(raw) - link_s(sent)
+    another wire      saves  min(waited_s, link_s(raw) - link_s(what it would send)) - its encoding time
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from paceline.plan import Wire
 
 __all__ = ["StepTimes", "Verdict", "WireCost", "is_known", "judge_wire", "link_seconds", "median_of", "priced"]
 
-LEAST_SAVED = 0.1  # of a step: below, no other wire is worth a word
-ALIKE = 0.1  # of what is saved: of two that save about as much the gentler one is named
+LEAST_SAVED = 0.1  # of a step: smaller savings are not reported
+ALIKE = 0.1  # of what is saved: of two wires that save about as much, the gentler one is named
 RUNS = 3  # of each codec that is timed
-TELLING_BYTES = 1 << 20  # of sums so large, and larger ones, the link's rate is known;
-NEAR = 4.0  # smaller ones tell of no more than so many times their size
+TELLING_BYTES = 1 << 20  # a measured sum of this size shows the link's rate;
+NEAR = 4.0  # smaller ones are valid up to this multiple of their size
 
 Table = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """What steps took and sent, each, on one worker."""
+    """Times and traffic of one step, or their medians, on one worker."""
 
     step_s: float
     waited_s: float  # for other replicas
@@ -56,15 +56,17 @@ class WireCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`kind` "costs": the wire in use takes more time than it saves; "memory": so it does, where memory is shared;
-    "pays": `wire`, another one, would save `saved_s`."""
+    """`kind` "costs": the wire in use takes more time than it saves. "memory": the same, because memory is shared.
+
+    "pays": `wire`, another one, would save `saved_s`.
+    """
 
     kind: Literal["costs", "memory", "pays"]
     wire: str
     link_s: float  # of the raw bytes of a step; 0.0 where memory is shared
     step_s: float
     encoding_s: float
-    saved_s: float  # in a step; below 0: lost
+    saved_s: float  # in a step; negative: lost
 
 
 def judge_wire(
@@ -78,10 +80,10 @@ def judge_wire(
     bucket_bytes: int,
     others: Mapping[str, WireCost],
 ) -> Verdict | None:
-    """Return what there is to be said of the wire in use, named `wire`; None: nothing.
+    """Return a verdict on the wire in use, named `wire`; None if there is nothing to report.
 
-    `is_exact`: it is raw, or as good as that. `table`: what is known of the network. `others`: wires
-    that the plan could have instead, the gentler ones first.
+    `is_exact`: it is raw, or as good as that. `table`: measurements of the network. `others`: wires that the plan could
+    use instead, the gentler ones first.
     """
     step_s, encoding_s = measured.step_s, measured.encoding_s
     if replicas < 2 or not measured.num_raw:
@@ -112,15 +114,17 @@ def judge_wire(
 
 
 def is_known(table: Table, *, num_raw: float, replicas: int, bucket_bytes: int) -> bool:
-    """Whether the table says what the network takes for the raw bytes of a step."""
+    """Return whether the table tells the network's time for the raw bytes of a step."""
     largest = min(bucket_bytes, num_raw * replicas / (2 * (replicas - 1)))
     return len(table) > 1 and (max(table) >= TELLING_BYTES or largest <= NEAR * max(table))
 
 
 def link_seconds(table: Table, num_bytes: float, *, replicas: int, num_raw: float, bucket_bytes: int) -> float:
-    """Return what the network takes for the bytes that a worker sends in a step, in as many buckets as the raw ones
-    are in; between the sizes of the table, two at least, it goes straight, and beyond them as between the last ones."""
-    tensor_bytes = num_bytes * replicas / (2 * (replicas - 1))  # of which a sum sends so much
+    """Return the network's time for the bytes that a worker sends in a step, in as many buckets as the raw ones.
+
+    Between the sizes of the table, at least two, it is interpolated; beyond them it is extrapolated from the last two.
+    """
+    tensor_bytes = num_bytes * replicas / (2 * (replicas - 1))  # of which a sum sends this part
     num_buckets = max(1, -(-int(num_raw * replicas / (2 * (replicas - 1))) // bucket_bytes))
     each = tensor_bytes / num_buckets
     points = sorted((size, min(row.values())) for size, row in table.items())
@@ -136,7 +140,7 @@ def link_seconds(table: Table, num_bytes: float, *, replicas: int, num_raw: floa
 
 
 def priced(wire: Wire, shapes: Sequence[tuple[int, int]], *, replicas: int) -> WireCost:
-    """Time a wire's codec here on a bucket of such matrices, as one of so many replicas who all send the same."""
+    """Time a wire's codec on a bucket of such matrices, as one of `replicas` that all send the same."""
     sizes = [rows * columns for rows, columns in shapes]
     flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0))
     codec = build_codec(wire, shapes=shapes)
@@ -166,6 +170,6 @@ def priced(wire: Wire, shapes: Sequence[tuple[int, int]], *, replicas: int) -> W
 
 
 def median_of(measured: Sequence[StepTimes]) -> StepTimes:
-    """Return the median of each number; raises ValueError where there are none."""
+    """Return the median of each number; raises ValueError for an empty sequence."""
     names = [field.name for field in dataclasses.fields(StepTimes)]
     return StepTimes(**{name: statistics.median(getattr(one, name) for one in measured) for name in names})

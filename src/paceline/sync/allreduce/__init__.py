@@ -1,3 +1,4 @@
-"""Synchronous data parallel: gradients of all replicas are reduced in buckets while backward runs (all-reduce, Adasum,
-codec state, norms); imports nothing else of sync.
+"""Synchronous data parallelism: gradients of all replicas are reduced in buckets while backward runs.
+
+All-reduce, Adasum, codec state and gradient norms. Imports nothing else of sync.
 """

@@ -1,15 +1,15 @@
-"""Adasum: of the replicas' gradients, what they have in common counts once, and what they have not adds up.
+"""Adasum: where the replicas' gradients agree they count once, and where they differ they add up.
 
-Two gradients become  a (1 - <a,b> / 2|a|^2) + b (1 - <a,b> / 2|b|^2),  each parameter by itself: their mean where they
+Two gradients become a (1 - <a,b> / 2|a|^2) + b (1 - <a,b> / 2|b|^2), each parameter by itself: their mean where they
 point the same way, their sum where they are orthogonal (Maleki et al. 2021, "Scaling distributed training with adaptive
-summation", equation 3). More are combined in a tree of neighbours; whoever has none goes up alone.
+summation", equation 3). More than two are combined in a tree of neighbors; an odd one goes up alone.
 
-The paper walks the tree: log2 n exchanges of halves, and at each of them a sum of inner products. But whatever
-comes out of the tree is a weighted sum of what went in, and the weights follow from the inner products of what went in,
-by arithmetic of a few numbers. So each replica is sent its share of all gradients, while backward runs; the inner
-products of all shares are added up with the step's tally, over everybody, also over those who hold other parts of the
-same parameters; and each replica sends the combination of its share to all. That is 2 (n-1)/n of the tensor and three
-exchanges for any n, and the same bits on all. Memory: one more copy of the gradients, and a share of one.
+The paper follows the tree: log2 n exchanges of halves, each with a sum of inner products. But the result is a weighted
+sum of the inputs, and the weights follow from the inputs' inner products, by arithmetic on a few numbers. So each
+replica gets its share of all gradients while backward runs. The inner products of all shares are added up with the step
+metadata, over all workers, including those with other parts of the same parameters. Then each replica sends the
+combination of its share to all. That is 2 (n-1)/n of the tensor and three exchanges for any n, and equal bits on all.
+It takes the memory of one more copy of the gradients, and of one share.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def coefficients(products: Tensor) -> Tensor:
 
 
 def _combined(left: Tensor, right: Tensor, products: Tensor) -> Tensor:
-    """Combine two weighted sums, each given by its weights (p, n)."""
+    """Combine two weighted sums, each represented by its weights (p, n)."""
     left_products = torch.einsum("pij,pj->pi", products, left)
     between = (right * left_products).sum(1, keepdim=True)
     lefts = (left * left_products).sum(1, keepdim=True)
@@ -53,12 +53,12 @@ def _combined(left: Tensor, right: Tensor, products: Tensor) -> Tensor:
 
 
 def _kept(between: Tensor, own: Tensor) -> Tensor:
-    """The factor of one of two; of nothing, any."""
+    """Return the factor of one of two; for a zero gradient it does not matter."""
     return torch.where(own > 0, 1 - between / (2 * own), 1.0)
 
 
 class AdasumWeights:
-    """The inner products of one walk's gradients, which ride in its tally, and what follows from them."""
+    """The inner products of one gradient pass, which travel in its step metadata, and the resulting weights."""
 
     def __init__(
         self,
@@ -69,15 +69,18 @@ class AdasumWeights:
         counts: Callable[[Parameter], bool],
         num_places: int,
     ) -> None:
-        """`place_of(parameter)`: its place among `num_places`, on all workers alike; of what several workers have the
-        same of, it `counts` on one of them."""
+        """`place_of(parameter)`: its index among `num_places`, equal on all workers.
+
+        `counts(parameter)`: true on exactly one of the workers that hold the same gradient.
+        """
         self._buckets, self._size = tuple(buckets), group.size
         self._place_of, self._counts, self._num_places = place_of, counts, num_places
         self._upper = torch.triu_indices(self._size, self._size)
         self._whole = torch.empty(0)
 
     def products(self) -> Tensor:
-        """Return what this worker knows of the inner products, 1-D in double precision; sums over all are whole."""
+        """Return this worker's part of the inner products, 1-D in double precision; the sum over all workers is
+        complete."""
         found = torch.zeros(self._num_places, self._upper.shape[1], dtype=torch.float64)
         for bucket in self._buckets:
             for parameter, products in zip(bucket.parameters, bucket.products, strict=True):
@@ -86,7 +89,7 @@ class AdasumWeights:
         return found.view(-1)
 
     def combine(self, sums: Tensor, factors: Sequence[float]) -> None:
-        """Put what comes of the tree in the place of each gradient, of replica r `factors[r]` times what it gave.
+        """Replace each gradient by the combination, in which replica r counts `factors[r]` times.
 
         `sums`: those of `products` over all workers. Blocks; raises Disrupted.
         """
@@ -102,16 +105,17 @@ class AdasumWeights:
             bucket.land()
 
     def squares(self, scale: float) -> tuple[list[float], float]:
-        """Return the squared norm of what each replica gave, and of `scale` times their sum, in the last walk."""
+        """Return the squared norm of each replica's gradient, and of `scale` times their sum, in the last gradient
+        pass."""
         over_all = self._whole.sum(0)
         return over_all.diagonal().tolist(), scale**2 * float(over_all.sum())
 
 
 class AdasumBucket(Bucket):
-    """A bucket that shares its gradients out when it departs, and gathers what was made of the shares.
+    """A bucket that distributes shares of its gradients when it departs, and gathers the combined shares.
 
-    `advance` ends the first half, after which `products` are the inner products of the gradients in this replica's
-    share, (n, n) for each parameter; `combine` begins the second half, which `land` ends.
+    `advance` ends the first half. `products` are then the inner products of the gradients in this replica's share, (n,
+    n) for each parameter. `combine` begins the second half, which `land` ends.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], *, group: WorkerGroup, wire: Wire) -> None:
@@ -121,7 +125,7 @@ class AdasumBucket(Bucket):
         self._flat[num_elements:] = 0  # so that it can be sent as it is, in equal shares
         self.products: list[Tensor] = []
         self._half = HALF[wire.dtype] if isinstance(wire, Cast) else None
-        self._shares = torch.empty(0)  # row r: of what replica r gave, this one's share
+        self._shares = torch.empty(0)  # row r: this replica's share of replica r's gradients
         self._spans: list[tuple[int, int]] = []  # of each parameter, in this replica's share
 
     def depart(self, riders: Sequence[float] = (), *, seed: int = 0) -> None:
@@ -160,7 +164,7 @@ class AdasumBucket(Bucket):
     def combine(self, weights: Sequence[Sequence[float]]) -> None:
         """Add up the shares, each parameter's with its weights by replica, and start to send the result to all."""
         sent, count = self._added_up(weights), self._group.size
-        self._shares = self._shares.new_empty(0)  # the answer takes as much
+        self._shares = self._shares.new_empty(0)  # the answer takes as much memory
         self.bytes.num_sent += (count - 1) * sent.nbytes
         self._answer = sent.new_empty(count, sent.numel())
         self._transfer = self._group.begin_all_gather(sent, self._answer, what=f"all_gather of {self._span}")
@@ -174,9 +178,9 @@ class AdasumBucket(Bucket):
         self._answer = self._transfer = None
 
     def _added_up(self, weights: Sequence[Sequence[float]]) -> Tensor:
-        """The weighted sum of the shares, as it is sent; it changes them."""
-        # Two roundings for each number, at whatever place of whatever share it is: those who hold the same parameter
-        # beside other ones must get the same bits.
+        """Return the weighted sum of the shares, as it is sent; it changes them."""
+        # Two roundings for each number, wherever it lies in a share. Workers that hold the same parameter beside
+        # different ones must get the same bits.
         for (first, stop), factors in zip(self._spans, weights, strict=True):
             for row, factor in zip(self._shares, factors, strict=True):
                 row[first:stop].mul_(factor)
@@ -186,7 +190,7 @@ class AdasumBucket(Bucket):
         return share.to(self._half or share.dtype, copy=True)
 
     def _numbers(self) -> Tensor:
-        """The gradients as real numbers."""
+        """Return the gradients as real numbers."""
         own = self._flat[: self._num_elements]
         return torch.view_as_real(own).view(-1) if own.is_complex() else own
 

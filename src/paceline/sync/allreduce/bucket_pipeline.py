@@ -1,12 +1,13 @@
-"""Drives the codecs of several buckets at once, so that the rounds of one run beside those of others and of backward.
+"""Drives the codecs of several buckets at once, so that the rounds of one overlap with those of others and with
+backward.
 
-All workers must start the same transfers in the same order, and what arrives when differs between them; so the order
-follows from the departures alone. When a bucket has left, those that left `LAG` departures before take their next
-round, oldest first: what they wait for has had so much of backward to arrive in. A codec's last answer starts nothing,
-so it is taken when backward is over. What is left then goes round by round, one bucket after the other.
+All workers must start the same transfers in the same order, but arrivals differ between them. So the order follows from
+the departures alone: when a bucket has left, those that left `LAG` departures earlier take their next round, oldest
+first. Backward has covered their wait by then. A codec's last answer starts nothing, so it is taken after backward.
+What is left then proceeds round by round, one bucket after the other.
 
-That a member is lost may be noticed in the middle of backward, which is code of the user's: by a bucket that is to
-leave, or by one that waits. It is told at the end of the walk, where all give up the step together.
+The loss of a member may be noticed during backward, which is the user's code, by a bucket that leaves or waits. It is
+raised at the end of the gradient pass, where all workers give up the step together.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ LAG = 2
 
 
 class BucketPipeline:
-    """The buckets of a walk that have left, and have not landed."""
+    """The buckets of a gradient pass that have left, and have not landed."""
 
     def __init__(self) -> None:
-        self.waited_s = 0.0  # in this walk
+        self.waited_s = 0.0  # in this gradient pass
         self._under_way: list[AnyBucket] = []  # oldest first
         self._num_departed = 0
         self._moved_at: dict[int, int] = {}  # by id of a bucket: how many had left when its round began
         self.disruption: Disrupted | None = None  # noticed while backward ran; nothing more can be sent then
 
     def begin(self) -> None:
-        """A walk begins; what was under way is forgotten."""
+        """Begin a gradient pass; transfers under way are forgotten."""
         self.waited_s, self._num_departed = 0.0, 0
         self._under_way.clear()
         self._moved_at.clear()
         self.disruption = None
 
     def departed(self, bucket: AnyBucket) -> None:
-        """A bucket has left: have others take their next round."""
+        """Register a bucket that has left, and let others take their next round."""
         self._num_departed += 1
         self.waited_s += bucket.waited_s
         self._moved_at[id(bucket)] = self._num_departed
@@ -54,7 +55,8 @@ class BucketPipeline:
                     self.notice(disruption)
 
     def notice(self, disruption: Disrupted) -> None:
-        """A member was lost, which a departure has shown, or a round: nothing more leaves in this walk."""
+        """Record that a member was lost, as a departure or a round has shown: nothing more leaves in this gradient
+        pass."""
         self.disruption = disruption
 
     def check(self) -> None:

@@ -1,8 +1,7 @@
 """Buckets: gradients that travel together in one flat buffer.
 
-Backward reaches the last layers first, so buckets are filled from the last parameter to the first; each bucket can
-leave while backward still works on earlier layers. Of parameters that are split over the workers of a replica a bucket
-holds the rows that are here.
+Backward reaches the last layers first, so buckets are filled from the last parameter to the first. Each bucket can
+leave while backward still works on earlier layers. Of sharded parameters a bucket holds the local rows.
 """
 
 from __future__ import annotations
@@ -46,8 +45,11 @@ def assign(
     group_of: Callable[[Parameter], WorkerGroup],
     kind_of: Callable[[Parameter], Hashable] = lambda _: None,
 ) -> list[tuple[WorkerGroup, list[NamedParameter]]]:
-    """Divide parameters, last first, into runs of one group, kind, dtype and device of at most `bucket_bytes` (or one
-    parameter). They are in the order in which they are full: a run waits for none that comes later."""
+    """Divide parameters, last first, into runs of one group, kind, dtype and device.
+
+    A run has at most `bucket_bytes` (or one parameter). Runs are in the order in which they become full, so none waits
+    for a later one.
+    """
     runs: list[tuple[WorkerGroup, list[NamedParameter]]] = []
     is_open: dict[Hashable, tuple[list[NamedParameter], int]] = {}  # run, bytes in it
     order: dict[str, int] = {}
@@ -68,7 +70,7 @@ def assign(
 class Bucket:
     """One flat buffer, a view of it per parameter, and the exchange under way.
 
-    `depart` copies the gradients in and starts the codec's first round; each `advance` takes a round's answer and
+    `depart` copies the gradients in and starts the codec's first round. Each `advance` takes a round's answer and
     starts the next one, until the sum over replicas is in each parameter's `grad`.
     """
 
@@ -78,8 +80,8 @@ class Bucket:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.bytes = SentBytes()
-        self.encoding_s = 0.0  # and decoding, in all
-        self.waited_s = 0.0  # where its last round was sent
+        self.encoding_s = 0.0  # total, decoding included
+        self.waited_s = 0.0  # while its last round was sent
         self._group = group
         self._span = _span(self.names)
         self._locals = [local_part(parameter) for parameter in self.parameters]
@@ -89,23 +91,24 @@ class Bucket:
         self._num_elements = sum(local.numel() for local in self._locals)
         self._num_sent = self._num_elements
         num_riders = num_riders if self.can_carry else 0
-        place = group if self._codec.exact else ALONE  # what is sent is another tensor otherwise
+        place = group if self._codec.exact else ALONE  # otherwise another tensor is sent
         self._flat = place.allocate(self._num_elements + num_riders, dtype=first.dtype, device=first.device)
         self._views = _views(self._flat, self._locals)
         self._gradients = [as_local_of(v, like=p) for v, p in zip(self._views, self.parameters, strict=True)]
         self._is_measured: Callable[[Parameter], bool] | None = None
         self._square: Tensor | None = None
         self._rounds: Rounds | None = None
-        self._num_rounds = 0  # that have begun
+        self._num_rounds = 0  # rounds that have begun
         self._answer: Tensor | None = None
         self._transfer: Transfer | None = None
 
     def begin(self, *, is_measured: Callable[[Parameter], bool] | None) -> None:
-        """A walk begins; `is_measured(parameter)`: the norm of its gradient here is asked for, before it is summed."""
+        """Begin a gradient pass; `is_measured(parameter)`: the norm of its local gradient is needed before it is
+        summed."""
         self._is_measured, self._square = is_measured, None
 
     def square(self) -> Tensor:
-        """The square of that norm, 0-d; noted when the bucket left, and otherwise that of the gradients as they are."""
+        """Return the square of that norm, 0-d: as recorded when the bucket left, or else of the current gradients."""
         if self._square is None:
             self._square = square_of(filter(self._is_measured, self.parameters), device=self._flat.device)
         return self._square
@@ -126,7 +129,7 @@ class Bucket:
         self._send(payload)
 
     def advance(self) -> bool:
-        """Block until the round under way is over, and start the next; False: that was the last one."""
+        """Block until the current round is over, and start the next; returns False if it was the last one."""
         if self._rounds is None or self._transfer is None or self._answer is None:
             raise RuntimeError("advance() without depart()")
         self._transfer.wait()
@@ -143,12 +146,12 @@ class Bucket:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of the parameters here, as matrices."""
+        """The local parameters' shapes, as matrices."""
         return [_rows_and_columns(one) for one in self._locals]
 
     @property
     def may_send_more(self) -> bool:
-        """Whether the round under way may be followed by another one."""
+        """Whether the current round may be followed by another one."""
         return self._rounds is not None and self._num_rounds < self._codec.num_rounds
 
     def land(self) -> None:
@@ -157,23 +160,23 @@ class Bucket:
             pass
 
     def settle(self, is_used: Callable[[Parameter], bool]) -> None:
-        """The step counts: what the codec has learnt of parameters that anybody used is remembered."""
+        """Commit the step: the codec remembers what it has learned of parameters that any worker used."""
         self._codec.settle([is_used(parameter) for parameter in self.parameters])
 
     def drop(self) -> None:
-        """The step does not count, or begins anew."""
+        """Discard the step, or begin it anew."""
         if self._rounds is not None:
             self._rounds.close()
             self._rounds = None
         self._codec.drop()
 
     def own(self) -> dict[str, Tensor]:
-        """What this replica has still to send, by the parameters' names and in their shapes; not copied."""
+        """Return this replica's error feedback by the parameters' names and in their shapes; not copied."""
         parts = self._codec.own()
         return {self.names[place]: _views(part, [self._locals[place]])[0] for place, part in parts.items()}
 
     def gathered_own(self) -> dict[str, list[Tensor]]:
-        """That of all replicas, by their index; blocks."""
+        """Return the error feedback of all replicas, by their index; blocks."""
         sizes = [local.numel() for local in self._locals]
         held = torch.zeros(sum(sizes), dtype=torch.float32, device=self._flat.device)
         for place, part in self._codec.own().items():
@@ -184,11 +187,11 @@ class Bucket:
         return {name: [views[place] for views in each] for place, name in enumerate(self.names)}
 
     def common(self) -> dict[str, dict[str, Tensor]]:
-        """What all replicas remember, by the parameters' names; not copied."""
+        """Return what all replicas remember equally, by the parameters' names; not copied."""
         return {self.names[place]: dict(named) for place, named in self._codec.common().items()}
 
     def fill(self, own: Mapping[str, Tensor], common: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Remember what buckets of the same parameters did, of those that are known."""
+        """Take over what buckets of the same parameters remembered, where it is known."""
         flats: dict[int, Tensor] = {}
         for place, (name, local) in enumerate(zip(self.names, self._locals, strict=True)):
             if name in own:
@@ -198,7 +201,7 @@ class Bucket:
         self._codec.fill(flats, {place: common[name] for place, name in here if name in common})
 
     def riders(self) -> list[float]:
-        """The sums of the numbers that travelled along."""
+        """Return the sums of the numbers that travelled along."""
         return self._flat[self._num_elements : self._num_sent].tolist()
 
     def scale(self, factor: float) -> None:
@@ -206,9 +209,9 @@ class Bucket:
         self._flat[: self._num_elements].mul_(factor)
 
     def _begin(self) -> None:
-        """Take the gradients in: from here on they are views of the buffer."""
+        """Copy the gradients in; from here on they are views of the buffer."""
         if self._transfer is not None:
-            self._transfer.wait()  # of a walk that was given up: the others may still write to the buffer
+            self._transfer.wait()  # of an abandoned gradient pass: others may still write to the buffer
         self.drop()
         for parameter, view, gradient in zip(self.parameters, self._views, self._gradients, strict=True):
             if parameter.grad is None:
@@ -253,7 +256,7 @@ class Bucket:
 class LocalBucket:
     """The bucket of a group of one: gradients stay where autograd made them.
 
-    What this worker had still to send when there were others, its first step takes whole.
+    If there were other replicas before, this worker's remaining error feedback is added in its first step.
     """
 
     may_send_more = can_carry = False
@@ -315,12 +318,12 @@ class LocalBucket:
 
 
 def bytes_of_sum(num_bytes: int, size: int) -> int:
-    """What each worker sends where so many bytes are summed: it takes as much at least, by whichever algorithm."""
+    """Return what each worker sends at least when `num_bytes` are summed, by any algorithm."""
     return 2 * (size - 1) * num_bytes // size
 
 
 def _rows_and_columns(tensor: Tensor) -> tuple[int, int]:
-    """What a parameter is as a matrix, in the order of its memory; of fewer than two dims, a column."""
+    """Return a parameter's shape as a matrix, in the order of its memory; with fewer than two dims, a column."""
     sizes = tensor.size()
     if tensor.dim() < 2 or not tensor.numel():
         return tensor.numel(), 1
@@ -330,7 +333,7 @@ def _rows_and_columns(tensor: Tensor) -> tuple[int, int]:
 
 
 def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """One view per parameter with the parameter's own strides, as optimizers prefer."""
+    """Return one view per parameter with the parameter's own strides, as optimizers prefer."""
     views: list[Tensor] = []
     offset = 0
     for parameter in parameters:
@@ -344,7 +347,7 @@ def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the strides cover numel() elements without holes or overlap, in some order of dims."""
+    """Return whether the strides cover numel() elements without holes or overlap, in some order of dims."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n != 1):
         if stride != expected:

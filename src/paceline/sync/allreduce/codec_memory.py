@@ -1,4 +1,4 @@
-"""What codecs remember from step to step, by the names of parameters: so it outlives buckets, members and runs."""
+"""What codecs remember from step to step, by parameter name, so that it outlives buckets, members and runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["CodecMemory", "sum_residuals"]
 class CodecMemory:
     """What one worker's codecs remember."""
 
-    own: Mapping[str, Tensor]  # what its replica has still to send, in the shape of what is here of the parameter
+    own: Mapping[str, Tensor]  # this replica's error feedback, in the shape of the local part of the parameter
     common: Mapping[str, Mapping[str, Tensor]]  # what all replicas know
 
     def copied(self) -> CodecMemory:
-        """Return a copy that later steps do not reach."""
+        """Return a copy that later steps do not change."""
         return CodecMemory(
             {name: tensor.clone() for name, tensor in self.own.items()},
             {name: {key: tensor.clone() for key, tensor in named.items()} for name, named in self.common.items()},
@@ -35,20 +35,23 @@ def sum_residuals(
     owed: dict[str, list[Tensor]],
     named: Sequence[tuple[str, Parameter]],
     *,
-    spread: GradientSharding,
+    sharding: GradientSharding,
     count: int,
     device: torch.device,
 ) -> None:
-    """Of what each of `count` replicas has still to send, put the sum of the spread's workers' parts in the place of
-    these, on all of them; it changes the tensors. All must call it with the same names; blocks."""
-    partial = [spread.adds_up(parameter) for _, parameter in named]
+    """Replace the error feedback of each of `count` replicas by the sum over the sharding's workers, in place.
+
+    It concerns parameters whose gradients are partial sums. All workers of `sharding` must call it with the same names;
+    blocks.
+    """
+    partial = [sharding.adds_up(parameter) for _, parameter in named]
     known = [float(is_part and name in owed) for (name, _), is_part in zip(named, partial, strict=True)]
-    numbers = total(spread.group, known, what="whose parts are still to be sent", device=device)
+    numbers = total(sharding.group, known, what="whose parts are still to be sent", device=device)
     some = zip(named, partial, numbers, strict=True)
     here = [one for one, is_part, number in some if is_part and number and not one[1].is_meta]
     for name, parameter in here:
-        if name not in owed:  # only others have anything to send of it
+        if name not in owed:  # only other workers have error feedback for it
             like = local_part(parameter)
             owed[name] = [torch.zeros_like(like, dtype=torch.float32) for _ in range(count)]
     for replica in range(count):
-        spread.add_up([(parameter, owed[name][replica]) for name, parameter in here])
+        sharding.add_up([(parameter, owed[name][replica]) for name, parameter in here])

@@ -1,4 +1,4 @@
-"""How gradients are spread over workers of one replica that run the same micro-batches: who has which part of a sum."""
+"""How gradients are distributed over workers of one replica that run the same micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["GradientSharding", "TensorParallelGradients"]
 
 
 class GradientSharding(Protocol):
-    """How gradients are spread over workers that run the same micro-batches."""
+    """How gradients are distributed over workers that run the same micro-batches."""
 
     @property
     def group(self) -> WorkerGroup:
@@ -25,37 +25,41 @@ class GradientSharding(Protocol):
         ...
 
     def counts(self, parameter: Parameter) -> bool:
-        """Whether this worker's gradient of a parameter counts where all of theirs are added up, in a norm say."""
+        """Return whether this worker's gradient of a parameter counts where all of theirs are added up, in a norm for
+        example."""
         ...
 
     def adds_up(self, parameter: Parameter) -> bool:
-        """Whether each of them has a part of a sum, until it is completed."""
+        """Return whether each of them has a part of a sum, until it is completed."""
         ...
 
     def holders(self, parameter: Parameter) -> tuple[int, ...]:
-        """Who of them have the very same numbers of a parameter, by their indices; () where each has its own."""
+        """Return which of them hold the very same numbers of a parameter, by index; () where each has its own."""
         ...
 
     def complete(self, parameters: Sequence[Parameter]) -> None:
-        """Complete what is a part of a sum, of all parameters here that anybody used, in place; all must call it."""
+        """Complete partial sums, in place, for all local parameters that any worker used; all must call it."""
         ...
 
     def add_up(self, parts: Sequence[tuple[Parameter, Tensor]]) -> None:
-        """Put sums in the place of these parts, in place: each in the shape of what is here of its parameter, whose
-        gradients add up. All must call it, with the same parameters; blocks."""
+        """Replace these partial sums by their sum over the group, in place; each has the shape of its parameter's local
+        part.
+
+        All must call it, with the same parameters; blocks.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallelGradients:
-    """How gradients are spread over the workers that cut layers together."""
+    """How gradients are distributed over a tensor parallel group."""
 
     group: WorkerGroup
-    has_part: Callable[[Parameter], bool]  # of a parameter that is cut; the others are whole on all of them
+    has_part: Callable[[Parameter], bool]  # the parameter is split; the others are whole on all of them
     is_partial: Callable[[Parameter], bool]  # the parameter is whole, and each worker has a part of its gradient's sum
 
     def counts(self, parameter: Parameter) -> bool:
-        """Whether the gradient is here alone, or this is the first of those who have it."""
+        """Return whether the gradient is only here, or this is the first worker that holds it."""
         return self.group.index == 0 or self.has_part(parameter)
 
     def adds_up(self, parameter: Parameter) -> bool:
@@ -75,6 +79,6 @@ class TensorParallelGradients:
             by_type.setdefault(part.dtype, []).append(part)
         for some in by_type.values():
             flat = torch.cat([one.reshape(-1) for one in some])
-            self.group.all_reduce(flat, what="gradients of what is between layers that are cut").wait()
+            self.group.all_reduce(flat, what="gradients of parameters between tensor parallel layers").wait()
             for part, values in zip(some, flat.split([one.numel() for one in some]), strict=True):
                 part.copy_(values.view_as(part))

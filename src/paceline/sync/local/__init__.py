@@ -1,3 +1,4 @@
-"""Replicas that take steps by themselves and average weights now and then: local SGD, DiLoCo, gossip; may import
-sync.allreduce.
+"""Replicas that take steps by themselves and average weights now and then: local SGD, DiLoCo and gossip.
+
+May import sync.allreduce.
 """

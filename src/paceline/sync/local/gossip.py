@@ -1,11 +1,11 @@
-"""Gossip: replicas mix their weights with those of a few others, and with all only now and then.
+"""Gossip: replicas mix their weights with those of a few others, and average over all only now and then.
 
-Decentralised averaging (D-PSGD, Lian et al. 2017, algorithm 1): x_i becomes the sum of w_ij x_j over its peers, after
-steps that each has taken by itself. So replicas come closer to each other without a sum over all of them. Their average
-moves as with all-reduce, but each computes gradients at weights of its own; so at the end of a round all take the
+Decentralized averaging (D-PSGD, Lian et al. 2017, algorithm 1): x_i becomes the sum of w_ij x_j over its peers, after
+steps that each replica has taken by itself. So replicas approach each other without a sum over all of them. Their
+average moves as with all-reduce, but each computes gradients at its own weights. So at the end of a round all take the
 average (Gossip-PGA, Chen et al. 2021), by the outer step of local SGD without an outer optimizer.
 
-Each worker mixes the local parts of the parameters that it has, with those at the same place in other replicas.
+Each worker mixes the local parts of its parameters with those at the same place in other replicas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["GossipStep"]
 
 
 class GossipStep(OuterStep):
-    """Mixes weights by `mix` and `take_mixed`; what it inherits is the average of all, at a round's end."""
+    """Mixes weights by `mix` and `take_mixed`; inherits the average of all replicas at the end of a round."""
 
     def __init__(
         self,
@@ -45,12 +45,14 @@ class GossipStep(OuterStep):
             parameters, group=group, everybody=everybody, sync=average, wire=wire, seed=seed, holders=holders
         )
         self._gossip, self._seed = sync, seed
-        self._mixed: list[tuple[list[Tensor], Tensor]] = []  # local parts, and what they become, one behind the other
+        self._mixed: list[tuple[list[Tensor], Tensor]] = []  # local parts, and their new values in one flat tensor
 
     @torch.no_grad()
     def mix(self, step: int) -> None:
-        """Send this replica's weights to its peers, and mix theirs with them; nothing changes yet. All replicas must
-        call it; blocks until the peers' are here. Raises Disrupted."""
+        """Send this replica's weights to its peers, and compute the mix with theirs; nothing changes yet.
+
+        All replicas must call it; blocks until the peers' weights are here. Raises Disrupted.
+        """
         group = self._group
         row = mixing_row(self._gossip.peers, group.index, count=group.size, step=step, seed=self._seed)
         self._mixed = []
@@ -58,27 +60,27 @@ class GossipStep(OuterStep):
             own = torch.cat([part.reshape(-1) for part in parts])
             nothing = own.new_empty(0)
             out = [torch.empty_like(own) if k in row and k != group.index else nothing for k in range(group.size)]
-            sent = [own if one.numel() else nothing for one in out]  # who is a peer of another has it for a peer
+            sent = [own if one.numel() else nothing for one in out]  # peers are mutual
             group.all_to_all(sent, out, what="weights of peers")
             self.sums.sent_beside(sum(one.nbytes for one in sent))
             out[group.index] = own
             mixed = torch.zeros_like(own)
             for number in sorted(row):
-                # Two roundings for each number wherever it lies: parameters that several workers of a replica have
-                # beside other ones must stay the same there.
+                # Two roundings for each number, wherever it lies. Workers of a replica that hold the same parameter
+                # beside different ones must get the same bits.
                 mixed.add_(out[number].mul_(row[number]))
             self._mixed.append((parts, mixed))
 
     @torch.no_grad()
     def take_mixed(self) -> None:
-        """Give this replica the weights that were mixed."""
+        """Install the mixed weights in this replica."""
         for parts, mixed in self._mixed:
             for part, values in zip(parts, mixed.split([one.numel() for one in parts]), strict=True):
                 part.copy_(values.view_as(part))
         self._mixed = []
 
     def _by_kind(self) -> list[list[Tensor]]:
-        """The local parts of what is trained here, those of one type together."""
+        """Return the local parts of trained parameters, grouped by dtype and device."""
         found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter, _ in self._pairs():
             if parameter.requires_grad:

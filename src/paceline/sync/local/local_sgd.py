@@ -1,16 +1,15 @@
-"""Local SGD and DiLoCo: replicas that have taken steps by themselves agree on weights.
+"""Local SGD and DiLoCo: replicas take steps by themselves and then agree on weights.
 
-Each replica keeps the weights that all agreed on last, its *anchors*. How far it has moved since, (anchor - weight)
-times its share of the samples, is to an anchor what a gradient is to a weight: it is summed over the replicas in
-buckets, by the plan's wire and error feedback, and taken by an outer optimizer, torch's own SGD with Nesterov's
-momentum (DiLoCo, Douillard et al. 2023, algorithm 1). Without one, anchor - sum is the average of the replicas' weights
-(McMahan et al. 2017, algorithm 1; Stich 2019). All replicas compute the same anchors, bit for bit, and go on from them.
+Each replica keeps the last agreed weights, its *anchors*. How far it has moved since, (anchor - weight) times its share
+of the samples, is to an anchor what a gradient is to a weight. It is summed over the replicas in buckets, with the
+plan's wire and error feedback, and applied by an outer optimizer: torch's SGD with Nesterov momentum (DiLoCo, Douillard
+et al. 2023, algorithm 1). Without one, anchor - sum is the average of the replicas' weights (McMahan et al. 2017,
+algorithm 1; Stich 2019). All replicas compute the same anchors, bit for bit, and continue from them. Of a sharded
+parameter each worker has the anchor of its local part.
 
-Of a parameter that is split over the workers of a replica each has the anchor of its local part.
-
-Streaming (Douillard et al. 2025, algorithm 2): one of these for each *fragment* of the parameters. What it sends is
-under way while the replica takes steps; when it lands, the replica's weights are mixed with the new anchors, or become
-anchor + (weight - weight when it was sent), so that the steps meanwhile count (CoCoD-SGD, Shen et al. 2019).
+Streaming (Douillard et al. 2025, algorithm 2): one OuterStep for each *fragment* of the parameters. Its transfer is
+under way while the replica takes steps. When it lands, the replica's weights are mixed with the new anchors. Or they
+become anchor + (weight - weight when it was sent), so that the steps meanwhile count (CoCoD-SGD, Shen et al. 2019).
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ __all__ = ["OuterStep", "fragments_of"]
 
 
 class OuterStep:
-    """Agrees on named parameters; `group`: those who hold the same ones in other replicas, `everybody`: in the run."""
+    """Agrees on named parameters. `group`: the workers with the same ones in other replicas; `everybody`: those of the
+    run."""
 
     def __init__(
         self,
@@ -44,13 +44,15 @@ class OuterStep:
         seed: int = 0,
         holders: Callable[[Parameter], Hashable] = lambda _: None,
     ) -> None:
-        """`holders(parameter)`: who of the replica have the same numbers of it, alike on all of them: whatever the wire
-        makes of these, it makes the same on each."""
+        """`holders(parameter)`: which workers of the replica hold the same numbers of it, equal on all of them.
+
+        Whatever the wire makes of these numbers, it then makes the same on each of these workers.
+        """
         self._group, self._sync = group, sync
         self._parameters = [parameter for _, parameter in parameters]
         self._anchors = [_anchor_of(parameter) for parameter in self._parameters]
         self._names = [name for name, _ in parameters]
-        self._sent: list[Tensor] = []  # the replica's own weights then, where what it moves by meanwhile is kept
+        self._sent: list[Tensor] = []  # the replica's weights when they were sent, if later moves are kept
         parameter_of = {id(anchor): one for one, anchor in zip(self._parameters, self._anchors, strict=True)}
         self.sums = GradientReducer(
             self.anchors,
@@ -68,18 +70,18 @@ class OuterStep:
 
     @property
     def anchors(self) -> list[NamedParameter]:
-        """The weights that all agreed on last, by the names of their parameters."""
+        """The last agreed weights, by the names of their parameters."""
         return list(zip(self._names, self._anchors, strict=True))
 
     @property
     def num_raw_bytes(self) -> int:
-        """What this worker would send for one sum of all gradients, as they are."""
+        """What this worker would send for one uncompressed sum of all gradients."""
         num_bytes = sum(local_part(one).nbytes for one in self._parameters if not one.is_meta and one.requires_grad)
         return bytes_of_sum(num_bytes, self._group.size)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The weights of now are those that all have."""
+        """Take the current weights, which all replicas share, as the anchors."""
         self._follow_trained()
         for parameter, anchor in self._pairs():
             local_part(anchor).copy_(local_part(parameter))
@@ -92,33 +94,35 @@ class OuterStep:
 
     @torch.no_grad()
     def send(self, share: float, numbers: Sequence[float], *, step: int) -> None:
-        """Begin to; meanwhile the replica may take steps."""
+        """Begin the exchange; meanwhile the replica may take steps."""
         self._follow_trained()
         self.sums.begin(0, step=step)
         if self._sync.keep_moves:
             self._sent = [local_part(parameter).clone() for parameter, _ in self._pairs()]
         for parameter, anchor in self._pairs():
             own, agreed = local_part(parameter), local_part(anchor)
-            # A parameter that no replica has used is sent by nobody, and its momentum does not move it.
+            # A parameter that no replica has used is not sent, and its momentum does not move it.
             if anchor.requires_grad and not torch.equal(own, agreed):
                 anchor.grad = as_local_of((agreed - own).mul_(share), like=anchor)
         self.sums.flush(numbers)
 
     @torch.no_grad()
     def receive(self) -> list[float]:
-        """Wait for what was begun."""
+        """Wait for the exchange that was begun."""
         found = self.sums.collect()
         self.sums.land(scale=1.0)
         return found
 
     @torch.no_grad()
     def take(self, *, mixing: float = 0.0) -> None:
-        """Move the anchors, and give this replica their weights; the share `mixing` of its own stays, or all that it
-        has moved by since it has sent them."""
-        owes = bool(self.sums.memory().own)  # what the wire had still to send has been added to what was sent now
+        """Move the anchors, and give this replica their weights.
+
+        The share `mixing` of its own weights stays, or everything that it has moved since it sent them.
+        """
+        owes = bool(self.sums.memory().own)  # remaining error feedback was added to what was sent now
         self.sums.settle()
         if self.optimizer is None and self._group.size == 1 and not owes:
-            # Its own weights of now, with what it has moved by since, are the average already, to the last bit.
+            # Its current weights, moves since included, already are the average, to the last bit.
             self.begin()
             self.drop()
             return
@@ -140,7 +144,7 @@ class OuterStep:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Give this replica the weights of the anchors, where nothing was done since they moved."""
+        """Set this replica's weights to the anchors, if no step was taken since they moved."""
         for parameter, anchor in self._pairs():
             local_part(parameter).copy_(local_part(anchor))
 
@@ -150,14 +154,17 @@ class OuterStep:
         self.sums.drop()
 
     def _follow_trained(self) -> None:
-        """What is trained is agreed on from now on, also what the user has thawed since `begin`: its anchor has the
-        weights of then, as that of a frozen one has. Those of other stages are in everybody's tally."""
+        """Include every parameter that is trained now, also one that the user has thawed since `begin`.
+
+        Its anchor has the weights of `begin`, like that of a frozen one. Parameters of other stages are in the step
+        metadata.
+        """
         for parameter, anchor in zip(self._parameters, self._anchors, strict=True):
             if parameter.requires_grad:
                 anchor.requires_grad_(True)
 
     def _pairs(self) -> list[tuple[Parameter, Parameter]]:
-        """Parameters that are here, and their anchors."""
+        """Return local parameters with their anchors."""
         pairs = zip(self._parameters, self._anchors, strict=True)
         return [(parameter, anchor) for parameter, anchor in pairs if not parameter.is_meta]
 
@@ -173,7 +180,7 @@ def fragments_of(parameters: Sequence[NamedParameter], count: int) -> list[list[
 
 
 def _anchor_of(parameter: Parameter) -> Parameter:
-    """A copy that is split as the parameter is; of one of another stage, as absent."""
+    """Return a copy that is sharded as the parameter is; for one of another stage, on the meta device."""
     if parameter.is_meta:
         return Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
     copy: Tensor = as_local_of(local_part(parameter).clone(), like=parameter)

@@ -1,8 +1,8 @@
-"""What replicas need that take steps by themselves: a way to agree on weights, now and then.
+"""The interface of replicas that take steps by themselves: a way to agree on weights, now and then.
 
-`paceline.worker.loop.communication_rounds` says when; each way to agree (local SGD, gossip) has a file of its own here,
-and is made of two halves. `exchange` sends and receives, and changes nothing that counts: a member may be lost in the
-middle, and it is done again with those who are left. `take` comes when all have the result, and sends nothing.
+`paceline.worker.loop.communication_rounds` decides when. Each way to agree (local SGD, gossip) has a file of its own
+here, and consists of two halves. `exchange` sends and receives, and changes nothing that counts: if a member is lost
+meanwhile, it is repeated with the remaining ones. `take` is called when all have the result, and sends nothing.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ class WeightAveraging(Protocol):
 
     @property
     def sums(self) -> GradientReducer:
-        """What sends between replicas: it counts the bytes, and has what codecs remember."""
+        """What sends between replicas; it counts the bytes and holds the codecs' memory."""
         ...
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Holds what is to be remembered from one agreement to the next, as the state of `anchors`; None: nothing."""
+        """Holds what lasts from one agreement to the next, as the state of `anchors`; None: nothing."""
         ...
 
     @property
     def anchors(self) -> Sequence[tuple[str, Parameter]]:
-        """What stands for the parameters in `optimizer`, with the names of these."""
+        """The tensors that represent the parameters in `optimizer`, with the parameters' names."""
         ...
 
     @property
     def num_raw_bytes(self) -> int:
-        """What this worker would send for one sum of all gradients, as they are."""
+        """What this worker would send for one uncompressed sum of all gradients."""
         ...
 
     def begin(self) -> None:
-        """The weights of now are those that all have: steps of this replica follow."""
+        """Declare that the current weights are those of all replicas; steps of this replica follow."""
         ...
 
     def exchange(self, share: float, numbers: Sequence[float], *, step: int) -> list[float]:
-        """Tell the others where this replica's weights are; blocks until theirs are here. `share`: how much of the
-        samples since `begin` were this replica's, of 1. Returns the sums of `numbers` over all workers of the run, all
-        of whom must call. Raises Disrupted."""
+        """Exchange this replica's weights with the others'; blocks until theirs are here. Raises Disrupted.
+
+        `share`: this replica's part, of 1, of the samples since `begin`. Returns the sums of `numbers` over all workers
+        of the run, which must all call.
+        """
         ...
 
     def take(self) -> None:
@@ -56,5 +58,5 @@ class WeightAveraging(Protocol):
         ...
 
     def drop(self) -> None:
-        """What was exchanged is void."""
+        """Discard what was exchanged."""
         ...

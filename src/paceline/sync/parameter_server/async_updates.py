@@ -109,15 +109,15 @@ class AsyncGradients(GradientReducer):
         self._is_taken = True  # the servers know what becomes of it
         self._sent = SentBytes()
 
-    def begin(self, walk: int, *, step: int = 0, measures: bool = False) -> None:
+    def begin(self, gradient_pass: int, *, step: int = 0, measures: bool = False) -> None:
         """Raises RuntimeError where the servers know already what becomes of this batch."""
-        if walk and self._is_taken:
+        if gradient_pass and self._is_taken:
             raise RuntimeError(
                 "step(batch) was called twice for one batch: under ParameterServer(staleness=...) a batch is one "
                 "update, which is on the servers, or was skipped. Call it once for each batch, with all losses in one "
                 "forward, or use staleness=0"
             )
-        super().begin(walk, step=step, measures=measures)
+        super().begin(gradient_pass, step=step, measures=measures)
         self._tables.begin()
 
     def land(self, *, scale: float) -> None:

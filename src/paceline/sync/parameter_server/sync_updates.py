@@ -77,9 +77,9 @@ class SyncServerGradients(GradientReducer):
             raise ValueError("under ParameterServer one stepper trains a model: give it all optimizers at once")
         self._optimizers = tuple(optimizers)
 
-    def begin(self, walk: int, *, step: int = 0, measures: bool = False) -> None:
-        super().begin(walk, step=step, measures=measures)
-        self._key = (self._generation(), step, walk)
+    def begin(self, gradient_pass: int, *, step: int = 0, measures: bool = False) -> None:
+        super().begin(gradient_pass, step=step, measures=measures)
+        self._key = (self._generation(), step, gradient_pass)
         if not self._is_served:
             self._servers.meet(self._served_part, index=starting_turn(self._everybody), size=self._everybody.size)
             self._held = parameter_groups_of(self._optimizers)

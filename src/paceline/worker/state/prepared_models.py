@@ -232,11 +232,11 @@ class PreparedModels:
                 wire=Raw() if self._plan.is_local else self._plan.wire,
                 seed=self._plan.batch.seed,
                 everybody=self._all_in_step,
-                inside=None
+                shard_group=None
                 if self._axes.link is not None
                 else self._axes.shard_group,  # there `_spreads` tells of them
                 is_used=self._shards.is_used,
-                spreads=self._spreads(models),
+                shardings=self._spreads(models),
                 apart=self._twins_of if self._axes.is_expert_parallel_only else None,
             )
             self._abouts[key] = about = "+".join(self._names[model] for model in models)
