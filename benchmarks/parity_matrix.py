@@ -132,7 +132,7 @@ def main() -> None:
     names, only = options.models.split(","), options.layouts.split()
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports, it imports once
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+    sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "examples")]
     import models
 
     if any(name in models.LANGUAGE or name == "vit" for name in names):

@@ -45,7 +45,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of long tests first, so that no process is left with one of them when the others have nothing to do."""
     places = {folder: place for place, folder in enumerate(ORDER)}
-    items.sort(key=lambda item: places.get(item.path.parent.name, 0))
+    items.sort(key=lambda item: next((places[part] for part in item.path.parts[::-1] if part in places), 0))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pages import blocks
+from markdown_pages import blocks
 from programs import PACELINE, run
 
 ROOT = Path(__file__).resolve().parent.parent.parent

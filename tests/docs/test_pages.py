@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from pages import anchors, blocks, links
+from markdown_pages import anchors, blocks, links
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

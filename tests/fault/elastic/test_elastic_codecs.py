@@ -1,0 +1,47 @@
+"""Workers are lost in the middle of a compressed sum, and others join: all stay equal to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_runs import LIMIT_S, trained
+from paceline.checkpoint.reader import open_checkpoint
+from paceline.monitor.audit.audit import audit
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+
+
+@pytest.mark.parametrize(("wire", "where"), [("powersgd(rank=2)", "sum"), ("int8", "backward")])
+def test_codecs_forget_the_step_that_was_dropped_and_newcomers_learn_what_all_know(
+    tmp_path: Path, wire: str, where: str
+) -> None:
+    plan = f"replicas=2-4+{wire}+allreduce(bucket_bytes=600)+batch(size=20,micro=2)"
+    job = {"max_steps": 14, "save_every": None}
+    run = trained(tmp_path / "a", {"worker": 2, "step": 4, "where": where}, whole=[6, 4], plan=plan, job=job)
+    assert run.code == 0, run.output
+    assert [event["rank"] for event in run.events("WorkerLost")] == [2]
+    assert [event["rank"] for event in run.events("WorkerJoined")] == [2]
+    assert run.workers() == [0, 1, 2, 3]
+    assert run.weights() != 0, "all have the same"
+    assert run.losses()[-1] < run.losses()[0]
+    assert audit(run.run_dir).is_clean
+    kept = open_checkpoint(run.run_dir / "checkpoints" / "step_00000014")
+    held = kept.load([f"wire:model:own:{replica}:model.layers.0.weight" for replica in range(4)])
+    assert all(bool(tensor.any()) for tensor in held.values()), "the newcomer's too, by now"
+
+
+def test_a_loss_that_a_sum_shows_while_backward_runs_costs_no_step(tmp_path: Path) -> None:
+    """Buckets of more than fits into the memory on the way: the next one waits for those before it to be read."""
+    plan = "replicas=2-4+int8+batch(size=20,micro=2)"
+    job = {"max_steps": 3, "save_every": None, "save_at_end": False}
+    fault = {"worker": 2, "step": 2, "where": "forward"}
+    run = trained(tmp_path / "a", fault, width=300_000, no_joins=True, plan=plan, job=job)
+    assert run.code == 0, run.output
+    (regrouped,) = run.events("Regrouped")
+    assert regrouped["members"] == [0, 1, 3] and regrouped["steps_lost"] == 0
+    assert run.workers() == [0, 1, 3]
+    assert run.weights() != 0, "all have the same"
+    assert [row["step"] for row in run.metrics()] == [1, 2, 3]
+    assert audit(run.run_dir).is_clean

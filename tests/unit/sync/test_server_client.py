@@ -1,0 +1,151 @@
+"""The workers' side of parameter servers, without servers: what may end a step, and what may not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from fake_servers import Knowing, PretendedServers
+from paceline.comm.group import SingleWorkerGroup
+from paceline.comm.messages.tensor_messages import ServerLost, ServerTimeout, TensorMessage
+from paceline.errors import SyncError
+from paceline.plan import ParameterServer, Raw
+from paceline.schedule.staleness_clock import DealtStream
+from paceline.sync.parameter_server.async_updates import AsyncGradients
+from paceline.sync.parameter_server.client import ServerRequest
+from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
+from paceline.sync.parameter_server.server import options_of
+from paceline.sync.parameter_server.sync_updates import SyncServerGradients
+
+
+def test_after_the_vote_a_lost_member_ends_neither_the_step_nor_a_save() -> None:
+    weight, servers = Parameter(torch.zeros(2)), PretendedServers()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    gradients = SyncServerGradients(
+        [("weight", weight)],
+        group=SingleWorkerGroup(),
+        sync=ParameterServer(),
+        wire=Raw(),
+        servers=servers,
+        generation=lambda: 0,
+    )
+    gradients.serve([optimizer])
+    gradients.begin(0)
+    gradients.apply([optimizer])
+    gradients.fetch_state()
+    assert servers.asked == ["step", "state"]
+
+
+class CountingServers(PretendedServers):
+    """One server, whose optimizer has counted its steps in its group, and changed its betas."""
+
+    def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[TensorMessage]:
+        written = [[0, 0, "count", False, 5], [0, 0, "betas", False, [0.5, 0.9]], [0, 0, "mean", True, None]]
+        return [TensorMessage({"entries": [], "written": written}, (torch.ones(2),)) for _ in questions]
+
+
+def test_a_checkpoint_has_what_an_optimizer_has_written_into_its_groups_and_its_worker_no_longer() -> None:
+    weight = Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([weight], lr=1.0)
+    before = options_of(optimizer)
+    about: dict[str, Any] = {"sync": ParameterServer(), "wire": Raw(), "servers": CountingServers()}
+    gradients = SyncServerGradients([("weight", weight)], group=SingleWorkerGroup(), generation=lambda: 0, **about)
+    gradients.serve([optimizer])
+    gradients.begin(0)
+    gradients.fetch_state()
+    (group,) = optimizer.param_groups
+    assert (group["count"], group["betas"], group["mean"].tolist()) == (5, (0.5, 0.9), [1.0, 1.0])
+    gradients.drop_state()
+    assert options_of(optimizer) == before and group["params"] == [weight]
+
+
+class ServersOfRows(PretendedServers):
+    """One server of a table, whose rows are others each time that one is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_met, self._versions = True, itertools.count()
+
+    def ask_some(self, questions: Mapping[int, ServerRequest], **_: Any) -> dict[int, TensorMessage]:
+        version = next(self._versions)
+        return {
+            server: TensorMessage({"version": version}, (torch.full((1, 2), float(version)),)) for server in questions
+        }
+
+
+def test_a_table_that_changes_while_it_is_read_is_refused_for_a_checkpoint_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.sync.parameter_server.embedding_tables.PIECE_BYTES", 1)  # row by row
+    table = Parameter(torch.zeros(2, 2))
+    tables = EmbeddingTables(ServersOfRows())
+    tables.add(table)
+    tables.settle([("table", table)])
+    assert tables.whole(table).tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    with pytest.raises(SyncError, match="changed while they were read"):
+        tables.fetch([], [])
+
+
+def test_a_walk_that_breaks_off_keeps_no_rows() -> None:
+    table, servers = Parameter(torch.zeros(1, 2)), ServersOfRows()
+    tables = EmbeddingTables(servers)
+    tables.add(table)
+    about: dict[str, Any] = {"sync": ParameterServer(staleness=None), "wire": Raw(), "servers": servers}
+    gradients = AsyncGradients([("table", table)], models=[], worker_rank=0, tables=tables, **about)
+    first = torch.tensor([0])
+    gradients.begin(0)
+    assert tables.rows(table, first).tolist() == tables.rows(table, first).tolist() == [[0.0, 0.0]]
+    gradients.drop()
+    assert tables.rows(table, first).tolist() == [[1.0, 1.0]]
+    assert tables.rows(table, first).tolist() == [[2.0, 2.0]]
+
+
+DEALT = DealtStream(stream="train", limit=9, workers=(0, 1), saves=(0, 0, 1), step=0, epoch=0, position=0)
+
+
+class RunningServers(PretendedServers):
+    """One server of a run whose script has lowered its rate since."""
+
+    def ask_first(self, question: Mapping[str, Any], *_: Any, **__: Any) -> TensorMessage:
+        self.asked.append(question["op"])
+        options = [[{"lr": 0.01, "betas": [0.8, 0.9]}, {"lr": 0.02}]]
+        return TensorMessage({"dealt": DEALT.plain(), "is_over": False, "options": options})
+
+
+def test_who_joins_a_run_goes_on_at_its_rates_and_not_at_those_of_the_script() -> None:
+    weights, servers = [Parameter(torch.zeros(2)) for _ in range(2)], RunningServers()
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "lr": torch.tensor(0.5)}]
+    optimizer = torch.optim.Adam(groups, lr=0.1, foreach=False)
+    about: dict[str, Any] = {"sync": ParameterServer(staleness=None), "wire": Raw(), "servers": servers}
+    named = [("first", weights[0]), ("second", weights[1])]
+    gradients = AsyncGradients(named, models=[], worker_rank=1, **about)
+    gradients.serve([optimizer])
+    assert gradients.join("train") == (DEALT, False)
+    assert servers.asked == ["hello", "about"]
+    first, second = optimizer.param_groups
+    assert (first["lr"], first["betas"]) == (0.01, (0.8, 0.9))
+    assert isinstance(second["lr"], torch.Tensor) and second["lr"].item() == pytest.approx(0.02)
+
+
+def test_a_process_of_another_host_is_not_the_one_with_its_number_that_this_worker_has_started() -> None:
+    own, lost = Knowing(dist.HashStore()), ServerLost("it has gone")
+    own._started, lost.listener = [4711], "parameter server 0"
+    assert own.cause_of(lost, at_once=True) == "parameter server 0 was lost"
+    assert own._started == [4711]
+
+
+def test_why_one_worker_has_given_a_server_up_is_what_the_others_say_of_its_end() -> None:
+    board, late, lost = dist.HashStore(), ServerTimeout("no answer"), ServerLost("it has gone")
+    late.listener = lost.listener = "parameter server 0"
+    assert Knowing(board).cause_of(lost, at_once=True) == "parameter server 0 was lost"
+    said = Knowing(board).cause_of(late)
+    assert said == "parameter server 0 gave no answer for 8 s (timeout_s)"
+    assert Knowing(board).cause_of(lost) == said
+    board.set("paceline/servers/1/given_up/there/4711", "parameter server 0 stood still")
+    assert Knowing(board).cause_of(late) == "parameter server 0 stood still"

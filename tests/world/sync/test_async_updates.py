@@ -1,0 +1,633 @@
+"""Replicas that do not wait for each other: whole batches in turns, each sample once, and no update too far behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import forked
+from forked import WorkersFailed, World
+from layout_runs import (
+    BATCH,
+    EXACT,
+    RESUME,
+    WORDS,
+    Net,
+    Text,
+    assert_same,
+    next_word,
+    plan_of,
+    prepared,
+    train,
+    twice,
+    without_dropout,
+)
+from paceline.elastic.membership_messages import Finish
+from paceline.monitor.audit.audit import audit
+from paceline.plan import Batch, Layout, ParameterServer, Plan
+from paceline.schedule.sample_order import sample_indices
+from paceline.sync.parameter_server.async_server import AsyncServer
+from paceline.sync.parameter_server.async_updates import AsyncGradients
+from paused_workers import live_noticing, wait_for
+
+THREADS = {"threads": 1}
+PREEMPTED = 75
+
+
+def in_turns(replicas: int, *, staleness: int | None = None, servers: int = 2, batch: Batch = BATCH) -> Plan:
+    sync = ParameterServer(servers=servers, staleness=staleness)
+    return Plan(layout=Layout(replicas=replicas), batch=batch, compute=EXACT, sync=sync)
+
+
+def test_one_replica_that_takes_all_turns_is_one_process(world: World) -> None:
+    results = world(without_dropout, 1, in_turns(1), **THREADS)
+    assert_same(results, world.one_process(without_dropout, plan_of(Layout()), **THREADS))
+
+
+def gated(folder: Path) -> Callable[[Any], dict[str, Any]]:
+    """Worker 1 stands still in its first batch until worker 0 has done twelve."""
+
+    def run(worker: Any) -> dict[str, Any]:
+        torch.manual_seed(3)
+        model = worker.prepare(Net(0.0))
+        optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
+        step = worker.stepper(model, optim, next_word)
+        steps: list[int] = []
+        for batch in worker.batches(Text(), epochs=5):  # 20 steps
+            if worker.rank == 1 and not steps:
+                (folder / "held").touch()
+                wait_for(folder / "open")
+            elif worker.rank == 0 and len(steps) == 2:
+                wait_for(folder / "held")
+            step(batch)
+            steps.append(worker.step)
+            if worker.rank == 0 and len(steps) == 12:
+                (folder / "open").touch()
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        return {
+            "steps": steps,
+            "at": worker.step,
+            "weights": worker.gather(weights.tolist()),
+            "seen": float(model.seen),
+        }
+
+    return run
+
+
+def steps_of(world: World, workers: int) -> list[dict[str, Any]]:
+    """What the workers said of their steps."""
+    paths = [world.worker_dir(rank) / "events.jsonl" for rank in range(workers)]
+    events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [event for event in events if event["event"] == "StepDone"]
+
+
+def test_without_a_bound_a_slow_replica_holds_up_nobody_and_each_sample_is_used_once(
+    world: World, tmp_path: Path
+) -> None:
+    results = world(gated(tmp_path), 2, in_turns(2), **THREADS)
+    assert sorted(results[0]["steps"] + results[1]["steps"]) == list(range(1, 21))
+    assert results[1]["steps"][0] <= 4 and len(results[0]["steps"]) >= 12
+    assert all(result["at"] == 20 for result in results)
+    assert results[0]["weights"] == results[1]["weights"] and results[0]["weights"][0] == results[0]["weights"][1]
+    assert results[0]["seen"] == results[1]["seen"]
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+    told = steps_of(world, 2)
+    assert sorted(event["step"] for event in told) == list(range(1, 21)) and all(event["alone"] for event in told)
+    assert max(event["metrics"]["behind"] for event in told) >= 10  # the update that was held back
+
+
+def test_what_a_slow_replica_holds_up_is_saved_when_it_is_done(world: World, tmp_path: Path) -> None:
+    """A checkpoint waits for all batches before it: resumed, each sample is used once, whatever the order was."""
+    world(gated(tmp_path), 2, in_turns(2, batch=RESUME), max_steps=16, **THREADS)
+    after = world(train, 3, Plan(layout=Layout(replicas=3), batch=RESUME, compute=EXACT), max_steps=18, **THREADS)
+    assert [*after[0]] == [17, 18]
+    last = world(train, 2, in_turns(2, batch=RESUME), **THREADS)
+    assert sorted([*last[0], *last[1]]) == list(range(19, 25))
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+
+
+def samples() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(60, 4, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(3, (60,), generator=generator))
+
+
+RATE, MOMENTUM = 0.2, 0.9  # with a momentum the order of updates counts
+
+
+def lagging(folder: Path, ahead: int) -> Callable[[Any], list[float]]:
+    """Worker 1 stands still in its first batch until the others have taken so many steps, and they until it has it."""
+
+    def run(worker: Any) -> list[float]:
+        model = worker.prepare(small())
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        for number, batch in enumerate(worker.batches(samples(), epochs=3)):  # 24 steps
+            if number == 0 and worker.rank == 1:
+                (folder / "held").touch()
+                wait_for(folder / "ahead")
+            elif number == 0:
+                wait_for(folder / "held")
+            step(batch)
+            (folder / f"taken_{worker.step}").touch()
+            if len([*folder.glob("taken_*")]) >= ahead:
+                (folder / "ahead").touch()
+        return weights_of(model)
+
+    return run
+
+
+def noting_what_it_serves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a server write down, in its order, when it tells a worker weights, and when it takes an update."""
+    served: Any = AsyncServer
+
+    def noting(what: str, method: Callable[..., None]) -> Callable[..., None]:
+        def call(server: Any, caller: bytes, about: Any, **more: Any) -> None:
+            method(server, caller, about, **more)
+            header = getattr(about, "header", about)
+            with path.open("a") as file:
+                file.write(json.dumps([what, header["worker"], header.get("number")]) + "\n")
+
+        return call
+
+    monkeypatch.setattr(served, "_tell_weights", noting("weights", served._tell_weights))
+    monkeypatch.setattr(served, "_update", noting("update", served._update))
+
+
+def step_lines(world: World, workers: int) -> dict[int, dict[str, Any]]:
+    """What the workers' ledgers say of the steps, by the number of each."""
+    paths = [world.worker_dir(rank) / "ledger.jsonl" for rank in range(workers)]
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return {line["step"]: line for line in lines if "step" in line}
+
+
+def positions_in_order(world: World) -> dict[str, Any]:
+    """How the ledger says that the samples are ordered."""
+    lines = map(json.loads, (world.worker_dir(0) / "ledger.jsonl").read_text().splitlines())
+    [opened] = [line for line in lines if "seed" in line]
+    return {"seed": opened["seed"], "num_samples": opened["samples"], "shuffle": opened["shuffle"]}
+
+
+def delayed_sgd(served: list[list[Any]], samples_of: Callable[[int], list[int]]) -> list[float]:
+    """SGD in one process, in a recorded order: each gradient is taken at the weights that its worker was last told."""
+    model, (inputs, targets) = small(), samples().tensors
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    velocity, seen = torch.zeros_like(weights), dict[int, Tensor]()
+    for what, worker, number in served:
+        if what == "weights":
+            seen[worker] = weights
+            continue
+        torch.nn.utils.vector_to_parameters(seen[worker], model.parameters())
+        chosen = samples_of(number)
+        gradients = torch.autograd.grad(F.cross_entropy(model(inputs[chosen]), targets[chosen]), [*model.parameters()])
+        velocity = MOMENTUM * velocity + torch.nn.utils.parameters_to_vector(gradients)
+        weights = weights - RATE * velocity
+    return weights.tolist()
+
+
+@pytest.mark.parametrize(("staleness", "ahead"), [(2, 2), (None, 9)])
+def test_a_run_is_delayed_sgd_in_its_recorded_order_and_its_bound_binds(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int | None, ahead: int
+) -> None:
+    noting_what_it_serves(tmp_path / "served", monkeypatch)
+    plan = in_turns(3, staleness=staleness, servers=1, batch=Batch(size=8, micro=4))
+    weights = world(lagging(tmp_path, ahead), 3, plan, **THREADS)
+    served = [json.loads(line) for line in (tmp_path / "served").read_text().splitlines()]
+    lines, order = step_lines(world, 3), positions_in_order(world)
+
+    def samples_of(number: int) -> list[int]:
+        line = lines[number + 1]
+        return sample_indices(epoch=line["epoch"], positions=np.arange(*line["whole"]), **order).tolist()
+
+    replayed = delayed_sgd(served, samples_of)
+    assert weights == [pytest.approx(replayed, rel=1e-9, abs=1e-12)] * 3
+    versions, lags, taken = dict[int, int](), dict[int, int](), 0  # by worker; by step: how far it truly was behind
+    for what, worker, number in served:
+        if what == "weights":
+            versions[worker] = taken
+        else:
+            lags[number + 1] = taken - versions[worker]
+            taken += 1
+    assert sorted(lags) == sorted(lines) == list(range(1, 24 + 1))
+    assert all(0 <= lag <= lines[step]["behind"] for step, lag in lags.items())
+    late = next(number + 1 for what, worker, number in served if (what, worker) == ("update", 1))
+    behind = [event["metrics"]["behind"] for event in steps_of(world, 3)]
+    assert max(behind) == max(line["behind"] for line in lines.values())
+    # Worker 1's first update came when the others had taken all the steps that they were allowed, or that it awaited.
+    if staleness is None:
+        assert lags[late] >= ahead > 2
+    else:
+        assert lags[late] == max(behind) == staleness
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+    assert f"behind; the plan allows {'any number' if staleness is None else staleness}" in judged.notes[0]
+    edited = next(path for path in world.run_dir.glob("**/ledger.jsonl") if '"behind": ' in path.read_text())
+    edited.write_text(re.sub(r'"behind": \d+', '"behind": 3', edited.read_text(), count=1))
+    assert audit(world.run_dir).is_clean == (staleness is None)
+
+
+class Told:
+    """Orders of a head: all are to leave once the file is there."""
+
+    has_acknowledged = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def finish(self) -> Finish | None:
+        return Finish(exit_code=PREEMPTED, reason="asked to leave") if self._path.exists() else None
+
+    def planned(self, generation: int) -> None:
+        return None
+
+    def is_over(self, generation: int) -> bool:
+        return False
+
+    def tell(self, op: str, **fields: Any) -> None:
+        pass
+
+
+def holding_up(
+    folder: Path, *, epochs: int, when_held: Callable[[int], None], has_head: bool = False
+) -> Callable[[Any], int]:
+    """Worker 0 stands still in its first batch until worker 1 has done three; then both do `when_held(rank)`."""
+
+    def run(worker: Any) -> int:
+        if has_head:
+            worker._agreement._orders = Told(folder / "told")
+        torch.manual_seed(3)
+        model = worker.prepare(Net(0.0))
+        step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), next_word)
+        for number, batch in enumerate(worker.batches(Text(), epochs=epochs)):  # 4 steps each
+            if number == 0 and worker.rank == 0:
+                (folder / "held").touch()
+                wait_for(folder / "open")
+                when_held(0)
+            elif number == 0:
+                wait_for(folder / "held")
+            step(batch)
+            if number == 2 and worker.rank == 1:
+                when_held(1)
+                (folder / "open").touch()
+        return worker.step
+
+    return run
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_where_one_is_asked_to_leave_all_finish_their_batches_save_and_leave(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    def ask(rank: int) -> None:
+        if rank == asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(forked, "run_worker", live_noticing)
+    program = holding_up(tmp_path, epochs=50, when_held=ask)
+    assert world(program, 2, in_turns(2, batch=RESUME), **THREADS) == [PREEMPTED, PREEMPTED]
+    stands = len(steps_of(world, 2))
+    assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == [f"step_{stands:08}"]
+    further = holding_up(tmp_path, epochs=50, when_held=lambda rank: None)
+    assert world(further, 1, in_turns(1, batch=RESUME), max_steps=stands + 2, **THREADS) == [stands + 2]
+    assert [event["step"] for event in steps_of(world, 1)] == [stands + 1, stands + 2]
+    assert audit(world.run_dir).verdict == "clean"
+
+
+def test_a_head_that_ends_the_run_while_one_waits_for_a_save_is_heeded_by_all(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(rank: int) -> None:
+        if rank == 0:
+            (tmp_path / "told").touch()
+
+    monkeypatch.setattr(forked, "run_worker", live_noticing)
+    program = holding_up(tmp_path, epochs=2, when_held=tell, has_head=True)
+    assert world(program, 2, in_turns(2), save_every=4, **THREADS) == [PREEMPTED, PREEMPTED]
+    assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == ["step_00000004"]
+
+
+def test_a_head_that_ends_the_run_in_the_last_batch_comes_too_late(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(rank: int) -> None:
+        if rank == 0:
+            (tmp_path / "told").touch()
+
+    monkeypatch.setattr(forked, "run_worker", live_noticing)
+    program = holding_up(tmp_path, epochs=1, when_held=tell, has_head=True)
+    assert world(program, 2, in_turns(2), **THREADS) == [4, 4]
+
+
+def gathering(worker: Any) -> None:
+    model = worker.prepare(Net())
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+        worker.evaluate(model, Text(8), next_word)  # each replica by itself
+        worker.gather(1)
+
+
+def scheduled(worker: Any) -> None:
+    model = worker.prepare(Net())
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    worker.prepare(torch.optim.lr_scheduler.StepLR(optim, 5))
+
+
+def reading_ahead(worker: Any) -> None:
+    model = worker.prepare(Net())
+    worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    next(worker.batches(Text(), loaders=1))
+
+
+def nested(worker: Any) -> None:
+    model = worker.prepare(Net())
+    worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for _ in worker.batches(Text()):
+        next(worker.batches(Text(), name="other"))
+
+
+class Noting(Net):
+    """Has seen samples, by their first word, and holds the last words: a buffer that begins as None."""
+
+    met: Tensor
+
+    def __init__(self, *, fills: bool = False) -> None:
+        super().__init__(0.0)
+        self.fills = fills
+        self.register_buffer("met", torch.zeros(WORDS, dtype=torch.bool))
+        self.register_buffer("last", None)
+        self.register_buffer("cached", None, persistent=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        if self.training:
+            self.met[words[:, 0]] = True
+            self.cached = words
+        if self.fills:
+            self.last = words[0]
+        return super().forward(words)
+
+
+def noting(worker: Any) -> dict[str, Any]:
+    model = worker.prepare(Noting())
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+    return {"met": worker.gather(model.met.tolist())}
+
+
+@pytest.mark.parametrize("sync", [ParameterServer(staleness=None), ParameterServer(drop=1)])
+def test_truth_values_among_buffers_are_equal_on_all_replicas(world: World, sync: ParameterServer) -> None:
+    plan = Plan(layout=Layout(replicas=2), batch=Batch(size=10, micro=5), compute=EXACT, sync=sync)
+    one, other = world(noting, 2, plan, **THREADS)[0]["met"]
+    assert one == other and any(one)
+
+
+def filling(worker: Any) -> None:
+    model = worker.prepare(Noting(fills=True))
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+
+
+def twice_after_a_skip(worker: Any) -> None:
+    model, factors = worker.prepare(Net()), iter([math.inf, *[1.0] * 99])
+
+    def forward(model: Any, micro: Any) -> Tensor:
+        return next_word(model(micro[0]), micro[1]) * next(factors)
+
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), forward=forward)
+    for batch in worker.batches(Text()):
+        step(batch)
+        step(batch)
+
+
+def unprepared(worker: Any) -> None:
+    worker.prepare(Net())
+    next(worker.batches(Text()))
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (gathering, r"worker.gather\(\) was called in a loop over batches under ParameterServer"),
+        (scheduled, r"got a StepLR .* count only its own batches. Set the rate from worker.step"),
+        (reading_ahead, r"loaders=1 under ParameterServer"),
+        (nested, r"the loop over 'other' began inside of the one over 'train'"),
+        (twice, r"step\(batch\) was called twice for one batch: .* use staleness=0"),
+        (twice_after_a_skip, r"step\(batch\) was called twice for one batch"),
+        (unprepared, r"began before there was a stepper"),
+        (filling, r"buffer last, which began as None, was filled in a step"),
+    ],
+)
+def test_what_cannot_be_says_so(world: World, program: Callable[[Any], None], says: str) -> None:
+    with pytest.raises(WorkersFailed, match=says):
+        world(program, 1, in_turns(1), **THREADS)
+
+
+def by_rate(worker: Any) -> list[float]:
+    model = worker.prepare(Net())
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = worker.stepper(model, optim, next_word)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for batch in worker.batches(Text()):
+        for group in optim.param_groups:
+            group["lr"] = 0.0 * worker.step
+        step(batch)
+    return [float((now - then).abs().max()) for now, then in zip(model.parameters(), before, strict=True)]
+
+
+def test_a_rate_that_is_set_on_the_worker_counts_on_the_servers(world: World) -> None:
+    assert set(world(by_rate, 1, in_turns(1), **THREADS)[0]) == {0.0}
+
+
+def retrying(worker: Any) -> int:
+    model, has_failed = worker.prepare(Net(0.0)), False
+
+    def forward(model: Any, micro: Any) -> Tensor:
+        nonlocal has_failed
+        if worker.step == 2 and not has_failed:
+            has_failed = True
+            raise ValueError("once")
+        return next_word(model(micro[0]), micro[1])
+
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), forward=forward)
+    for batch in worker.batches(Text()):
+        try:
+            step(batch)
+        except ValueError:
+            step(batch)
+    return worker.step
+
+
+def test_a_step_that_has_failed_may_be_tried_again(world: World) -> None:
+    assert world(retrying, 1, in_turns(1), **THREADS) == [4]
+    assert sorted(event["step"] for event in steps_of(world, 1)) == [1, 2, 3, 4]
+    assert audit(world.run_dir).verdict == "clean"
+
+
+def weights_of(model: torch.nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
+
+
+def left_early(worker: Any) -> dict[str, Any]:
+    model, optim = prepared(worker, drop=0.0)
+    step = worker.stepper(model, optim, next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
+        if worker.step == 3:
+            break
+    left = weights_of(model), float(model.seen)
+    return {"left": left[0], "seen": left[1], "evaluated": worker.evaluate(model, Text(23), next_word)["loss"]}
+
+
+def test_who_leaves_a_loop_has_its_own_last_update(world: World) -> None:
+    results = world(left_early, 1, in_turns(1), **THREADS)
+    assert_same(results, world.one_process(left_early, plan_of(Layout()), **THREADS))
+
+
+def left_by_one(folder: Path) -> Callable[[Any], dict[str, Any]]:
+    """After a loop that all end, worker 0 leaves the next one; worker 1 stands still in it until then."""
+
+    def run(worker: Any) -> dict[str, Any]:
+        model, optim = prepared(worker, drop=0.0)
+        step = worker.stepper(model, optim, next_word)
+        for batch in worker.batches(Text()):
+            step(batch)
+        for batch in worker.batches(Text(), epochs=2):
+            if worker.rank == 1:
+                wait_for(folder / "left")
+            step(batch)
+            if worker.rank == 0:
+                break
+        (folder / "left").touch()
+        evaluated = worker.evaluate(model, Text(23), next_word)["loss"]
+        weights = worker.gather(weights_of(model))
+        refused: list[str] = []
+        for ask in (worker.save, lambda: worker.batches(Text())):
+            try:
+                ask()
+            except RuntimeError as error:
+                refused.append(str(error).partition(" a loop over batches")[0])
+        return {"weights": weights, "evaluated": evaluated, "refused": refused}
+
+    return run
+
+
+@pytest.mark.parametrize("sync", [ParameterServer(servers=2, staleness=None), ParameterServer(servers=2, drop=1)])
+def test_where_one_leaves_a_loop_all_have_the_last_weights_afterwards_and_there_is_no_further_loop(
+    world: World, tmp_path: Path, sync: ParameterServer
+) -> None:
+    plan = Plan(layout=Layout(replicas=2), batch=BATCH, compute=EXACT, sync=sync)
+    left, stayed = world(left_by_one(tmp_path), 2, plan, **THREADS)
+    assert left["weights"] == stayed["weights"] and left["weights"][0] == left["weights"][1]
+    assert left["evaluated"] == stayed["evaluated"]
+    assert left["refused"] == [
+        f"worker.{what}() was called after this replica had left" for what in ("save", "batches")
+    ]
+    assert stayed["refused"] == ["worker.batches() was called after another replica had left"]
+    assert not [*world.run_dir.glob("checkpoints/step_*")]
+
+
+def interrupted(folder: Path, *, by: str, is_caught_inside: bool) -> Callable[[Any], list[Any]]:
+    """Worker 1 is interrupted in its second update, when one server has it ("_flats": what the next one is to get), or
+    all have ("apply"); worker 0 stands still until then."""
+
+    def run(worker: Any) -> list[Any]:
+        patched: Any = AsyncGradients
+        method, num_updates = getattr(patched, by), 0
+
+        def breaking(gradients: AsyncGradients, given: Any) -> Any:
+            nonlocal num_updates
+            num_updates += by == "apply" or given == 0
+            is_due = worker.rank == 1 and num_updates == 2
+            answer = None if is_due and by == "_flats" else method(gradients, given)
+            if is_due:
+                (folder / "interrupted").touch()
+                num_updates += 1
+                raise KeyboardInterrupt
+            return answer
+
+        setattr(patched, by, breaking)
+        model, optim = prepared(worker, drop=0.0)
+        step = worker.stepper(model, optim, next_word)
+        caught = (KeyboardInterrupt,) if is_caught_inside else ()
+        with contextlib.suppress(KeyboardInterrupt):
+            for batch in worker.batches(Text(), epochs=2):
+                if worker.rank == 0:
+                    wait_for(folder / "interrupted")
+                with contextlib.suppress(*caught):
+                    step(batch)
+        worker.wait()
+        return worker.gather(weights_of(model))
+
+    return run
+
+
+@pytest.mark.parametrize(("by", "is_caught_inside"), [("apply", False), ("apply", True), ("_flats", True)])
+def test_a_batch_in_whose_step_one_is_interrupted_counts_once(
+    world: World, tmp_path: Path, by: str, is_caught_inside: bool
+) -> None:
+    program = interrupted(tmp_path, by=by, is_caught_inside=is_caught_inside)
+    results = world(program, 2, in_turns(2), **THREADS)
+    assert results[0] == results[1] and results[0][0] == results[0][1]
+    judged = audit(world.run_dir)
+    assert judged.verdict == "clean", judged
+    ledgers = [path.read_text() for path in world.run_dir.glob("**/ledger.jsonl")]
+    assert len(ledgers) == 2 and '"skipped": true' not in "".join(ledgers)
+
+
+KEPT = list[Any]()
+
+
+def kept_open(worker: Any) -> None:
+    model, optim = prepared(worker)
+    step = worker.stepper(model, optim, next_word)
+    KEPT.append(worker.batches(Text()))
+    step(next(KEPT[0]))
+
+
+def test_a_loop_that_is_still_open_at_the_end_was_left_and_is_not_saved(world: World) -> None:
+    world(kept_open, 1, in_turns(1), **THREADS)
+    assert not [*world.run_dir.glob("checkpoints/step_*")]
+
+
+class Looking(Net):
+    """Looks its words up by itself, so that the servers know of no table."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        table = self.words.weight
+        return F.embedding(words, table, sparse=True).matmul(table.detach().t())
+
+
+def looking(worker: Any) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = worker.prepare(Looking(0.0))
+    optim = worker.prepare(torch.optim.Adam(model.parameters(), lr=0.02))
+    step = worker.stepper(model, optim, next_word, clip_norm=0.5)
+    return {"losses": [float(step(batch)) for batch in worker.batches(Text())], "norm": float(step.grad_norm)}
+
+
+def test_sparse_gradients_of_a_module_of_the_users_own_train_like_one_process(world: World) -> None:
+    results = world(looking, 1, in_turns(1), **THREADS)
+    assert_same(results, world.one_process(looking, plan_of(Layout()), **THREADS))
