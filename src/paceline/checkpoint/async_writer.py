@@ -29,14 +29,13 @@ from paceline.checkpoint.checkpoint_dir import (
     CommitMarker,
     checksum,
     partial_path,
-    prune,
     publish,
-    tidy,
     verify,
     write_commit_marker,
 )
 from paceline.checkpoint.dcp_shards import TensorRegion
 from paceline.checkpoint.reader import STATE
+from paceline.checkpoint.retention import prune, tidy
 from paceline.checkpoint.sharded_writer import WriterGroup, is_over, lower_priority
 from paceline.checkpoint.staging import NoRoom, Staged, Staging, bytes_of
 from paceline.checkpoint.state_tree import encode_state, freeze

@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,16 +35,17 @@ __all__ = [
     "COMMIT_MARKER",
     "CommitMarker",
     "FoundCheckpoint",
+    "candidates",
     "checksum",
-    "discard",
     "find",
+    "is_whole",
     "partial_path",
-    "prune",
     "publish",
     "read_commit_marker",
     "remove",
+    "step_of",
     "sync_directory",
-    "tidy",
+    "usable",
     "verify",
     "whole_file",
     "write_commit_marker",
@@ -85,10 +86,10 @@ def find(directory: Path, *, verified: bool = False) -> FoundCheckpoint:
     """
     complete: list[tuple[int, Path]] = []
     skipped: dict[Path, str] = {}
-    candidates = list(_candidates(directory))
-    for path in candidates:
+    named = list(candidates(directory))
+    for path in named:
         try:
-            complete.append((_usable(path).step, path))
+            complete.append((usable(path).step, path))
         except CheckpointError as error:
             skipped[path] = str(error)
     complete.sort(key=lambda found: found[0])  # at the same step the later candidate is the newer
@@ -101,7 +102,7 @@ def find(directory: Path, *, verified: bool = False) -> FoundCheckpoint:
             skipped[path] = str(error)
             complete.pop()
     step, newest = complete[-1] if complete else (0, None)
-    in_order = tuple((path, skipped[path]) for path in candidates if path in skipped)
+    in_order = tuple((path, skipped[path]) for path in named if path in skipped)
     return FoundCheckpoint(newest=newest, step=step, skipped=in_order)
 
 
@@ -178,67 +179,11 @@ def publish(path: Path) -> Path:
     return final
 
 
-def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path], bool]) -> None:
-    """Delete checkpoints beyond the `keep` newest good ones; never `newest`, which was just committed.
-
-    Damaged ones, by their sizes or because not `is_good`, do not count. They stay for inspection until `keep` good ones
-    are newer. Raises OSError if one cannot be deleted, after deleting all others.
-    """
-    others = [path for path in _candidates(directory) if path != newest]
-    others.sort(key=lambda path: (_step_of(path), path.name), reverse=True)
-    num_good, surplus = 1, list[Path]()
-    for path in others:
-        is_whole = _is_whole(path)
-        if not is_whole and path.suffix:  # it may be being written or deleted
-            continue
-        if num_good >= keep:
-            if is_whole or _step_of(path) < _step_of(newest):  # all that were counted are newer
-                surplus.append(path)
-        elif is_whole and is_good(path):
-            num_good += 1
-    _remove_all(surplus)
-
-
-def tidy(directory: Path) -> None:
-    """Finish what earlier processes left: publish committed `.partial` directories, delete the others."""
-    for path in _candidates(directory):
-        if ".partial-" in path.name:
-            try:
-                _usable(path)
-            except CheckpointError:
-                remove(path)
-            else:
-                publish(path)
-        elif ".removed-" in path.name:
-            shutil.rmtree(path)
-
-
-def discard(directory: Path, *, after_step: int, keeping: Collection[int] = ()) -> None:
-    """Delete what is beyond a step, complete or not (-1: all), except the steps `keeping`; for a run that starts over.
-
-    Raises OSError if one cannot be deleted, after deleting all others.
-    """
-    steps = {path: _step_of(path) for path in _candidates(directory) if ".removed-" not in path.name}
-    _remove_all(path for path, step in steps.items() if step > after_step and step not in keeping)
-
-
 def remove(path: Path) -> None:
     """Delete a checkpoint in such a way that it never looks like a damaged one."""
     if ".removed-" not in path.name:
         path = path.rename(path.with_name(f"{path.name.partition('.')[0]}.removed-{os.getpid()}"))
     shutil.rmtree(path)
-
-
-def _remove_all(paths: Iterable[Path]) -> None:
-    """Call `remove` for each; raises the first error after all others are deleted."""
-    failures = list[OSError]()
-    for path in paths:
-        try:
-            remove(path)
-        except OSError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 @contextlib.contextmanager
@@ -268,30 +213,30 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _candidates(directory: Path) -> Iterator[Path]:
+def candidates(directory: Path) -> Iterator[Path]:
     """Yield everything named like a checkpoint, by step; at the same step a `.partial` last, because it is newer."""
     if directory.is_dir():
         yield from sorted(
-            (p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: (_step_of(p), p.name)
+            (p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: (step_of(p), p.name)
         )
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     matched = _NAME.fullmatch(path.name)
     return int(matched[1]) if matched else -1
 
 
-def _usable(path: Path) -> CommitMarker:
+def usable(path: Path) -> CommitMarker:
     """Return the marker of a complete checkpoint; a `.partial` is complete, too, once its marker is there."""
     if ".removed-" in path.name:
         raise CheckpointError("it was being deleted when its process ended")
     return read_commit_marker(path)
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Return whether a checkpoint is complete, by its marker and the sizes of its files."""
     with contextlib.suppress(CheckpointError):
-        _usable(path)
+        usable(path)
         return True
     return False
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import async_writer as writer_module
-from paceline.checkpoint import checkpoint_dir
+from paceline.checkpoint import checkpoint_dir, retention
 from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.reader import find, open_checkpoint
 from paceline.errors import CheckpointError
@@ -263,11 +263,11 @@ def test_a_run_that_starts_over_can_discard_what_lies_ahead(tmp_path: Path) -> N
         for step in (1, 2, 3):
             writer.save(step, tensors_of(step), {"step": step}, {})
     (tmp_path / "step_00000009.partial-77").mkdir()
-    checkpoint_dir.discard(tmp_path, after_step=1, keeping={2})
+    retention.discard(tmp_path, after_step=1, keeping={2})
     assert steps_in(tmp_path) == ["0001", "0002"]
-    checkpoint_dir.discard(tmp_path, after_step=1)
+    retention.discard(tmp_path, after_step=1)
     assert steps_in(tmp_path) == ["0001"]
-    checkpoint_dir.discard(tmp_path, after_step=-1)
+    retention.discard(tmp_path, after_step=-1)
     assert steps_in(tmp_path) == []
 
 
@@ -426,7 +426,7 @@ def test_one_that_cannot_be_deleted_keeps_no_other_one(tmp_path: Path, monkeypat
             raise OSError(errno.EBUSY, "Device or resource busy")
         remove(path)
 
-    monkeypatch.setattr(checkpoint_dir, "remove", refuse)
+    monkeypatch.setattr(retention, "remove", refuse)
     with pytest.raises(OSError, match="busy"):
-        checkpoint_dir.discard(tmp_path, after_step=0)
+        retention.discard(tmp_path, after_step=0)
     assert steps_in(tmp_path) == ["0002"]

@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.parallel.context import collectives
 from paceline.parallel.context.group_ops import ContextGroupOps
 from paceline.parallel.context.ring_attention import AttentionCall, ring_attention
-from paceline.parallel.context.token_slices import Ranges, head_ranges, key_heads
+from paceline.parallel.context.ulysses import head_parallel_attention
 from paceline.parallel.tensor.multihead_attention import joined_mask
 from paceline.parallel.tensor.op_rules import rule_of as tensor_rule_of
 from paceline.parallel.tensor.shape_rules import at
@@ -96,47 +95,11 @@ def attend(
     is_regular = (num_key_heads == num_heads or is_grouped) and num_key_heads > 0 and num_heads % num_key_heads == 0
     if is_divided and is_regular and ops.kind == "heads":
         ops.attended("heads", call.num_queries)
-        return _by_heads(ops, query, key, value, mask, call)
+        return head_parallel_attention(ops, query, key, value, mask, call)
     if query.ndim != 4 or (num_heads != num_key_heads and not is_grouped):
         raise CannotSplit(f"attention over {query.ndim} dims, or with {num_heads} and {num_key_heads} heads")
     ops.attended("ring", call.num_queries)
     return ring_attention(ops, query, key, value, mask, call)
-
-
-def _by_heads(
-    ops: ContextGroupOps, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall
-) -> Tensor:
-    num_heads, num_key_heads = query.shape[-3], key.shape[-3]
-    heads = head_ranges(num_heads, size=ops.size)
-    wanted = heads if num_key_heads == num_heads else key_heads(num_heads, num_key_heads, size=ops.size)
-
-    def exchanged(one: Tensor, which: Ranges, length: int) -> Tensor:
-        return collectives.by_heads(one, ops.group, dim=-2, length=length, heads=which)
-
-    own_query = exchanged(query, heads, call.num_queries)
-    own_key, own_value = (exchanged(one, wanted, call.num_keys) for one in (key, value))
-    own_key, own_value = (_regular(one, heads[ops.index], wanted[ops.index], num_heads // num_key_heads)
-                          for one in (own_key, own_value))  # fmt: skip
-    if mask is not None and mask.ndim > 2 and mask.shape[-3] == num_heads > 1:
-        mask = mask[..., slice(*heads[ops.index]), :, :]
-    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
-    if own_query.shape[-3] != own_key.shape[-3]:
-        options["enable_gqa"] = True
-    if call.dropout_p > 0:
-        with ops.own_randomness(query.device):
-            out = F.scaled_dot_product_attention(own_query, own_key, own_value, mask, call.dropout_p, **options)
-    else:
-        out = F.scaled_dot_product_attention(own_query, own_key, own_value, mask, **options)
-    return collectives.by_tokens(out, ops.group, dim=-2, length=call.num_queries, heads=heads)
-
-
-def _regular(keys: Tensor, heads: tuple[int, int], have: tuple[int, int], group: int) -> Tensor:
-    """Return keys in heads that queries share evenly: one for each query's head where a group is on two workers."""
-    num_heads, num_keys = heads[1] - heads[0], have[1] - have[0]
-    if num_heads == num_keys * group or num_keys == 1:
-        return keys
-    picked = torch.tensor([head // group - have[0] for head in range(*heads)], device=keys.device)
-    return keys.index_select(-3, picked)
 
 
 # ------------------------------------------------------------------------------------------------ as a module of torch

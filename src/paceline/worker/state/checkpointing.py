@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.checkpoint_dir import discard
 from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
+from paceline.checkpoint.retention import discard
 from paceline.comm.group import WorkerGroup, total
 from paceline.comm.sharded_tensors import TensorSlice
 from paceline.errors import CheckpointError, PlanError
