@@ -1,1 +1,4 @@
-"""Who does what, when: pure functions of numbers, without torch, processes or clocks."""
+"""Schedules as data: pipeline orders, all-reduce rounds, placement, sample order, staleness.
+
+Pure functions of numbers, without torch, processes or clocks. Imports nothing of paceline but the ground modules.
+"""

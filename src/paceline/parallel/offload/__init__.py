@@ -1,1 +1,1 @@
-"""State that is kept outside of the memory of the device that computes."""
+"""Offload: optimizer state and parameters kept outside of the computing device's memory, on the host or on disk."""

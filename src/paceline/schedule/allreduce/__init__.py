@@ -1,1 +1,1 @@
-"""All-reduce as data: rounds of sends, by one file for each algorithm, their proof, price and picture."""
+"""All-reduce algorithms as data: rounds of sends, one file for each algorithm, with proof, cost model and diagram."""

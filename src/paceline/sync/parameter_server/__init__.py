@@ -1,3 +1,4 @@
-"""Parameter servers, both sides: synchronous, asynchronous with bounded staleness, backup workers, mirrors, embedding
-tables; may import sync.allreduce.
+"""Parameter servers, both sides: synchronous, asynchronous with bounded staleness, backup workers, mirrors, embeddings.
+
+May import sync.allreduce.
 """
