@@ -90,7 +90,7 @@ def main() -> None:
     options = options_of(
         parser,
         takes="about 20 minutes",
-        quick={"recompute": "none,blocks", "offload": "none", "compile": "false", "turns": 1},
+        quick={"recompute": "none", "offload": "none", "compile": "false", "turns": 2, "block": 3},
     )
     offloads = options.offload.split(",")
     if options.device == "cpu" and "all" in offloads:

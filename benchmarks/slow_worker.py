@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--batches", type=int, default=240, help="of a run")
     parser.add_argument("--plans", nargs="*", default=PLANS)
-    options = options_of(parser, takes="about 6 minutes", quick={"pairs": 1, "batches": 30})
+    options = options_of(
+        parser, takes="about 6 minutes", quick={"pairs": 1, "batches": 20, "plans": ["allreduce", "parameterserver"]}
+    )
     print(f"| plan | undisturbed, batches/s | one worker {options.times:g}x slower | of the undisturbed | pairs |")
     print("|---|---|---|---|---|", flush=True)
     for plan in options.plans:

@@ -20,4 +20,6 @@ def train(worker: paceline.Worker) -> None:
 
 
 if __name__ == "__main__":
-    paceline.run(train, device=sys.argv[1], threads=1, save_at_end=False, tensorboard=False)
+    paceline.run(
+        train, device="cuda" if sys.argv[1] == "cuda" else "cpu", threads=1, save_at_end=False, tensorboard=False
+    )
