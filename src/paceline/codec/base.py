@@ -1,14 +1,13 @@
-"""What a codec is: a generator that yields what must be exchanged between replicas, and receives what came of it.
+"""What a codec is: a generator that yields what must be exchanged between replicas, and receives the answers.
 
-A round is one `yield`: of a `SumPayload`, answered by the sum over replicas; of a `GatherPayload`, answered by
-everybody's payload, one row for each replica, always in the same order; or of a `ScatterPayload`, a row for each
-replica, answered by the rows that are for this one. The maths knows nothing of groups or transfers, and whoever drives
-the generator knows nothing of the maths; between a yield and its answer other buckets run. Every replica yields the
-same kinds and shapes in the same order, and ends with the same bits.
+A round is one `yield`. A `SumPayload` is answered by the sum over replicas; a `GatherPayload` by all replicas'
+payloads, one row each, always in the same order; a `ScatterPayload`, a row for each replica, by the rows for this one.
+The arithmetic knows nothing of groups or transfers, and the driver of the generator knows nothing of the arithmetic.
+Between a yield and its answer other buckets run. Every replica yields the same kinds and shapes in the same order, and
+ends with the same bits.
 
-What a codec remembers from step to step it changes in two moves, because a step may be dropped: `exchange` prepares,
-`settle` makes it count. A codec's memory has two parts: what is each replica's own (a residual), and what all of them
-have in common.
+A codec's memory changes in two moves, because a step may be dropped: `exchange` prepares, `settle` commits. It has two
+parts: what belongs to each replica (the error feedback), and what all replicas share.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class ScatterPayload:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecContext:
-    """Whose exchange it is: the place among so many replicas, and a seed of this replica, bucket and step."""
+    """The replica's index and count, and a seed of this replica, bucket and step."""
 
     index: int
     count: int
@@ -66,23 +65,23 @@ class Codec:
     def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         """Replace `flat` (1-D) by its sum over replicas, in place, by the rounds that it yields.
 
-        Returns what of this replica's numbers has reached the sum, where that is not all of them.
+        Returns this replica's contribution to the sum, if that is not all of its numbers.
         """
         raise NotImplementedError  # the one method that has no default: every codec has its own
 
     def settle(self, used: Sequence[bool]) -> None:
-        """The step counts: what the last exchange has prepared is remembered, for parameters that anybody `used`."""
+        """Commit what the last exchange has prepared, for parameters that any replica `used`."""
 
     def drop(self) -> None:
-        """The step does not count: what the last exchange has prepared is forgotten."""
+        """Discard what the last exchange has prepared."""
 
     def own(self) -> Mapping[int, Tensor]:
-        """By a parameter's place in the bucket: what this replica has still to send of it, 1-D."""
+        """Return this replica's error feedback, 1-D, by the parameter's index in the bucket."""
         return {}
 
     def common(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """By a parameter's place in the bucket: what all replicas remember of it, by name."""
+        """Return what all replicas remember of a parameter, by name, by the parameter's index in the bucket."""
         return {}
 
     def fill(self, own: Mapping[int, Tensor], common: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Remember what `own` and `common` gave somewhere else."""
+        """Take over the `own` and `common` of another codec."""

@@ -1,11 +1,10 @@
 """Error feedback: what a codec could not send is added to what it sends the next time.
 
-So nothing is lost, it only comes later: after any number of steps the sums that were received and all that is held back
-add up to the gradients that were given (Seide et al. 2014; Stich & Karimireddy 2020). It wraps any codec that says what
-of its numbers has reached the sum.
+So nothing is lost, it only comes later: after any number of steps the received sums and the remainders add up to the
+gradients (Seide et al. 2014; Stich & Karimireddy 2020). It wraps any codec that returns its contribution to the sum.
 
-Memory: 8 bytes for each number, half of it for the residual that counts and half for that of the step under way: a
-step that is dropped has to leave the first one as it was. Gradients of 16 bits are worked on in fp32.
+Memory: 8 bytes for each number, half for the committed remainder and half for that of the current step, because a
+dropped step must leave the first as it was. Gradients of 16 bits are processed in fp32.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ __all__ = ["ErrorFeedback"]
 
 
 class ErrorFeedback(Codec):
-    """A lossy codec with a memory. `sizes`: of the parameters in the bucket, one behind the other."""
+    """A lossy codec with a memory. `sizes`: of the parameters in the bucket, in their order."""
 
     def __init__(self, codec: Codec, *, sizes: Sequence[int]) -> None:
         self.elementwise, self.num_rounds = codec.elementwise, codec.num_rounds
         self._codec, self._sizes = codec, list(sizes)
-        self._residual: Tensor | None = None  # of the steps that count; None: there is nothing
-        self._next: Tensor | None = None  # of the step under way
-        self._spare: Tensor | None = None  # whichever of the two is not in use
+        self._residual: Tensor | None = None  # of committed steps; None: nothing
+        self._next: Tensor | None = None  # of the current step
+        self._spare: Tensor | None = None  # the one of the two that is not in use
 
     def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         self.drop()
@@ -54,7 +53,7 @@ class ErrorFeedback(Codec):
         if after is None:
             return
         for place, is_used in enumerate(used):
-            if not is_used:  # nobody takes what was decoded, so all is still to be sent
+            if not is_used:  # no replica takes what was decoded, so all of it remains to be sent
                 part = after.split(self._sizes)[place]
                 part.zero_() if before is None else part.copy_(before.split(self._sizes)[place])
         self._residual, self._next, self._spare = after, None, before

@@ -1,8 +1,8 @@
-"""Send gradients as factors of low rank.
+"""PowerSGD: send gradients as factors of low rank.
 
-A gradient that is a matrix M (rows x columns) travels as a product P Q', found by a power iteration that goes on from
-step to step (Vogels et al. 2019, "PowerSGD"): the factor of the last step, made orthonormal, is where the next one
-starts. Both factors in every step would take two rounds; here they take turns (Zhang et al. 2023, "ACP-SGD"), in one:
+A gradient that is a matrix M (rows x columns) travels as a product P Q', found by a power iteration that continues from
+step to step (Vogels et al. 2019, "PowerSGD"): the factor of the last step, made orthonormal, starts the next one. Both
+factors in every step would take two rounds; here they alternate (Zhang et al. 2023, "ACP-SGD"), in one:
 
     a step:      P = sum over replicas of M_i Q       M is about P Q'        then P is made orthonormal, for
     the next:    Q = sum over replicas of M_i' P      M is about P Q'        then Q is made orthonormal, and so on
@@ -26,7 +26,7 @@ from paceline.schedule.sample_order import mix
 
 __all__ = ["PowerSGDCodec"]
 
-WORTH = 4  # a matrix is sent by factors where it shrinks by so much at least
+WORTH = 4  # a matrix is sent as factors if it shrinks by at least this factor
 LEFT, RIGHT = "left", "right"  # of the sides of a matrix: which has the orthonormal factor
 
 
@@ -38,16 +38,16 @@ class _Start:
     factor: Tensor
 
     def projected(self, matrix: Tensor) -> Tensor:
-        """The other factor."""
+        """Return the other factor."""
         return (matrix if self.side == RIGHT else matrix.t()) @ self.factor
 
     def expand(self, other: Tensor, *, out: Tensor) -> None:
-        """The matrix of both factors."""
+        """Compute the matrix of both factors."""
         other = other.view(-1, self.factor.shape[1])
         torch.mm(*((other, self.factor.t()) if self.side == RIGHT else (self.factor, other.t())), out=out)
 
     def following(self, other: Tensor) -> _Start:
-        """Where the next step starts: the other factor, orthonormal."""
+        """Return the start of the next step: the other factor, orthonormal."""
         other = other.view(-1, self.factor.shape[1])
         return _Start(LEFT if self.side == RIGHT else RIGHT, torch.linalg.qr(other).Q)
 
@@ -60,7 +60,7 @@ class PowerSGDCodec(Codec):
     def __init__(self, rank: int, *, shapes: Sequence[tuple[int, int]]) -> None:
         self.rank = rank
         self._shapes = list(shapes)
-        self._cut = [place for place, shape in enumerate(shapes) if self._is_worth_it(*shape)]
+        self._factored = [place for place, shape in enumerate(shapes) if self._is_worth_it(*shape)]
         self._starts: dict[int, _Start] = {}
         self._next: dict[int, _Start] = {}
 
@@ -71,7 +71,7 @@ class PowerSGDCodec(Codec):
         self.drop()
         numbers = flat.float()
         parts = numbers.split([rows * columns for rows, columns in self._shapes])
-        starts = {place: self._start(place, flat.device) for place in self._cut}
+        starts = {place: self._start(place, flat.device) for place in self._factored}
         sent = [
             starts[place].projected(part.view(self._shapes[place])) if place in starts else part
             for place, part in enumerate(parts)
@@ -100,13 +100,13 @@ class PowerSGDCodec(Codec):
 
     def fill(self, own: Mapping[int, Tensor], common: Mapping[int, Mapping[str, Tensor]]) -> None:
         for place, named in common.items():
-            for side, factor in named.items() if place in self._cut else ():
+            for side, factor in named.items() if place in self._factored else ():
                 length = self._shapes[place][0 if side == LEFT else 1]
                 if factor.shape == (length, self.rank):  # otherwise the rank is another one now
                     self._starts[place] = _Start(side, factor.clone())
 
     def _start(self, place: int, device: torch.device) -> _Start:
-        """Where a matrix's iteration goes on; at first, the same numbers drawn on all replicas."""
+        """Return a matrix's current factor; at first, the same random numbers on all replicas."""
         if place not in self._starts:
             rows, columns = self._shapes[place]
             generator = torch.Generator().manual_seed(mix(place, rows, columns) >> 1)
@@ -115,7 +115,7 @@ class PowerSGDCodec(Codec):
         return self._starts[place]
 
     def _expand(self, sent: Sequence[Tensor], starts: Mapping[int, _Start], *, out: Tensor) -> None:
-        """Turn factors into matrices again; what travelled whole is copied."""
+        """Turn factors into matrices again; whole parts are copied."""
         parts = out.split([rows * columns for rows, columns in self._shapes])
         for place, (part, values) in enumerate(zip(parts, sent, strict=True)):
             if place in starts:
