@@ -20,7 +20,7 @@ from paceline.monitor.export import prometheus
 from paceline.monitor.export.metrics_jsonl import metrics_line
 from paceline.monitor.records.steps import Step
 
-REFERENCE = Path(__file__).resolve().parent.parent.parent / "docs" / "reference"
+REFERENCE = Path(__file__).resolve().parent.parent.parent.parent / "docs" / "reference"
 DIRECTIVE = re.compile(r"^\.\. auto\w+:: paceline\.(\S+)$", re.MULTILINE)
 PARTS = [getattr(plan, name) for name in paceline.__all__ if hasattr(plan, name) and name not in ("Plan", "Job")]
 EVENTS = [getattr(events, name) for name in events.__all__ if name in events.Event.kinds]
