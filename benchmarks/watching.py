@@ -76,20 +76,20 @@ def timed(action: Callable[[], None], *, count: int, repeats: int) -> float:
 
 def ring_costs(folder: Path, repeats: int) -> tuple[float, float]:
     """Seconds of one collective's entries, and of what else a step writes."""
-    ring = FlightRecorder.create(folder / FILE_NAME, worker=0, limit_s=600.0)
-    ring.join("generation 0", range(8), is_main=True)
+    recorder = FlightRecorder.create(folder / FILE_NAME, worker=0, limit_s=600.0)
+    recorder.join("generation 0", range(8), is_main=True)
     steps = iter(range(1, 1 << 30))
 
     def collective() -> None:
-        call = ring.enter("all_reduce", "all_reduce of blocks.3.weight", dtype=torch.float32, numel=1 << 20)
-        ring.wait(call)
-        ring.leave()
+        call = recorder.enter("all_reduce", "all_reduce of blocks.3.weight", dtype=torch.float32, numel=1 << 20)
+        recorder.wait(call)
+        recorder.leave()
 
     def rest() -> None:
         step = next(steps)
         for phase in PHASES:
-            ring.begin(phase, step)
-        ring.add_work(4, SECONDS)
+            recorder.begin(phase, step)
+        recorder.add_work(4, SECONDS)
 
     return timed(collective, count=20_000, repeats=repeats), timed(rest, count=5_000, repeats=repeats)
 

@@ -150,9 +150,9 @@ class FlightRecorder:
         with open(partial, "w+b") as file:
             file.write(bytes(NUM_BYTES))  # not a hole: a full disk is an error here, and not a SIGBUS later
             file.flush()
-            ring = cls(mmap.mmap(file.fileno(), NUM_BYTES), worker=worker, limit_s=limit_s)
+            recorder = cls(mmap.mmap(file.fileno(), NUM_BYTES), worker=worker, limit_s=limit_s)
         partial.replace(path)
-        return ring
+        return recorder
 
     @classmethod
     def unread(cls) -> FlightRecorder:

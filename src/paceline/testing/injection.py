@@ -42,7 +42,7 @@ WRITER = "paceline.checkpoint.async_writer"
 ASKED_S = 30.0  # for what is asked of another process
 
 
-def install_faults(path: Path, *, worker_rank: int, ring: FlightRecorder, num_alike: int = 1) -> None:
+def install_faults(path: Path, *, worker_rank: int, recorder: FlightRecorder, num_alike: int = 1) -> None:
     """From now on the faults of the programme in `path` that are this worker's come.
 
     `num_alike` neighbours in number cut layers together, and all have a micro-batch's output. The first of them says
@@ -63,7 +63,7 @@ def install_faults(path: Path, *, worker_rank: int, ring: FlightRecorder, num_al
         ("wait", doom.waits),
         ("join", doom.joins),
     ):
-        setattr(ring, name, _after(getattr(ring, name), listener))
+        setattr(recorder, name, _after(getattr(recorder, name), listener))
     if any(fault.place == "save" for fault in faults.values()):
         doom.listen_to_the_writer()
 

@@ -183,7 +183,7 @@ class _Builder:
             group=self._own.group,
             axes=self._own.axes,
             shards=executor.shards,
-            ring=self._place.ring,
+            recorder=self._place.recorder,
             together=agreement.run,
             note=self._note,
             servers=servers,
@@ -301,7 +301,7 @@ def server_client(
         check=place.agreement.check,
         say=lambda text: files.emit(Warned(text=text)),
         holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
-        ring=place.ring,
+        recorder=place.recorder,
     )
     if plan.sync.mirrored or (plan.is_asynchronous and plan.layout.is_elastic):
         servers.silence_s = files.silence_s

@@ -40,7 +40,7 @@ class WorkerLifecycle:
 
     def end(self) -> None:
         """Finish the run after the user's function has returned: last checkpoint, events, files; all workers."""
-        self._parts.place.ring.begin("ending", self.step)
+        self._parts.place.recorder.begin("ending", self.step)
         self._loop.leave()
         self._parts.shards.close()
         self._loop.end_round()

@@ -80,19 +80,19 @@ def run_worker(
         refuse_useless(resolved.compute, device)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
         with contextlib.ExitStack() as stack:
-            ring = stack.enter_context(recording_flight(assignment, job, function, layout=resolved.layout))
+            recorder = stack.enter_context(recording_flight(assignment, job, function, layout=resolved.layout))
             arrival = JoinContext(
                 assignment=assignment,
                 job=job,
                 plan=resolved,
                 device=device,
-                ring=ring,
+                recorder=recorder,
                 store=store,
                 notice=notice,
                 tell=files.emit,
             )
             place = stack.enter_context(join_run(arrival))
-            _inject_faults(assignment, ring, num_alike=resolved.layout.tensor)
+            _inject_faults(assignment, recorder, num_alike=resolved.layout.tensor)
             random_state.seed_all(resolved.batch.seed, 3)
             worker, lifecycle = build_worker(
                 rank=assignment.rank,
@@ -175,12 +175,12 @@ PLACE_FIELDS = (
 )  # decided before a worker exists
 
 
-def _inject_faults(assignment: Assignment, ring: FlightRecorder, *, num_alike: int) -> None:
+def _inject_faults(assignment: Assignment, recorder: FlightRecorder, *, num_alike: int) -> None:
     """In a drill: have the faults of its programme come. `num_alike` neighbours have the same outputs."""
     programme = environment.fault_programme()
     if programme is not None:
         importlib.import_module(FAULTS).install_faults(
-            programme, worker_rank=assignment.rank, ring=ring, num_alike=num_alike
+            programme, worker_rank=assignment.rank, recorder=recorder, num_alike=num_alike
         )
 
 

@@ -44,7 +44,7 @@ class Worker:
         self._parts = parts
         self.rank, self.plan, self.device = parts.rank, parts.plan, parts.device
         self._place, self._own, self._files, self._timeout_s = parts.place, parts.own, parts.files, parts.timeout_s
-        self._group, self._agreement, self._ring = parts.place.group, parts.place.agreement, parts.place.ring
+        self._group, self._agreement, self._recorder = parts.place.group, parts.place.agreement, parts.place.recorder
         self._shards, self._talk = parts.shards, parts.collectives
         self._servers, self._tables, self._models = parts.servers, parts.tables, parts.models
         self._memories, self._prepared = parts.codec_state, parts.prepared
@@ -223,7 +223,7 @@ class Worker:
         function alone is called "loss". `micro` samples are run at once (default: the plan's micro-batch).
         """
         self._talk.require_between_steps("worker.evaluate()")
-        self._ring.begin("evaluation", self.step)
+        self._recorder.begin("evaluation", self.step)
         began = time.perf_counter()
         named = measures if isinstance(measures, Mapping) else {"loss": measures}
         who = self._own if self._loop.is_dealing else self._place  # each by itself, on the weights that it has

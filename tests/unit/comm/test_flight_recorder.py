@@ -19,16 +19,16 @@ LONG_S = 60.0  # longer than anything here takes, shorter than any machine has b
 def busy(tmp_path: Path) -> Iterator[Path]:
     """The ring of a process that enters, waits and leaves without a pause."""
     path = tmp_path / FILE_NAME
-    ring = FlightRecorder.create(path, worker=0, limit_s=600.0)
-    ring.join("generation 0", range(4), is_main=True)
-    ring.begin("forward and backward", 1)
-    ring.wait(ring.enter("all_reduce", "gradients"))
+    recorder = FlightRecorder.create(path, worker=0, limit_s=600.0)
+    recorder.join("generation 0", range(4), is_main=True)
+    recorder.begin("forward and backward", 1)
+    recorder.wait(recorder.enter("all_reduce", "gradients"))
     pid = os.fork()
     if pid == 0:
         while True:
-            ring.wait(ring.enter("all_reduce", "gradients"))
-            ring.leave()
-            ring.begin("forward and backward", 1)
+            recorder.wait(recorder.enter("all_reduce", "gradients"))
+            recorder.leave()
+            recorder.begin("forward and backward", 1)
     yield path
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -48,8 +48,8 @@ def test_a_reader_never_sees_a_time_or_a_count_that_is_only_half_written(busy: P
 
 def test_a_wait_whose_beginning_is_not_written_yet_begins_now(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
-    ring = FlightRecorder.create(path, worker=0, limit_s=600.0)
-    serial = ring.enter("all_reduce", "gradients")
+    recorder = FlightRecorder.create(path, worker=0, limit_s=600.0)
+    serial = recorder.enter("all_reduce", "gradients")
     with open(path, "r+b") as file:  # as a writer leaves it that has lost its core between two numbers
         file.seek(NOW_AT)
         file.write(NOW.pack(0, serial, 0, 0, 1, b"forward"))

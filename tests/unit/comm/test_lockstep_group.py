@@ -60,8 +60,8 @@ class Worker:
         self.lockstep = Lockstep(inside)
         self.run, self.place = Between(), Between()
         self.whole, self.replica_group = (
-            LockstepGroup(self.lockstep, ring=FlightRecorder.unread()),
-            CrossReplicaGroup(self.lockstep, ring=FlightRecorder.unread()),
+            LockstepGroup(self.lockstep, recorder=FlightRecorder.unread()),
+            CrossReplicaGroup(self.lockstep, recorder=FlightRecorder.unread()),
         )
         self.whole.take(self.run, 0, ranks=(0, 1))
         self.replica_group.take(self.place, 0, ranks=(0, 1))
@@ -144,7 +144,7 @@ def test_what_goes_well_returns_and_all_have_to_say_yes() -> None:
 
 
 def test_a_newcomer_asks_nobody_and_a_worker_alone_is_always_of_one_mind() -> None:
-    newcomer = LockstepGroup(Lockstep(Inside(0, threading.Barrier(2), [0.0, 0.0])), ring=FlightRecorder.unread())
+    newcomer = LockstepGroup(Lockstep(Inside(0, threading.Barrier(2), [0.0, 0.0])), recorder=FlightRecorder.unread())
     summed(newcomer)
     assert newcomer.gather_objects(3) == [3]
     alone = Lockstep()

@@ -123,12 +123,12 @@ def only(findings: list[HangFinding]) -> HangFinding:
 
 
 def test_a_ring_tells_what_was_written_to_it(tmp_path: Path) -> None:
-    ring = FlightRecorder.create(tmp_path / "doing", worker=2, limit_s=600.0)
-    ring.join("generation 3", [0, 2, 5, 6, 7], is_main=True)
-    ring.begin("forward and backward", 812)
-    ring.enter("all_reduce", "all_reduce of layers.4", dtype="torch.float32", numel=1234)
-    serial = ring.enter("barrier", "")
-    ring.wait(serial)
+    recorder = FlightRecorder.create(tmp_path / "doing", worker=2, limit_s=600.0)
+    recorder.join("generation 3", [0, 2, 5, 6, 7], is_main=True)
+    recorder.begin("forward and backward", 812)
+    recorder.enter("all_reduce", "all_reduce of layers.4", dtype="torch.float32", numel=1234)
+    serial = recorder.enter("barrier", "")
+    recorder.wait(serial)
     image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert (image.worker, image.pid) == (2, os.getpid())
@@ -138,19 +138,19 @@ def test_a_ring_tells_what_was_written_to_it(tmp_path: Path) -> None:
     first, second = image.calls
     assert (first.sequence, first.kind, first.what) == (1, "all_reduce", "all_reduce of layers.4")
     assert (first.dtype, first.numel, first.step, first.group) == ("float32", 1234, 812, group.id)
-    assert first.line.startswith("test_hang.py:") and first.line.endswith("in test_a_ring_tells_what_was_written_to_it")
+    assert first.line.startswith("test_hang_detection.py:") and first.line.endswith("in test_a_ring_tells_what_was_written_to_it")
     assert image.waits_for == second.serial == serial
-    ring.leave()
+    recorder.leave()
     image = read_flight_record(tmp_path / "doing", with_calls=False)
     assert image is not None
     assert (image.waits_for, image.calls) == (0, ())
 
 
 def test_a_ring_keeps_the_newest_calls_and_counts_all(tmp_path: Path) -> None:
-    ring = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
-    ring.join("generation 0", [0, 1], is_main=True)
+    recorder = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    recorder.join("generation 0", [0, 1], is_main=True)
     for _ in range(NUM_CALLS + 10):
-        ring.enter("all_reduce", "x")
+        recorder.enter("all_reduce", "x")
     image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert [one.sequence for one in image.calls] == list(range(11, NUM_CALLS + 11))
@@ -158,13 +158,13 @@ def test_a_ring_keeps_the_newest_calls_and_counts_all(tmp_path: Path) -> None:
 
 
 def test_a_new_generation_counts_from_the_beginning_and_other_groups_stay(tmp_path: Path) -> None:
-    ring = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
-    ring.join("generation 0", [0, 1], is_main=True)
-    ring.join("torch group 0", [0, 1])
-    ring.enter("all_reduce", "x")
-    ring.enter("all_gather", "", group="torch group 0")
-    ring.join("generation 1", [0, 2], is_main=True)
-    ring.enter("all_reduce", "x")
+    recorder = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    recorder.join("generation 0", [0, 1], is_main=True)
+    recorder.join("torch group 0", [0, 1])
+    recorder.enter("all_reduce", "x")
+    recorder.enter("all_gather", "", group="torch group 0")
+    recorder.join("generation 1", [0, 2], is_main=True)
+    recorder.enter("all_reduce", "x")
     image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert [(group.name, group.members, group.entered) for group in image.groups] == [
@@ -174,11 +174,11 @@ def test_a_new_generation_counts_from_the_beginning_and_other_groups_stay(tmp_pa
 
 
 def test_steps_and_work_are_told_without_the_first_step(tmp_path: Path) -> None:
-    ring = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    recorder = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
     for step in (1, 2, 3):
-        ring.begin("waiting for data", step)
-    ring.add_work(3, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
-    ring.add_work(2, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
+        recorder.begin("waiting for data", step)
+    recorder.add_work(3, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
+    recorder.add_work(2, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
     image = read_flight_record(tmp_path / "doing")
     assert image is not None
     assert len(image.steps_s) == 2 and all(0 < seconds < 1 for seconds in image.steps_s)
@@ -193,9 +193,9 @@ def test_what_is_no_ring_is_not_read(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_look_says_how_the_process_is_and_travels_as_json(tmp_path: Path) -> None:
-    ring = FlightRecorder.create(tmp_path / "doing", worker=1, limit_s=1.0)
-    ring.join("generation 0", [0, 1], is_main=True)
-    ring.enter("all_reduce", "x")
+    recorder = FlightRecorder.create(tmp_path / "doing", worker=1, limit_s=1.0)
+    recorder.join("generation 0", [0, 1], is_main=True)
+    recorder.enter("all_reduce", "x")
     seen = read_activity(tmp_path, 1, host="a")
     assert seen is not None
     assert (seen.state, seen.pid, seen.entered(seen.groups[0].id)) == ("running", os.getpid(), 1)
@@ -257,13 +257,13 @@ def test_nobody_is_awaited_for_what_members_entered_before_they_parted(tmp_path:
     members = list[ElasticGroup]()
     for worker in (0, 1, 2):
         (tmp_path / f"worker_{worker}").mkdir()
-        ring = FlightRecorder.create(tmp_path / f"worker_{worker}" / "doing", worker=worker, limit_s=8.0)
+        recorder = FlightRecorder.create(tmp_path / f"worker_{worker}" / "doing", worker=worker, limit_s=8.0)
         group = None if worker == 0 else SingleWorkerGroup()
-        members.append(ElasticGroup(group, generation=0, ranks=() if worker == 0 else (0, 1, 2), ring=ring))
+        members.append(ElasticGroup(group, generation=0, ranks=() if worker == 0 else (0, 1, 2), recorder=recorder))
         if worker > 0:
-            ring.join("generation 0", (0, 1, 2), is_main=True)
-            ring.wait(ring.enter("broadcast_object", ""))
-            ring.leave()
+            recorder.join("generation 0", (0, 1, 2), is_main=True)
+            recorder.wait(recorder.enter("broadcast_object", ""))
+            recorder.leave()
 
     def seen() -> dict[int, WorkerActivity]:
         found = [read_activity(tmp_path / f"worker_{worker}", worker, host="a") for worker in (0, 1, 2)]
@@ -397,11 +397,11 @@ def lonely_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("lonely_group")
 def test_the_users_own_collectives_are_noted_while_a_run_lasts_and_put_back_afterwards(tmp_path: Path) -> None:
-    ring = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
+    recorder = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
     names: dict[str, Any] = {"reduce_them": dist.all_reduce, "dist": dist}  # as after an import by name
     exec(compile("def train(x):\n    reduce_them(x)\n    dist.barrier()", "train.py", "exec"), names)
     before = {name: getattr(dist, name) for name in COLLECTIVES}
-    with recording_user_collectives(ring, names["train"]):
+    with recording_user_collectives(recorder, names["train"]):
         names["train"](torch.ones(3))
         assert names["reduce_them"] is dist.all_reduce is not before["all_reduce"]
         distributed_c10d.all_reduce(torch.ones(4))  # torch's own way

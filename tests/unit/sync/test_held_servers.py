@@ -30,10 +30,10 @@ DEALT = {"stream": "one", "limit": 1, "workers": [0, 1], "saves": [0, 0, 1], "st
 class Worker(ServerClient):
     """One of two workers of one server that deals one batch."""
 
-    def __init__(self, rank: int, endpoint: str, ring: FlightRecorder, *, timeout_s: float) -> None:
+    def __init__(self, rank: int, endpoint: str, recorder: FlightRecorder, *, timeout_s: float) -> None:
         self.rank, self.about = rank, {"worker": rank, "name": f"name {rank}", **DEALT}
         self.count = 1
-        self._ring, self._timeout_s = ring, timeout_s
+        self._recorder, self._timeout_s = recorder, timeout_s
         self._callers = [TensorClient(endpoint, SECRET, name="the server", timeout_s=timeout_s)]
         self.tell({"op": "hello"})
 

@@ -456,26 +456,26 @@ def test_a_worker_that_calls_nobody_in_its_step_is_slow_all_the_same(
     slept: list[float] = []
     monkeypatch.setattr(injection.time, "sleep", slept.append)
     notes = DrillFolder.begin(tmp_path, Programme.parse("slow:worker=1,step=2,steps=1,times=3"), outside=())
-    ring: Any = SimpleNamespace(**{name: lambda *_, **__: 1 for name in ("begin", "enter", "wait", "join")})
-    injection.install_faults(notes.path, worker_rank=1, ring=ring)
+    recorder: Any = SimpleNamespace(**{name: lambda *_, **__: 1 for name in ("begin", "enter", "wait", "join")})
+    injection.install_faults(notes.path, worker_rank=1, recorder=recorder)
     for step, calls in ((1, 0), (2, 0), (3, 0), (2, 1)):
         slept.clear()
-        ring.begin(injection.GRADIENT_PASS, step)
+        recorder.begin(injection.GRADIENT_PASS, step)
         for _ in range(calls):
-            ring.enter("all_reduce", "gradients")
-        ring.begin(injection.BETWEEN, step)
+            recorder.enter("all_reduce", "gradients")
+        recorder.begin(injection.BETWEEN, step)
         assert len(slept) == (step == 2), (step, calls)
 
 
 def test_a_loss_leaps_only_where_its_worker_has_known_some(tmp_path: Path) -> None:
     notes = DrillFolder.begin(tmp_path, Programme.parse("spike:worker=1,step=6"), outside=())
-    ring: Any = SimpleNamespace(**{name: lambda *_, **__: 1 for name in ("begin", "enter", "wait", "join")})
-    injection.install_faults(notes.path, worker_rank=1, ring=ring)
+    recorder: Any = SimpleNamespace(**{name: lambda *_, **__: 1 for name in ("begin", "enter", "wait", "join")})
+    injection.install_faults(notes.path, worker_rank=1, recorder=recorder)
     model, spoilt = torch.nn.Identity(), []
     for step in range(3, 24, 3):  # every third batch is its own
-        ring.begin(injection.GRADIENT_PASS, step)
+        recorder.begin(injection.GRADIENT_PASS, step)
         spoilt.append(float(model(torch.ones(1, 2)).abs().max()) > 1000)
-        ring.begin(injection.BETWEEN, step)
+        recorder.begin(injection.BETWEEN, step)
     assert spoilt == [False] * 5 + [True, False]
 
 

@@ -143,8 +143,8 @@ class _AbortableTransfer:
 class ElasticGroup:
     """The group of a run that changes while it goes on: all hold this one, and it passes on to the current group.
 
-    A *newcomer* is in no group yet: nothing moves, and its index is -1. What moves is noted in `ring`, whose group for
-    each generation (`generation_name`) has been joined before.
+    A *newcomer* is in no group yet: nothing moves, and its index is -1. What moves is noted in `recorder`, whose group
+    for each generation (`generation_name`) has been joined before.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class ElasticGroup:
         *,
         generation: int,
         ranks: Sequence[int] = (),
-        ring: FlightRecorder | None = None,
+        recorder: FlightRecorder | None = None,
         name: str | None = None,
     ) -> None:
         self.generation = generation
         self.ranks = tuple(ranks)  # of the workers, by their index in the current group; a newcomer knows of none
         self._group: WorkerGroup | None = group
-        self._ring = FlightRecorder.unread() if ring is None else ring
+        self._recorder = FlightRecorder.unread() if recorder is None else recorder
         self._name = name  # under which the ring knows the group; None: it is the run's own
         self._is_apart = False
 
@@ -192,34 +192,34 @@ class ElasticGroup:
     def part(self, rank: int) -> None:
         """From now on nothing moves: the ring shows this worker, of that rank, in no group with the others."""
         self._is_apart = True
-        self._ring.join(APART, [rank], is_main=True)
+        self._recorder.join(APART, [rank], is_main=True)
 
     def join(self) -> None:
         """It is among them again, where it was not; all count their calls anew."""
         if self._is_apart and not self.is_newcomer:
-            self._ring.join(generation_name(self.generation), self.ranks, is_main=True)
+            self._recorder.join(generation_name(self.generation), self.ranks, is_main=True)
         self._is_apart = False
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         group = self._now()
         if group.size == 1:
             return group.all_reduce(tensor, what=what)
-        call = self._ring.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
-        return _RecordedGroupTransfer(group.all_reduce(tensor, what=what), self._ring, call)
+        call = self._recorder.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
+        return _RecordedGroupTransfer(group.all_reduce(tensor, what=what), self._recorder, call)
 
     def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
         group = self._now()
         if group.size == 1:
             return group.begin_all_gather(tensor, out, what=what)
-        call = self._ring.enter("all_gather", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
-        return _RecordedGroupTransfer(group.begin_all_gather(tensor, out, what=what), self._ring, call)
+        call = self._recorder.enter("all_gather", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
+        return _RecordedGroupTransfer(group.begin_all_gather(tensor, out, what=what), self._recorder, call)
 
     def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
         group = self._now()
         if group.size == 1:
             return group.begin_all_to_all(rows, out, what=what)
-        call = self._ring.enter("all_to_all", what, dtype=rows.dtype, numel=rows.numel(), group=self._name)
-        return _RecordedGroupTransfer(group.begin_all_to_all(rows, out, what=what), self._ring, call)
+        call = self._recorder.enter("all_to_all", what, dtype=rows.dtype, numel=rows.numel(), group=self._name)
+        return _RecordedGroupTransfer(group.begin_all_to_all(rows, out, what=what), self._recorder, call)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._now().allocate(numel, dtype=dtype, device=device)
@@ -295,21 +295,21 @@ class ElasticGroup:
             yield
             return
         numel, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
-        self._ring.wait(self._ring.enter(kind, what, dtype=dtype, numel=numel, group=self._name))
+        self._recorder.wait(self._recorder.enter(kind, what, dtype=dtype, numel=numel, group=self._name))
         yield
-        self._ring.leave()
+        self._recorder.leave()
 
 
 class _RecordedGroupTransfer:
     """A transfer whose wait shows in the ring."""
 
-    def __init__(self, transfer: Transfer, ring: FlightRecorder, call: int) -> None:
-        self._transfer, self._ring, self._call = transfer, ring, call
+    def __init__(self, transfer: Transfer, recorder: FlightRecorder, call: int) -> None:
+        self._transfer, self._recorder, self._call = transfer, recorder, call
 
     def wait(self) -> None:
-        self._ring.wait(self._call)
+        self._recorder.wait(self._call)
         self._transfer.wait()
-        self._ring.leave()
+        self._recorder.leave()
 
 
 def generation_name(generation: int) -> str:

@@ -71,8 +71,8 @@ class Lockstep:
 class LockstepGroup(ElasticGroup):
     """The group of the whole run: each operation ends well on all workers of a replica, or on none of them."""
 
-    def __init__(self, lockstep: Lockstep, *, ring: FlightRecorder) -> None:
-        super().__init__(None, generation=-1, ring=ring)
+    def __init__(self, lockstep: Lockstep, *, recorder: FlightRecorder) -> None:
+        super().__init__(None, generation=-1, recorder=recorder)
         self._lockstep = lockstep
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
@@ -129,15 +129,15 @@ class CrossReplicaGroup(ElasticGroup):
     who waits for it may have something to do inside the replica before that. Anything else raises Disrupted at once.
     """
 
-    def __init__(self, lockstep: Lockstep, *, ring: FlightRecorder) -> None:
-        super().__init__(None, generation=-1, ring=ring)
+    def __init__(self, lockstep: Lockstep, *, recorder: FlightRecorder) -> None:
+        super().__init__(None, generation=-1, recorder=recorder)
         self._lockstep = lockstep
         self._joined = ""  # under which name the ring knows it
 
     def take(self, group: WorkerGroup, generation: int, *, ranks: Sequence[int]) -> None:
-        self._ring.part(self._joined)
+        self._recorder.part(self._joined)
         self._name = self._joined = f"across {ranks[0]}-{ranks[-1]}, generation {generation}"
-        self._ring.join(self._joined, ranks)
+        self._recorder.join(self._joined, ranks)
         super().take(group, generation, ranks=ranks)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:

@@ -63,17 +63,17 @@ class ServerClient:
         check: Callable[[], None],
         say: Callable[[str], None] = lambda _: None,
         holds_back: bool = False,
-        ring: FlightRecorder | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         """`store` is the run's board, `address` that of this host as others see it. `check()` is called in waits, and
         ends them by raising. `say` warns the user; `holds_back`: a server may have good reason not to answer yet.
-        `ring`: this worker's; None: one that nobody reads."""
+        `recorder`: this worker's; None: one that nobody reads."""
         self.count = count
         self.silence_s: float | None = None  # a server gives up a worker, or its mirror, that is not heard for so long
         self._store, self._attempt, self._address, self._host = store, attempt, address, host
         self._timeout_s, self._check = timeout_s, check
         self._say, self._holds_back = say, holds_back
-        self._ring = ring or FlightRecorder.unread()
+        self._recorder = recorder or FlightRecorder.unread()
         self._callers: list[TensorClient] = []
         self._abouts: dict[str, Mapping[str, Any]] = {}  # of each server by its name: where it is
         self._started: list[int] = []  # process numbers
@@ -152,7 +152,7 @@ class ServerClient:
     ) -> TensorMessage:
         """Ask the first server what it may hold back; `about` says who asks. `meanwhile()` is called in the wait."""
         caller = self.caller(0)
-        held = HeldRequest(caller, about, ring=self._ring, worker_rank=worker_rank, timeout_s=self._timeout_s)
+        held = HeldRequest(caller, about, recorder=self._recorder, worker_rank=worker_rank, timeout_s=self._timeout_s)
 
         def look() -> None:
             meanwhile()
@@ -343,13 +343,13 @@ class HeldRequest:
         caller: TensorClient,
         about: Mapping[str, Any],
         *,
-        ring: FlightRecorder,
+        recorder: FlightRecorder,
         worker_rank: int,
         timeout_s: float,
     ) -> None:
         """`about` says who asks, and of which stream."""
         self._caller, self._about = caller, about
-        self._ring, self._worker_rank, self._timeout_s = ring, worker_rank, timeout_s
+        self._recorder, self._worker_rank, self._timeout_s = recorder, worker_rank, timeout_s
         self._since = time.monotonic()  # the wait has been for the same as now
         self._next_at = self._since + ASK_S
         self._asked: int | None = None  # the call by which it was asked who is awaited
@@ -383,8 +383,8 @@ class HeldRequest:
     def close(self) -> None:
         """The wait is over."""
         if self._group:
-            self._ring.leave()
-            self._ring.part(self._group)
+            self._recorder.leave()
+            self._recorder.part(self._group)
             self._group = ""
 
     def _note(self) -> None:
@@ -392,5 +392,7 @@ class HeldRequest:
         awaited = [one for one in self._known[0] if one != self._worker_rank]
         if awaited:
             self._group = f"held by {spans(awaited).decode()}"
-            self._ring.join(self._group, sorted([*awaited, self._worker_rank]))
-            self._ring.wait(self._ring.enter(HELD, "", group=self._group))  # all alike: they are no different calls
+            self._recorder.join(self._group, sorted([*awaited, self._worker_rank]))
+            self._recorder.wait(
+                self._recorder.enter(HELD, "", group=self._group)
+            )  # all alike: they are no different calls

@@ -51,7 +51,7 @@ class AsyncBatches:
         forget: Callable[[str], Any],
     ) -> None:
         self._plan, self._everybody = plan, everybody
-        self._agreement, self._ring = place.agreement, place.ring
+        self._agreement, self._recorder = place.agreement, place.recorder
         self._models, self._books, self._files = models, books, files
         self._save, self._stop, self._forget = save, stop, forget
         self._turn_of: tuple[BatchStream, int, StreamPosition] | None = (
@@ -134,7 +134,7 @@ class AsyncBatches:
         """Yield what this worker is dealt, and do what comes between."""
         name, first, agreement = stream.source.name, dealt.step, self._agreement
         while True:
-            self._ring.begin("waiting for a batch", self._books.step)
+            self._recorder.begin("waiting for a batch", self._books.step)
             agreement.await_enough()
             told = gradients.next(
                 dealt, wants_pause=lambda: agreement.wants_change, is_called=lambda: agreement.is_dismissed
@@ -153,7 +153,7 @@ class AsyncBatches:
                     continue
                 case Pause(number=number):  # all workers are told so
                     self._stand(number)
-                    self._ring.begin("between two steps", self._books.step)
+                    self._recorder.begin("between two steps", self._books.step)
                     agreement.rejoin_group()
                     agreement.change_is_due()
                     agreement.between_steps()
@@ -162,7 +162,7 @@ class AsyncBatches:
                 case StreamEnd(has_left=has_left):
                     self._have_others_left |= has_left
                     self._stand(dealt.limit)
-                    self._ring.begin("between two steps", self._books.step)
+                    self._recorder.begin("between two steps", self._books.step)
                     agreement.rejoin_group()
                     self._turn_of = None
                     if self._files.is_last_step(self._books.step):

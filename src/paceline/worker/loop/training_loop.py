@@ -73,7 +73,7 @@ class TrainingLoop:
             models.num_bytes_sent,
             models.wire_bytes,
             is_elastic=plan.layout.is_elastic,
-            add_work=place.ring.add_work,
+            add_work=place.recorder.add_work,
             counts=place.axes.counts,
             recovery_s=lambda: self._agreement.recovery_s,
             rounds=rounds,
@@ -92,7 +92,7 @@ class TrainingLoop:
         # An operation may look at what the step that was taken brings: an end that is due comes before it.
         place.agreement.come_by(lambda: self.end_round(is_wanted=rounds.is_over(files.is_save_due)))
         self._takers: dict[int, list[StepTaker]] = {}  # who took which of the round's steps
-        self._group, self._agreement, self._ring = place.group, place.agreement, place.ring
+        self._group, self._agreement, self._recorder = place.group, place.agreement, place.recorder
         self._balance, self._balanced_at = LoadBalancer(is_on=files.balances and not place.axes.is_split), -1
         if files.balances and place.axes.is_split and place.group.index == 0:
             files.emit(Note(text="balance is not used: the workers of a replica run in step with each other"))
@@ -166,11 +166,11 @@ class TrainingLoop:
         name = stream.source.name
         steps = stream.steps(lambda: self.step + 1)
         while True:
-            self._ring.begin("between two steps", self.step)
+            self._recorder.begin("between two steps", self.step)
             self._rounds.stand = LoopPoint.WAITING
             if not self._rounds.is_open:
                 self._between_steps()
-            self._ring.begin("waiting for data", self.step + 1)
+            self._recorder.begin("waiting for data", self.step + 1)
             batch = next(steps, None)
             if batch is None:
                 self._end_last_round(stream)
@@ -194,7 +194,7 @@ class TrainingLoop:
             if self.books.told is not None:
                 self._advising.note(self.books.told)
             self._numerical_guard.settle(self.step, self.cursors)
-            self._ring.begin("between two steps", self.step)
+            self._recorder.begin("between two steps", self.step)
             if not self._rounds.is_open:
                 self._after_step()
 
@@ -293,7 +293,7 @@ class TrainingLoop:
         if self.is_dealing:  # nobody has a batch in hand
             self._dealt.stand()
         self.walks.shards.close()
-        self._ring.begin("saving", self.step)
+        self._recorder.begin("saving", self.step)
         self._numerical_guard.put_back(self.step, self.cursors)
         self.saved_at_step = self.step
         if gathered is None:
@@ -364,7 +364,7 @@ class TrainingLoop:
         step = self.books.begin_pass(batch)
         if batch.num_passes == 0:
             self._unsettled.clear()
-        self._ring.begin("forward and backward", batch.step)
+        self._recorder.begin("forward and backward", batch.step)
         began, data_s = time.perf_counter(), batch.data_s
         while True:
             try:
@@ -386,7 +386,7 @@ class TrainingLoop:
         if outcome.is_taken:
             self._unsettled.append(gradients)
         step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
-        self._ring.begin("optimizer and the loop's code", batch.step)
+        self._recorder.begin("optimizer and the loop's code", batch.step)
         self._balance.note(time.perf_counter() - began - outcome.communication_s, len(batch))
         if self.walks.broken:
             self._numerical_guard.broken(batch, self.walks.broken, self.cursors[batch.stream].of)
@@ -455,7 +455,7 @@ class TrainingLoop:
             self._rounds.end_of_data(self.step)
         self._rounds.require_nobody_ahead(self.step)
         if was_open:
-            self._ring.begin("between two steps", self.step)
+            self._recorder.begin("between two steps", self.step)
             self._after_step()
 
     def end_round(self, *, is_wanted: bool = True) -> None:
@@ -470,7 +470,7 @@ class TrainingLoop:
         if not self._rounds.is_open:
             return
         if is_wanted:
-            self._ring.begin("the replicas agree", self.step)
+            self._recorder.begin("the replicas agree", self.step)
         if not self._rounds.end(self.step, run_more=self._run_more, is_wanted=is_wanted):
             return
         self._files.ledger.settle()
@@ -518,7 +518,7 @@ class TrainingLoop:
             num_here=portion.num_samples,
             fetch=lambda: next(items),
         )
-        self._ring.begin("forward and backward", portion.step)
+        self._recorder.begin("forward and backward", portion.step)
         with self.stepping():
             for one in self._takers.get(portion.step, ()):
                 one.run_more(more)

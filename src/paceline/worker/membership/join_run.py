@@ -64,7 +64,7 @@ class WorkerContext:
     prelude: SetupReplay
     shared: dist.Store  # of the whole run
     attach: Callable[[StateHolder], None]  # to be called with who has the run's state, once there is one
-    ring: FlightRecorder  # where this worker says what it does
+    recorder: FlightRecorder  # where this worker says what it does
     axes: ParallelGroups  # its groups inside its replica, and across the replicas
     link: Callable[[int], Mapping[int, Mapping[str, float]]]  # what sums among so many take, as far as it was measured
     memory_checkpoint: MemoryCheckpoint | None = (
@@ -87,7 +87,7 @@ class JoinContext:
     job: Job
     plan: Plan  # resolved
     device: torch.device
-    ring: FlightRecorder
+    recorder: FlightRecorder
     store: dist.Store | None = None  # of a world that somebody else started
     notice: PreemptionNotice | None = None  # in such a world: hears whether this worker is asked to leave
     tell: Callable[[Event], None]  # says what has happened
@@ -139,10 +139,15 @@ def _reporting_end(orders: CoordinatorClient) -> Iterator[None]:
 @contextlib.contextmanager
 def _join_fixed(arrival: JoinContext, shared: dist.Store, orders: CoordinatorClient | None) -> Iterator[WorkerContext]:
     """Join torch's default process group, so that code which calls torch.distributed itself works too."""
-    assignment, device, ring, timeout_s = arrival.assignment, arrival.device, arrival.ring, arrival.job.timeout_s
-    ring.join(generation_name(0), range(assignment.workers), is_main=True)
-    meeting = ring.enter("meeting", "the workers find each other")
-    ring.wait(meeting)
+    assignment, device, recorder, timeout_s = (
+        arrival.assignment,
+        arrival.device,
+        arrival.recorder,
+        arrival.job.timeout_s,
+    )
+    recorder.join(generation_name(0), range(assignment.workers), is_main=True)
+    meeting = recorder.enter("meeting", "the workers find each other")
+    recorder.wait(meeting)
     dist.init_process_group(
         backend_for(device),
         store=shared,
@@ -167,15 +172,15 @@ def _join_fixed(arrival: JoinContext, shared: dist.Store, orders: CoordinatorCli
                 store=dist.PrefixStore("paceline/near", shared),
                 tells=assignment.rank == 0,
             )
-    ring.leave()
-    members = ElasticGroup(group, generation=0, ranks=tuple(range(assignment.workers)), ring=ring)
+    recorder.leave()
+    members = ElasticGroup(group, generation=0, ranks=tuple(range(assignment.workers)), recorder=recorder)
     agreement = Consensus(members, rank=assignment.rank, orders=orders, notice=arrival.notice, timeout_s=timeout_s)
     axes = parallel_groups_of(
         arrival.plan,
         members,
         worker_rank=assignment.rank,
         device=device,
-        ring=ring,
+        recorder=recorder,
         timeout_s=timeout_s,
         hosts=[_host(assignment)] * members.size
         if assignment.hosts == 1
@@ -209,7 +214,12 @@ def _join_fixed(arrival: JoinContext, shared: dist.Store, orders: CoordinatorCli
 @contextlib.contextmanager
 def _join_elastic(arrival: JoinContext, channel: Channel, orders: CoordinatorClient) -> Iterator[WorkerContext]:
     """Join the first generation, or, where this worker comes later, none yet."""
-    assignment, layout, ring, timeout_s = arrival.assignment, arrival.plan.layout, arrival.ring, arrival.job.timeout_s
+    assignment, layout, recorder, timeout_s = (
+        arrival.assignment,
+        arrival.plan.layout,
+        arrival.recorder,
+        arrival.job.timeout_s,
+    )
     replicas = layout.replicas
     least, most = replicas if isinstance(replicas, tuple) else (assignment.workers, assignment.workers)
     shared = SupervisorStore(channel, timeout_s=timeout_s)
@@ -217,7 +227,7 @@ def _join_elastic(arrival: JoinContext, channel: Channel, orders: CoordinatorCli
     orders.tell("elastic", least=least, most=most, workers_each=layout.workers_each)
     with contextlib.ExitStack() as stack:
         if layout.workers_each == 1:
-            members, across, lockstep = ElasticGroup(None, generation=-1, ring=ring), None, Lockstep()
+            members, across, lockstep = ElasticGroup(None, generation=-1, recorder=recorder), None, Lockstep()
             axes = single_worker_replicas(members)
         else:
             members, across, lockstep, axes = stack.enter_context(_join_replica(arrival, shared))
@@ -248,9 +258,14 @@ def _join_replica(
 ) -> Iterator[tuple[ElasticGroup, CrossReplicaGroup | None, Lockstep, ParallelGroups]]:
     """Meet the other workers of this replica. Yields the group of the run and the one between replicas, which nobody
     is in yet, and the replica's own."""
-    assignment, layout, ring, timeout_s = arrival.assignment, arrival.plan.layout, arrival.ring, arrival.job.timeout_s
-    ring.join("replica", workers_of(layout, assignment.rank), is_main=True)
-    ring.wait(ring.enter("meeting", "the workers of each replica find each other"))
+    assignment, layout, recorder, timeout_s = (
+        arrival.assignment,
+        arrival.plan.layout,
+        arrival.recorder,
+        arrival.job.timeout_s,
+    )
+    recorder.join("replica", workers_of(layout, assignment.rank), is_main=True)
+    recorder.wait(recorder.enter("meeting", "the workers of each replica find each other"))
     dist.init_process_group(
         backend_for(arrival.device),
         store=dist.PrefixStore(f"paceline/{_replica_life(arrival)}", shared),
@@ -263,24 +278,24 @@ def _join_replica(
             layout,
             worker_rank=assignment.rank,
             device=arrival.device,
-            ring=ring,
+            recorder=recorder,
             timeout_s=timeout_s,
             host=_host(assignment),
             num_workers=assignment.workers,
             tell=arrival.tell,
         )
-        ring.leave()
+        recorder.leave()
         lockstep = Lockstep(replica)
-        members = LockstepGroup(lockstep, ring=ring)
+        members = LockstepGroup(lockstep, recorder=recorder)
         across = (
-            None if spans_all_workers(arrival.plan) else CrossReplicaGroup(lockstep, ring=ring)
+            None if spans_all_workers(arrival.plan) else CrossReplicaGroup(lockstep, recorder=recorder)
         )  # whole models: everybody is across
         axes = parallel_groups_of(
             arrival.plan,
             members,
             worker_rank=assignment.rank,
             device=arrival.device,
-            ring=ring,
+            recorder=recorder,
             timeout_s=timeout_s,
             hosts=hosts,
             tell=arrival.tell,
@@ -320,7 +335,7 @@ def _worker_context(
         shared=told.shared,
         link=told.link,
         attach=agreement.attach,
-        ring=arrival.ring,
+        recorder=arrival.recorder,
         axes=axes,
         address=arrival.assignment.address,
         memory_checkpoint=MemoryCheckpoint(fds[:2]) if fds else None,
@@ -350,7 +365,7 @@ class _GenerationBuilder:
 
     def build(self, form: MembershipView, is_hurry: bool) -> WorkerGroup:
         """The group of a generation. Raises Disrupted where it is over already; nothing is left of it then."""
-        self._arrival.ring.join(generation_name(form.generation), form.members, is_main=True)
+        self._arrival.recorder.join(generation_name(form.generation), form.members, is_main=True)
         meet_s = MEETING_S if is_hurry else self._arrival.job.timeout_s
         whole = self._group(form, form.members, "", meet_s)
         if self._across is not None:

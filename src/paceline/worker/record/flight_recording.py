@@ -75,9 +75,9 @@ KEYWORDS = {"all_gather_into_tensor": "input_tensor", "reduce_scatter": "output"
 
 @contextlib.contextmanager
 def recording_user_collectives(
-    ring: FlightRecorder, function: Callable[..., Any], *, is_elastic: bool = False, is_split: bool = False
+    recorder: FlightRecorder, function: Callable[..., Any], *, is_elastic: bool = False, is_split: bool = False
 ) -> Iterator[None]:
-    """Note the user's own collectives in `ring` while entered; `function` is the program's training function.
+    """Note the user's own collectives in `recorder` while entered; `function` is the program's training function.
 
     In an elastic run they raise RuntimeError with the remedy instead, unless the program has made a group of its own;
     `is_split`: the default group is that of the workers of one replica.
@@ -86,7 +86,7 @@ def recording_user_collectives(
     for name in (*COLLECTIVES, *(OTHER_CALLS if is_elastic else ())):
         original = getattr(dist, name, None)
         if original is not None:
-            wrapper = _refused(original, name, is_split=is_split) if is_elastic else _wrapped(original, name, ring)
+            wrapper = _refused(original, name, is_split=is_split) if is_elastic else _wrapped(original, name, recorder)
             wrappers[name] = (original, wrapper)
     places: list[dict[str, Any]] = [dist.__dict__, *_programs_names(function)]
     put: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -123,7 +123,7 @@ def _refused(original: Callable[..., Any], name: str, *, is_split: bool) -> Call
     return call
 
 
-def _wrapped(original: Callable[..., Any], name: str, ring: FlightRecorder) -> Callable[..., Any]:
+def _wrapped(original: Callable[..., Any], name: str, recorder: FlightRecorder) -> Callable[..., Any]:
     kind = f"torch.distributed.{name}"
     at, group_at = COLLECTIVES[name]
     keyword = KEYWORDS.get(name, "tensor")
@@ -133,24 +133,24 @@ def _wrapped(original: Callable[..., Any], name: str, ring: FlightRecorder) -> C
         # The only way to the caller's file at the cost of an attribute; `inspect` reads source, for milliseconds.
         if not is_user_code(sys._getframe(1).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]  # documented, and named so for what it costs in other Pythons
             return original(*args, **kwargs)
-        joined = _join(ring, args[group_at] if len(args) > group_at else kwargs.get("group"))
+        joined = _join(recorder, args[group_at] if len(args) > group_at else kwargs.get("group"))
         if joined is None:
             return original(*args, **kwargs)  # which says what is wrong
         tensor = None if at is None else args[at] if len(args) > at else kwargs.get(keyword)
         dtype, numel = (tensor.dtype, tensor.numel()) if isinstance(tensor, Tensor) else (None, 0)
-        serial = ring.enter(kind, "", dtype=dtype, numel=numel, group=joined)
+        serial = recorder.enter(kind, "", dtype=dtype, numel=numel, group=joined)
         if kwargs.get("async_op"):
             return original(*args, **kwargs)
-        ring.wait(serial)
+        recorder.wait(serial)
         try:
             return original(*args, **kwargs)
         finally:
-            ring.leave()
+            recorder.leave()
 
     return call
 
 
-def _join(ring: FlightRecorder, group: dist.ProcessGroup | None) -> str | None:
+def _join(recorder: FlightRecorder, group: dist.ProcessGroup | None) -> str | None:
     """The name under which the ring knows a group; None where this worker is in no such group."""
     if not dist.is_initialized():
         return None
@@ -158,8 +158,8 @@ def _join(ring: FlightRecorder, group: dist.ProcessGroup | None) -> str | None:
     if not isinstance(group, dist.ProcessGroup):
         return None
     name = f"torch group {group.group_name}"
-    if not ring.is_in(name):
-        ring.join(name, dist.get_process_group_ranks(group))
+    if not recorder.is_in(name):
+        recorder.join(name, dist.get_process_group_ranks(group))
     return name
 
 
@@ -199,7 +199,7 @@ def recording_flight(
     path = Path(assignment.worker_dir) / FILE_NAME
     dump_stacks_on_signal(assignment.worker_dir)
     with writing(path):
-        ring = FlightRecorder.create(path, worker=assignment.rank, limit_s=job.timeout_s)
-    ring.begin("starting", 0)
-    with recording_user_collectives(ring, function, is_elastic=layout.is_elastic, is_split=layout.workers_each > 1):
-        yield ring
+        recorder = FlightRecorder.create(path, worker=assignment.rank, limit_s=job.timeout_s)
+    recorder.begin("starting", 0)
+    with recording_user_collectives(recorder, function, is_elastic=layout.is_elastic, is_split=layout.workers_each > 1):
+        yield recorder

@@ -63,7 +63,7 @@ class PreparedModels:
         group: WorkerGroup,
         axes: ParallelGroups,
         shards: ShardedModels,
-        ring: FlightRecorder,
+        recorder: FlightRecorder,
         together: RunTogether,
         note: Callable[[str], None],
         servers: ServerClient | None = None,
@@ -77,7 +77,7 @@ class PreparedModels:
         self._tables = tables
         self._turns: AsyncGradients | None = None
         self._together = together
-        self._plan, self._group, self._axes, self._shards, self._ring = plan, group, axes, shards, ring
+        self._plan, self._group, self._axes, self._shards, self._recorder = plan, group, axes, shards, recorder
         self._in_step = axes.by_itself() if plan.is_local else axes  # who sum gradients
         self._all_in_step = axes.whole if plan.is_local else group
         self._agreeing: Sequence[WeightAveraging] = ()  # where replicas take steps by themselves, from the first one on
@@ -616,7 +616,7 @@ class PreparedModels:
                 zero=self._plan.layout.zero,
                 precision=self._plan.compute.precision,
                 on_host=self._plan.compute.offload == "all",
-                recorder=self._ring,
+                recorder=self._recorder,
                 traffic=self._shards.traffic,
             )
         )

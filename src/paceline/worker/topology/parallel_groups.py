@@ -203,7 +203,7 @@ def parallel_groups_of(
     *,
     worker_rank: int,
     device: torch.device,
-    ring: FlightRecorder,
+    recorder: FlightRecorder,
     timeout_s: float,
     hosts: Sequence[str],
     tell: Callable[[Event], None],
@@ -232,8 +232,8 @@ def parallel_groups_of(
     def along(name: str) -> tuple[int, ...]:
         return tuple(first + number for number in mesh.group(joint.get(name, name), worker_rank - first))
 
-    meeting = ring.enter("meeting", "the workers of each replica find each other")
-    ring.wait(meeting)
+    meeting = recorder.enter("meeting", "the workers of each replica find each other")
+    recorder.wait(meeting)
     over_torch: Any = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
     meshes = {axis: over_torch[axis] for axis in mesh.sizes}
     joint: dict[str, tuple[str, ...]] = {
@@ -243,7 +243,7 @@ def parallel_groups_of(
     if plan.is_local and across is None and len(of_replica) > 1 and of_replica not in joint.values():
         joint["whole"] = of_replica
     meshes |= {name: over_torch[axes]._flatten(name) for name, axes in joint.items()}
-    ring.leave()
+    recorder.leave()
     groups: dict[str, WorkerGroup] = {}
     in_memory: dict[str, SharedGroup | None] = {}
     spans_context = spans_all_workers(plan)
@@ -251,7 +251,7 @@ def parallel_groups_of(
         members, size = along(axis), of_torch.size()
         groups[axis] = SingleWorkerGroup()
         if size > 1 or axis == "shard":  # a worker alone inside may have its parameters brought unit by unit
-            ring.join(_group_name(axis, members), members)
+            recorder.join(_group_name(axis, members), members)
         if axis == "replica" and spans_context:
             groups[axis] = group
         elif size > 1:
@@ -265,7 +265,7 @@ def parallel_groups_of(
             in_memory[axis] = one if isinstance(one, SharedGroup) else None
             if axis == "replica" and on_way is not None:
                 one = on_way(one, _group_name(axis, members), members)
-            groups[axis] = ElasticGroup(one, generation=0, ring=ring, name=_group_name(axis, members))
+            groups[axis] = ElasticGroup(one, generation=0, recorder=recorder, name=_group_name(axis, members))
     if across is not None:
         groups["replica"] = across
     whole: WorkerGroup = SingleWorkerGroup()
@@ -290,7 +290,7 @@ def parallel_groups_of(
         straight: StageTransport = TorchTransport(rising, falling, worker_index=index, limit_s=timeout_s)
         if near is not None:
             straight = SharedMemoryTransport(near.mailboxes(), straight, worker_index=index)
-        link = RecordedStageLink(straight, members=members, index=index, ring=ring)
+        link = RecordedStageLink(straight, members=members, index=index, recorder=recorder)
 
     def rows(axis: str) -> ShardGroup:
         return ShardGroup(mesh=meshes[axis], group=groups[axis], name=_group_name(axis, along(axis)))
@@ -337,7 +337,7 @@ def replica_group_of(
     *,
     worker_rank: int,
     device: torch.device,
-    ring: FlightRecorder,
+    recorder: FlightRecorder,
     timeout_s: float,
     host: str,
     num_workers: int,
@@ -346,14 +346,14 @@ def replica_group_of(
     """Return the group of all workers of this replica, over torch's default group, which has no others, and the host of
     each; `host` names this worker's, and `num_workers` are about those of the run. `tell`: see `parallel_groups_of`."""
     name = _group_name("replica", members := workers_of(layout, worker_rank))
-    ring.join(name, members)
+    recorder.join(name, members)
     whole: Any = Group(default_group(), device=device)
     hosts: list[str] = whole.gather_objects(host)
     if len(set(hosts)) == 1 and device.type == "cpu":
         whole, reason = with_shared_memory(whole, timeout_s=timeout_s, num_neighbours=num_workers, ranks=members)
         if reason is not None and members[0] == worker_rank:
             tell(shared_memory_unavailable("workers of a replica exchange tensors", reason))
-    return ElasticGroup(whole, generation=0, ring=ring, name=name), hosts
+    return ElasticGroup(whole, generation=0, recorder=recorder, name=name), hosts
 
 
 def workers_of(layout: Layout, worker_rank: int) -> tuple[int, ...]:

@@ -121,9 +121,9 @@ NUM_RECORDED_STAGES = 2  # stages of a worker whose ways are noted: a ring has p
 class RecordedStageLink:
     """A link whose waits show in the ring."""
 
-    def __init__(self, link: StageTransport, *, members: Sequence[int], index: int, ring: FlightRecorder) -> None:
+    def __init__(self, link: StageTransport, *, members: Sequence[int], index: int, recorder: FlightRecorder) -> None:
         """`members`: the worker ranks of the stages' workers, of whom this is the one at `index`."""
-        self._link, self._members, self._index, self._ring = link, tuple(members), index, ring
+        self._link, self._members, self._index, self._recorder = link, tuple(members), index, recorder
         self._names: dict[tuple[str, tuple[int, int]], str | None] = {}
 
     def make_room(self, num_bytes: int) -> None:
@@ -149,14 +149,14 @@ class RecordedStageLink:
             pending.wait()
             return
         entered = self._enter(tensor, what, group) if call is None else call
-        self._ring.wait(entered or 0)
+        self._recorder.wait(entered or 0)
         pending.wait()
-        self._ring.leave()
+        self._recorder.leave()
 
     def _enter(self, tensor: Tensor, what: str, group: str | None) -> int | None:
         if group is None:
             return None
-        return self._ring.enter(KIND, what, dtype=tensor.dtype, numel=tensor.numel(), group=group, is_of_phase=True)
+        return self._recorder.enter(KIND, what, dtype=tensor.dtype, numel=tensor.numel(), group=group, is_of_phase=True)
 
     def _group(self, way: str, pair: tuple[int, int]) -> str | None:
         """The ring's group for a way; None: it is not noted."""
@@ -166,8 +166,8 @@ class RecordedStageLink:
             first, second = (self._members[index] for index in pair)
             self._names[way, pair] = f"{way}, workers {first} to {second}" if is_followed else None
         name = self._names[way, pair]
-        if name is not None and not self._ring.is_in(name):
-            self._ring.join(name, sorted(self._members[index] for index in pair))
+        if name is not None and not self._recorder.is_in(name):
+            self._recorder.join(name, sorted(self._members[index] for index in pair))
         return name
 
 
