@@ -138,7 +138,9 @@ def test_a_ring_tells_what_was_written_to_it(tmp_path: Path) -> None:
     first, second = image.calls
     assert (first.sequence, first.kind, first.what) == (1, "all_reduce", "all_reduce of layers.4")
     assert (first.dtype, first.numel, first.step, first.group) == ("float32", 1234, 812, group.id)
-    assert first.line.startswith("test_hang_detection.py:") and first.line.endswith("in test_a_ring_tells_what_was_written_to_it")
+    assert first.line.startswith("test_hang_detection.py:") and first.line.endswith(
+        "in test_a_ring_tells_what_was_written_to_it"
+    )
     assert image.waits_for == second.serial == serial
     recorder.leave()
     image = read_flight_record(tmp_path / "doing", with_calls=False)
