@@ -48,6 +48,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((places[part] for part in item.path.parts[::-1] if part in places), 0))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds of each folder of tests, for the table in CONTRIBUTING.md; fixtures count where they are made."""
+    seconds: dict[str, float] = {}
+    tests: dict[str, int] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = report.nodeid.partition("::")[0].rpartition("/")[0] or "."
+                seconds[folder] = seconds.get(folder, 0.0) + report.duration
+                tests[folder] = tests.get(folder, 0) + (report.when == "call")
+    if len(seconds) > 1:
+        terminalreporter.section("seconds by folder")
+        for folder in sorted(seconds):
+            terminalreporter.write_line(f"{seconds[folder]:8.1f} s  {tests[folder]:5d} tests  {folder}")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     for mark in item.iter_markers("needs"):
