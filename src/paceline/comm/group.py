@@ -385,9 +385,9 @@ def from_bytes(payload: Tensor, device: torch.device) -> Any:
 
 def total(group: WorkerGroup, values: Sequence[float], *, what: str, device: torch.device | None = None) -> list[float]:
     """Return the element-wise sums of `values` over the group, in float64; blocks."""
-    tally = torch.tensor(values, dtype=torch.float64, device=device)
-    group.all_reduce(tally, what=what).wait()
-    return tally.tolist()
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    group.all_reduce(sums, what=what).wait()
+    return sums.tolist()
 
 
 @torch.inference_mode()  # the only mode in which tensors that were made in it, as in evaluation, can be written to

@@ -30,11 +30,11 @@ class Layout(PlanPart):
 
     DeepSpeed's 1 and 2 keep the whole parameters between steps, too; here they go with a step's last backward.
 
-    `tensor` workers cut the layers themselves (Shoeybi et al., "Megatron-LM", 2019): each has its heads of every
-    attention, its features of every MLP and its words of the vocabulary, and all of them run the same micro-batches
-    together. Of P, G and O bytes in layers that are cut, one holds 1 / tensor; what is not cut, it holds whole. Partial
-    results are summed over them twice a block and forward, and twice in backward. With `sequence` tokens are cut
-    between those layers, so that norms, dropout and what they keep for backward are shared out as well.
+    `tensor` parallel workers split the layers themselves (Shoeybi et al., "Megatron-LM", 2019): each has its heads of
+    every attention, its features of every MLP and its words of the vocabulary, and all of them run the same
+    micro-batches together. Of P, G and O bytes in these layers, one worker holds 1 / tensor; other layers it holds
+    whole. Partial results are summed over them twice a block and forward, and twice in backward. With `sequence` tokens
+    are split between those layers, so that norms, dropout and what they keep for backward are shared out as well.
 
     `stages` workers hold the model's units one after the other, and pass on what each micro-batch becomes in them (a
     pipeline: Huang et al., "GPipe", 2019). One holds about 1 / stages of P, G and O, and all of them run the same

@@ -303,7 +303,7 @@ RULES = (
         broken_when=_cut_is_compiled,
         says=lambda facts: (
             f"Compute(compile=True) with Layout(tensor={facts.plan.layout.tensor}): the compiler does not see through "
-            "layers that are cut."
+            "tensor parallel layers."
         ),
         fix=lambda facts: "Use compile=False, or tensor=1.",
     ),
@@ -376,7 +376,7 @@ RULES = (
         name="streaming-layers-are-whole",
         broken_when=lambda facts: _streams(facts) and facts.plan.layout.tensor > 1,
         says=lambda facts: (
-            f"Compute(offload='all') with Layout(tensor={facts.plan.layout.tensor}): layers that are cut are not "
+            f"Compute(offload='all') with Layout(tensor={facts.plan.layout.tensor}): tensor parallel layers are not "
             "brought to the device unit by unit yet."
         ),
         fix=lambda facts: f"Use offload='optimizer', or shard={facts.plan.layout.tensor} in place of tensor.",

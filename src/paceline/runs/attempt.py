@@ -249,7 +249,7 @@ class Attempt:
             self.emit(Warned(text=text))
 
         if isinstance(node_role, Coordinator):
-            lookout = HangMonitor(
+            hang_monitor = HangMonitor(
                 self.directory,
                 host=node_role.host,
                 local=node_role.here,
@@ -257,9 +257,9 @@ class Attempt:
                 say=say,
                 may_balance=self._may_balance,
             )
-            node_role.remote_hosts.on_activity = lookout.heard
+            node_role.remote_hosts.on_activity = hang_monitor.heard
         else:
-            lookout = HangMonitor(
+            hang_monitor = HangMonitor(
                 self.directory,
                 host=node_role.host,
                 local=node_role.here,
@@ -267,8 +267,8 @@ class Attempt:
                 say=say,
                 tell=node_role.send_activity,
             )
-            node_role.before_stack = lookout.stack_requested
-        return lookout
+            node_role.before_stack = hang_monitor.stack_requested
+        return hang_monitor
 
     @property
     def _may_balance(self) -> bool:

@@ -67,7 +67,7 @@ def monitoring_thread(
     local = _ranks_on_this_host(assignment, hosts)
     watch = Watch(run_dir, assignment.attempt, assignment.workers, job=job, console="plain", local=local)
     reach = _WorkerAccess(directory, log, local=local, hosts=hosts, store=store)
-    lookout = HangMonitor(
+    hang_monitor = HangMonitor(
         directory,
         host=assignment.host,
         local=local,
@@ -87,8 +87,8 @@ def monitoring_thread(
 
     def poll() -> None:
         now = time.monotonic()
-        reach.listen(lookout, now)
-        lookout.poll(now)
+        reach.listen(hang_monitor, now)
+        hang_monitor.poll(now)
         watch.poll()
         if reach.is_due(now):
             is_doomed = assignment.rank in reach.doomed  # this very process does not come to its end by itself
@@ -127,7 +127,7 @@ def reporting_thread(assignment: Assignment, *, hosts: Hosts, store: SharedStore
     def tell(activities: Sequence[Mapping[str, Any]]) -> None:
         store.set(doing, json.dumps(activities))
 
-    lookout = HangMonitor(directory, host=assignment.host, local=local, reach=None, say=lambda _: None, tell=tell)
+    hang_monitor = HangMonitor(directory, host=assignment.host, local=local, reach=None, say=lambda _: None, tell=tell)
     seen: dict[str, bytes] = {}
     next_at = 0.0
 
@@ -143,12 +143,12 @@ def reporting_thread(assignment: Assignment, *, hosts: Hosts, store: SharedStore
         nonlocal next_at
         now = time.monotonic()
         with _store_may_be_gone():
-            lookout.poll(now)
+            hang_monitor.poll(now)
             if now < next_at:
                 return
             next_at = now + LOOK_S
             for worker in heard(asked):
-                lookout.stack_requested(worker)
+                hang_monitor.stack_requested(worker)
                 _signal(directory, worker, STACK_SIGNAL)
             for worker in heard(doomed):
                 _signal(directory, worker, signal.SIGKILL)
@@ -223,7 +223,7 @@ class _WorkerAccess:
         if others:
             self._say("end", others)
 
-    def listen(self, lookout: HangMonitor, now: float) -> None:
+    def listen(self, hang_monitor: HangMonitor, now: float) -> None:
         """Pass on the reports of the other hosts."""
         if now < self._next_at:
             return
@@ -234,7 +234,7 @@ class _WorkerAccess:
                 text = self._store.get(key) if self._store.check([key]) else b"[]"
                 if text != self._heard.get(first):
                     self._heard[first] = text
-                    lookout.heard(json.loads(text), now)
+                    hang_monitor.heard(json.loads(text), now)
 
     def _say(self, what: str, workers: Sequence[int]) -> None:
         self._count += 1

@@ -1,4 +1,4 @@
-"""The board: what torch's process groups expect of a store."""
+"""The key-value store: what torch's process groups expect of a store."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_deleted_keys_are_gone_and_not_counted() -> None:
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        ({"op": "take"}, "there is no op 'take'; the board knows set, get, add"),
+        ({"op": "take"}, "there is no op 'take'; the store knows set, get, add"),
         ({}, "there is no op None"),
         ({"op": "get"}, "key is None; it must be text"),
         ({"op": "get", "key": 3}, "key is 3; it must be text"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from context_models import Own, TimeFirst, build
 from paceline.errors import PlanError
-from paceline.parallel.context import attention_rules, collectives, verify
+from paceline.parallel.context import collectives, verify
 from paceline.parallel.context.apply import apply_plan
 from paceline.parallel.context.collectives import EmulatedContextCollectives, emulated
 from paceline.parallel.context.find_plan import find_plan
@@ -125,7 +125,7 @@ def test_a_change_in_place_of_some_tokens_is_refused_with_the_remedy() -> None:
 def test_a_wrong_rule_leads_to_a_refusal(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "heads":
         right = collectives.by_tokens
-        monkeypatch.setattr(attention_rules.collectives, "by_tokens", lambda *a, **k: right(*a, **k).roll(1, -2))
+        monkeypatch.setattr(collectives, "by_tokens", lambda *a, **k: right(*a, **k).roll(1, -2))
     elif broken == "slice":
         monkeypatch.setattr(collectives, "slice_from", lambda whole, *, dim, ranges: _first(whole, dim, ranges))
     else:  # gradients of what was gathered are not summed

@@ -42,7 +42,7 @@ class AsyncCollective:
 
     def run(self, aside: ReceiveBuffers) -> None:
         """Do it, in a thread."""
-        do, self._do = self._do, None  # it holds a tensor, and whoever waits may keep the errand
+        do, self._do = self._do, None  # it holds a tensor, and a waiting caller may keep the collective
         try:
             if do is not None:
                 do(self, aside)

@@ -30,7 +30,7 @@ class KeyValueStore:
         reply: dict[str, Any] = {"id": request["id"]} if "id" in request else {}
         op = OPS.get(str(request.get("op")))
         if op is None:
-            return reply | {"error": f"there is no op {request.get('op')!r}; the board knows {', '.join(OPS)}"}
+            return reply | {"error": f"there is no op {request.get('op')!r}; the store knows {', '.join(OPS)}"}
         try:
             return reply | {"value": op(self._values, request)}
         except _Malformed as error:

@@ -21,12 +21,12 @@ def halving(num_workers: int, num_chunks: int) -> Iterator[Round]:
     """Yield the rounds; what is exchanged at once goes in as many pieces as there are chunks for each worker."""
     inner = 1 << (num_workers.bit_length() - 1)
     pieces = -(-num_chunks // inner)
-    # Worker 2i + 1 is the guest of 2i, as long as there are guests; the others are hosts alone.
-    num_guests = num_workers - inner
-    hosts = [2 * index if index < num_guests else index + num_guests for index in range(inner)]
+    # Worker 2i + 1 hands its numbers to 2i, as long as there are more workers than `inner`; the others take part alone.
+    num_folded = num_workers - inner
+    hosts = [2 * index if index < num_folded else index + num_folded for index in range(inner)]
     for first, stop in split(0, num_chunks, pieces):
-        if num_guests:
-            yield tuple(Send(2 * index + 1, 2 * index, first, stop, True) for index in range(num_guests))
+        if num_folded:
+            yield tuple(Send(2 * index + 1, 2 * index, first, stop, True) for index in range(num_folded))
     kept = [(0, num_chunks)] * inner
     exchanges: list[tuple[int, list[tuple[int, int]]]] = []  # distance, and what each had before
     distance = inner // 2
@@ -41,8 +41,8 @@ def halving(num_workers: int, num_chunks: int) -> Iterator[Round]:
         yield from _exchanged(hosts, distance, kept, pieces, adds=False)
         kept = before
     for first, stop in split(0, num_chunks, pieces):
-        if num_guests:
-            yield tuple(Send(2 * index, 2 * index + 1, first, stop, False) for index in range(num_guests))
+        if num_folded:
+            yield tuple(Send(2 * index, 2 * index + 1, first, stop, False) for index in range(num_folded))
 
 
 def _half(first: int, stop: int, *, is_upper: bool) -> tuple[int, int]:

@@ -104,8 +104,8 @@ class BackupWorkerGradients(AsyncGradients):
                 case _:
                     return StreamEnd(bool(told["has_left"]))
 
-    def begin(self, walk: int, *, step: int = 0, measures: bool = False) -> None:
-        if walk:
+    def begin(self, gradient_pass: int, *, step: int = 0, measures: bool = False) -> None:
+        if gradient_pass:
             raise RuntimeError(
                 "step(batch) was called twice for one batch: under ParameterServer(drop=...) a replica's share of a "
                 "step is over when it has arrived. Call it once for each batch, or use drop=0"

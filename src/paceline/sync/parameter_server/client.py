@@ -252,8 +252,8 @@ class ServerClient:
             reaped(pid, within_s=END_S)
 
     def _give_up(self, about: Mapping[str, Any], cause: str) -> None:
-        """Say on the board why a server is given up, before it is killed: others see no more than its end."""
-        with contextlib.suppress(RuntimeError):  # of a board that has gone, too: the cause is what is to be told
+        """Say in the key-value store why a server is given up, before it is killed: others see no more than its end."""
+        with contextlib.suppress(RuntimeError):  # of a store that has gone, too: the cause is what is to be told
             self._store.set(self._key_of_end(about), cause)
 
     def _given_up(self, about: Mapping[str, Any]) -> str | None:
@@ -310,7 +310,7 @@ class ServerClient:
         return json.loads(self._told(key, f"where {name} is"))
 
     def _told(self, key: str, name: str) -> str:
-        """What somebody says on the board, or will."""
+        """What another worker says in the key-value store, or will."""
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([key]):
             self._check()

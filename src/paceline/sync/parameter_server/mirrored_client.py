@@ -1,7 +1,7 @@
 """Parameter servers that have a mirror each, as a worker reaches them: where a server is lost, its mirror is asked.
 
-The processes of a server's are numbered, over the run's board: 0 is the first one, mirrors have the numbers that
-follow. Which of them answers now is on the board, too; who its mirror is, it tells with its weights. Workers are
+The processes of a server's are numbered, in the run's key-value store: 0 is the first one, mirrors have the numbers
+that follow. Which of them answers now is in the store, too; who its mirror is, it tells with its weights. Workers are
 connected to both, so a mirror is there as long as they are.
 
 A worker that loses a server asks the mirror to take over, pushes once more what it has pushed in this walk, and repeats

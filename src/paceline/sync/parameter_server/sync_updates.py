@@ -1,7 +1,7 @@
 """Synchronous parameter servers, the workers' side: gradients are pushed while backward runs, weights come back.
 
-In a walk this is a `GradientReducer` whose sums stay where they are added up. Each bucket holds parameters of one
-server, and is pushed to it as soon as it is full. The tally is summed among the workers, as ever; so the step is a
+In a gradient pass this is a `GradientReducer` whose sums stay where they are added up. Each bucket holds parameters of
+one server, and is pushed to it as soon as it is full. The step metadata is summed among the workers; so the step is a
 transaction as ever, too: until the vote the servers have nothing but gradients, which they forget when a newer
 generation comes. After it each worker has the servers step, of which the first one's word counts, and gets the weights.
 

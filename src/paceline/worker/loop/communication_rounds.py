@@ -74,7 +74,7 @@ class RoundShare:
 class ReplicaVote:
     """What a walk has in place of the run's agreement, where its replica takes steps by itself, or batches in
     turns: nothing is asked of other replicas. That something cannot wait, all workers of the replica learn in the
-    walk's tally."""
+    pass's metadata."""
 
     def __init__(self, agreement: Consensus) -> None:
         self._agreement = agreement
@@ -335,8 +335,8 @@ class CommunicationRounds:
         """Come together with those who want the round to end, and those who do an operation in it: these cannot tell
         who else does what. Returns whether it ends; None: others are further.
 
-        Where it does not end, this replica is not called any more: the next walk's tally says it again. Where somebody
-        would have it end, and all are in the loop's body, it ends when the loop asks for the next batch."""
+        Where it does not end, this replica is not called any more: the next pass's metadata says it again. Where
+        somebody would have it end, and all are in the loop's body, it ends when the loop asks for the next batch."""
         place = self._place(step)
 
         def look() -> tuple[list[int], bool, bool, bool]:

@@ -425,7 +425,7 @@ class Consensus:
         return orders.finish is not None or orders.planned(self._members.generation) is not None
 
     def change_is_due(self) -> None:
-        """All members know, by a step's tally or a pause that all make, that one of them wants a change."""
+        """All members know, by a step's metadata or a pause that all make, that one of them wants a change."""
         self._is_change_due = True
 
     def between_steps(self) -> None:
@@ -440,12 +440,12 @@ class Consensus:
             self._is_change_due = False
             if self._orders is not None:
                 self._change(self._orders)
-            else:  # the tally, the same on all, or a pause of all says that somebody was asked: that is enough
+            else:  # the metadata, the same on all, or a pause of all says that somebody was asked: that is enough
                 self._leave(Finish(exit_code=PREEMPTED, reason="a worker was asked to leave"))
         self.hold()
 
     def _change(self, orders: CoordinatorClient) -> None:
-        """Compare what all know of, and do it where all know the same; else the next step's tally says it again."""
+        """Compare what all know of, and do it where all know the same; else the next step's metadata says it again."""
 
         def compare() -> list[tuple[bool, int]]:
             planned = orders.planned(self._members.generation)

@@ -350,7 +350,7 @@ def _replica_life(arrival: JoinContext) -> str:
 
 
 class _GenerationBuilder:
-    """Builds the groups of one worker, generation by generation; its members meet through the board."""
+    """Builds the groups of one worker, generation by generation; its members meet through the key-value store."""
 
     def __init__(
         self, arrival: JoinContext, channel: Channel, orders: CoordinatorClient, *, across: CrossReplicaGroup | None
@@ -380,7 +380,7 @@ class _GenerationBuilder:
         return whole
 
     def has_formed(self, generation: int, has_formed: bool) -> bool:
-        """Whether all workers of this replica have formed a generation: they tell each other by the board."""
+        """Whether all workers of this replica have formed a generation: they say so in the key-value store."""
         if self._each == 1:
             return has_formed
         place = self._arrival.assignment.rank % self._each

@@ -1,9 +1,9 @@
-"""A request to leave that nobody passes on: SIGTERM, or a batch system's warning, to a worker without a supervisor.
+"""Preemption without a supervisor: SIGTERM, or a batch system's warning, reaches the worker itself.
 
-Under torchrun, srun or mpirun one worker may get it, or all of them, at different moments. Who gets it only notes it;
-the step under way goes on, its tally tells the others, and all of them save and leave between two steps. A thread
-hears the signal whatever the training thread is in, and ends the process when that takes longer than the grace time.
-Before the first step there is nothing to be saved, and the signal ends the worker at once.
+Under torchrun, srun or mpirun one worker may get the signal, or all of them, at different moments. A worker that gets
+it only notes it. The step under way goes on, its metadata tells the other workers, and all save and leave between two
+steps. A thread hears the signal whatever the training thread does, and ends the process when leaving takes longer than
+the grace time. Before the first step there is nothing to save, and the signal ends the worker at once.
 """
 
 from __future__ import annotations

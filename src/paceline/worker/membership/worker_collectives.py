@@ -1,14 +1,11 @@
-"""What the workers of a run tell each other on the script's behalf: means, values, and that all have come to a place.
+"""What the script has the workers exchange: means, values, barriers; and their replay for newcomers.
 
-Everybody takes part, between two steps: inside of one others may have more or fewer micro-batches, and would be in
-another collective. Who comes later has not been there for what was told before the first loop over batches: it is given
-the results, as the others had them (`SetupReplay`).
+All workers take part, between two steps. Inside a step others may have more or fewer micro-batches, and would be in
+another collective.
 
-What all workers do together before the first step, kept for those who come later.
-
-A newcomer runs the same program from its first line, but the others are far beyond. What their gathers, broadcasts,
-averages and evaluations returned before their first loop over batches is on the board, and a newcomer's calls return
-that.
+A newcomer of an elastic run executes the program from its first line, while the others are far beyond. It has missed
+the gathers, broadcasts, averages and evaluations before their first loop over batches. Their results are kept in the
+key-value store, and `SetupReplay` returns them to the newcomer's calls.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Who writes what of a checkpoint: one worker all of it, or each worker of the first replica what it holds.
+"""Which worker writes what of a checkpoint: one worker all of it, or each worker of the first replica what it holds.
 
-Short texts between the writers of one checkpoint: over the board, or, where the supervisor has gone, over files.
-
-The board is the better carrier: it is there also where a disk is full. But it is the supervisor's, and workers whose
-supervisor was killed save before they leave. Whoever finds the board gone writes down what it has said and others may
-not have heard, and goes on with files in the run's directory, which the writers of one checkpoint share anyway. All
-workers lose the board together, and all come there: who has nothing more to say has to look now and then.
+The writers of one checkpoint exchange short messages over the key-value store. Where the supervisor has gone, they use
+files. The store is preferred because it works on a full disk. But it belongs to the supervisor, and workers whose
+supervisor was killed save before they leave. A worker that finds the store gone writes down what it has said, since
+others may not have read it, and goes on with files in the run's directory, which the writers share anyway. All workers
+lose the store together, so all come to the files. A worker with nothing left to say still has to look now and then.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ class WriterMessages:
 
     def __init__(self, store: dist.Store, *, prefix: str, folder: Path) -> None:
         self._store, self._prefix, self._folder = store, prefix, folder
-        self._has_board = True
+        self._has_store = True
         self._said: dict[str, str] = {}  # the newest
 
     def put(self, name: str, text: str) -> None:
@@ -171,15 +170,15 @@ class WriterMessages:
         self._said[name] = text
         for old in list(self._said)[:-NOT_HEARD]:
             del self._said[old]
-        self._on_board(lambda: self._store.set(self._key(name), text))
-        if not self._has_board:
+        self._on_store(lambda: self._store.set(self._key(name), text))
+        if not self._has_store:
             self._write(name, text)
 
     def look(self, name: str) -> str | None:
         """Return what was put under a name; None: nothing yet."""
         key = self._key(name)
-        found = self._on_board(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
-        if self._has_board:
+        found = self._on_store(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+        if self._has_store:
             return found
         with contextlib.suppress(FileNotFoundError):
             return self._file(name).read_text(encoding="utf-8")
@@ -188,19 +187,19 @@ class WriterMessages:
     def forget(self, name: str) -> None:
         """Drop what was put under a name, if anything was."""
         self._said.pop(name, None)
-        self._on_board(lambda: self._store.delete_key(self._key(name)))
-        if not self._has_board:
+        self._on_store(lambda: self._store.delete_key(self._key(name)))
+        if not self._has_store:
             self._file(name).unlink(missing_ok=True)
 
-    def _on_board(self, ask: Callable[[], T]) -> T | None:
-        """What the board answers, while it is there."""
-        if self._has_board:
+    def _on_store(self, ask: Callable[[], T]) -> T | None:
+        """What the key-value store answers, while it is there."""
+        if self._has_store:
             try:
                 return ask()
             except ChannelClosed:
                 for name, text in self._said.items():
                     self._write(name, text)  # where there is no room, this is tried again
-                self._has_board = False
+                self._has_store = False
         return None
 
     def _write(self, name: str, text: str) -> None:

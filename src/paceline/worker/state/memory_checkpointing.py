@@ -1,17 +1,17 @@
-"""Snapshots that outlive a worker: every few steps, between two of them, its whole state is copied into its vault.
+"""Memory checkpoints: every few steps, between two of them, a worker copies its state into memory that outlives it.
 
-Where a replica is cut, no other worker may have what a lost one held. So each keeps a copy of its share in memory that
-its supervisor holds, and when one is lost, all begin again there, without a look at the disk. The copies are of one
-step: nobody marks its own before all have come to that step and copied, so the last one that all have marked is whole,
-and all have committed its step.
+Where a replica is split, no other worker may have what a lost one held. So each worker keeps a copy of its share in
+memory that its supervisor holds. When a worker is lost, all restart from these copies, without reading the disk. The
+copies are of one step: no worker marks its copy before all have come to that step and copied. So the last copy that all
+have marked is complete, and all workers have committed its step.
 
-How often follows from what it costs. Each time all workers tell each other how long the copying and the steps have
-taken, and the next one is due after so many steps that it takes at most `SHARE` of their time. Where workers of a host
-have the same state, one of them writes for all.
+How often follows from the cost. Each time, all workers exchange how long the copying and the steps have taken. The next
+copy is due after so many steps that copying takes at most `SHARE` of the time. Where workers of a host have the same
+state, one of them writes for all.
 
-With several hosts each supervisor sends what is in its vaults to the next host
-(`paceline.launch.snapshots.snapshot_replication`), in the background. What that costs counts as copying does, and
-nobody writes the next snapshot before the last one is there.
+With several hosts, each supervisor replicates its workers' copies to the next host in the background
+(`paceline.launch.snapshots.snapshot_replication`). That cost counts as copying does, and no worker writes the next
+snapshot before the last one has arrived.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SnapshotReport:
 
 
 class MemoryCheckpointer:
-    """Keeps one worker's state in its vault. All workers come to `keep`, at the same places."""
+    """Keeps one worker's state in its memory checkpoint. All workers call `keep`, at the same places."""
 
     def __init__(
         self,
@@ -88,8 +88,7 @@ class MemoryCheckpointer:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`state()` is everything that this worker has, live, and `done()` comes when it was read; `is_split`: it
-        differs from other workers'. `report_snapshot()` has whoever holds the vault know that one more snapshot
-        counts.
+        differs from other workers'. `report_snapshot()` tells the supervisor that one more snapshot counts.
         """
         self._every = guard.snapshot_every or LEAST
         self._is_measured = guard.snapshot_every is None
@@ -115,7 +114,7 @@ class MemoryCheckpointer:
 
     @property
     def _writes(self) -> bool:
-        """Whether this worker's copy is wanted. A host whose system has no such memory gives no vault."""
+        """Whether this worker's copy is wanted. A host whose system has no such memory gives none."""
         return self._vault is not None and (self._is_split or self._group.index == 0)
 
     def plain(self) -> dict[str, Any]:

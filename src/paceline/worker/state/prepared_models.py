@@ -621,7 +621,7 @@ class PreparedModels:
             )
         )
         # They are others now. None of them is partial any more: what a forward sees is a third one, gathered, and to
-        # layers that are cut that is like any whole tensor, whose gradient they sum themselves.
+        # tensor parallel layers that is like any whole tensor, whose gradient they sum themselves.
         after = model.named_parameters(remove_duplicate=False)
         changed = [(id(before[name]), id(parameter)) for name, parameter in after]
         for known in (self._parts, self._of_experts):

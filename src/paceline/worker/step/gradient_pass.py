@@ -11,9 +11,10 @@ Where a model is cut into stages, all micro-batches of a replica go through them
 The workers of a replica that is split make as many runs, because they exchange tensors in each: who has fewer
 micro-batches runs one again at the end, *void*: its loss is multiplied by nought, and nothing of it is kept.
 
-The agreement is a *tally* that travels with the last bucket: the batch's number (it must be the same everywhere),
-whether anybody wants a change between two steps, sum of losses, sum of weights, which parameters were used by anybody,
-which buffers changed anywhere. In an elastic run a vote comes last: until then nothing outside of the walk has changed.
+All workers agree by the *step metadata*, which travels with the last bucket: the batch's number (it must be the same
+everywhere), whether anybody wants a change between two steps, sum of losses, sum of weights, which parameters were used
+by anybody, which buffers changed anywhere. In an elastic run a vote comes last: until then nothing outside of the pass
+has changed.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class StepExecutor:
         self._axes = axes
         self.losses = LossSpikeDetector(plan.guard)
         self.noise = GradientNoiseScale()
-        # Those who share sequences, and sum at once, have gradients of tokens, and none of samples.
+        # Context parallel workers that sum at once have gradients of tokens, and none of samples.
         self._measures_noise = measures_noise and not axes.spans_context
         self._precision = plan.compute.precision
         self._aside = random_state.PreservedRandomState()

@@ -1,18 +1,24 @@
-"""Where a worker stands in its replica and among the replicas, and the groups that it is in there.
+"""The process groups of one worker: data, fully sharded, tensor, pipeline, context and expert parallel.
 
-The groups are those along the axes of the mesh, beside the whole run's (`Place.group`): *across*, at the same place in
-each replica, who hold the same numbers and sum their gradients; *inside*, who split the rows of a replica's state;
-*experts*, who have the experts of its routed blocks; *stages*, who have its units one after the other; *context*, who
-share its sequences; *tensor*, who cut its layers; and all of it, the *whole*. Stages, context and tensor run the same
-micro-batches. Where a
-layout does not cut a replica, a worker is alone in all but across, which is everybody; so it is, too, where only
-sequences are shared, as whoever shares them holds the whole model. In mixtures those who share sequences sum their
-gradients among themselves, after those across. Who spread experts hold all else whole: across is everybody, and experts
-are summed over the *twins*, who are at the same place in each replica and hold the very same state. In mixtures those
-across are the twins, and who spread experts sum what else they hold among themselves, afterwards; beside rows all of
-them are inside, and split the rows of what is not of experts.
+Beside the whole run's group (`WorkerContext.group`), a worker has one group along each axis of the mesh:
 
-Which of a replica's workers has the word on a tensor of its state, where not all of them hold the same tensors.
+ - `replica_group` (data parallel): the workers at the same place of each replica. They hold the same numbers and sum
+   their gradients.
+ - `shard_group` (fully sharded, ZeRO): the workers that split the rows of a replica's state.
+ - `tensor`, `stages` (pipeline), `context` and `experts`: the workers of a replica along these axes.
+ - `whole`: all workers of a replica.
+
+Tensor, pipeline and context workers run the same micro-batches. Where a layout does not split a replica, a worker is
+alone in every group but `replica_group`, which is the whole run. The same holds for context parallelism alone, since
+each worker then has the whole model. In mixtures context workers sum their gradients among themselves, after
+`replica_group`.
+
+Expert parallel workers hold everything but the experts whole, so `replica_group` is the whole run. Experts are summed
+over `expert_replica_group`: the workers at the same place of each replica, with the very same state. In mixtures
+`replica_group` equals `expert_replica_group`, and expert parallel workers sum the rest of their gradients among
+themselves afterwards. With `shard` they are all in `shard_group`, and split the rows of what is not an expert's.
+
+A `StateOwner` says which of a replica's workers stores a tensor, where the workers hold different tensors.
 """
 
 from __future__ import annotations
@@ -86,7 +92,7 @@ class ParallelGroups:
     each: int = 1  # workers of a replica
     life: str = ""  # tells this replica from all others of the attempt, where they come and go
     preparation_group: WorkerGroup  # who find out together how a model is cut: all who prepare it at the same time
-    spans_context: bool = False  # those across are also those who share sequences
+    spans_context: bool = False  # the replica group contains the context parallel workers
 
     def by_itself(self) -> ParallelGroups:
         """Return the axes of the same replica in a run that has no other one."""
@@ -121,7 +127,7 @@ class ParallelGroups:
         return (home.expert or 0) * self.stages.size + home.stage
 
     def is_at(self, home: StateOwner) -> bool:
-        """Whether this worker is where a tensor is, or a part of it; of those who cut layers all are."""
+        """Whether this worker is where a tensor is, or a part of it; all tensor parallel workers are."""
         return home.stage == self.stages.index and home.expert in (None, self.experts.index)
 
     @property
@@ -132,8 +138,8 @@ class ParallelGroups:
 
     @property
     def writers(self) -> int:
-        """How many workers write checkpoints, each what it holds: those of the first replica, and of those who share
-        sequences, who hold the same, the first."""
+        """How many workers write checkpoints, each what it holds: those of the first replica; of context
+        parallel workers, which hold the same, only the first."""
         return self.each // self.context.size
 
     def writer(self, index: int) -> int | None:
@@ -327,8 +333,8 @@ def reduces_over_all_workers(plan: Plan) -> bool:
 
 
 def spans_all_workers(plan: Plan) -> bool:
-    """Whether those across are everybody, those who share sequences among them: there is no other axis, and replicas
-    take no steps by themselves."""
+    """Whether the replica group is the whole run, context parallel workers included: there is no other axis, and
+    replicas take no steps by themselves."""
     return plan.layout.workers_each == plan.layout.context > 1 and not plan.is_local
 
 

@@ -24,7 +24,7 @@ __all__ = ["RecordedContextGroup", "RecordedExpertGroup", "RecordedStageLink", "
 
 
 class RecordedTensorGroup:
-    """Those who cut layers."""
+    """The tensor parallel group, recorded."""
 
     what = "a layer that is cut"
 
@@ -95,13 +95,13 @@ class RecordedTensorGroup:
 
 
 class RecordedContextGroup(RecordedTensorGroup):
-    """Those who share sequences."""
+    """The context parallel group, recorded."""
 
     what = "a shared sequence"
 
 
 class RecordedExpertGroup(RecordedTensorGroup):
-    """Those who spread experts, and exchange tokens."""
+    """The expert parallel group, which exchanges tokens, recorded."""
 
     what = "tokens and their experts"
 
