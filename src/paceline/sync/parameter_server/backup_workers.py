@@ -112,7 +112,7 @@ class BackupWorkerGradients(AsyncGradients):
             )
         self._cold.clear()  # what others use, nobody knows before it is too late to send it
         self._ended, self._verdict, self.chosen, self.is_late = {}, None, None, False
-        super().begin(walk, step=step)
+        super().begin(gradient_pass, step=step)
 
     def collect(self) -> list[float]:
         """Wait until it is known which shares of the step count; returns what they come to."""
