@@ -135,4 +135,5 @@ def step_row(**fields: Any) -> Step:
     known: dict[str, Any] = {"step": 1, "epoch": 0, "time": 1.0, "num_samples": 8, "loss": 1.0, "metrics": {}}
     known |= {"seconds": {"total": 1.0}, "samples_per_s": 8.0, "skipped": False, "num_bytes_sent": 0, "workers": (0,)}
     known |= {"num_wire_bytes": 0, "num_raw_bytes": 0, "waited_s": {}, "took_s": {0: 1.0}, "noise_scale": None}
-    return Step(**{"num_dropped": 0} | known | fields)
+    everything: dict[str, Any] = {"num_dropped": 0} | known | fields
+    return Step(**everything)
