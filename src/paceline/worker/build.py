@@ -253,8 +253,8 @@ class _Builder:
 
         def state() -> dict[str, Any]:
             loop = self._loop
-            snapshot = prepared.snapshot(step=loop.step, cursors=loop.cursors, is_own=True)
-            return {"worker": self._rank, "loop": loop.plain(), **snapshot}
+            found = prepared.capture(step=loop.step, cursors=loop.cursors, parts={"loop": loop}, worker=self._rank)
+            return found.to_dict()
 
         return MemoryCheckpointer(
             place.memory_checkpoint if plan.keeps_snapshots else None,

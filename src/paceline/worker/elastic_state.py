@@ -11,6 +11,7 @@ from paceline.worker.membership.join_run import WorkerContext
 from paceline.worker.state.checkpointing import CheckpointedObjects
 from paceline.worker.state.codec_state import CodecState
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
+from paceline.worker.state.run_state import RunState, StatePart
 
 __all__ = ["ElasticState"]
 
@@ -30,12 +31,8 @@ class ElasticState:
     ) -> None:
         self._memories = memories
         self._group, self._agreement, self._prelude = place.group, place.agreement, place.prelude
-        self._loop, self._prepared, self._numerical_guard, self._memory_checkpointer = (
-            loop,
-            prepared,
-            guarding,
-            vaulting,
-        )
+        self._loop, self._prepared, self._memory_checkpointer = loop, prepared, vaulting
+        self._parts: dict[str, StatePart] = {"loop": loop, "guarding": guarding, "vaulting": vaulting}
 
     @property
     def step(self) -> int:
@@ -44,19 +41,13 @@ class ElasticState:
 
     def snapshot(self) -> dict[str, Any]:
         """For a newcomer: this worker's whole state, between two steps."""
-        return {
-            "loop": self._loop.plain(),
-            "guarding": self._numerical_guard.plain(),
-            "vaulting": self._memory_checkpointer.plain(),
-            **self._prepared.snapshot(step=self.step, cursors=self._loop.cursors, is_own=False),
-        }
+        return self._prepared.capture(step=self.step, cursors=self._loop.cursors, parts=self._parts).to_dict()
 
     def fill(self, state: Mapping[str, Any]) -> None:
         """Take over a member's state."""
-        self._prepared.fill(state)
-        self._loop.fill(state["loop"])
-        self._numerical_guard.fill(state["guarding"])
-        self._memory_checkpointer.fill(state["vaulting"])
+        found = RunState.from_dict(state)
+        self._prepared.fill(found)
+        found.restore(self._parts)
 
     def regrouped(self) -> None:
         """The members are others: forget what was made for the old ones."""

@@ -6,6 +6,7 @@ from paceline.comm.memory_checkpoint import SnapshotSlot
 from paceline.events import Note
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.memory_checkpointing import read_state
+from paceline.worker.state.run_state import RunState
 from paceline.worker.topology.device import peak_memory_bytes
 
 __all__ = ["WorkerLifecycle"]
@@ -27,9 +28,9 @@ class WorkerLifecycle:
     def resume(self, begins_with: SnapshotSlot | None) -> None:
         """Go on from a memory checkpoint, or else from the run directory's newest checkpoint, if there is one."""
         if begins_with is not None:
-            state = read_state(begins_with)
-            self._prepared.recall(state, is_own=state["worker"] == self._parts.rank)
-            self._loop.fill(state["loop"])
+            state = RunState.from_dict(read_state(begins_with))
+            self._prepared.recall(state, is_own=state.worker == self._parts.rank)
+            state.restore({"loop": self._loop})
             self._loop.begin_at(self._prepared.step)
         elif self._files.may_resume:
             self._prepared.open(None)

@@ -16,13 +16,12 @@ from paceline.checkpoint.reader import Checkpoint, find, open_checkpoint
 from paceline.checkpoint.retention import discard
 from paceline.comm.group import WorkerGroup, total
 from paceline.comm.sharded_tensors import TensorSlice
-from paceline.errors import CheckpointError, PlanError
+from paceline.errors import CheckpointError
 from paceline.events import CheckpointSaved, CheckpointSkipped, Event, Note, Warned
 from paceline.parallel.apply import send_from_first
-from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_whole_parameters
 from paceline.parallel.offload.memory import directory_of, memory_for, why_no_disk
 from paceline.parallel.offload.optimizer_state import OffloadedState
-from paceline.plan import ParameterServer, Plan
+from paceline.plan import Plan
 from paceline.sync.local.weight_averaging import WeightAveraging
 from paceline.worker.data import random_state
 from paceline.worker.data.stream_position import StreamPosition
@@ -32,7 +31,9 @@ from paceline.worker.record.sample_ledger import ResumeOrigin
 from paceline.worker.state.background_call import BackgroundCall, poll_s
 from paceline.worker.state.checkpoint_shards import CheckpointShardWriter
 from paceline.worker.state.codec_state import CodecState, GatheredCodecState, is_codec_state
-from paceline.worker.state.snapshot import fill_model, fill_optimizer, named_tensors, optimizer_spreads
+from paceline.worker.state.optimizer_check import require_own_parameters, require_possible_steps
+from paceline.worker.state.run_state import RunState, StatePart
+from paceline.worker.state.snapshot import fill_model, fill_optimizer
 from paceline.worker.state.state_dict import (
     StateRegistry,
     load_model,
@@ -85,7 +86,7 @@ class CheckpointedObjects:
         self._axes, self._store, self._timeout_s = axes, store, timeout_s
         self._look_s = poll_s(timeout_s)
         self._memories = memories
-        self._handed: Mapping[str, Any] | None = None  # what another worker had here, until all of it is taken over
+        self._handed: RunState | None = None  # what another worker had here, until all of it is taken over
         self._hands_own = False  # it was this very worker
         self._checkpoint: Checkpoint | None = None  # on worker 0
         self._state: dict[str, Any] | None = None  # its plain part, on all workers
@@ -132,16 +133,8 @@ class CheckpointedObjects:
 
     def optimizer(self, optimizer: Optimizer, name: str | None) -> None:
         """Register an optimizer, and fill it."""
-        self.registry.refuse_known_optimizer(optimizer)
-        known = self.registry.parameter_names()
-        strangers = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
-        if strangers:
-            raise ValueError(
-                f"{type(optimizer).__name__} holds {strangers} parameters of no prepared model: call model = "
-                "worker.prepare(model) first, "
-                "and make the optimizer from that model's parameters"
-            )
-        self._refuse_parts(optimizer)
+        require_own_parameters(optimizer, self.registry)
+        require_possible_steps(optimizer, self.registry, self._plan)
         full_name = self.registry.name_for("optimizer", name)
         self.registry.optimizers[full_name] = optimizer
         if self._plan.compute.offload != "none":
@@ -173,46 +166,6 @@ class CheckpointedObjects:
                 self._fill_optimizer(name)
                 for group, of_plan in zip(one.optimizer.param_groups, options, strict=True):
                     group.update(of_plan)
-
-    def _refuse_parts(self, optimizer: Optimizer) -> None:
-        """Raise PlanError where an optimizer needs whole parameters, and some of its own are here in part, as plain
-        tensors; of rows, which torch knows to be rows, it gets norms and products of the whole. And where it needs all
-        of them together, and has them nowhere."""
-        names = self.registry.parameter_names()
-        held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        cut = next((name for name in held if name in self.registry.cuts), None)
-        layout, name = self._plan.layout, type(optimizer).__name__
-        if cut is not None and needs_whole_parameters(optimizer):
-            axes = " and ".join(axis for axis in ("tensor", "experts") if getattr(layout, axis) > 1)
-            raise PlanError(
-                f"{name} looks at parameters as a whole (norms, rows and columns, products), but "
-                f"under {layout!r} each worker has only a part of {cut}, and would take other steps. Use shard or "
-                f"stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
-            )
-        where = self._parted_by(held, cut)
-        if where is not None and needs_all_parameters(optimizer):
-            raise PlanError(
-                f"{name}, as it was made here, looks at all its parameters together (their norm, or how far all have "
-                f"come), but {where}: each part would take other steps. Use replicas or shard without that, or an "
-                "optimizer that looks at one parameter at a time, such as AdamW."
-            )
-
-    def _parted_by(self, held: Sequence[str], cut: str | None) -> str | None:
-        """Why no optimizer's step sees all its parameters, which are `held`; None: each does. `cut`: one that is here
-        in part."""
-        sync, layout = self._plan.sync, self._plan.layout
-        if cut is not None:
-            return f"under {layout!r} each worker has only a part of {cut}"
-        homes = (self.registry.homes[name] for name in held if name in self.registry.homes)
-        if any(home.expert not in (None, 0) for home in homes):
-            return f"under Layout(experts={layout.experts}) each worker has only its own experts"
-        if layout.stages > 1:
-            return f"under Layout(stages={layout.stages}) each stage has only its own"
-        if isinstance(sync, ParameterServer) and sync.servers > 1:
-            return f"with ParameterServer(servers={sync.servers}) each server has only its own"
-        if self._plan.compute.offload != "none":
-            return f"with Compute(offload={self._plan.compute.offload!r}) one parameter's state is here at a time"
-        return None
 
     def _offload(self, name: str, optimizer: Optimizer) -> None:
         """Keep an optimizer's state where the plan says. Raises PlanError where there is no room."""
@@ -264,7 +217,7 @@ class CheckpointedObjects:
     def _fill_memories(self) -> None:
         """Have codecs go on with what they remembered then."""
         if self._handed is not None:
-            self._memories.recall(self._handed["tensors"], with_own=self._hands_own)
+            self._memories.recall(self._handed.tensors, with_own=self._hands_own)
         elif self._memories.is_kept:
             self._together(self._memories.load)
         elif (source := self._opened()) is not None and any(map(is_codec_state, source.names)):
@@ -470,24 +423,42 @@ class CheckpointedObjects:
             self._checkpoint = open_checkpoint(Path(self.source), verified=True)
         return self._checkpoint if self._group.index == 0 else None
 
-    def snapshot(self, *, step: int, cursors: Mapping[str, StreamPosition], is_own: bool) -> dict[str, Any]:
-        """Everything of the run's state that is here, live, for a worker at this place of a replica: what a checkpoint
-        holds of it, and buffers that it leaves out. `is_own`: for this very replica, if it comes to that."""
-        tensors = {**named_tensors(self.registry, with_caches=True), **self._memories.here(with_own=is_own)}
-        spreads = optimizer_spreads(self.registry)
-        return {"tensors": tensors, "spreads": spreads, "plain": self._plain(cursors), "step": step}
+    def capture(
+        self,
+        *,
+        step: int,
+        cursors: Mapping[str, StreamPosition],
+        parts: Mapping[str, StatePart],
+        worker: int | None = None,
+    ) -> RunState:
+        """Return this worker's whole state, live, for a worker at the same place of a replica.
 
-    def recall(self, state: Mapping[str, Any], *, is_own: bool) -> None:
-        """Go on with what this place had when all its run's workers were lost: what is prepared from now on is filled
-        from it. `is_own`: this very worker had it, and not the one at the same place of another replica."""
-        self._handed, self._state, self.step = state, state["plain"], state["step"]
+        It is what a checkpoint holds of it, and buffers that a checkpoint leaves out. `worker`: the rank that may begin
+        again with it; only then does it hold what this replica's codecs have still to send.
+        """
+        return RunState.capture(
+            self.registry,
+            step=step,
+            plain=self._plain(cursors),
+            codec_tensors=self._memories.here(with_own=worker is not None),
+            parts=parts,
+            worker=worker,
+        )
+
+    def recall(self, state: RunState, *, is_own: bool) -> None:
+        """Go on with what a worker at this place had when the run's workers were lost: what is prepared from now on is
+        filled from it. `is_own`: it was this very worker, and not the one at the same place of another replica."""
+        self._take_over(state)
         self.is_recalled, self._hands_own = True, is_own
 
-    def fill(self, state: Mapping[str, Any]) -> None:
-        """Take over what `snapshot` gave at the same place, for what is prepared already and for what will be."""
-        self._handed, self._state, self.step = state, state["plain"], state["step"]
+    def fill(self, state: RunState) -> None:
+        """Take over another worker's state, for what is prepared already and for what will be."""
+        self._take_over(state)
         self._has_begun, self.has_taken_over, self._hands_own = False, True, False
         self.refill()
+
+    def _take_over(self, state: RunState) -> None:
+        self._handed, self._state, self.step = state, dict(state.plain), state.step
 
     def _fill_model(self, name: str) -> None:
         model = self.registry.models[name]
@@ -502,7 +473,7 @@ class CheckpointedObjects:
         self._used.add(name)
         plain, registry = self._state["run"], self.registry
         if self._handed is not None:
-            fill_model(name, registry, self._handed["tensors"], plain)
+            fill_model(name, registry, self._handed.tensors, plain)
             return
         self._together(
             lambda source, group: load_model(
@@ -515,7 +486,7 @@ class CheckpointedObjects:
             self._used.add(name)
             plain, optimizer = self._state["run"], self.registry.optimizers[name]
             if self._handed is not None:
-                fill_optimizer(name, self.registry, self._handed["tensors"], plain, self._handed["spreads"])
+                fill_optimizer(name, self.registry, self._handed.tensors, plain, self._handed.spreads)
                 return
             self._together(lambda source, group: load_optimizer(name, optimizer, self.registry, plain, source, group))
 
