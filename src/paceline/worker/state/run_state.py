@@ -41,9 +41,7 @@ class RunState:
     step: int
     tensors: Mapping[str, Tensor]  # parameters, buffers, optimizer state and codec state, by full name
     spreads: Mapping[str, DTensorLayout]  # the layouts of those that are local parts of a DTensor
-    plain: Mapping[
-        str, Any
-    ]  # the rest of a checkpoint: options, stream positions, losses, random state
+    plain: Mapping[str, Any]  # the rest of a checkpoint: options, stream positions, losses, random state
     parts: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # plain values of each `StatePart`
     worker: int | None = None  # the rank it belongs to; None: any worker at the same place of a replica may take it
 
