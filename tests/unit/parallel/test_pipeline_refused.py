@@ -90,11 +90,17 @@ def sets_data(net: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "code, says",
     [
-        (asks, r"__bool__\(\) at test_stages_refused.py:\d+, after a and before the next unit, asks for the contents"),
-        (picks, r"__getitem__\(\) at test_stages_refused.py:\d+, after b .* asks for the contents .* Do this inside"),
-        (counts, r"add_\(\) at test_stages_refused.py:\d+ changes a buffer of the model .* Change it inside the unit"),
+        (
+            asks,
+            r"__bool__\(\) at test_pipeline_refused.py:\d+, after a and before the next unit, asks for the contents",
+        ),
+        (picks, r"__getitem__\(\) at test_pipeline_refused.py:\d+, after b .* asks for the contents .* Do this inside"),
+        (
+            counts,
+            r"add_\(\) at test_pipeline_refused.py:\d+ changes a buffer of the model .* Change it inside the unit",
+        ),
         (fills_a_view, r"copy_\(\) at .* writes what a made into a view .* Write into the tensor itself"),
-        (sets_data, r"an attribute of a tensor .* is set at test_stages_refused.py:\d+, after a"),
+        (sets_data, r"an attribute of a tensor .* is set at test_pipeline_refused.py:\d+, after a"),
     ],
 )
 def test_root_level_code_that_other_stages_could_not_follow_is_refused(
