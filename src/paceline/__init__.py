@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         Sparse,
         TopK,
     )
-    from paceline.run import run
+    from paceline.runs.run import run
     from paceline.worker.data.step_batch import StepBatch
     from paceline.worker.worker import Worker
 
@@ -115,17 +115,13 @@ _HOMES = {
         "TopK",
     ),
     "paceline.lr_scaling": ("scaled_lr",),
+    "paceline.runs.run": ("run",),
     "paceline.worker.data.step_batch": ("StepBatch",),
     "paceline.worker.worker": ("Worker",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":
-        # The function hides the module of the same name, whichever was imported first.
-        value = importlib.import_module("paceline.run").run
-        globals()["run"] = value
-        return value
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("paceline")
     for home, names in _HOMES.items():

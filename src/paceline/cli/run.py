@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         from paceline.cli.run import show_dry_run
 
         return show_dry_run(job, plan=plan, overrides=overrides)
-    from paceline.run import start
+    from paceline.runs.run import start
 
     return start(job, plan=plan, overrides=overrides, given=given, command_started=arguments.command_started)
 

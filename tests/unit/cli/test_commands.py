@@ -52,7 +52,7 @@ def takes_the_place_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Record]
 
 @pytest.fixture
 def started(takes_the_place_of: Callable[..., Record]) -> Iterator[Record]:
-    yield takes_the_place_of("paceline.run", "start", returns=7)
+    yield takes_the_place_of("paceline.runs.run", "start", returns=7)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -14,7 +14,7 @@ import paceline.errors
 from paceline.errors import PacelineError, PlanError
 from paceline.plan import Assignment, Batch, Cast, Job, Layout, Plan, read_job_file
 from paceline.plan.job import assignment_from_json, assignment_to_json, head_address
-from paceline.run import run
+from paceline.runs.run import run
 
 ASSIGNMENT = Assignment(
     rank=3,

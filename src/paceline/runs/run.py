@@ -1,7 +1,7 @@
-"""The door: `paceline.run(fn)` from a script or a notebook, and `start` for the command.
+"""`paceline.run(fn)`, called by a script or a notebook, and `start` for the command.
 
-Whoever calls it, one of three things happens: this process is a worker already and becomes it; somebody else started a
-world (torchrun, srun, mpirun) and this process joins it; or this process is the supervisor and starts the workers.
+One of three things happens: this process is a worker already and becomes it; torchrun, srun or mpirun started a world
+and this process joins it; or this process is the supervisor and starts the workers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import paceline
 from paceline import config, environment
 from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import PlanError, WorkerError, WorkersLostError
@@ -156,8 +155,6 @@ def start(
             f"it start the script itself (... python {job.program}), or this command once on each host, with "
             f"--hosts {world.workers} and --head. To have {world.source} ignored, set PACELINE_WORLD=none."
         )
-    # Where the import of this module has put the module: the program of a worker 0 in this process needs the function.
-    paceline.run = run
     warm = prestart()
     try:
         settled = _settled(job, plan, overrides, script=Path(job.program))
