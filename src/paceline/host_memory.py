@@ -76,9 +76,8 @@ def _groups(root: Path) -> list[Path]:
             top = root / "sys/fs/cgroup/memory"
         else:
             continue
-        place = top / path.strip(
-            "/"
-        )  # inside a container this may name a place outside of what is mounted: then only its parents are
+        # Inside a container this may name a place outside of what is mounted: then only its parents are.
+        place = top / path.strip("/")
         groups += [group for group in (place, *place.parents) if group.is_relative_to(top) and group.is_dir()]
     return groups
 

@@ -32,7 +32,7 @@ class PretendedCrew:
         self.alive: dict[int, Any] = dict.fromkeys(workers)
         self.told: list[Any] = []
         self.grace_s = 30.0
-        self.is_gone = False
+        self.have_all_ended = False
         self.snapshots: tuple[StoredSnapshot, ...] = ()
 
     def terminate(self, grace_s: float) -> None:
@@ -44,7 +44,7 @@ class PretendedCrew:
     def kill_worker(self, worker: int) -> None:
         self.told.append(("kill_worker", worker))
 
-    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+    def send(self, worker: int, message: Mapping[str, Any]) -> None:
         self.told.append((worker, message))
 
     def add(self, worker: int, *, workers: int, incarnation: int) -> None:

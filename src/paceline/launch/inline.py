@@ -39,11 +39,11 @@ def run_inline(
     """
     worker = assignment.rank
     ours, theirs = socket.socketpair()
-    supervisor.local_workers.seat(worker, ours)
+    supervisor.local_workers.add_inline(worker, ours)
     heard, told = socket.socketpair()
 
     def left(message: Mapping[str, Any]) -> None:
-        supervisor.local_workers.left(worker, **message)
+        supervisor.local_workers.inline_exited(worker, **message)
         link.close()
 
     link = MessageStream(heard, loop, on_message=left, on_close=lambda _: None)

@@ -69,9 +69,8 @@ def launch(
     """
     is_inline = job.launcher == "inline"
     with contextlib.ExitStack() as stack:
-        memory_checkpoints = (
-            None if is_inline or retained is None else retained.memory_checkpoints
-        )  # without it no restart is possible
+        # Without it no restart is possible.
+        memory_checkpoints = None if is_inline or retained is None else retained.memory_checkpoints
         if retained is None:
             retained = stack.enter_context(contextlib.closing(RetainedHostState(signals=StopSignals())))
             if not is_inline:

@@ -101,12 +101,12 @@ class Supervisor:
             listener=node_role,
             say=observer.say,
             memory_checkpoints=memory_checkpoints,
-            kept=None if self._replication is None else self._replication.kept,
-            waits=bool(wanted),
+            on_snapshot=None if self._replication is None else self._replication.kept,
+            awaits_snapshots=bool(wanted),
         )
         if self._replication is not None and restart_plan is not None and restart_plan.begins_at is not None and wanted:
             self._replication.fetch(
-                wanted, restart_plan.begins_at, done=self.local_workers.begin, failed=self._fetch_failed
+                wanted, restart_plan.begins_at, done=self.local_workers.snapshots_arrived, failed=self._fetch_failed
             )
         self._node_role, self._loop, self._observer, self._signals = node_role, loop, observer, signals
         self._observe_at = 0.0

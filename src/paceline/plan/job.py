@@ -143,7 +143,7 @@ class Assignment:
     plan: str | None = None  # --plan or the job file's plan, as text; overrides the script's
     overrides: tuple[str, ...] = ()  # --set plan.wire.dtype=fp16, applied to whichever plan is used
     given: tuple[str, ...] = ()  # Job fields that the command or job file set: they win over the script's
-    vault_fds: tuple[
+    snapshot_fds: tuple[
         int, ...
     ] = ()  # inherited: memory for its snapshots, and what it begins with (paceline.comm.memory_checkpoint)
     begins_at: int | None = None  # with the state after this step, which is in the last of them

@@ -239,7 +239,8 @@ class Attempt:
             )
         except LaunchError:
             self.say(
-                f"workers of the start before are still there after {WHILE_MET_S:.0f} s: the run goes on beside them"
+                f"workers of the previous start are still running after {WHILE_MET_S:.0f} s: "
+                "the run goes on beside them"
             )
 
     def _hang_monitor_for(self, node_role: Coordinator | HostAgent) -> HangMonitor:

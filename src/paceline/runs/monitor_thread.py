@@ -194,7 +194,7 @@ class _WorkerAccess:
         self._next_at = 0.0
         self._end_at: float | None = None
 
-    def ask_stack(self, worker: int) -> None:
+    def request_stacks(self, worker: int) -> None:
         if worker in self._local:
             _signal(self._directory, worker, STACK_SIGNAL)
         else:

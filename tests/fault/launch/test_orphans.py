@@ -98,7 +98,7 @@ def test_the_next_start_waits_for_workers_that_are_still_there(tmp_path: Path) -
         if second.stdout is None:
             raise ValueError("its output is not read")
         said = next(line for line in second.stdout if "paceline: " in line)
-        assert "the supervisor of the start before has gone: waiting for worker 1, to save and leave" in said
+        assert "the supervisor of the previous start is lost: waiting for worker 1 to save and leave" in said
         assert not (first.run_dir / "attempt_2").exists()
     assert_unharmed(finish(tmp_path / "a", second), undisturbed(ALONE))
 
@@ -139,7 +139,7 @@ def test_a_host_that_has_not_got_the_runs_record_waits_for_its_own_workers(tmp_p
     assert said == []
     with occupied(worker_dir), pytest.raises(LaunchError, match="worker 2 did not leave"):
         wait_for_orphans(job, say=said.append, limit_s=0.1)
-    assert said == ["the supervisor of the start before has gone: waiting for worker 2, to save and leave"]
+    assert said == ["the supervisor of the previous start is lost: waiting for worker 2 to save and leave"]
 
 
 def test_a_host_that_comes_back_to_a_run_at_work_elsewhere_waits_for_its_own_workers_alone(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_a_host_that_follows_a_head_looks_for_its_own_workers_where_the_head_say
         pair.member.run_dir = str(tmp_path / "run")
         assert attempt._begin(pair.member) == tmp_path / "run"
     said = capsys.readouterr().out
-    assert "waiting for worker 2, to save and leave" in said
-    assert "workers of the start before are still there after 0 s" in said
+    assert "waiting for worker 2 to save and leave" in said
+    assert "workers of the previous start are still running after 0 s" in said
 
 
 def made(worker_dir: Path) -> Path:

@@ -38,7 +38,7 @@ class Scene:
     def kill(self, worker: int) -> None:
         self.killed.append(worker)
 
-    def tell(self, worker: int, message: dict[str, Any]) -> None:
+    def send(self, worker: int, message: dict[str, Any]) -> None:
         self.told.append((worker, message))
 
     def host_of(self, worker: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.fork.local_workers import LAST_S, LocalWorkers
+from paceline.launch.fork.local_workers import KILL_TIMEOUT_S, LocalWorkers
 from paceline.launch.io.event_loop import EventLoop
 from paceline.launch.job.outcome import STUCK, WorkerExit
 from paceline.launch.job.placement import assign, assignment_template
@@ -132,12 +132,12 @@ def test_a_crew_is_gone_when_also_those_have_ended_that_were_killed_one_by_one(b
     says("started", 2)
     began.local_workers.kill_worker(2)
     began.local_workers.kill_worker(3)  # before it was heard of
-    assert not began.local_workers.alive and not began.local_workers.is_gone
+    assert not began.local_workers.alive and not began.local_workers.have_all_ended
     says("exited", 2)
     says("started", 3)
-    assert not began.local_workers.is_gone
+    assert not began.local_workers.have_all_ended
     says("exited", 3)
-    assert began.local_workers.is_gone
+    assert began.local_workers.have_all_ended
 
 
 def test_who_is_started_before_the_warm_parent_is_ready_is_forked_when_it_is(late: Scene) -> None:
@@ -184,7 +184,7 @@ def test_a_host_whose_warm_parent_is_lost_says_that_it_can_start_nobody_before_i
 
 
 def test_a_warm_parent_that_is_lost_before_it_is_ready_ends_the_host(late: Scene) -> None:
-    with pytest.raises(LaunchError, match="The process that imports what workers need was killed"):
+    with pytest.raises(LaunchError, match="The process that imports the workers' modules was killed"):
         late.parent.ends("was killed by signal 9")
 
 
@@ -256,7 +256,7 @@ def test_a_replica_that_cannot_be_started_is_lost_once_and_nobody_of_it_is_waite
     assert [one.rank for one in began.parent.forked[2:]] == [4, 5] and not began.parent.signalled
     assert sorted(began.local_workers.alive) == [2, 3, 4, 5]
     began.local_workers.kill_worker(4)
-    assert not began.local_workers.is_gone
+    assert not began.local_workers.have_all_ended
     not_started(began, 4)  # killed before this was heard: nobody is lost by it
     began.local_workers.tick(0.0)
     assert began.notes.heard == [(4, "NotStarted")]
@@ -275,8 +275,8 @@ def test_a_worker_that_ends_after_it_was_given_up_as_stuck_is_no_news(began: Sce
     for worker in (2, 3):
         began.parent.says({"op": "started", "worker": worker, "pid": 10 + worker})
     began.local_workers.kill()
-    began.local_workers.tick(time.monotonic() + LAST_S + 1.0)
+    began.local_workers.tick(time.monotonic() + KILL_TIMEOUT_S + 1.0)
     assert began.notes.heard == [(2, STUCK), (3, STUCK)]
     about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1}
     began.parent.says({"op": "exited", "worker": 2, "pid": 12, **about})
-    assert len(began.notes.heard) == 2 and began.local_workers.is_gone
+    assert len(began.notes.heard) == 2 and began.local_workers.have_all_ended

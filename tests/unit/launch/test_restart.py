@@ -68,7 +68,7 @@ def test_all_begin_again_when_every_process_is_gone(one: OneHost) -> None:
     assert told[-1] == "kill" and ("kill_worker", 0) in told and ("kill_worker", 3) in told
     one.head.tick(time.monotonic())
     assert one.head.outcome is None  # a worker that was killed may still write into the memory
-    one.local_workers.is_gone = True
+    one.local_workers.have_all_ended = True
     for worker in (0, 1):  # successors that were on their way
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
@@ -103,7 +103,7 @@ def test_a_signal_while_all_are_being_ended_ends_the_run(one: OneHost) -> None:
     one.keep()
     one.lose_all()
     one.head.interrupted(signal.SIGINT)
-    one.local_workers.is_gone = True
+    one.local_workers.have_all_ended = True
     for worker in (0, 1):
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
@@ -127,7 +127,7 @@ def test_a_lost_server_has_all_begin_again_though_nothing_is_in_memory(one: OneH
     one.head.request(2, {"op": "unserved", "cause": SERVER})
     one.head.request(1, {"op": "unserved", "cause": "the same, told later"})
     assert one.local_workers.told == ["kill"]
-    one.local_workers.is_gone = True
+    one.local_workers.have_all_ended = True
     for worker in range(4):
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
@@ -140,7 +140,7 @@ def test_a_lost_server_has_all_begin_again_though_nothing_is_in_memory(one: OneH
 def test_a_lost_server_ends_a_run_that_nobody_can_begin_again(one: OneHost) -> None:
     one.head.judge = lambda _: None
     one.head.request(2, {"op": "unserved", "cause": SERVER})
-    one.local_workers.is_gone = True
+    one.local_workers.have_all_ended = True
     for worker in range(4):
         one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
     one.head.tick(time.monotonic())
@@ -166,7 +166,7 @@ def test_an_error_of_the_program_counts_though_the_others_are_lost_after_it(one:
     one.keep()
     one.head.exited(ended(0, 1, error={"message": "the user's"}))
     one.lose_all()
-    one.local_workers.is_gone = True
+    one.local_workers.have_all_ended = True
     assert one.local_workers.told == ["kill"]  # and nobody is started in their place
     one.head.exited(ended(3, None, signal=15, sent_by_us=True))
     one.head.tick(time.monotonic())
@@ -179,7 +179,7 @@ def test_who_hangs_in_the_only_replica_is_no_end_either(tmp_path: Path) -> None:
         one.keep()
         hang = {"worker": 1, "host": "a", "pid": 11, "kind": "Hang", "message": "it hangs", "cause": "worker 1 hangs"}
         one.head.stuck([1], {**hang, "waited_s": 5.0}, goes_on=one.head.can_do_without([0, 1]))
-        one.local_workers.is_gone = True
+        one.local_workers.have_all_ended = True
         for worker in range(2):
             one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
         one.head.tick(time.monotonic())

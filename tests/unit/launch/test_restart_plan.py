@@ -39,7 +39,7 @@ def lose_host(both: HeadAndMember) -> None:
     assert both.local_workers.told[-1] == "kill"
     for worker in (0, 1):
         both.head.exited(ended(worker, None, signal=9, sent_by_us=True))
-    both.local_workers.is_gone = True
+    both.local_workers.have_all_ended = True
 
 
 def gone(both: HeadAndMember, index: int, *workers: int, snapshots: tuple[StoredSnapshot, ...] = ()) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_a_lost_worker_has_all_hosts_end_theirs_and_say_what_they_have(both: Hea
     both.head.exited(ended(1, None, signal=9, pid=11))
     assert both.local_workers.told[-1] == "kill" and both.ops() == ["again"]
     both.head.exited(ended(0, None, signal=9, sent_by_us=True))
-    both.local_workers.is_gone = True
+    both.local_workers.have_all_ended = True
     both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9, sent_by_us=True)))
     assert both.state() == "going on"  # a process of the other host may still be there
     both.member._sock.setblocking(True)
@@ -123,7 +123,7 @@ def test_without_snapshots_a_lost_host_ends_the_job_at_once() -> None:
 def test_a_host_that_does_not_end_its_workers_is_lost_too(both: HeadAndMember) -> None:
     both.head.exited(ended(1, None, signal=9))
     both.head.exited(ended(0, None, signal=9, sent_by_us=True))
-    both.local_workers.is_gone = True
+    both.local_workers.have_all_ended = True
     both.head.tick(time.monotonic() + 5)
     assert "host b (10.0.0.2) was lost: it was told to end its workers and did not report their ends" in both.said
     assert both.said[-1].startswith("the hosts that are left have room for 2 of the 3 workers")
@@ -141,7 +141,7 @@ def lose_connection(both: HeadAndMember) -> None:
 
 def end_successors(both: HeadAndMember) -> None:
     """Those that were on their way."""
-    both.local_workers.is_gone = True
+    both.local_workers.have_all_ended = True
     for worker in (0, 1):
         both.head.exited(ended(worker, None, signal=9, sent_by_us=True))
 
@@ -251,7 +251,7 @@ def test_a_member_ends_its_workers_and_says_what_it_has() -> None:
         assert pair.local_workers.told == ["kill"]
         pair.member.tick(time.monotonic())
         assert [message["op"] for message in heard(pair.head)] == ["ping"]  # not before all processes are gone
-        pair.local_workers.is_gone, pair.local_workers.snapshots = True, STOCK
+        pair.local_workers.have_all_ended, pair.local_workers.snapshots = True, STOCK
         pair.member.tick(time.monotonic())
         pair.member.tick(time.monotonic())
         (only,) = heard(pair.head)

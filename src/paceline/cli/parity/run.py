@@ -86,9 +86,8 @@ def main_parity(request: ParityRequest) -> int:
     judged: list[ParityVerdict] = []
     failed = [FailedTrial(label="all", plan=plan, error=error) for plan, error in refused]
     lost: dict[str, WorkerError | PlanError] = {}  # references that failed, by what they ran
-    references: dict[
-        str, FinishedTrial
-    ] = {}  # by what they run: plans that differ in what a reference has not share one
+    # By what they run: plans that differ in what a reference has not share one.
+    references: dict[str, FinishedTrial] = {}
     with _directory(request.keep) as directory, contextlib.ExitStack() as stack:
         warm = stack.enter_context(prestart())
         reference: FinishedTrial | None = None

@@ -145,9 +145,9 @@ class Coordinator:
 
     # Called by the hang monitor.
 
-    def ask_stack(self, worker: int) -> None:
+    def request_stacks(self, worker: int) -> None:
         """Make a worker write its Python stacks."""
-        self.remote_hosts.ask_stack(worker)
+        self.remote_hosts.request_stacks(worker)
 
     def can_do_without(self, workers: Sequence[int]) -> bool:
         """Return whether the job survives the end of these workers: other replicas can go on, or all can restart."""
@@ -190,7 +190,7 @@ class Coordinator:
         if request.get("op") in FROM_WORKERS:
             self._heard(worker, request)
         else:
-            self.remote_hosts.tell(worker, self._kv_store.handle(request))
+            self.remote_hosts.send(worker, self._kv_store.handle(request))
 
     def started(self, worker: int, pid: int) -> None:
         """Nothing to do: `LocalWorkers` knows its own processes."""
@@ -231,7 +231,7 @@ class Coordinator:
         if self._num_signals == 1 or not self._ending:
             self._stop(signum)
             return
-        self.remote_hosts.tell_all({"op": "kill"})
+        self.remote_hosts.broadcast({"op": "kill"})
         if self._local_workers is not None:
             self._local_workers.kill()
 
@@ -361,8 +361,8 @@ class Coordinator:
 
     # Called by the elastic controller (WorkerActions).
 
-    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
-        self.remote_hosts.tell(worker, message)
+    def send(self, worker: int, message: Mapping[str, Any]) -> None:
+        self.remote_hosts.send(worker, message)
 
     def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
         self._ends.expect(replica)
@@ -398,21 +398,21 @@ class Coordinator:
             self._say(f"{reason}: {next_time(Path(self.run_dir))}")
             self._finish(given_up)
             return
-        self._end_for_restart(
-            given_up
-        )  # without state in memory this only waits until no lost host can still take steps
+        # Without state in memory this only waits until no lost host can still take steps.
+        self._end_for_restart(given_up)
 
     def _advance_restart(self, start: RestartDecision, now: float) -> None:
         """End the attempt once every process is gone on all hosts."""
         late = [remote_host for remote_host in self.remote_hosts if not start.has_heard_of(remote_host.index)]
-        is_here = bool(self._ends.missing) or (self._local_workers is not None and not self._local_workers.is_gone)
+        is_here = bool(self._ends.missing) or (
+            self._local_workers is not None and not self._local_workers.have_all_ended
+        )
         if (late or is_here) and now < start.gone_by:
             return
-        for remote_host in (
-            late if not start.is_waiting else ()
-        ):  # while waiting for a host, a late one has only just joined
+        # While waiting for a host, a late one has only just joined.
+        for remote_host in late if not start.is_waiting else ():
             self.remote_hosts.lose(remote_host, "it was told to end its workers and did not report their ends")
-        is_gone = not self._ends.missing and (self._local_workers is None or self._local_workers.is_gone)
+        is_gone = not self._ends.missing and (self._local_workers is None or self._local_workers.have_all_ended)
         start.keep_only({COORDINATOR_INDEX, *(remote_host.index for remote_host in self.remote_hosts)})
         snapshots = () if self._local_workers is None else self._local_workers.snapshots
         start.hear(
@@ -574,7 +574,7 @@ class Coordinator:
         finish = Finish(exit_code=PREEMPTED, reason=reason)
         self._note_finish(finish)
         for worker in self._ends.missing:
-            self.remote_hosts.tell(worker, finish.to_json())
+            self.remote_hosts.send(worker, finish.to_json())
 
     def _note_finish(self, finish: Finish | None) -> None:
         if finish is not None and self._ends.finish is None:
@@ -595,7 +595,7 @@ class Coordinator:
         self._restart_decision = RestartDecision(
             self._needs, given_up=given_up, patience_s=self._job.patience_s, judge=self.judge, say=self._say
         )
-        self.remote_hosts.tell_all({"op": "again"})
+        self.remote_hosts.broadcast({"op": "again"})
         if self._local_workers is not None:
             self._local_workers.kill()
 
@@ -607,7 +607,7 @@ class Coordinator:
     def _end_all(self, grace_s: float) -> None:
         self._ending = True
         self._lost_at = time.monotonic() + grace_s + REPORT_S
-        self.remote_hosts.tell_all({"op": "stop", "grace_s": grace_s})
+        self.remote_hosts.broadcast({"op": "stop", "grace_s": grace_s})
         if self._local_workers is not None:
             self._local_workers.terminate(grace_s)
 

@@ -23,7 +23,7 @@ __all__ = ["ElasticController", "WorkerActions"]
 class WorkerActions(Protocol):
     """What the controller can do to workers on any host."""
 
-    def tell(self, worker: int, message: Mapping[str, Any]) -> None: ...
+    def send(self, worker: int, message: Mapping[str, Any]) -> None: ...
 
     def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
         """Start the workers of a replica; the run then has `workers` workers. `incarnation` is a number that no replica
@@ -197,7 +197,7 @@ class ElasticController:
                     self._worker_actions.kill(worker)
                 case Finish():
                     for worker in self._membership.workers:
-                        self._worker_actions.tell(worker, decision.to_json())
+                        self._worker_actions.send(worker, decision.to_json())
                 case GiveUp():
                     earlier = self._incident.causes if self._incident is not None else []
                     before = ", ".join(cause for cause in earlier if cause not in decision.reason)
@@ -213,7 +213,7 @@ class ElasticController:
             self._spread = form.generation, self._worker_actions.forms(form.members)
         message = dataclasses.replace(form, is_spread=self._spread[1]).to_json()
         for worker in {*form.members, *self._membership.left_out}:
-            self._worker_actions.tell(worker, message)
+            self._worker_actions.send(worker, message)
 
     def _note_lost(self, worker: int, reason: str, host: str, *, since_s: float = 0.0) -> None:
         now = time.time() - since_s

@@ -104,7 +104,7 @@ class HostAgent:
     def started(self, worker: int, pid: int) -> None:
         self._link.send({"op": "started", "worker": worker, "pid": pid})
         if self._local_workers is not None and self._until is not None:
-            self._local_workers.tell(worker, {"op": "until", "until": self._until})
+            self._local_workers.send(worker, {"op": "until", "until": self._until})
 
     def exited(self, ended: WorkerExit) -> None:
         self._exits.append(ended)
@@ -132,9 +132,8 @@ class HostAgent:
             return
         self._signum = signum
         self._link.send({"op": "leaving", "signal": signum, "reason": ""})
-        if (
-            signum != signal.SIGTERM
-        ):  # for SIGTERM the coordinator decides whether this host leaves alone or all workers leave
+        # For SIGTERM the coordinator decides whether this host leaves alone or all workers leave.
+        if signum != signal.SIGTERM:
             self._patience = time.monotonic() + STOP_S + REPORT_S
             self._local_workers.terminate(STOP_S)
 
@@ -153,12 +152,11 @@ class HostAgent:
         if now >= self._next_ping:
             self._next_ping = now + self._ping_s
             self._link.send({"op": "ping", "asked": clock()})
-        limit_s = (
-            self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)
-        )  # the coordinator prepares the run's record first
+        # The coordinator prepares the run's record first.
+        limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)
         if not self._coordinator_loss and now - self._link.heard > limit_s:
             self.coordinator_lost(f"it said nothing for {limit_s:.0f} s")
-        if self._is_restarting and self._local_workers.is_gone:
+        if self._is_restarting and self._local_workers.have_all_ended:
             self._is_restarting = False
             slots = 0 if self._cannot_fork else self.slots
             left = RemainingHost(
@@ -203,12 +201,12 @@ class HostAgent:
         self._leave_by = time.monotonic() + self._local_workers.grace_s
         finish = Finish(exit_code=PREEMPTED, reason=self._coordinator_loss)
         for worker in self._local_workers.alive:
-            self._local_workers.tell(worker, finish.to_json())
+            self._local_workers.send(worker, finish.to_json())
 
     def _answer_alone(self, local_workers: LocalWorkers, worker: int, request: Mapping[str, Any]) -> None:
         """Answer in the coordinator's place: a worker that has lost a peer can neither go on nor save."""
         if "id" in request:
-            local_workers.tell(worker, {"id": request["id"], "closed": self._coordinator_loss})
+            local_workers.send(worker, {"id": request["id"], "closed": self._coordinator_loss})
         elif request.get("op") == "stuck":
             local_workers.terminate(TERMINATE_S)
 
@@ -217,9 +215,9 @@ class HostAgent:
             case "ping":
                 self._until = float(message["asked"]) + float(message["for_s"])
                 for worker in local_workers.alive:
-                    local_workers.tell(worker, {"op": "until", "until": self._until})
+                    local_workers.send(worker, {"op": "until", "until": self._until})
             case "tell":
-                local_workers.tell(int(message["worker"]), message["message"])
+                local_workers.send(int(message["worker"]), message["message"])
             case "start":
                 self.here.add(int(message["worker"]))
                 numbers = {name: int(message[name]) for name in ("workers", "incarnation")}
@@ -228,7 +226,7 @@ class HostAgent:
                 local_workers.kill_worker(int(message["worker"]))
             case "stack":
                 self.before_stack(int(message["worker"]))
-                local_workers.ask_stack(int(message["worker"]))
+                local_workers.request_stacks(int(message["worker"]))
             case "stop":
                 local_workers.terminate(float(message["grace_s"]))
             case "kill":

@@ -73,9 +73,8 @@ class JoinRequest:
 
     def _proved(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._address = str(
-            sock.getsockname()[0]
-        )  # the address that faces the coordinator: other hosts reach this one there too
+        # The address that faces the coordinator: other hosts reach this one there too.
+        self._address = str(sock.getsockname()[0])
         self._link = MessageStream(sock, self._loop, on_message=self._said, on_close=self._closed)
         port = 0
         if self._replication is not None:

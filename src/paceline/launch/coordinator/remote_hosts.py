@@ -47,9 +47,8 @@ class RemoteHost:
     port: int = 0  # where it accepts copies of other hosts' snapshots; 0: it does not
     workers: set[int] = dataclasses.field(default_factory=set[int])  # ranks that are or were on it
     pids: dict[int, int] = dataclasses.field(default_factory=dict)
-    former: dict[int, int] = dataclasses.field(
-        default_factory=dict
-    )  # the pid of the predecessor of each restarted worker
+    # The pid of the predecessor of each restarted worker.
+    former: dict[int, int] = dataclasses.field(default_factory=dict)
     has_spoken: bool = False  # since it was welcomed
     leave_by: float | None = None  # it was asked to leave, and its workers must have left by then
 
@@ -157,13 +156,13 @@ class RemoteHosts:
         """
         return self._slots.room(workers_each, without=without)
 
-    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+    def send(self, worker: int, message: Mapping[str, Any]) -> None:
         """Send a message to a worker."""
         remote_host = self._remote_host_of(worker)
         if remote_host is not None:
             remote_host.link.send({"op": "tell", "worker": worker, "message": message})
         elif self._local_workers is not None:
-            self._local_workers.tell(worker, message)
+            self._local_workers.send(worker, message)
 
     def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
         """Start the workers of a replica where most slots are free; the run then has `workers` workers."""
@@ -188,13 +187,13 @@ class RemoteHosts:
         elif self._local_workers is not None:
             self._local_workers.kill_worker(worker)
 
-    def ask_stack(self, worker: int) -> None:
+    def request_stacks(self, worker: int) -> None:
         """Make a worker write its Python stacks."""
         remote_host = self._remote_host_of(worker)
         if remote_host is not None:
             remote_host.link.send({"op": "stack", "worker": worker})
         elif self._local_workers is not None:
-            self._local_workers.ask_stack(worker)
+            self._local_workers.request_stacks(worker)
 
     @property
     def unheard(self) -> frozenset[int]:
@@ -206,7 +205,7 @@ class RemoteHosts:
         if for_good:
             if self._local_workers is not None:
                 self._local_workers.drop_state(worker)
-            self.tell_all({"op": "drop", "worker": worker})
+            self.broadcast({"op": "drop", "worker": worker})
             self._slots.leave(worker)
         else:
             self._slots.lose(worker)
@@ -238,13 +237,13 @@ class RemoteHosts:
             else:
                 self._remote_hosts[index].link.send({"op": "neighbour", "at": goes_to, "name": name})
 
-    def tell_all(self, message: Mapping[str, Any]) -> None:
+    def broadcast(self, message: Mapping[str, Any]) -> None:
         for remote_host in self:
             remote_host.link.send(message)
 
     def farewell(self, message: Mapping[str, Any]) -> None:
         """Say the last word, and see that it is on its way."""
-        self.tell_all(message)
+        self.broadcast(message)
         for remote_host in self:
             remote_host.link.flush(FAREWELL_S)
 
@@ -256,9 +255,8 @@ class RemoteHosts:
         """Lose hosts that have been silent for longer than `silence_s`."""
         self._quiet = {remote_host.index for remote_host in self if now - remote_host.link.heard > silence_s / 2}
         for remote_host in self:
-            limit_s = (
-                silence_s if remote_host.has_spoken else max(silence_s, SILENCE_S)
-            )  # it prepares its directory before it sends anything
+            # It prepares its directory before it sends anything.
+            limit_s = silence_s if remote_host.has_spoken else max(silence_s, SILENCE_S)
             if now - remote_host.link.heard > limit_s:
                 self.lose(remote_host, f"it said nothing for {limit_s:.0f} s", silent_s=now - remote_host.link.heard)
         self._quiet.intersection_update(self._remote_hosts)
@@ -320,9 +318,8 @@ class RemoteHosts:
                 remote_host.pids[int(message["worker"])] = int(message["pid"])
             case "exited":
                 ended = WorkerExit.from_json(message["exit"])
-                is_former = ended.pid != 0 and ended.pid == remote_host.former.get(
-                    ended.worker
-                )  # a late message about the predecessor
+                # A late message about the predecessor.
+                is_former = ended.pid != 0 and ended.pid == remote_host.former.get(ended.worker)
                 if self._is_on(remote_host, ended.worker) and not is_former:
                     self._host.exited(ended)
             case "gone":

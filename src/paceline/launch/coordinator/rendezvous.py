@@ -218,9 +218,8 @@ def _listen(terms: JobTerms) -> socket.socket | None:
             raise LaunchError(f"head={terms.point!r} is every host's address: name one host that all others reach.")
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # so that connections of an earlier job do not block the port
+            # So that connections of an earlier job do not block the port.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
             sock.listen()
         except OSError as error:

@@ -1,8 +1,8 @@
-"""A forked worker's first and last steps: from a copy of the warm parent to a process of its own, and out of it.
+"""Sets up a worker process right after the fork, runs its entry function, and ends the process.
 
-Between them the program's entry runs: a function named in the request, called with this worker's `Assignment`, whose
-result is the exit status. What escapes from it is written to error.json all the same, so that no end goes
-unexplained.
+The set-up makes a copy of the warm parent independent: own session, own log files, default signal handlers. The entry
+is named in the request; it is called with this worker's `Assignment` and returns the exit status. An exception that
+escapes from it is written to error.json, so that every failure is explained.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from paceline.plan.job import Assignment, assignment_from_json
 
 __all__ = ["call_entry", "run_forked_worker"]
 
-LEAVING_S = 5.0  # a failed worker's exit functions may take this long: the others wait for its end to be known
-FLUSH_FAILED = 120  # the status that Python itself uses
+EXIT_FUNCTIONS_S = 5.0  # limit on a failed worker's exit functions, because the others wait until its end is known
+FLUSH_FAILED = 120  # the exit status that Python itself uses
 
 
 def run_forked_worker(
-    request: Mapping[str, Any], *, channel_fd: int, vault_fds: Sequence[int], warm_pid: int, mask: Iterable[int]
+    request: Mapping[str, Any], *, channel_fd: int, snapshot_fds: Sequence[int], warm_pid: int, mask: Iterable[int]
 ) -> NoReturn:
-    """Be the worker that `request` describes, and end this process; called right after the fork, in the child."""
+    """Run the worker that `request` describes, then end this process. Called in the child, right after the fork."""
     status = 1
     try:
         _become_independent(warm_pid, request["worker"], mask)
-        for fd in vault_fds:
+        for fd in snapshot_fds:
             os.set_inheritable(fd, False)
         assignment = dataclasses.replace(
-            assignment_from_json(request["assignment"]), channel_fd=channel_fd, vault_fds=tuple(vault_fds)
+            assignment_from_json(request["assignment"]), channel_fd=channel_fd, snapshot_fds=tuple(snapshot_fds)
         )
-        status = _work(assignment, request)
-    except BaseException as error:  # the process boundary: nothing may go on into the warm parent's code
+        status = _run_entry(assignment, request)
+    except BaseException as error:  # the process boundary: the child must not return into the warm parent's code
         traceback.print_exc()
         _write_error(request, error)
     finally:
-        _leave(status)
+        _exit_process(status)
 
 
 def call_entry(entry: str, assignment: Assignment) -> int:
-    """Call the function named "module:name" and return the exit status, also where it leaves by `sys.exit`."""
+    """Call the function named "module:name" and return the exit status, also if it calls `sys.exit`."""
     module, _, name = entry.partition(":")
     try:
         return int(getattr(importlib.import_module(module), name)(assignment))
-    except SystemExit as leaving:
-        if leaving.code is None or isinstance(leaving.code, int):
-            return leaving.code or 0
-        print(leaving.code, file=sys.stderr)
+    except SystemExit as system_exit:
+        if system_exit.code is None or isinstance(system_exit.code, int):
+            return system_exit.code or 0
+        print(system_exit.code, file=sys.stderr)
         return 1
 
 
 def _become_independent(warm_pid: int, worker: int, mask: Iterable[int]) -> None:
-    os.setsid()  # a group and a session of its own: Ctrl-C in the terminal reaches only the supervisor
+    os.setsid()  # its own session and process group, so that Ctrl-C in the terminal reaches only the supervisor
     process_lifetime.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != warm_pid:
         os._exit(1)
@@ -76,8 +76,8 @@ def _become_independent(warm_pid: int, worker: int, mask: Iterable[int]) -> None
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _work(assignment: Assignment, request: Mapping[str, Any]) -> int:
-    _redirect(Path(assignment.worker_dir))
+def _run_entry(assignment: Assignment, request: Mapping[str, Any]) -> int:
+    _redirect_output(Path(assignment.worker_dir))
     lock_worker_log(Path(assignment.worker_dir))
     os.chdir(request["folder"])
     sys.path[:] = request["paths"]
@@ -85,8 +85,8 @@ def _work(assignment: Assignment, request: Mapping[str, Any]) -> int:
     return call_entry(request["entry"], assignment)
 
 
-def _redirect(worker_dir: Path) -> None:
-    """Nothing to read on standard input; what is written goes to the worker's own files, each line at once."""
+def _redirect_output(worker_dir: Path) -> None:
+    """Make standard input empty, and send output and errors line by line to the worker's own log files."""
     for fd, path, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, worker_dir / "stdout.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND),
@@ -96,13 +96,13 @@ def _redirect(worker_dir: Path) -> None:
         os.dup2(opened, fd)
         os.close(opened)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]  # both are files by now
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]  # both are text files here
 
 
 def _write_error(request: Mapping[str, Any], error: BaseException) -> None:
     worker_dir = Path(assignment_from_json(request["assignment"]).worker_dir)
     if (worker_dir / "error.json").exists():
-        return  # it was explained where it happened
+        return  # the entry has already written a better explanation
     fields = {
         "kind": type(error).__name__,
         "message": str(error),
@@ -120,19 +120,19 @@ def _write_error(request: Mapping[str, Any], error: BaseException) -> None:
     partial.replace(worker_dir / "error.json")
 
 
-def _leave(status: int) -> NoReturn:
-    """Do what Python does at its end (join threads, exit functions, flush), but leave C++ destructors alone."""
+def _exit_process(status: int) -> NoReturn:
+    """End as Python does (join threads, exit functions, flush), but run no C++ destructors, which may hang."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does in the processes that it forks
         else:
-            limit = threading.Timer(LEAVING_S, os._exit, (status,))
+            limit = threading.Timer(EXIT_FUNCTIONS_S, os._exit, (status,))
             limit.daemon = True
             limit.start()
-        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # a forked child ends by os._exit, which runs none
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # os._exit runs no exit functions
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # of the flush: the disk is full
+    except OSError:  # the flush failed, for example on a full disk
         status = status or FLUSH_FAILED
     finally:
         os._exit(status & 0xFF)

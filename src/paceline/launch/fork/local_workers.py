@@ -1,7 +1,7 @@
-"""The worker processes of this host: forks them, serves their channels, reports their ends, and ends them on request.
+"""Manages this host's worker processes, as torchrun's local agent does: forks them, reports their ends, ends them.
 
-Decisions about the job are made by the host's role (`paceline.launch.coordinator.coordinator` or
-`paceline.launch.coordinator.host_agent`).
+It also passes messages between workers and the host's role (`paceline.launch.coordinator.coordinator` or
+`paceline.launch.coordinator.host_agent`), which makes all decisions about the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.plan.job import ERROR_SPARE, Assignment
 
 __all__ = ["LocalWorkers", "LocalWorkersListener"]
 
-LAST_S = 2.0  # from SIGKILL until a worker that is still there is given up
+KILL_TIMEOUT_S = 2.0  # a worker that has not ended this long after SIGKILL counts as stuck
 
 
 class LocalWorkersListener(Protocol):
@@ -48,7 +48,7 @@ class LocalWorkersListener(Protocol):
 class LocalWorkers:
     """The workers of this host. Every worker is reported as exited exactly once, even if it could not be started.
 
-    `template` is the assignment of workers that start later, but for their numbers.
+    `template` is the assignment of workers that start later, without their ranks.
     """
 
     def __init__(
@@ -61,26 +61,26 @@ class LocalWorkers:
         listener: LocalWorkersListener,
         say: Callable[[str], None],
         memory_checkpoints: SnapshotStore | None = None,
-        kept: Callable[[int], None] | None = None,
-        waits: bool = False,
+        on_snapshot: Callable[[int], None] | None = None,
+        awaits_snapshots: bool = False,
     ) -> None:
-        """`kept(worker)` is called when a worker has finished a snapshot. With `waits`, no worker is forked before
-        `begin`.
+        """`on_snapshot(worker)` is called when a worker has finished a snapshot. With `awaits_snapshots`, no worker is
+        forked before `snapshots_arrived` is called.
         """
         self.alive = {assignment.rank: assignment for assignment in assignments}
         self._template = template
         self._parent, self._loop, self._listener, self._say = parent, loop, listener, say
-        self._memory_checkpoints, self._kept = memory_checkpoints, kept
-        self._waits, self._is_ready = waits, False
-        self._links: dict[int, MessageStream] = {}
+        self._memory_checkpoints, self._on_snapshot = memory_checkpoints, on_snapshot
+        self._awaits_snapshots, self._is_parent_ready = awaits_snapshots, False
+        self._channels: dict[int, MessageStream] = {}
         self._pids: dict[int, int] = {}
-        self._retired: set[int] = set()  # pids of workers that were killed one by one
-        self._doomed: dict[int, int] = {}  # workers killed before they had started, counted by rank
+        self._killed_pids: set[int] = set()  # of workers that were killed one by one and have not ended yet
+        self._killed_before_start: dict[int, int] = {}  # rank -> workers killed before their start was reported
         self._unstarted: dict[int, str] = {}  # why workers that join later could not be started
-        self._remote_hosts: set[int] = set()
-        self._forked = False
-        self._gone = ""  # what became of the warm parent
-        self._told = False  # to end
+        self._inline_workers: set[int] = set()  # workers in this process
+        self._has_forked = False
+        self._parent_loss = ""  # how the warm parent was lost
+        self._is_ending = False
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
 
@@ -90,45 +90,45 @@ class LocalWorkers:
         return self._template.job.grace_s
 
     @property
-    def is_gone(self) -> bool:
+    def have_all_ended(self) -> bool:
         """Whether every worker that was ever started has ended, including those killed one by one."""
-        return not (self.alive or self._retired or any(self._doomed.values()))
+        return not (self.alive or self._killed_pids or any(self._killed_before_start.values()))
 
     def start(self) -> None:
         """Make the workers' directories, and fork them as soon as the warm parent is ready."""
         for assignment in self.alive.values():
             self._make_directory(assignment)
         if self._parent is not None:
-            self._parent.attach(self._loop, on_message=self._heard, on_lost=self._parent_lost)
+            self._parent.attach(self._loop, on_message=self._on_parent_message, on_lost=self._parent_lost)
 
-    def begin(self) -> None:
-        """Fork the workers now: the snapshots that they restart from are there."""
-        self._waits = False
-        if self._is_ready and not self._told and not self._forked:
+    def snapshots_arrived(self) -> None:
+        """Fork the workers now: the snapshots that they restart from have arrived."""
+        self._awaits_snapshots = False
+        if self._is_parent_ready and not self._is_ending and not self._has_forked:
             self._fork_all()
 
-    def seat(self, worker: int, channel: socket.socket) -> None:
-        """Serve a worker that runs in this very process; it is sent no signals, and `left` reports its end."""
-        self._remote_hosts.add(worker)
+    def add_inline(self, worker: int, channel: socket.socket) -> None:
+        """Serve a worker that runs in this process; it gets no signals, and `inline_exited` reports its end."""
+        self._inline_workers.add(worker)
         self._serve(worker, channel)
 
-    def left(self, worker: int, *, pid: int, exit_code: int, peak_memory_bytes: int) -> None:
+    def inline_exited(self, worker: int, *, pid: int, exit_code: int, peak_memory_bytes: int) -> None:
         """A worker in this process has ended."""
         self._pids[worker] = pid
-        self._exited(worker, exit_code, None, peak_memory_bytes)
+        self._report_exit(worker, exit_code, None, peak_memory_bytes)
 
-    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+    def send(self, worker: int, message: Mapping[str, Any]) -> None:
         """Send a worker an answer or a message; do nothing if it has ended."""
-        if worker in self._links:
-            self._links[worker].send(message)
+        if worker in self._channels:
+            self._channels[worker].send(message)
 
     def add(self, worker: int, *, workers: int, incarnation: int) -> None:
         """Start one more worker of a run that then has `workers` workers; it joins the others between two steps.
 
-        `incarnation` is its replica's. If it cannot be started, `tick` reports it as lost: the caller is in the middle
-        of a decision.
+        `incarnation` is its replica's. If it cannot be started, the next `tick` reports it as lost, and not this call,
+        because the caller is in the middle of a decision.
         """
-        if self._told or self._parent is None:
+        if self._is_ending or self._parent is None:
             return
         taken = {assignment.local_rank for assignment in self.alive.values()}
         assignment = dataclasses.replace(
@@ -140,15 +140,15 @@ class LocalWorkers:
             worker_dir=str(worker_dir(Path(self._template.run_dir), self._template.attempt, worker)),
             command_started=time.time(),
             joins=True,
-            begins_at=None,  # the others have the newest state
+            begins_at=None,  # it gets the newest state from the other workers
             incarnation=incarnation,
         )
         self.alive[worker] = assignment
-        if self._gone:
-            self._unstarted[worker] = self._gone
+        if self._parent_loss:
+            self._unstarted[worker] = self._parent_loss
             return
         self._make_directory(assignment)
-        if self._forked:  # otherwise it is forked as soon as the warm parent is ready
+        if self._has_forked:  # otherwise it is forked once the warm parent is ready
             self._fork(assignment)
 
     def kill_worker(self, worker: int) -> None:
@@ -156,18 +156,18 @@ class LocalWorkers:
         if worker not in self.alive or self._parent is None:
             return
         is_unstarted = self._unstarted.pop(worker, None) is not None
-        if is_unstarted or not self._forked:
+        if is_unstarted or not self._has_forked:
             del self.alive[worker]
             return
         self._parent.signal(worker, signal.SIGKILL)
         # A successor may start before this end is reported, so its pid must no longer name the rank.
         if worker in self._pids:
-            self._retired.add(self._pids.pop(worker))
+            self._killed_pids.add(self._pids.pop(worker))
         else:
-            self._doomed[worker] = self._doomed.get(worker, 0) + 1
+            self._killed_before_start[worker] = self._killed_before_start.get(worker, 0) + 1
         del self.alive[worker]
-        if worker in self._links:
-            self._links.pop(worker).close()
+        if worker in self._channels:
+            self._channels.pop(worker).close()
 
     @property
     def snapshots(self) -> tuple[StoredSnapshot, ...]:
@@ -179,70 +179,73 @@ class LocalWorkers:
         if self._memory_checkpoints is not None:
             self._memory_checkpoints.drop(worker)
 
-    def ask_stack(self, worker: int) -> None:
-        """Make a worker write its Python stacks into its directory (not a worker in this process, which has a
-        debugger).
+    def request_stacks(self, worker: int) -> None:
+        """Make a worker write its Python stacks into its directory, but not a worker in this process, which may be in
+        a debugger.
         """
         if worker in self._pids and worker in self.alive and self._parent is not None:
             self._parent.signal(worker, STACK_SIGNAL, alone=True)
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM to all process groups, and SIGKILL after `grace_s` seconds to those that are still there."""
-        if not self._told:
-            self._told = True
+        """Send SIGTERM to all process groups, and SIGKILL after `grace_s` seconds to those that are left."""
+        if not self._is_ending:
+            self._is_ending = True
             for worker in self.alive:
-                self.tell(
-                    worker, {"op": "end"}
-                )  # without this message a worker takes SIGTERM as a request to save and leave
+                # Without this message a worker takes SIGTERM as a request to save and leave.
+                self.send(worker, {"op": "end"})
             self._signal(signal.SIGTERM)
             self._kill_at = time.monotonic() + grace_s
 
     def kill(self) -> None:
         """Send SIGKILL to all process groups."""
-        self._told = True
-        self._kill_at, self._give_up_at = None, time.monotonic() + LAST_S
+        self._is_ending = True
+        self._kill_at, self._give_up_at = None, time.monotonic() + KILL_TIMEOUT_S
         self._signal(signal.SIGKILL)
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Report workers that could not be started or are stuck, and send SIGKILL when the grace time is over."""
         if self._memory_checkpoints is not None:
             self._memory_checkpoints.tidy()
         for worker in tuple(self._unstarted):
-            if worker in self._unstarted:  # otherwise it has been ended with another one of its replica
-                self._lost(worker, "WarmParentLost" if self._gone else "NotStarted", self._unstarted.pop(worker))
+            if worker in self._unstarted:  # otherwise it was ended in the meantime, together with its replica
+                self._report_lost(
+                    worker, "WarmParentLost" if self._parent_loss else "NotStarted", self._unstarted.pop(worker)
+                )
         if self._kill_at is not None and now >= self._kill_at:
             self.kill()
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = None
-            for worker in [*self.alive.keys() - self._remote_hosts]:
-                self._lost(worker, STUCK, f"worker {worker} did not end within {LAST_S:.0f} s of SIGKILL")
+            for worker in [*self.alive.keys() - self._inline_workers]:
+                self._report_lost(
+                    worker, STUCK, f"worker {worker} did not end within {KILL_TIMEOUT_S:.0f} s of SIGKILL"
+                )
 
     def close(self, *, keeps_parent: bool = False) -> None:
-        """End all processes, in bounded time. With `keeps_parent` the warm parent stays, to fork the next workers."""
-        if self._parent is not None and keeps_parent and not self._gone:
+        """End all processes in bounded time. With `keeps_parent` the warm parent stays for the next start."""
+        if self._parent is not None and keeps_parent and not self._parent_loss:
             self._parent.detach()
         elif self._parent is not None:
             self._parent.close()
-        while self._links:
-            self._links.popitem()[1].close()
+        while self._channels:
+            self._channels.popitem()[1].close()
 
     def _make_directory(self, assignment: Assignment) -> None:
         directory = Path(assignment.worker_dir)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "error.json").unlink(missing_ok=True)  # of an earlier start that came no further
+            (directory / "error.json").unlink(missing_ok=True)  # of an earlier start of the same attempt
         except OSError as error:
             why = f"Cannot make the log directory {directory}: {error.strerror}"
             self._cannot_start(assignment, why, "Make room there, or use another run directory (--run-dir)", error)
 
     def _fork_all(self) -> None:
-        self._forked = True
+        self._has_forked = True
         for assignment in self.alive.values():
             self._fork(assignment)
 
     def _fork(self, assignment: Assignment) -> None:
         worker = assignment.rank
-        if self._parent is None or worker in self._remote_hosts or worker in self._unstarted:
+        if self._parent is None or worker in self._inline_workers or worker in self._unstarted:
             return
         try:
             memory_checkpoint = (
@@ -254,12 +257,12 @@ class LocalWorkers:
             self._serve(worker, ours)
             self._parent.fork(assignment, theirs, memory_checkpoint=memory_checkpoint)
         except OSError as error:
-            if worker in self._links:
-                self._links.pop(worker).close()
+            if worker in self._channels:
+                self._channels.pop(worker).close()
             remedy = "Raise the limit on open files (ulimit -n), or use fewer workers on this host"
             self._cannot_start(assignment, f"No channel for worker {worker}: {error.strerror}", remedy, error)
         except LookupError as error:
-            raise LaunchError(f"Worker {worker} has nothing to begin with: {error}.") from error
+            raise LaunchError(f"Worker {worker} has no state to start from: {error}.") from error
 
     def _cannot_start(self, assignment: Assignment, why: str, remedy: str, error: Exception | None = None) -> None:
         """Raise LaunchError if this worker starts the run. A worker that joins later counts as lost instead."""
@@ -270,54 +273,58 @@ class LocalWorkers:
 
     def _serve(self, worker: int, channel: socket.socket) -> None:
         def closed(error: Exception) -> None:
-            if self._links.get(worker) is link:  # otherwise that of its successor
-                del self._links[worker]
-            if isinstance(error, ValueError):  # otherwise it is the worker's end, which the warm parent tells
+            if self._channels.get(worker) is link:  # otherwise its successor has another channel
+                del self._channels[worker]
+            if isinstance(error, ValueError):  # otherwise the worker has ended, which the warm parent reports
                 self._say(f"worker {worker}'s channel was closed: {error}")
 
-        link = self._links[worker] = MessageStream(
-            channel, self._loop, on_message=lambda request: self._requested(worker, request), on_close=closed
+        link = self._channels[worker] = MessageStream(
+            channel, self._loop, on_message=lambda request: self._on_worker_message(worker, request), on_close=closed
         )
 
-    def _requested(self, worker: int, request: Mapping[str, Any]) -> None:
+    def _on_worker_message(self, worker: int, request: Mapping[str, Any]) -> None:
         if request.get("op") == "begun" and self._parent is not None:
             self._parent.let_orphans_finish(self.grace_s)
         if request.get("op") == "kept":  # snapshots concern this host only
-            if self._kept is not None:
-                self._kept(worker)
+            if self._on_snapshot is not None:
+                self._on_snapshot(worker)
             return
         self._listener.request(worker, request)
 
-    def _heard(self, message: Mapping[str, Any]) -> None:
+    def _on_parent_message(self, message: Mapping[str, Any]) -> None:
         match message["op"]:
             case "ready":
                 self._check_ready(message)
-                self._is_ready = True
-                if not self._told and not self._waits:
+                self._is_parent_ready = True
+                if not self._is_ending and not self._awaits_snapshots:
                     self._fork_all()
             case "failed":
-                what = f"{message['kind']} while importing what workers need: {message['message']}"
+                what = f"{message['kind']} while importing the workers' modules: {message['message']}"
                 raise LaunchError(f"{what}\n\n{message['traceback'].rstrip()}")
-            case "started" if self._doomed.get(message["worker"], 0) > 0:
-                self._doomed[message["worker"]] -= 1  # it was to be killed before it began
-                self._retired.add(message["pid"])
+            case "started" if self._killed_before_start.get(message["worker"], 0) > 0:
+                self._killed_before_start[message["worker"]] -= 1
+                self._killed_pids.add(message["pid"])
             case "started":
                 self._pids[message["worker"]] = message["pid"]
                 self._listener.started(message["worker"], message["pid"])
-            case "not_started" if self._doomed.get(message["worker"], 0) > 0:
-                self._doomed[message["worker"]] -= 1
+            case "not_started" if self._killed_before_start.get(message["worker"], 0) > 0:
+                self._killed_before_start[message["worker"]] -= 1
             case "not_started":
                 why = f"worker {message['worker']} could not be forked: {message['reason']}"
                 remedy = "Free memory or processes (ulimit -u, the container's pids limit), or use fewer workers"
                 self._cannot_start(self.alive[message["worker"]], why, remedy)
-            case "exited" if message["pid"] in self._retired:
-                self._retired.discard(message["pid"])
+            case "exited" if message["pid"] in self._killed_pids:
+                self._killed_pids.discard(message["pid"])
             case "exited" if message["worker"] not in self.alive:
-                pass  # it was given up as stuck, and has ended after all
+                pass  # it was reported as stuck, and has ended after all
             case "exited":
-                self._exited(message["worker"], message["exit_code"], message["signal"], message["peak_memory_bytes"])
+                self._report_exit(
+                    message["worker"], message["exit_code"], message["signal"], message["peak_memory_bytes"]
+                )
             case op:
-                raise LaunchError(f"the warm parent said {op!r}, which this version of Paceline does not know")
+                raise LaunchError(
+                    f"the warm parent sent an unknown message {op!r}: is its Paceline of another version?"
+                )
 
     def _check_ready(self, message: Mapping[str, Any]) -> None:
         if message["devices_touched"]:
@@ -331,16 +338,16 @@ class LocalWorkers:
             self._say(f"while importing: {output}")
 
     def _signal(self, signum: int) -> None:
-        for worker in [*self.alive.keys() - self._remote_hosts]:
-            if self._forked and self._parent is not None:
+        for worker in [*self.alive.keys() - self._inline_workers]:
+            if self._has_forked and self._parent is not None:
                 self._parent.signal(worker, signum)
             else:
-                self._exited(worker, None, signum, 0)  # there is no such process, and none will come
+                self._report_exit(worker, None, signum, 0)  # it was not forked, and will not be
 
-    def _exited(self, worker: int, exit_code: int | None, signum: int | None, peak_memory_bytes: int) -> None:
+    def _report_exit(self, worker: int, exit_code: int | None, signum: int | None, peak_memory_bytes: int) -> None:
         directory = Path(self.alive[worker].worker_dir)
         error = read_error(directory) if exit_code != 0 else None
-        with contextlib.suppress(OSError):  # of one that was killed; a hidden file of a few blocks is left
+        with contextlib.suppress(OSError):  # left behind by a killed worker; if this fails, a small hidden file stays
             (directory / ERROR_SPARE).unlink(missing_ok=True)
         self._report(
             WorkerExit(
@@ -351,11 +358,11 @@ class LocalWorkers:
                 signal=signum,
                 peak_memory_bytes=peak_memory_bytes,
                 error=error,
-                sent_by_us=self._told,
+                sent_by_us=self._is_ending,
             )
         )
 
-    def _lost(self, worker: int, kind: str, message: str, *, echo: bool = False) -> None:
+    def _report_lost(self, worker: int, kind: str, message: str, *, echo: bool = False) -> None:
         self._report(
             lost(
                 worker,
@@ -364,22 +371,23 @@ class LocalWorkers:
                 kind=kind,
                 message=message,
                 echo=echo,
-                sent_by_us=self._told,
+                sent_by_us=self._is_ending,
             )
         )
 
     def _report(self, ended: WorkerExit) -> None:
         del self.alive[ended.worker]
         self._unstarted.pop(ended.worker, None)
-        self._pids.pop(ended.worker, None)  # a successor that is killed before its start is heard of has another one
+        # Otherwise this pid would be taken for that of a successor that is killed early.
+        self._pids.pop(ended.worker, None)
         self._listener.exited(ended)
 
     def _parent_lost(self, how: str) -> None:
         output = f"\n{self._parent.output()}" if self._parent is not None else ""
-        if not self._forked:
-            raise LaunchError(f"The process that imports what workers need {how}.{output}")
-        self._gone = f"the process that the workers were forked from {how}{output}"
+        if not self._has_forked:
+            raise LaunchError(f"The process that imports the workers' modules {how}.{output}")
+        self._parent_loss = f"the process that the workers were forked from {how}{output}"
         self._listener.cannot_fork()
-        for number, worker in enumerate(sorted(self.alive.keys() - self._remote_hosts)):
-            if worker in self.alive and worker not in self._unstarted:  # ended with another one of its replica, or anew
-                self._lost(worker, "WarmParentLost", self._gone, echo=number > 0)
+        for number, worker in enumerate(sorted(self.alive.keys() - self._inline_workers)):
+            if worker in self.alive and worker not in self._unstarted:  # otherwise ended meanwhile, or restarted
+                self._report_lost(worker, "WarmParentLost", self._parent_loss, echo=number > 0)

@@ -1,6 +1,6 @@
-"""What ties the life of one process to that of another, asked of the kernel.
+"""Ties the lifetimes of supervisor, warm parent and workers together with Linux `prctl` calls, and lists processes.
 
-Linux only; elsewhere nothing happens here, and only a socket that closes tells a process that another one has ended.
+On other systems these functions do nothing; there a process notices the end of another one only by a closed socket.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def set_parent_death_signal(signum: int) -> None:
-    """Have the kernel send `signum` to this process when the one that forked it ends, or even only the thread that did.
+    """Make the kernel send `signum` to this process when its parent ends, or only the parent's thread that forked it.
 
-    For a parent that died before this call nothing is sent: compare `os.getppid()` afterwards.
+    If the parent ended before this call, nothing is sent: compare `os.getppid()` afterwards.
     """
     _prctl(PR_SET_PDEATHSIG, signum)
 
 
 def become_subreaper() -> None:
-    """Become the parent of every process below this one whose own parent ends."""
+    """Adopt every descendant of this process whose own parent ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_process_name(name: str) -> None:
-    """Set what `ps` and `top` call this process; the kernel keeps 15 bytes."""
+    """Set the name that `ps` and `top` show; the kernel keeps 15 bytes."""
     _prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def child_pids() -> list[int]:
-    """Numbers of this process's children, adopted ones included; empty where the kernel does not tell."""
+    """Return the pids of this process's children, adopted ones included; empty if the kernel does not list them."""
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except FileNotFoundError:
@@ -42,14 +42,14 @@ def child_pids() -> list[int]:
 
 
 def pids_with_variable(variable: str, value: str) -> list[int]:
-    """Numbers of all processes that were started with this environment variable, their forks included."""
+    """Return the pids of all processes that were started with this environment variable, including their forks."""
     wanted, found = f"{variable}={value}".encode(), list[int]()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # the process has ended, or belongs to another user
     return found
 
 

@@ -1,24 +1,24 @@
-"""The warm parent: a process that has imported torch once, and forks the workers.
+"""The warm parent: a fork server that imports torch once, then forks this host's workers (compare multiprocessing's).
 
-The supervisor starts it as a fresh interpreter (`paceline.launch.fork.warm_parent_client` holds the other end), and it
-does nothing but what the supervisor asks for over one inherited socket:
+The supervisor starts it as a fresh interpreter (`paceline.launch.fork.warm_parent_client` holds the other end). It only
+does what the supervisor requests over one inherited socket:
 
-    <- {"op": "ready", "threads": [], ...}                 or {"op": "failed", ...}: an import went wrong
+    <- {"op": "ready", "threads": [], ...}                 or {"op": "failed", ...}: an import failed
     -> {"op": "fork", "worker": k, "assignment": ...}      with file descriptors: the worker's end of its channel,
                                                            and as many more as "num_files" says
     <- {"op": "started", "worker": k, "pid": p}            or {"op": "not_started", ...}
-    -> {"op": "signal", "worker": k, "signal": 15}         to the worker's whole process group ("alone": to it alone)
+    -> {"op": "signal", "worker": k, "signal": 15}         to the worker's process group ("alone": only to the worker)
     <- {"op": "exited", "worker": k, "exit_code": 0, "signal": null, "peak_memory_bytes": n}
-    -> {"op": "orphans", "grace_s": 30}                    should the supervisor be lost, workers have so long to save
-    -> {"op": "end"}                                       it is not lost: it has done with all
+    -> {"op": "orphans", "grace_s": 30}                    if the supervisor is lost, workers have this long to save
+    -> {"op": "end"}                                       the supervisor is done: end all workers at once
 
-A fork is only safe without threads and without accelerator state, so nothing here starts or touches any. Only this
-process reaps the workers, so only it knows for sure that a number still names a worker: all signals go through it.
+A fork is only safe without threads and without accelerator state, so this process starts no thread and opens no device.
+Only this process reaps the workers, so only it knows that a pid still names a worker: all signals go through it.
 
-Nothing outlives it. It adopts every orphan below it, so that also what a worker started in a session of its own, and
-left behind, comes to it. When the supervisor's end of the socket closes, or the supervisor dies, it ends what is
-left, and then itself: at once, or, where the supervisor was lost while the workers were at work on steps, after the
-time that they have to save and leave. When it is killed, the kernel kills the workers.
+No process outlives it. It adopts every orphaned descendant, including processes that a worker started in a session of
+their own. When the supervisor ends or closes the socket, this process ends what is left, then itself. If the supervisor
+was lost while the workers were taking steps, they first get the time to save and leave. If this process is killed, the
+kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from paceline.launch.fork.forked_worker import run_forked_worker
 
 __all__ = ["main"]
 
-# Not SIGTERM: the kernel sends it also when only the thread has ended that started this process.
-PARENT_DIED = signal.SIGUSR1
-HEARD = (signal.SIGCHLD, PARENT_DIED)
-IGNORED = (signal.SIGINT, signal.SIGTERM)  # the supervisor decides who ends, also when all processes get the signal
-TERMINATE_S, LAST_S = 1.0, 2.0  # at the end: from SIGTERM to SIGKILL for orphans; until they are given up
+# Not SIGTERM: the kernel also sends this signal when only the thread ends that started this process.
+PARENT_ENDED = signal.SIGUSR1
+HANDLED_SIGNALS = (signal.SIGCHLD, PARENT_ENDED)
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the supervisor decides which processes end
+TERMINATE_S, GIVE_UP_S = 1.0, 2.0  # when ending orphans: SIGTERM until the first time, SIGKILL until the second
 MAX_FDS = 16
 
 
 def main(start: Mapping[str, Any]) -> None:
     """Import `start["modules"]`, then serve the socket `start["fd"]` until `start["supervisor"]` (a pid) ends."""
     supervisor: int = start["supervisor"]
-    signal.signal(PARENT_DIED, lambda *_: None if os.getppid() == supervisor else os._exit(1))
-    for signum in IGNORED:
+    signal.signal(PARENT_ENDED, lambda *_: None if os.getppid() == supervisor else os._exit(1))
+    for signum in IGNORED_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    process_lifetime.set_parent_death_signal(PARENT_DIED)
+    process_lifetime.set_parent_death_signal(PARENT_ENDED)
     process_lifetime.become_subreaper()
     process_lifetime.set_process_name("paceline-warm")
     if os.getppid() != supervisor:
@@ -69,7 +69,7 @@ def main(start: Mapping[str, Any]) -> None:
     try:
         _preload(start["modules"])
         message: dict[str, Any] = {"op": "ready", "threads": _other_threads(), "devices_touched": _devices_touched()}
-    except (Exception, SystemExit) as error:  # whatever somebody else's module does while it is imported
+    except (Exception, SystemExit) as error:  # an imported module may raise anything
         message = {
             "op": "failed",
             "kind": type(error).__name__,
@@ -79,35 +79,34 @@ def main(start: Mapping[str, Any]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     server = _ForkServer(sock, supervisor)
-    server.tell(message | {"seconds": round(time.monotonic() - began, 3)})
+    server.send(message | {"seconds": round(time.monotonic() - began, 3)})
     if message["op"] == "ready":
         try:
             server.serve()
             server.wait_for_orphans()
         finally:
             server.end_all()
-    os._exit(0)  # the interpreter's own end takes long once torch is loaded, and has nothing to do
+    os._exit(0)  # the interpreter's own shutdown is slow once torch is loaded, and not needed
 
 
 def _preload(modules: Sequence[str]) -> None:
-    """Import what every worker needs; the memory stays shared with them."""
-    gc.disable()  # an import makes much that lives and little that dies
+    """Import what every worker needs; workers share this memory."""
+    gc.disable()  # imports create long-lived objects, so collections during them are wasted
     for name in modules:
         importlib.import_module(name)
     if "torch" in modules:
-        # The first optimizer that is made imports nearly as much again as torch itself did.
+        # The first optimizer imports nearly as many modules as torch itself.
         torch = sys.modules["torch"]
         torch.optim.AdamW([torch.zeros(0, requires_grad=True)])
     gc.enable()
-    gc.freeze()  # a collection in a worker does not write to, and so copy, what was there before
+    gc.freeze()  # a collection in a worker does not touch these objects, so their pages stay shared
 
 
 def _other_threads() -> list[str]:
-    """Names of the threads of this process but its first one; a fork would leave whatever they hold locked for ever."""
+    """Return the names of all threads but the main one; locks that they hold would stay locked in a forked child."""
     found = _thread_names()
     if found:
-        # numpy's OpenBLAS starts threads when it is loaded, and ends them before a fork; the first one may as well be
-        # this.
+        # numpy's OpenBLAS starts threads when it is loaded, and ends them at the first fork: fork once here.
         pid = os.fork()
         if pid == 0:
             os._exit(0)
@@ -119,14 +118,14 @@ def _other_threads() -> list[str]:
 def _thread_names() -> list[str]:
     names = []
     for task in Path("/proc/self/task").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             if int(task.name) != os.getpid():
                 names.append((task / "comm").read_text().strip())
     return names
 
 
 def _devices_touched() -> bool:
-    """Whether torch has opened the accelerator, which cannot be used after a fork."""
+    """Return whether torch has opened the accelerator, which cannot be used after a fork."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 
@@ -136,7 +135,7 @@ class _ForkServer:
 
     def __init__(self, sock: socket.socket, supervisor: int) -> None:
         self._sock, self._supervisor = sock, supervisor
-        self._workers: dict[int, int] = {}  # by process number, until reaped
+        self._workers: dict[int, int] = {}  # rank by pid, until reaped
         self._lines, self._fds = LineBuffer(), deque[int]()
         self._orphans_grace_s = 0.0
         self._selector = selectors.DefaultSelector()
@@ -144,24 +143,24 @@ class _ForkServer:
         for end in (self._signals, self._wakeup):
             end.setblocking(False)
 
-    def tell(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the supervisor has gone: reading finds it, and ends
+    def send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the supervisor has ended: the next read notices it and ends
             self._sock.sendall(encode(message))
 
     def serve(self) -> None:
-        """Return when the supervisor has gone."""
+        """Serve requests until the supervisor has ended."""
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        for signum in HEARD:
-            signal.signal(signum, lambda *_: None)  # the number is read from the wakeup socket
+        for signum in HANDLED_SIGNALS:
+            signal.signal(signum, lambda *_: None)  # the signal number is read from the wakeup socket
         self._selector.register(self._sock, selectors.EVENT_READ, self._read_requests)
         self._selector.register(self._signals, selectors.EVENT_READ, self._read_signals)
-        going_on = os.getppid() == self._supervisor
-        while going_on:
+        is_serving = os.getppid() == self._supervisor
+        while is_serving:
             for key, _ in self._selector.select():
-                going_on = key.data() and going_on
+                is_serving = key.data() and is_serving
 
     def wait_for_orphans(self) -> None:
-        """Return when all workers have ended, or their time is over, where the supervisor was lost."""
+        """Wait until all workers have ended; if the supervisor was lost, at most for the time they have to save."""
         self._selector.unregister(self._sock)
         deadline = time.monotonic() + self._orphans_grace_s
         while self._workers and (left_s := deadline - time.monotonic()) > 0:
@@ -169,12 +168,12 @@ class _ForkServer:
                 key.data()
 
     def end_all(self) -> None:
-        """Kill the workers with everything in their groups, then end what they left in other sessions."""
+        """Kill the workers' process groups, then end what the workers started in other sessions."""
         for pid in self._workers:
             _kill_group(pid, signal.SIGKILL)
         began = time.monotonic()
         signalled: set[tuple[int, int]] = set()
-        while (passed := time.monotonic() - began) < LAST_S:
+        while (passed := time.monotonic() - began) < GIVE_UP_S:
             signum = signal.SIGTERM if passed < TERMINATE_S else signal.SIGKILL
             for pid in process_lifetime.child_pids():
                 if pid not in self._workers and (pid, signum) not in signalled:
@@ -183,7 +182,7 @@ class _ForkServer:
                         os.kill(pid, signum)
             if not self._reap():
                 return
-            time.sleep(0.005)  # a child of a child that ends becomes one's own without a signal
+            time.sleep(0.005)  # orphans are adopted without a signal, so poll
 
     def _read_requests(self) -> bool:
         try:
@@ -194,7 +193,7 @@ class _ForkServer:
         if not data:
             return False
         if flags & socket.MSG_CTRUNC:
-            raise OSError("a file of a worker's was lost on the way: this process may open no more files (ulimit -n)")
+            raise OSError("a worker's file descriptor was lost: this process may open no more files (raise ulimit -n)")
         for request in self._lines.feed(data):
             if request["op"] == "fork":
                 self._fork(request, [self._fds.popleft() for _ in range(1 + request.get("num_files", 0))])
@@ -216,26 +215,26 @@ class _ForkServer:
 
     def _fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
         worker: int = request["worker"]
-        # A signal that comes before the child has its own dispositions waits for them, also one that is ignored here.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HEARD, *IGNORED))
+        # A signal that arrives before the child has set its own handlers must wait, even one that is ignored here.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDLED_SIGNALS, *IGNORED_SIGNALS))
         warm_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            self.tell({"op": "not_started", "worker": worker, "reason": error.strerror})
+            self.send({"op": "not_started", "worker": worker, "reason": error.strerror})
             pid = -1
         if pid == 0:
-            self._forget_all()
-            run_forked_worker(request, channel_fd=fds[0], vault_fds=fds[1:], warm_pid=warm_pid, mask=mask)
+            self._close_parent_fds()
+            run_forked_worker(request, channel_fd=fds[0], snapshot_fds=fds[1:], warm_pid=warm_pid, mask=mask)
         for fd in fds:
             os.close(fd)
         if pid > 0:
             self._workers[pid] = worker
-            self.tell({"op": "started", "worker": worker, "pid": pid})
+            self.send({"op": "started", "worker": worker, "pid": pid})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _forget_all(self) -> None:
-        """Close, in a worker, what belongs to the warm parent and to other workers."""
+    def _close_parent_fds(self) -> None:
+        """Close, in a worker, the descriptors of the warm parent and of other workers."""
         signal.set_wakeup_fd(-1)
         self._selector.close()
         for sock in (self._sock, self._signals, self._wakeup):
@@ -252,12 +251,12 @@ class _ForkServer:
                 _kill_group(pid, signum)
 
     def _reap(self) -> bool:
-        """Report every worker that has ended, and take every other child's status; False when no child is left."""
+        """Report every worker that has ended, and reap all other children; return False if no child is left."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 pid: int = ended.si_pid
                 if pid in self._workers:
-                    _kill_group(pid, signal.SIGKILL)  # what it has left; until it is reaped the group is surely its own
+                    _kill_group(pid, signal.SIGKILL)  # its children; until it is reaped, the group id cannot be reused
                 _, status, usage = os.wait4(pid, 0)
                 if pid in self._workers:
                     self._report(self._workers.pop(pid), pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss)
@@ -265,7 +264,7 @@ class _ForkServer:
         return False
 
     def _report(self, worker: int, pid: int, code: int, max_rss: int) -> None:
-        self.tell(
+        self.send(
             {
                 "op": "exited",
                 "worker": worker,
@@ -278,7 +277,7 @@ class _ForkServer:
 
 
 def _kill_group(pid: int, signum: int) -> None:
-    """Signal the worker `pid` and all of its group; a worker that has not made its group yet gets the signal alone."""
+    """Signal the process group of the worker `pid`, or only the worker if it has not created its group yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         try:
             os.killpg(pid, signum)

@@ -1,6 +1,4 @@
-"""The supervisor's end of the warm parent (`paceline.launch.fork.warm_parent`): started early, then asked for
-workers.
-"""
+"""Starts the warm parent (`paceline.launch.fork.warm_parent`) for the supervisor, and requests workers from it."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from paceline.plan.job import Assignment, assignment_to_json
 
 __all__ = ["ENTRY", "MODULES", "WarmParent"]
 
-ENTRY = "paceline.worker.main:work"  # what a worker runs, by name: this room knows nothing of workers
+ENTRY = "paceline.worker.main:work"  # what a worker runs, by name: launch imports nothing of worker
 MODULES = ("torch", "torch.distributed", "numpy", "paceline.worker.main")
-END_S = 4.0  # more than the warm parent gives to what the workers left behind
-LAST_S = 2.0  # after SIGKILL
+END_S = 4.0  # longer than the warm parent takes to end what the workers left behind
+KILL_S = 2.0  # limit on killing leftover processes
 
-FAMILY_VARIABLE = "PACELINE_FAMILY"  # environment variable that marks the warm parent and all that comes of it
+FAMILY_VARIABLE = "PACELINE_FAMILY"  # environment variable that marks the warm parent and all its descendants
 
-# The interpreter's search path comes first: Paceline itself may be found through what the user's program added to it.
+# Set the search path first: Paceline itself may only be found through a path that the user's program added.
 BOOTSTRAP_CODE = """
 import json, sys
 start = json.loads(sys.argv[1])
@@ -43,7 +41,7 @@ main(start)
 
 
 class WarmParent:
-    """A process that imports what workers need, and then forks them. Close it on every path."""
+    """The warm parent process, as its supervisor sees it. Close it on every path."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], sock: socket.socket, output: IO[bytes], *, entry: str, family: str
@@ -51,19 +49,19 @@ class WarmParent:
         self.entry = entry
         self._process, self._sock, self._output, self._family = process, sock, output, family
         self._link: MessageStream | None = None
-        self._ready: dict[str, Any] | None = None  # what it said when it was
-        self._asked = False  # for any worker
+        self._ready: dict[str, Any] | None = None  # its "ready" message
+        self._has_forked = False  # a worker was requested
         self._closed = False
 
     @classmethod
     def start(cls, *, modules: Sequence[str] = MODULES, entry: str = ENTRY) -> WarmParent:
-        """Start it and return at once, while it imports `modules`. Raises LaunchError where no process can start."""
+        """Start it and return at once, while it imports `modules`. Raise LaunchError if no process can be started."""
         if not sys.executable:
             raise LaunchError(
                 "Python does not know its own executable: start the program with `python` (sys.executable)."
             )
         ours, theirs = socket.socketpair()
-        output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # must live as long as the process
         start = {"fd": theirs.fileno(), "supervisor": os.getpid(), "modules": list(modules), "paths": _paths()}
         family = secrets.token_hex(8)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
@@ -98,35 +96,36 @@ class WarmParent:
     def attach(
         self, loop: EventLoop, *, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]
     ) -> None:
-        """Hear what it says (see `paceline.launch.fork.warm_parent`) from `loop`; `on_lost(how)` when it has ended by
-        itself. Who comes after somebody else hears at once that it is ready.
+        """Receive its messages (see `paceline.launch.fork.warm_parent`) in `loop`. `on_lost(how)` is called if it ends
+        by itself. If it is ready already, `on_message` gets its "ready" message again at once.
         """
 
-        def gone(_: Exception) -> None:
+        def lost(_: Exception) -> None:
             how = self._how_it_ended()
             self._kill()
             on_lost(how)
 
-        def heard(message: dict[str, Any]) -> None:
+        def received(message: dict[str, Any]) -> None:
             if message["op"] == "ready":
                 self._ready = message
             on_message(message)
 
-        self._link = MessageStream(self._sock, loop, on_message=heard, on_close=gone)
+        self._link = MessageStream(self._sock, loop, on_message=received, on_close=lost)
         if self._ready is not None:
             on_message(self._ready)
 
     def detach(self) -> None:
-        """Nobody listens any more, until somebody else attaches; all its workers must have ended."""
+        """Stop receiving, until the next `attach`; all its workers must have ended."""
         self._attached().release()
         self._link = None
 
     def fork(self, assignment: Assignment, channel: socket.socket, *, memory_checkpoint: Sequence[int] = ()) -> None:
-        """Ask for a worker; `channel` is its end of the socket to the supervisor, and is closed here.
-        `memory_checkpoint`: files that it is handed as well, which stay open here. OSError where this process may open
-        no more files.
+        """Request a worker. `channel` is the worker's end of its socket to the supervisor, and is closed here.
+
+        `memory_checkpoint` are further file descriptors for the worker, which stay open here. Raise OSError if this
+        process may open no more files.
         """
-        self._asked = True
+        self._has_forked = True
         request = {
             "op": "fork",
             "worker": assignment.rank,
@@ -144,22 +143,22 @@ class WarmParent:
         self._attached().send(request, passing=[channel, *files])
 
     def signal(self, worker: int, signum: int, *, alone: bool = False) -> None:
-        """Send a signal to a worker's process group, or to it alone, where the worker has not ended."""
+        """Send a signal to a worker's process group, or with `alone` only to the worker; ignored if it has ended."""
         self._attached().send({"op": "signal", "worker": worker, "signal": signum, "alone": alone})
 
     def let_orphans_finish(self, grace_s: float) -> None:
-        """From now on the workers may outlive this process, should it be lost, by so much: to save and leave."""
+        """From now on, if this process is lost, the workers have `grace_s` seconds to save and leave."""
         self._attached().send({"op": "orphans", "grace_s": grace_s})
 
     def output(self) -> str:
-        """What it has written so far (warnings while importing, a crash): nothing of the workers."""
+        """Return what it has written so far, such as import warnings or a crash; workers' output is elsewhere."""
         if self._output.closed:
             return ""
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), size, 0).decode(errors="backslashreplace").strip()
 
     def close(self) -> None:
-        """End it and everything below it; bounded in time, and safe to repeat."""
+        """End it and all its descendants, in bounded time; safe to repeat."""
         if self._closed:
             return
         self._closed = True
@@ -167,33 +166,33 @@ class WarmParent:
             if self._link is None:
                 self._sock.close()
             else:
-                self._link.send({"op": "end"})  # otherwise they are orphans
+                self._link.send({"op": "end"})  # without this message its workers would count as orphans
                 self._link.close()
-            if not self._asked:
-                self._process.kill()  # still importing, perhaps: there is nobody else to end
+            if not self._has_forked:
+                self._process.kill()  # it may still be importing, and has no workers to end
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            pass  # it does not answer any more
+            pass  # it hangs, and is killed below
         finally:
             self._kill()
             self._output.close()
 
     def _kill(self) -> None:
-        """Kill what is left when it did not end in good order: itself, and what its workers have started."""
+        """If it did not end in good order, kill it and what its workers have started."""
         if self._process.returncode is None:
             self._process.kill()
             self._process.wait()
-        if self._process.returncode == 0 or not self._asked:
+        if self._process.returncode == 0 or not self._has_forked:
             return
-        # Its workers died with it. Their children have nobody left who knows of them, but carry the family's name.
-        deadline = time.monotonic() + LAST_S
+        # The kernel killed its workers with it. Their children are found by the environment variable they inherited.
+        deadline = time.monotonic() + KILL_S
         while (
             left := process_lifetime.pids_with_variable(FAMILY_VARIABLE, self._family)
         ) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.005)  # nothing tells when a process ends that is not one's own child
+            time.sleep(0.005)  # the end of a process that is not a child cannot be waited for, so poll
 
     def _attached(self) -> MessageStream:
         if self._link is None:
@@ -201,11 +200,11 @@ class WarmParent:
         return self._link
 
     def _how_it_ended(self) -> str:
-        """Say how, in words; it closed its end of the socket, so its end is near."""
+        """Say in words how it ended; it has closed its end of the socket, so it should end soon."""
         try:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            return "closed its socket but goes on"
+            return "closed its socket but is still running"
         if code >= 0:
             return f"ended with exit code {code}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
@@ -213,7 +212,7 @@ class WarmParent:
 
 
 class _PassedFile:
-    """An open file on its way to a worker."""
+    """An open file that is being passed to a worker."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -226,5 +225,5 @@ class _PassedFile:
 
 
 def _paths() -> list[str]:
-    """This process's search path; what is no text in it is not searched anyway."""
+    """Return this process's import search path; Python ignores entries that are not strings."""
     return [path for path in sys.path if isinstance(path, str)]

@@ -1,11 +1,12 @@
-"""Workers that are still at work in a run's directory after their supervisor has gone: the next start waits for them.
+"""File locks by which a new start of a run waits for workers of the previous start that have lost their supervisor.
 
-Each worker holds a lock on its own log for as long as it lives, however it ends; whoever starts the run again asks
-whether the locks of the newest attempt are free. The kernel keeps the account: nothing has to be cleaned up. These are
-"open file description" locks, because one can ask for them without taking them: two starts that ask at once must not
-take each other for workers. They belong to the open file, as flock's do; only Linux has them, and elsewhere, as on a
-file system without locks, nobody can be waited for. Each host has a byte of its own, because hosts that share a
-directory may see each other's locks.
+Each worker locks its own log until its process ends. A new start checks whether the locks of the newest attempt are
+free. The kernel releases the locks, so nothing has to be cleaned up.
+
+These are "open file description" locks, because they can be tested without being taken: two new starts at the same time
+must not mistake each other for workers. They exist only on Linux; on other systems, and on file systems without locks,
+a new start waits for no workers. Each host locks its own byte, because hosts that share a directory may see each
+other's locks.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from paceline.errors import LaunchError
 
 __all__ = ["lock_worker_log", "running_workers", "wait_until_workers_ended"]
 
-LOG = "stdout.log"  # every worker has one, from its first moment
-LOOK_S = 0.05
-FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process (0: of the file)
-ALL = (0, 0)  # from the first byte to the last
+LOG = "stdout.log"  # created before anything else of a worker runs
+POLL_S = 0.05
+FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid (0: the open file owns the lock)
+ALL_BYTES = (0, 0)
 
 
 def lock_worker_log(worker_dir: Path) -> None:
-    """Hold the lock of this worker until this process ends. Its log is there already."""
+    """Hold the lock of this worker until this process ends. Its log must exist."""
     fd = os.open(worker_dir / LOG, os.O_RDONLY | os.O_CLOEXEC)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a file system without locks
@@ -40,31 +41,32 @@ def lock_worker_log(worker_dir: Path) -> None:
 
 
 def running_workers(run_dir: Path, *, on_this_host: bool = False) -> list[int]:
-    """Ranks of the newest attempt's workers that have not ended: `on_this_host`, or as far as it sees others' locks."""
-    return sorted(_held(run_dir, _own_byte() if on_this_host else ALL))
+    """Return the ranks of the newest attempt's running workers: only `on_this_host`, or all whose locks are visible."""
+    return sorted(_locked_ranks(run_dir, _own_byte() if on_this_host else ALL_BYTES))
 
 
 def wait_until_workers_ended(
     run_dir: Path, *, limit_s: float, say: Callable[[str], None], on_this_host: bool = False
 ) -> None:
-    """Return when no worker of an earlier start is at work in this directory; `say` tells the user of a wait.
+    """Return when no worker of an earlier start is running in this directory; `say` informs the user of the wait.
 
-    `on_this_host`: those on other hosts may be of a run that is at work. Raises LaunchError after `limit_s` seconds.
+    With `on_this_host` workers of other hosts are ignored: they may belong to the run that is starting. Raise
+    LaunchError after `limit_s` seconds.
     """
     if not (found := running_workers(run_dir, on_this_host=on_this_host)):
         return
-    say(f"the supervisor of the start before has gone: waiting for {_named(found)}, to save and leave")
+    say(f"the supervisor of the previous start is lost: waiting for {_workers_text(found)} to save and leave")
     deadline = time.monotonic() + limit_s
     while found := running_workers(run_dir, on_this_host=on_this_host):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"The supervisor of the start before has gone, and {_named(found)} did not leave {run_dir} within "
-                f"{limit_s:.0f} s. End them (ps shows paceline-w{found[0]}), or use another run_dir."
+                f"The supervisor of the previous start is lost, and {_workers_text(found)} did not leave {run_dir} "
+                f"within {limit_s:.0f} s. End them (ps shows paceline-w{found[0]}), or use another run_dir."
             )
-        time.sleep(LOOK_S)  # a lock that is free tells nobody
+        time.sleep(POLL_S)  # a released lock wakes no one up, so poll
 
 
-def _held(run_dir: Path, span: tuple[int, int]) -> Iterator[int]:
+def _locked_ranks(run_dir: Path, span: tuple[int, int]) -> Iterator[int]:
     attempts = [path for path in run_dir.glob("attempt_*") if path.name.removeprefix("attempt_").isdecimal()]
     if not attempts:
         return
@@ -72,7 +74,7 @@ def _held(run_dir: Path, span: tuple[int, int]) -> Iterator[int]:
     for log in newest.glob(f"worker_*/{LOG}"):
         try:
             fd = os.open(log, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # another user's, or on its way out: who cannot read there will hear of it soon
+        except OSError:  # another user's file, or being removed
             continue
         try:
             if _is_locked(fd, span):
@@ -82,7 +84,7 @@ def _held(run_dir: Path, span: tuple[int, int]) -> Iterator[int]:
 
 
 def _is_locked(fd: int, span: tuple[int, int]) -> bool:
-    """Whether anybody else would keep us from having these bytes for ourselves."""
+    """Return whether another open file has locked any of these bytes."""
     if sys.platform != "linux":
         return False
     try:
@@ -93,14 +95,14 @@ def _is_locked(fd: int, span: tuple[int, int]) -> bool:
 
 
 def _flock(kind: int, span: tuple[int, int]) -> bytes:
-    """A lock of some bytes, as fcntl(2) reads it; they need not be there."""
+    """Return a `struct flock` for fcntl(2); the bytes need not exist in the file."""
     return struct.pack(FLOCK, kind, os.SEEK_SET, *span, 0)
 
 
 def _own_byte() -> tuple[int, int]:
-    """Where in a log, and how far, the workers of this host lock it."""
+    """Return the offset and length that workers of this host lock."""
     return zlib.crc32(socket.gethostname().encode()), 1
 
 
-def _named(ranks: list[int]) -> str:
+def _workers_text(ranks: list[int]) -> str:
     return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -207,9 +207,8 @@ class _NeighborSender:
             name,
             say,
         )
-        self._waiting = dict.fromkeys(
-            memory_checkpoints.own
-        )  # workers whose newest snapshot is to be sent, oldest first
+        # Workers whose newest snapshot is to be sent, oldest first.
+        self._waiting = dict.fromkeys(memory_checkpoints.own)
         self._in_flight: tuple[int, float, float] | None = None  # worker, start time, and CPU time used before
         self._connection: SnapshotConnection | None = None
         self._num_failures = 0  # in a row

@@ -264,9 +264,8 @@ class Coverage:
         self._starts, self._stops = starts[chosen], stops[chosen]
         self.steps, self.workers = steps[chosen], as_array(columns.workers)[chosen]
         reached = np.maximum.accumulate(self._stops)
-        self._before = np.concatenate(
-            [np.zeros(min(1, len(reached)), np.int64), reached[:-1]]
-        )  # reached before range i
+        # Reached before range i.
+        self._before = np.concatenate([np.zeros(min(1, len(reached)), np.int64), reached[:-1]])
         rows = np.arange(len(reached))
         self._holder = np.maximum.accumulate(np.where(self._stops >= reached, rows, 0))  # which range reached it
         self.end = int(reached[-1]) if len(reached) else 0

@@ -84,9 +84,8 @@ class EpochColumns:
     """The position ranges that the valid steps of one epoch used: row i is [starts[i], stops[i])."""
 
     begins_at: int = 0  # the positions before it were used by another run
-    streams: list[StreamHeader] = dataclasses.field(
-        default_factory=list["StreamHeader"]
-    )  # distinct ones, by their last appearance
+    # Distinct ones, by their last appearance.
+    streams: list[StreamHeader] = dataclasses.field(default_factory=list["StreamHeader"])
     starts: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     stops: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))

@@ -44,7 +44,7 @@ ABORTED = 6  # the signal with which gloo ends a process that was sent something
 class WorkerControl(Protocol):
     """What a hang monitor may ask of the workers: stacks, and to end them."""
 
-    def ask_stack(self, worker: int) -> None:
+    def request_stacks(self, worker: int) -> None:
         """Have a worker write its stacks."""
         ...
 
@@ -193,7 +193,7 @@ class HangMonitor:
                 if worker not in self._doings or self._doings[worker].state == "running":
                     self.stack_requested(worker)
                     if self._reach is not None:
-                        self._reach.ask_stack(worker)
+                        self._reach.request_stacks(worker)
             self._next_at = now + SOON_LOOK_S
             return
 

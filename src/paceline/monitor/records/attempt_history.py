@@ -187,9 +187,8 @@ def _steps_of_attempt(directory: Path, after: int, until: int) -> list[Step]:
     merger = StepMerger(())
     for path in sorted(directory.glob("worker_*/events.jsonl")):
         if worker_number(path.parent.name) is not None:
-            for record in reversed(
-                list(_step_records(path, after, until))
-            ):  # of a step that was told twice the first counts
+            # Of a step that was told twice the first counts.
+            for record in reversed(list(_step_records(path, after, until))):
                 merger.add(record)
     return merger.rest()
 

@@ -90,9 +90,8 @@ class RunRecord:
         attempts = before.attempts if before else ()
         number = 1 + max([attempt.attempt for attempt in attempts], default=0)
         started = time.time()
-        if (
-            before and attempts and before.state == RUNNING and before.pid == os.getpid()
-        ):  # its workers were lost, and begin again
+        # Its workers were lost, and begin again.
+        if before and attempts and before.state == RUNNING and before.pid == os.getpid():
             lost = dataclasses.replace(attempts[-1], state="failed", ended=started, exit_code=1)
             attempts = (*attempts[:-1], lost)
         return cls(

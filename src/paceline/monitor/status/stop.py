@@ -108,9 +108,8 @@ def _end(pid: int, started_s: float, patience_s: float, explain: Callable[[], No
     except (AttributeError, OSError):  # not Linux, or a sandbox without it
         return _end_by_number(pid, started_s, patience_s, explain)
     try:
-        if not is_same_process(
-            pid, started_s
-        ):  # asked after opening: from now on the number cannot change hands unseen
+        # Asked after opening: from now on the number cannot change hands unseen.
+        if not is_same_process(pid, started_s):
             return True
         signal.pidfd_send_signal(watched, signal.SIGTERM)
         if select.select([watched], [], [], min(SOON_S, patience_s))[0]:

@@ -327,7 +327,7 @@ def _worker_context(
     arrival: JoinContext, group: WorkerGroup, agreement: Consensus, *, axes: ParallelGroups, told: _Channels
 ) -> WorkerContext:
     """A worker's place, with the memory that its supervisor has handed it."""
-    fds, begins_at = arrival.assignment.vault_fds, arrival.assignment.begins_at
+    fds, begins_at = arrival.assignment.snapshot_fds, arrival.assignment.begins_at
     return WorkerContext(
         group=group,
         agreement=agreement,
