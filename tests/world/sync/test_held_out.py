@@ -1,5 +1,7 @@
-"""Whatever does not have the numbers of one process trains as well: two replicas on the demo's model and text reach the
-held-out loss of `Raw` and `AllReduce`, each kind within a band that is stated here and in docs/explanation/compression.md.
+"""Plans without the numbers of one process train as well: two replicas on the demo's model and text.
+
+They reach the held-out loss of `Raw` and `AllReduce`, each kind within a band. The bands are stated here and in
+docs/explanation/compression.md.
 
 The bands notice what is left out. Broken by hand, the runs end above all-reduce of gradients as they are by more than
 their bands: without error feedback PowerSGD(4) by 0.293 (in order: 0.122) and local SGD with TopK by 0.299 (0.187);
