@@ -1,0 +1,201 @@
+"""What is due between two steps: changes of the members, new shares, snapshots and checkpoints.
+
+All workers come to these places in the same order, and have equal weights there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paceline.events import Note
+from paceline.parallel.fully_sharded.sharded_model import ShardedModels
+from paceline.plan import Plan
+from paceline.worker.data.batch_stream import BatchStream
+from paceline.worker.data.load_balancing import LoadBalancer
+from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.data.stream_position import StreamPosition
+from paceline.worker.health.numerical_guard import NumericalGuard
+from paceline.worker.loop.step_log import StepLog
+from paceline.worker.loop.wire_advisor import WireAdvisor
+from paceline.worker.membership.join_run import WorkerContext
+from paceline.worker.record.run_files import RunFiles
+from paceline.worker.state.checkpointing import CheckpointedObjects
+from paceline.worker.state.codec_state import CodecState, GatheredCodecState
+from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
+
+__all__ = ["BetweenSteps"]
+
+
+class BetweenSteps:
+    """One worker's streams, and what is done with them and with its state between two steps."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        place: WorkerContext,
+        log: StepLog,
+        advisor: WireAdvisor,
+        shards: ShardedModels,
+        prepared: CheckpointedObjects,
+        codec_state: CodecState,
+        numerical_guard: NumericalGuard,
+        memory_checkpointer: MemoryCheckpointer,
+        files: RunFiles,
+    ) -> None:
+        self.log, self.streams, self.prepared = log, dict[str, BatchStream](), prepared
+        self.saved_at_step = -1
+        self.is_stopped = False  # by max_steps
+        self._plan, self._files, self._advisor, self._shards = plan, files, advisor, shards
+        self._codec_state, self._numerical_guard, self._memory_checkpointer = (
+            codec_state,
+            numerical_guard,
+            memory_checkpointer,
+        )
+        self._group, self._agreement, self._ring = place.group, place.agreement, place.ring
+        # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
+        self._equal_before = self._equal_at = 0
+        self.balance, self._balanced_at = LoadBalancer(is_on=files.balances and not place.axes.is_split), -1
+        if files.balances and place.axes.is_split and place.group.index == 0:
+            files.emit(Note(text="balance is not used: the workers of a replica run in step with each other"))
+
+    @property
+    def cursors(self) -> dict[str, StreamPosition]:
+        """The position of each stream."""
+        return {name: stream.cursor for name, stream in self.streams.items()}
+
+    def hand_out(
+        self, stream: BatchStream, batch: StepBatch, *, follow: Callable[[], None] | None = None
+    ) -> Iterator[StepBatch]:
+        """Yield one batch to the user's loop, and write down what became of it. `follow()` is called when the loop asks
+        for the next one: nothing steps on this one any more."""
+        name = stream.source.name
+        self.log.open(batch, stream.cursor)
+        try:
+            yield batch
+        except GeneratorExit:
+            # The user left the loop, by `break` or by an error on its way: what was not committed did not happen.
+            self.log.leave(name)
+            self._numerical_guard.settle(self.log.step, self.cursors)
+            raise
+        self.log.end(name)
+        if follow is not None:
+            follow()
+        self.log.close(name)
+        if self.log.told is not None:
+            self._advisor.note(self.log.told)
+        self._numerical_guard.settle(self.log.step, self.cursors)
+
+    def before_step(self) -> None:
+        """What is due where all have equal weights."""
+        step = self.log.step
+        self._agreement.between_steps()
+        self._rebalance()
+        is_kept = self._numerical_guard.keep(self.log.step, self.cursors)
+        self._memory_checkpointer.keep(self.log.step, is_rollback_kept=is_kept)
+        step = self.log.step
+        if step > self._equal_at:
+            self._equal_before, self._equal_at = self._equal_at, step
+
+    def after_step(self) -> None:
+        """The same, of what belongs to the step that was taken."""
+        is_save_due = self._came_by(self._files.is_save_due)
+        self._numerical_guard.compare(self.log.step, is_save_due=is_save_due)
+        if is_save_due:
+            self._agreement.run(self.prepared.wait)  # else the writer might wait alone, and the others in a step
+        if is_save_due and self.saved_at_step != self.log.step:
+            self.save()
+        elif self._files.saves_regularly:
+            self.prepared.warm()
+
+    def _came_by(self, is_due: Callable[[int], bool]) -> bool:
+        """Whether something was due at one of the steps since all had equal weights the last time before now."""
+        step = self.log.step
+        since = self._equal_at if step > self._equal_at else self._equal_before
+        return any(is_due(one) for one in range(since + 1, step + 1))
+
+    def _rebalance(self) -> None:
+        """Where a look is due, compare what a micro-batch takes each worker, and deal them anew if that gains."""
+        step = self.log.step
+        if not self._came_by(self.balance.is_due) or step == self._balanced_at:
+            return
+        self._balanced_at = step
+        measured, num_micro = self.balance.measured(), self._plan.batch.num_micro
+        seconds = self._agreement.run(lambda: self._group.gather_objects(measured))
+        if len(seconds) != self._group.size or not self.balance.agree(seconds, num_micro):
+            return
+        for stream in self.streams.values():
+            stream.members_changed()
+        if self._group.index == 0:
+            counts = [len(share) for share in self.balance.shares(num_micro, len(seconds))]
+            took = ", ".join(f"{one * 1e3:.3g}" for one in seconds)
+            text = (
+                f"after step {self.log.step} the workers run {counts} of a step's micro-batches each, by how long one "
+                f"has taken them: {took} ms"
+            )
+            self._files.emit(Note(text=text))
+
+    def deal_anew(self) -> None:
+        """Deal the steps that come to the members of now."""
+        for stream in self.streams.values():
+            stream.members_changed()
+        self.balance.forget()
+
+    def stop(self, *, is_saved: bool | None = None, awaits_save: bool = True) -> None:
+        """End a loop at max_steps, and save the state of now, which a later start goes on from. Code after the loop
+        runs there too, in its time, so what it does today is not saved at the end.
+
+        `is_saved`: this step was saved already; None: as saves were due since all had equal weights. `awaits_save`: all
+        workers wait for an earlier save together.
+        """
+        if is_saved is None:
+            is_saved = self._came_by(self._files.is_save_due)
+        prepared = self.prepared
+        is_newer = prepared.is_recalled or prepared.has_taken_over or self.log.step > prepared.step
+        if self._files.saves_at_end and not self.is_stopped and awaits_save:
+            self._agreement.run(prepared.wait)
+        if self._files.saves_at_end and not self.is_stopped and is_newer and not is_saved:
+            self.save()
+        self.is_stopped = True
+
+    def save(self, gathered: GatheredCodecState | None = None, *, is_writer: bool = False) -> None:
+        """Save a checkpoint of the state after the last committed step; writing goes on in the background.
+
+        All workers must call it; within an operation of all of them, with what they have `gathered` there. `is_writer`:
+        this one alone calls it, since it is to write.
+        """
+
+        def gather() -> GatheredCodecState:
+            return self._codec_state.gather(keeps=is_writer or self.prepared.writes)  # the writer may change meanwhile
+
+        step = self.log.step
+        self._shards.close()
+        self._ring.begin("saving", step)
+        self._numerical_guard.put_back(step, self.cursors)
+        self.saved_at_step = step
+        if gathered is None:
+            gathered = self._agreement.run(gather) if self._codec_state.is_kept else GatheredCodecState()
+        if is_writer and self._agreement.has_changed:
+            self.prepared.has_taken_over = True
+        self.prepared.save(step=self.log.step, cursors=self.cursors, gathered=gathered, is_writer=is_writer)
+
+    def plain(self) -> dict[str, Any]:
+        """The counts, for a newcomer."""
+        return {
+            "books": self.log.plain(),
+            "balanced_at": self._balanced_at,
+            "equal": (self._equal_before, self._equal_at),
+        }
+
+    def fill(self, state: dict[str, Any]) -> None:
+        """Count on from a member's counts."""
+        self.log.fill(state["books"])
+        self.saved_at_step, self._balanced_at = self.log.step, state["balanced_at"]
+        self._equal_before, self._equal_at = state["equal"]
+
+    def begin_at(self, step: int) -> None:
+        """The run goes on from a checkpoint."""
+        self.log.step = self.saved_at_step = self._equal_before = self._equal_at = step
+        self._numerical_guard.begin(step)
+        self._memory_checkpointer.begin(step)
