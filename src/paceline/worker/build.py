@@ -6,24 +6,20 @@ are parameter servers. Nothing is sent here except what resuming a run needs.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.comm.group import SingleWorkerGroup
 from paceline.errors import PlanError
 from paceline.events import Note, Warned
 from paceline.host_memory import free_bytes
-from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
+from paceline.plan import ParameterServer, Plan
 from paceline.worker.elastic_state import ElasticState
 from paceline.worker.health.numerical_guard import NumericalGuard
 from paceline.worker.health.replica_comparison import ReplicaComparison
 from paceline.worker.lifecycle import WorkerLifecycle
-from paceline.worker.loop.communication_rounds import CommunicationRounds, ReplicaVote
-from paceline.worker.loop.gossip_rounds import GossipRounds
-from paceline.worker.loop.streaming_rounds import StreamingRounds
+from paceline.worker.loop.step_mode_for import step_mode_for
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.membership.join_run import WorkerContext
 from paceline.worker.membership.worker_collectives import WorkerCollectives
@@ -35,7 +31,6 @@ from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.state_dict import StateRegistry
 from paceline.worker.step.gradient_pass import StepExecutor
-from paceline.worker.topology.parallel_groups import single_worker_replicas
 from paceline.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -80,16 +75,14 @@ class _Builder:
     ) -> None:
         self._rank, self._plan, self._place, self._device = rank, plan, place, device
         self._files, self._host, self._timeout_s = files, host, timeout_s
-        self._own = place
-        if plan.is_asynchronous:  # a worker takes its steps alone
-            alone = SingleWorkerGroup()
-            self._own = dataclasses.replace(place, group=alone, axes=single_worker_replicas(alone))
+        self._mode = step_mode_for(plan)
+        self._scope = self._mode.scope(plan, place)
+        self._own = self._scope.place
         self._loop: TrainingLoop  # made last: what it needs calls it only in steps
 
     def build(self) -> WorkerParts:
         """Make all parts in the order in which they need each other."""
-        place, vote = self._place, ReplicaVote(self._place.agreement)
-        executor = self._executor(vote)
+        place, executor = self._place, self._executor()
         collectives = self._collectives(executor)
         servers = server_client(
             self._plan,
@@ -101,7 +94,6 @@ class _Builder:
         )
         tables = _tables(servers)
         models = self._models(executor, servers, tables)
-        rounds = self._rounds(executor, models, vote)
         registry = StateRegistry(self._device)
         codec_state = CodecState(self._plan.wire, models=models, registry=registry, axes=place.axes)
         prepared = self._prepared(executor, registry, models, codec_state)
@@ -109,15 +101,15 @@ class _Builder:
         memory_checkpointer = self._memory_checkpointer(prepared, codec_state)
         self._loop = TrainingLoop(
             self._plan,
-            place=self._own,
+            self._mode,
+            self._scope,
             everybody=place.group,
-            walks=executor,
+            executor=executor,
             models=models,
             prepared=prepared,
-            memories=codec_state,
-            guarding=guard,
-            vaulting=memory_checkpointer,
-            rounds=rounds,
+            codec_state=codec_state,
+            numerical_guard=guard,
+            memory_checkpointer=memory_checkpointer,
             files=self._files,
         )
         place.attach(
@@ -151,15 +143,14 @@ class _Builder:
             loop=self._loop,
         )
 
-    def _executor(self, vote: ReplicaVote) -> StepExecutor:
-        plan, place, own = self._plan, self._place, self._own
-        is_alone = plan.is_local or plan.is_asynchronous  # a step is agreed on inside the replica only
+    def _executor(self) -> StepExecutor:
+        scope = self._scope
         return StepExecutor(
-            plan,
-            group=place.axes.whole if plan.is_local else own.group,
-            agreement=vote if is_alone else place.agreement,
+            self._plan,
+            group=scope.group,
+            agreement=scope.vote,
             device=self._device,
-            axes=place.axes.by_itself() if plan.is_local else own.axes,
+            axes=scope.axes,
             measures_noise=self._files.measures_noise,
         )
 
@@ -170,8 +161,8 @@ class _Builder:
             prelude=self._place.prelude,
             device=self._device,
             is_in_step=lambda: executor.under_way,
-            is_apart=lambda: self._loop.is_dealing,
-            catch_up=lambda: self._loop.catch_up(),
+            is_apart=lambda: self._loop.mode.is_apart,
+            catch_up=lambda: self._loop.mode.catch_up(),
         )
 
     def _models(
@@ -190,22 +181,6 @@ class _Builder:
             tables=tables,
             generation=lambda: agreement.generation,
             worker_rank=self._rank,
-        )
-
-    def _rounds(self, executor: StepExecutor, models: PreparedModels, vote: ReplicaVote) -> CommunicationRounds:
-        sync, kind = self._plan.sync, CommunicationRounds
-        if isinstance(sync, LocalSGD) and sync.streams:
-            kind = StreamingRounds
-        elif isinstance(sync, Gossip):
-            kind = GossipRounds
-        return kind(
-            self._plan,
-            group=self._place.group,
-            axes=self._place.axes,
-            agreement=self._place.agreement,
-            by_itself=vote,
-            models=models,
-            weights_changed=executor.shards.close,
         )
 
     def _prepared(

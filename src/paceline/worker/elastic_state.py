@@ -67,5 +67,5 @@ class ElasticState:
                 self._loop.save(gathered)
             self._prepared.wait(is_end=True)
 
-        self._loop.books.leave()
+        self._loop.step_log.leave()
         self._agreement.run(settle)

@@ -42,10 +42,10 @@ class WorkerLifecycle:
     def end(self) -> None:
         """Finish the run after the user's function has returned: last checkpoint, events, files; all workers."""
         self._parts.place.recorder.begin("ending", self.step)
-        self._loop.leave()
+        self._loop.mode.leave()
         self._parts.shards.close()
-        self._loop.end_round()
-        self._loop.books.leave()
+        self._loop.mode.end()
+        self._loop.step_log.leave()
         self._agreement.rejoin_group()
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
             self._agreement.run(self._save_last)
@@ -63,15 +63,15 @@ class WorkerLifecycle:
         # again where its last step was saved already: code after the loop may have changed the state.
         is_newer = prepared.is_recalled or self.step > prepared.step
         lacks = is_newer and prepared.saved_at != self.step
-        if loop.streams and self._files.saves_at_end and not loop.has_left:
+        if loop.streams and self._files.saves_at_end and not loop.mode.has_left:
             gathered = self._parts.codec_state.gather(keeps=prepared.writes)
-            if lacks or not loop.is_stopped:
+            if lacks or not loop.between.is_stopped:
                 loop.save(gathered)
         prepared.wait(is_end=True)  # the last worker to end has seen all writers' messages
 
     def leave(self) -> None:
         """End this worker cleanly, while the run may go on without it."""
-        self._loop.books.leave()
+        self._loop.step_log.leave()
         self._prepared.close(is_left=True)
         self._finish()
 
@@ -96,7 +96,7 @@ class WorkerLifecycle:
     def abandon(self) -> None:
         """After an error: forget the step under way, leave the servers, and give a checkpoint that is being written a
         moment to be committed."""
-        self._loop.books.leave()
+        self._loop.step_log.leave()
         if self._parts.servers is not None:
             self._parts.servers.close(at_once=True)  # this process may live on, and they would with it
         self._parts.numerical_guard.abandon()

@@ -193,7 +193,7 @@ class Worker:
         Gradients are averaged over all workers when the walk over the batch ends: then clip if you like,
         `optim.step()`, `optim.zero_grad()`.
         """
-        self._loop.walks.backward(loss)
+        self._loop.executor.backward(loss)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Bound the global norm of the averaged gradients, in the plain loop; returns the norm before, 0-d.
@@ -226,10 +226,10 @@ class Worker:
         self._recorder.begin("evaluation", self.step)
         began = time.perf_counter()
         named = measures if isinstance(measures, Mapping) else {"loss": measures}
-        who = self._own if self._loop.is_dealing else self._place  # each by itself, on the weights that it has
+        who = self._own if self._loop.mode.is_apart else self._place  # each by itself, on the weights that it has
 
         def measure() -> dict[str, float]:
-            with self._loop.averaged():
+            with self._loop.mode.averaged():
                 return evaluate(
                     model,
                     dataset,
@@ -246,7 +246,7 @@ class Worker:
                     staged=self._models.staged(model),
                 )
 
-        results = measure() if self._loop.is_dealing else self._talk.together(measure)
+        results = measure() if self._loop.mode.is_apart else self._talk.together(measure)
         took_s = time.perf_counter() - began
         self._files.emit(Evaluated(step=self.step, num_samples=len(dataset), metrics=results, duration_s=took_s))
         return results
@@ -254,7 +254,7 @@ class Worker:
     def report(self, **metrics: float | Tensor) -> None:
         """Note values for the console and all other sinks, which average a step's values over the workers that report
         them. Outside of the loop over batches the values are told at once."""
-        self._loop.books.report(metrics)
+        self._loop.step_log.report(metrics)
 
     def save(self) -> None:
         """Save a checkpoint of the state after the last committed step; writing goes on in the background.
@@ -262,8 +262,8 @@ class Worker:
         Raises RuntimeError, on the first worker, where that has left a loop over dealt batches before its end.
         """
         self._talk.require_together("worker.save()")
-        if self.is_first and self._loop.has_left:  # it writes; that another one has left does not change its state
-            self._loop.require_common_step("worker.save()")
+        if self.is_first and self._loop.mode.has_left:  # it writes; that another one has left does not change its state
+            self._loop.mode.require_common_step("worker.save()")
         self._loop.save()
 
     def restore(self, path: str | None = None) -> int:

@@ -48,7 +48,7 @@ class Pretended:
             place=other,
             everybody=other,
             models=other,
-            books=other,
+            step_log=other,
             files=other,
             save=other.save,
             stop=other.stop,

@@ -20,7 +20,8 @@ from paceline.worker.data.batch_stream import BatchStream, StreamSource
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
-from paceline.worker.loop.training_loop import TrainingLoop
+from paceline.worker.loop.between_steps import BetweenSteps
+from paceline.worker.loop.local_rounds import LocalRounds
 from paceline.worker.membership.consensus import Consensus, ElasticMembership, MemberProgress
 from paceline.worker.topology.parallel_groups import single_worker_replicas
 
@@ -131,6 +132,13 @@ class Pair(SingleWorkerGroup):
         return [value, self._other]
 
 
+def between_steps_of(stream: BatchStream) -> BetweenSteps:
+    """As far as shares are dealt anew."""
+    between = BetweenSteps.__new__(BetweenSteps)
+    between.streams, between.balance = {"train": stream}, LoadBalancer(is_on=False)
+    return between
+
+
 @pytest.mark.parametrize(("others_step", "is_dealt_anew"), [(0, True), (1, False)])
 def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
     others_step: int, is_dealt_anew: bool
@@ -158,12 +166,11 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
             workers_each=1,
         ),
     )
-    loop = TrainingLoop.__new__(TrainingLoop)
-    loop.streams = {"train": stream}
-    loop._models = cast("Any", SimpleNamespace(members_changed=lambda: None))
-    loop._rounds = cast("Any", SimpleNamespace(is_local=True, is_open=False, members_changed=lambda: None))
-    loop._agreement, loop._balance = agreement, LoadBalancer(is_on=False)
-    agreement.attach(cast("Any", SimpleNamespace(step=0, regrouped=loop.members_changed)))
+    mode = LocalRounds.__new__(LocalRounds)
+    mode._between = between_steps_of(stream)
+    mode._rounds = cast("Any", SimpleNamespace(is_open=False, members_changed=lambda: None))
+    mode._agreement = agreement
+    agreement.attach(cast("Any", SimpleNamespace(step=0, regrouped=mode.members_changed)))
     agreement._position = 0
     assert agreement.drop(Disrupted("worker 2 was lost"), holds_result=True)
     assert stream.is_dealt_anew is is_dealt_anew
@@ -173,16 +180,16 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
 def test_who_ends_a_round_when_others_are_in_the_next_one_deals_anew_after_that(is_left_behind: bool) -> None:
     stream = stream_of(Place(0, 3), replicas=lambda: (0, 1, 2))
     next(stream.steps(lambda: 1))  # as it was dealt to all three
-    loop = TrainingLoop.__new__(TrainingLoop)
-    loop.streams, loop.books = {"train": stream}, cast("Any", SimpleNamespace(step=1))
+    mode = LocalRounds.__new__(LocalRounds)
+    mode._between, mode._log = between_steps_of(stream), cast("Any", SimpleNamespace(step=1))
     rounds = SimpleNamespace(is_open=True, is_left_behind=is_left_behind, end=lambda *_, **__: True)
-    loop._rounds, loop._balance = cast("Any", rounds), LoadBalancer(is_on=False)
-    loop._files = cast("Any", SimpleNamespace(ledger=SimpleNamespace(settle=lambda: None)))
-    loop._takers, loop._is_deal_due = {}, True  # a member was lost meanwhile
-    loop._try_to_end_round(is_wanted=False)
+    mode._rounds = cast("Any", rounds)
+    mode._files = cast("Any", SimpleNamespace(ledger=SimpleNamespace(settle=lambda: None)))
+    mode._takers, mode._is_deal_due = {}, True  # a member was lost meanwhile
+    mode._try_to_end_round(is_wanted=False)
     assert stream.is_dealt_anew is not is_left_behind
     rounds.is_left_behind = False  # the next one is over
-    loop._try_to_end_round(is_wanted=False)
+    mode._try_to_end_round(is_wanted=False)
     assert stream.is_dealt_anew
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from paceline.comm.group import CompletedTransfer, SingleWorkerGroup, Transfer, total
 from paceline.errors import SyncError
 from paceline.plan import Gossip, Layout, LocalSGD, Plan
-from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint, ReplicaVote
+from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint
 from paceline.worker.loop.gossip_rounds import GossipRounds
+from paceline.worker.loop.step_mode import ReplicaVote
 
 LIMIT_S = 20.0
 STEPS = 6
@@ -96,12 +97,12 @@ class Replica:
     def walk(self, operations: Callable[[int, LoopPoint], bool]) -> None:
         rounds = self.rounds
         for number in range(1, STEPS + 1):
-            rounds.stand = LoopPoint.WAITING
+            rounds.loop_point = LoopPoint.WAITING
             if not rounds.is_open and self._is_change_due:
                 total(self._seat, [1.0], what="a change of the members")
                 self._note("left")
                 return
-            rounds.stand = LoopPoint.IN_HAND
+            rounds.loop_point = LoopPoint.IN_HAND
             if operations(number, LoopPoint.IN_HAND):
                 self.operate()
             self.is_urgent = self.wants_change = self._called_at is not None and number >= self._called_at
@@ -111,13 +112,13 @@ class Replica:
             rounds.stepped(cast("Any", SimpleNamespace(step=number, dealt={})))
             if operations(number, LoopPoint.STEPPED):
                 self.operate()
-            rounds.stand = LoopPoint.FOLLOWING
+            rounds.loop_point = LoopPoint.FOLLOWING
             if rounds.is_over(lambda _: False):
                 self.end_round(is_wanted=True)
             elif rounds.is_mixing_due(self.step):
                 self.end_round(is_wanted=False)
             rounds.followed()
-        rounds.stand = LoopPoint.WAITING
+        rounds.loop_point = LoopPoint.WAITING
         self.end_round(is_wanted=True)
 
     def operate(self) -> None:
@@ -131,7 +132,7 @@ class Replica:
             self._note("ended")
 
     def _note(self, what: str) -> None:
-        self.did.append((what, self.step, self.rounds.stand.name))
+        self.did.append((what, self.step, self.rounds.loop_point.name))
 
 
 def together(

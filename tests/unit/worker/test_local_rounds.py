@@ -15,7 +15,8 @@ from paceline.schedule.micro_batches import deal, micro_batches
 from paceline.sync.allreduce.codec_memory import CodecMemory
 from paceline.sync.local.local_sgd import OuterStep
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint, ReplicaVote, RoundShare
+from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint, RoundShare
+from paceline.worker.loop.step_mode import ReplicaVote
 
 MICROS = micro_batches(0, 40, 2)
 
@@ -176,7 +177,7 @@ def test_a_round_ends_where_too_few_are_left() -> None:
         )
     ]
     assert not replica.rounds.is_over(lambda _: False)
-    replica.rounds.stand = LoopPoint.FOLLOWING
+    replica.rounds.loop_point = LoopPoint.FOLLOWING
     assert replica.rounds.end(1, run_more=lambda _: None, is_wanted=False)
     assert agreed == [1]
     other = Replica(0)

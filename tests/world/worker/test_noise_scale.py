@@ -42,7 +42,7 @@ def measured(worker: Any, *, sums: bool = False) -> float | None:
     step = worker.stepper(model, optim, forward=forward)
     for batch in worker.batches(Gradients(), epochs=1):
         step(batch)
-    return worker._loop.walks.noise.samples
+    return worker._loop.executor.noise.samples
 
 
 @pytest.mark.parametrize(

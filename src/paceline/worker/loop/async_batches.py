@@ -44,7 +44,7 @@ class AsyncBatches:
         place: WorkerContext,
         everybody: WorkerGroup,
         models: PreparedModels,
-        books: StepLog,
+        step_log: StepLog,
         files: RunFiles,
         save: Callable[[], None],
         stop: Callable[[], None],
@@ -52,7 +52,7 @@ class AsyncBatches:
     ) -> None:
         self._plan, self._everybody = plan, everybody
         self._agreement, self._recorder = place.agreement, place.recorder
-        self._models, self._books, self._files = models, books, files
+        self._models, self._step_log, self._files = models, step_log, files
         self._save, self._stop, self._forget = save, stop, forget
         self._turn_of: tuple[BatchStream, int, StreamPosition] | None = (
             None  # whose batches are dealt, and where it began
@@ -90,9 +90,9 @@ class AsyncBatches:
         if self._turn_of is None:
             return
         name, gradients = self._turn_of[0].source.name, self._models.turns
-        is_taken = self._books.is_committed(name)  # else weights are as new as the batch, or an error is on its way
+        is_taken = self._step_log.is_committed(name)  # else weights are as new as the batch, or an error is on its way
         self._turn_of, self.has_left, self._is_behind = None, True, True
-        self._books.leave(name)
+        self._step_log.leave(name)
         self._forget(name)  # nobody knows a step at which all stand: nothing is saved
         if is_taken:
             gradients.noted()
@@ -134,7 +134,7 @@ class AsyncBatches:
         """Yield what this worker is dealt, and do what comes between."""
         name, first, agreement = stream.source.name, dealt.step, self._agreement
         while True:
-            self._recorder.begin("waiting for a batch", self._books.step)
+            self._recorder.begin("waiting for a batch", self._step_log.step)
             agreement.await_enough()
             told = gradients.next(
                 dealt, wants_pause=lambda: agreement.wants_change, is_called=lambda: agreement.is_dismissed
@@ -142,10 +142,10 @@ class AsyncBatches:
             self._note_bequests(stream, gradients, begun=begun, first=first)
             match told:
                 case DealtBatch(number=number):
-                    self._books.step = first + number
+                    self._step_log.step = first + number
                     batch = stream.batch_at(number, begun=begun, step=first + number + 1)
                 case BackupShare(number=number, index=index, count=count):
-                    self._books.step = first + number
+                    self._step_log.step = first + number
                     batch = stream.batch_at(number, begun=begun, step=first + number + 1, share=(index, count))
                 case Save(number=number):
                     self._save()
@@ -153,7 +153,7 @@ class AsyncBatches:
                     continue
                 case Pause(number=number):  # all workers are told so
                     self._stand(number)
-                    self._recorder.begin("between two steps", self._books.step)
+                    self._recorder.begin("between two steps", self._step_log.step)
                     agreement.rejoin_group()
                     agreement.change_is_due()
                     agreement.between_steps()
@@ -162,45 +162,45 @@ class AsyncBatches:
                 case StreamEnd(has_left=has_left):
                     self._have_others_left |= has_left
                     self._stand(dealt.limit)
-                    self._recorder.begin("between two steps", self._books.step)
+                    self._recorder.begin("between two steps", self._step_log.step)
                     agreement.rejoin_group()
                     self._turn_of = None
-                    if self._files.is_last_step(self._books.step):
+                    if self._files.is_last_step(self._step_log.step):
                         self._stop()
                     return
                 case None:
                     agreement.depart()
-            self._books.open(batch, StreamPosition())
+            self._step_log.open(batch, StreamPosition())
             gradients.behind, gradients.num_samples = None, sum(micro.num_samples for micro in batch.micros)
             yield batch
             if (
                 self._plan.has_backup_workers and batch.chosen is None
             ):  # it was passed over, and nobody has waited for it
-                self._books.leave(name)
+                self._step_log.leave(name)
                 continue
-            if gradients.is_sent and not self._books.is_committed(name):  # an error on its way was caught in the loop
-                self._books.leave(name)
+            if gradients.is_sent and not self._step_log.is_committed(name):  # an error was caught in the loop
+                self._step_log.leave(name)
                 gradients.give_back()
                 continue
             gradients.pass_over()
             if gradients.behind is not None:
-                self._books.report({"behind": gradients.behind})
-            self._books.close(name)
+                self._step_log.report({"behind": gradients.behind})
+            self._step_log.close(name)
             gradients.noted()
 
     def _begin(self, stream: BatchStream, gradients: AsyncGradients) -> DealtStream | None:
         """Reach the servers; returns what is dealt: who comes later is told by them. None: that is over, and the others
         are in a later loop, or at the end. From then on members are apart."""
-        name, first, limit, files = stream.source.name, self._books.step, stream.num_left(), self._files
+        name, first, limit, files = stream.source.name, self._step_log.step, stream.num_left(), self._files
         if self._agreement.is_newcomer:
             self._agreement.part()
             dealt, is_over = gradients.join(name)
             if not is_over:
                 self._agreement.come()
                 return dealt
-            self._books.step = dealt.step + dealt.limit
+            self._step_log.step = dealt.step + dealt.limit
             stream.stand_after(dealt.limit, begun=StreamPosition(dealt.epoch, dealt.position))
-            if files.is_last_step(self._books.step):
+            if files.is_last_step(self._step_log.step):
                 self._agreement.await_run_end()
             return None
         if files.max_steps is not None:
@@ -232,9 +232,9 @@ class AsyncBatches:
             if one.stream == stream.source.name:  # who came later hears of earlier ones, too
                 batch = stream.batch_at(one.number, begun=begun, step=first + one.number + 1)
                 if self._plan.has_backup_workers:  # all have passed it over: it is in nobody's books
-                    self._books.step, batch.chosen = first + one.number, ()
-                    self._books.open(batch, StreamPosition())
-                    self._books.close(batch.stream)
+                    self._step_log.step, batch.chosen = first + one.number, ()
+                    self._step_log.open(batch, StreamPosition())
+                    self._step_log.close(batch.stream)
                     continue
                 self._files.ledger.committed(batch, (), step=batch.step, skipped=one.is_skipped, is_whole=True)
         if gradients.bequests:
@@ -245,5 +245,5 @@ class AsyncBatches:
         """All batches before this number are done, and their updates are here."""
         if self._turn_of is not None:
             stream, first, begun = self._turn_of
-            self._books.step = first + number
+            self._step_log.step = first + number
             stream.stand_after(number, begun=begun)

@@ -24,7 +24,7 @@ class Asynchronous(StepMode):
 
     def __init__(self, plan: Plan, *args: Any, **options: Any) -> None:
         super().__init__(plan, *args, **options)
-        self.is_alone = not plan.has_backup_workers  # type: ignore[misc]
+        self.is_alone = not plan.has_backup_workers
 
     @staticmethod
     def scope(plan: Plan, place: WorkerContext) -> StepScope:

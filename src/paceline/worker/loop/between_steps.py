@@ -53,7 +53,7 @@ class BetweenSteps:
             numerical_guard,
             memory_checkpointer,
         )
-        self._group, self._agreement, self._ring = place.group, place.agreement, place.ring
+        self._group, self._agreement, self._recorder = place.group, place.agreement, place.recorder
         # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
         self._equal_before = self._equal_at = 0
         self.balance, self._balanced_at = LoadBalancer(is_on=files.balances and not place.axes.is_split), -1
@@ -89,7 +89,6 @@ class BetweenSteps:
 
     def before_step(self) -> None:
         """What is due where all have equal weights."""
-        step = self.log.step
         self._agreement.between_steps()
         self._rebalance()
         is_kept = self._numerical_guard.keep(self.log.step, self.cursors)
@@ -171,7 +170,7 @@ class BetweenSteps:
 
         step = self.log.step
         self._shards.close()
-        self._ring.begin("saving", step)
+        self._recorder.begin("saving", step)
         self._numerical_guard.put_back(step, self.cursors)
         self.saved_at_step = step
         if gathered is None:

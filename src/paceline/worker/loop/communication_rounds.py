@@ -40,12 +40,13 @@ from paceline.sync.allreduce.buckets import NamedParameter
 from paceline.sync.local.local_sgd import OuterStep, fragments_of
 from paceline.sync.local.weight_averaging import WeightAveraging
 from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.loop.step_mode import ReplicaVote
 from paceline.worker.membership.consensus import Consensus
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
-__all__ = ["CommunicationRounds", "LoopPoint", "ReplicaVote", "RoundShare"]
+__all__ = ["CommunicationRounds", "LoopPoint", "RoundShare"]
 
 
 class LoopPoint(enum.IntEnum):
@@ -71,26 +72,6 @@ class RoundShare:
         return sum(micro.num_samples for micro in self.micros)
 
 
-class ReplicaVote:
-    """What a walk has in place of the run's agreement, where its replica takes steps by itself, or batches in
-    turns: nothing is asked of other replicas. That something cannot wait, all workers of the replica learn in the
-    pass's metadata."""
-
-    def __init__(self, agreement: Consensus) -> None:
-        self._agreement = agreement
-        self.is_called = False  # to the other replicas
-
-    @property
-    def wants_change(self) -> bool:
-        return self._agreement.is_urgent
-
-    def change_is_due(self) -> None:
-        self.is_called = True
-
-    def vote(self) -> bool:
-        return True
-
-
 class CommunicationRounds:
     """One worker's rounds. All workers of a replica come to each method at the same place."""
 
@@ -107,7 +88,7 @@ class CommunicationRounds:
     ) -> None:
         """`weights_changed()`: what was made of a model's weights before is not of these."""
         self.is_open = False  # this replica has taken steps that do not count yet
-        self.stand = LoopPoint.WAITING  # told by the loop; a newcomer comes to a batch as the others do
+        self.loop_point = LoopPoint.WAITING  # told by the loop; a newcomer comes to a batch as the others do
         self._buffers = BufferAverager()
         self._plan, self._group, self._axes, self._agreement, self._models = plan, group, axes, agreement, models
         self._by_itself, self._weights_changed = by_itself, weights_changed
@@ -124,11 +105,6 @@ class CommunicationRounds:
         self._ahead: int | None = None  # the place that another replica had come to when all met, and this one had not
         self._end_at: int | None = None  # that one, or where all who met are to end the round
 
-    @property
-    def is_local(self) -> bool:
-        """Whether replicas take steps by themselves."""
-        return self._plan.is_local
-
     def lacks(self, trained: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of these parameters that are not agreed on yet."""
         return [parameter for parameter in trained if id(parameter) not in self._trained]
@@ -136,7 +112,7 @@ class CommunicationRounds:
     def prepare(self, trained: Iterable[nn.Parameter]) -> Sequence[WeightAveraging]:
         """Between two rounds: agree on all these parameters from now on. Returns who does it, where that is new."""
         ids = frozenset(map(id, trained))
-        if not self.is_local or ids == self._trained:
+        if ids == self._trained:
             return ()
         self._trained = ids
         self._agreeing = self._models.agree_by(self._made, ids)
@@ -175,14 +151,13 @@ class CommunicationRounds:
 
     def stepped(self, batch: StepBatch) -> None:
         """This replica has taken a step of its own, which waits for the round's end."""
-        self.stand = LoopPoint.STEPPED
-        if self.is_local:
-            self._models.stepped()
-            self._note(batch)
+        self.loop_point = LoopPoint.STEPPED
+        self._models.stepped()
+        self._note(batch)
 
     def stepped_again(self, batch: StepBatch) -> None:
         """It has stepped on the same batch once more: where the round was ended in between, another one has begun."""
-        if self.is_local and not self.is_open:
+        if not self.is_open:
             self._note(batch)
 
     def _note(self, batch: StepBatch) -> None:
@@ -329,7 +304,7 @@ class CommunicationRounds:
 
     def _place(self, step: int) -> int:
         """The place after this step where this replica is."""
-        return step * len(LoopPoint) + self.stand
+        return step * len(LoopPoint) + self.loop_point
 
     def _meet(self, step: int, *, is_wanted: bool) -> bool | None:
         """Come together with those who want the round to end, and those who do an operation in it: these cannot tell
@@ -358,9 +333,9 @@ class CommunicationRounds:
             if min(places) == newest:
                 break
         self._ahead = None
-        ends = ends or (is_urgent and self.stand == LoopPoint.FOLLOWING)
+        ends = ends or (is_urgent and self.loop_point == LoopPoint.FOLLOWING)
         if is_urgent and not ends:
-            self._end_at = (step + (self.stand == LoopPoint.IN_HAND)) * len(LoopPoint) + LoopPoint.FOLLOWING
+            self._end_at = (step + (self.loop_point == LoopPoint.IN_HAND)) * len(LoopPoint) + LoopPoint.FOLLOWING
         if ends and is_change_due:
             self._agreement.change_is_due()
         if not ends:

@@ -71,11 +71,11 @@ class LocalRounds(StepMode):
         log, between, rounds = self._log, self._between, self._rounds
         steps = stream.steps(lambda: log.step + 1)
         while True:
-            self._ring.begin("between two steps", log.step)
+            self._recorder.begin("between two steps", log.step)
             rounds.loop_point = LoopPoint.WAITING
             if not rounds.is_open:
                 between.before_step()
-            self._ring.begin("waiting for data", log.step + 1)
+            self._recorder.begin("waiting for data", log.step + 1)
             batch = next(steps, None)
             if batch is None:
                 self._end_last_round(stream)
@@ -86,7 +86,7 @@ class LocalRounds(StepMode):
                 return
             rounds.loop_point = LoopPoint.IN_HAND
             yield from between.hand_out(stream, batch, follow=self._follow_steps)
-            self._ring.begin("between two steps", log.step)
+            self._recorder.begin("between two steps", log.step)
             if not rounds.is_open:
                 between.after_step()
 
@@ -111,7 +111,7 @@ class LocalRounds(StepMode):
             self._rounds.end_of_data(self._log.step)
         self._rounds.require_nobody_ahead(self._log.step)
         if was_open:
-            self._ring.begin("between two steps", self._log.step)
+            self._recorder.begin("between two steps", self._log.step)
             self._between.after_step()
 
     # One step.
@@ -197,7 +197,7 @@ class LocalRounds(StepMode):
         if not self._rounds.is_open:
             return
         if is_wanted:
-            self._ring.begin("the replicas agree", self._log.step)
+            self._recorder.begin("the replicas agree", self._log.step)
         if not self._rounds.end(self._log.step, run_more=self._run_more, is_wanted=is_wanted):
             return
         self._files.ledger.settle()
@@ -219,7 +219,7 @@ class LocalRounds(StepMode):
             num_here=portion.num_samples,
             fetch=lambda: next(items),
         )
-        self._ring.begin("forward and backward", portion.step)
+        self._recorder.begin("forward and backward", portion.step)
         for one in self._takers.get(portion.step, ()):
             one.run_more(more)
         self._files.ledger.ran_more(portion.step, more.micros if self._axes.counts else ())

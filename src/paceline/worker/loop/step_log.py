@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from paceline.events import Reported, StepDone, Warned
 from paceline.sync.allreduce.buckets import SentBytes
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
-from paceline.worker.loop.communication_rounds import CommunicationRounds
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.step.gradient_pass import StepOutcome
 
@@ -44,6 +43,33 @@ class PendingStep:
         return self.outcome is None or not (self.outcome.is_taken or self.outcome.is_idle or self.outcome.is_late)
 
 
+class CommitObserver(Protocol):
+    """What the step log asks of the mode in which steps are taken, and tells it."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other worker takes part in this one's steps."""
+        ...
+
+    @property
+    def skipped_by(self) -> str:
+        """By which workers a step is skipped, for the warning."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether committed steps wait for other replicas before they count."""
+        ...
+
+    def stepped(self, batch: StepBatch) -> None:
+        """A step is committed here."""
+        ...
+
+    def stepped_again(self, batch: StepBatch) -> None:
+        """Another optimizer has stepped on a batch that was committed before."""
+        ...
+
+
 class StepLog:
     """Keeps count for one worker. `num_bytes_sent()` went to others so far, `wire_bytes()` of it to other replicas."""
 
@@ -57,16 +83,14 @@ class StepLog:
         add_work: Callable[[int, Mapping[str, float]], None],
         counts: bool,
         recovery_s: Callable[[], float],
-        rounds: CommunicationRounds,
-        is_alone: bool = False,
+        mode: CommitObserver,
     ) -> None:
-        """`is_alone`: no other worker takes part in this one's steps. `counts`: whether this worker's word does; others
-        may run the same micro-batches. `recovery_s()` is what changes of the members have cost so far. `rounds` hears
-        which steps are committed here."""
+        """`counts`: whether this worker's samples are written down; others may run the same micro-batches.
+        `recovery_s()` is what changes of the members have cost so far. `mode` hears which steps are committed here."""
         self.step = 0  # committed steps, of all attempts
         self.latest: PendingStep | None = None  # the batch that was handed out or walked over last
         self._files, self._num_bytes_sent, self._is_elastic = files, num_bytes_sent, is_elastic
-        self._counts, self._is_alone = counts, is_alone
+        self._counts, self._mode = counts, mode
         self._add_work = add_work  # of micro-batches, and the seconds of a step: for whoever looks for stragglers
         self._open: dict[str, PendingStep] = {}  # by stream
         self._num_batches = self._num_skips = 0
@@ -74,7 +98,6 @@ class StepLog:
         self._told_at, self._bytes_told = time.perf_counter(), 0
         self._wire_bytes, self._wire_told = wire_bytes, SentBytes()
         self._warned: set[str] = set()
-        self._rounds = rounds
         self.told: StepDone | None = None  # the last step
 
     def plain(self) -> dict[str, int]:
@@ -127,8 +150,10 @@ class StepLog:
         self._num_skips = 0 if outcome.finite else self._num_skips + 1
         if 0 < self._num_skips <= SKIPS_REPORTED:
             more = "; further ones in a row are not told" if self._num_skips == SKIPS_REPORTED else ""
-            who = "by this replica" if self._rounds.is_local else "on all workers"
-            text = f"step {number} was skipped {who}: its gradients are not finite (loss {outcome.loss:.4g})"
+            text = (
+                f"step {number} was skipped {self._mode.skipped_by}: its gradients are not finite (loss "
+                f"{outcome.loss:.4g})"
+            )
             if outcome.broken:
                 text += f", that of {outcome.broken} first in backward"
             self.warn(text + more)
@@ -147,7 +172,7 @@ class StepLog:
         step.optimizer_s += now - step.agreed_at
         step.agreed_at = now
         if step.is_committed:
-            self._rounds.stepped_again(batch)
+            self._mode.stepped_again(batch)
         elif step.outcome is not None:
             self._commit(step)
 
@@ -223,16 +248,16 @@ class StepLog:
         step.is_committed = True
         step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
         micros = batch.micros if self._counts else ()
-        self._rounds.stepped(batch)
+        self._mode.stepped(batch)
         if step.outcome is not None and step.outcome.is_late:
             return  # it is in the ledgers of those who took it
         self._files.ledger.committed(
             batch,
             micros,
             step=batch.step,
-            skipped=step.is_skipped and not self._rounds.is_open,  # there it is this replica alone
-            is_whole=self._is_elastic or self._is_alone or batch.chosen is not None,
-            waits=self._rounds.is_open,
+            skipped=step.is_skipped and not self._mode.waits,  # there it is this replica alone
+            is_whole=self._is_elastic or self._mode.is_alone or batch.chosen is not None,
+            waits=self._mode.waits,
         )
 
     def _tell(self, step: PendingStep) -> None:
@@ -268,7 +293,7 @@ class StepLog:
             num_wire_bytes=wire.num_sent - self._wire_told.num_sent,
             num_raw_bytes=wire.num_raw - self._wire_told.num_raw,
             noise_scale=None if outcome is None else outcome.noise_scale,
-            alone=self._is_alone,
+            alone=self._mode.is_alone,
             num_dropped=sum(micro.num_samples for micro in batch.dropped),
             late=outcome is not None and outcome.is_late,
         )

@@ -12,13 +12,15 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
+from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import WorkerGroup
 from paceline.plan import ParameterServer, Plan
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.between_steps import BetweenSteps
+from paceline.worker.loop.step_log import StepLog
 from paceline.worker.membership.consensus import Consensus
 from paceline.worker.membership.join_run import WorkerContext
 from paceline.worker.record.run_files import RunFiles
@@ -66,11 +68,22 @@ class StepScope:
     vote: StepVote
 
 
-class StepMode(abc.ABC):
+class StepMode(Protocol):
     """How one worker takes its steps."""
 
-    is_alone: ClassVar[bool] = False  # no other worker takes part in this one's steps
-    skipped_by: ClassVar[str] = "on all workers"  # for the warning about a step that is skipped
+    is_alone: bool  # no other worker takes part in this one's steps
+    steps_on_servers: bool  # and so no optimizer steps here
+    skipped_by: str = "on all workers"  # for the warning about a step that is skipped
+    _plan: Plan
+    _everybody: WorkerGroup
+    _models: PreparedModels
+    _files: RunFiles
+    _executor: StepExecutor
+    _scope: StepScope
+    _agreement: Consensus
+    _recorder: FlightRecorder
+    _between: BetweenSteps
+    _log: StepLog
 
     def __init__(
         self,
@@ -85,8 +98,9 @@ class StepMode(abc.ABC):
         """`everybody`: all workers of the run. Call `attach` before the first stream is opened."""
         self._plan, self._everybody, self._models, self._files = plan, everybody, models, files
         self._executor, self._scope = executor, scope
-        self._agreement, self._ring = scope.place.agreement, scope.place.ring
-        self.steps_on_servers = isinstance(plan.sync, ParameterServer)  # and so no optimizer steps here
+        self.is_alone = False
+        self._agreement, self._recorder = scope.place.agreement, scope.place.recorder
+        self.steps_on_servers = isinstance(plan.sync, ParameterServer)
 
     @staticmethod
     @abc.abstractmethod

@@ -54,7 +54,7 @@ class Stepper:
         if not isinstance(batch, StepBatch):
             raise TypeError(f"step() takes an item of worker.batches(...), not a {type(batch).__name__}")
         with self._loop.stepping():
-            outcome = self._loop.walk(
+            outcome = self._loop.run_pass(
                 batch, self._gradients, self._loss_of, is_finite=self._is_finite, pipelined=self._pipelined
             )
             self._take(outcome)
@@ -63,10 +63,11 @@ class Stepper:
 
     def run_more(self, batch: StepBatch) -> None:
         """Take a step more, of this replica alone, on a part of a batch that is in no book."""
-        outcome = self._loop.extra_pass(
-            batch, self._gradients, self._loss_of, is_finite=self._is_finite, pipelined=self._pipelined
-        )
-        self._take(outcome)
+        with self._loop.stepping():
+            outcome = self._loop.extra_pass(
+                batch, self._gradients, self._loss_of, is_finite=self._is_finite, pipelined=self._pipelined
+            )
+            self._take(outcome)
 
     def _take(self, outcome: StepOutcome) -> None:
         if not outcome.is_taken:

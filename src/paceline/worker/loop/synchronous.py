@@ -26,9 +26,9 @@ class Synchronous(StepMode):
         log, between = self._log, self._between
         steps = stream.steps(lambda: log.step + 1)
         while True:
-            self._ring.begin("between two steps", log.step)
+            self._recorder.begin("between two steps", log.step)
             between.before_step()
-            self._ring.begin("waiting for data", log.step + 1)
+            self._recorder.begin("waiting for data", log.step + 1)
             batch = next(steps, None)
             if batch is None:
                 return
@@ -36,5 +36,5 @@ class Synchronous(StepMode):
                 between.stop()
                 return
             yield from between.hand_out(stream, batch)
-            self._ring.begin("between two steps", log.step)
+            self._recorder.begin("between two steps", log.step)
             between.after_step()
