@@ -1,7 +1,8 @@
-"""Worker 0 in the calling process, for pdb; the other workers, and the supervisor in a thread of its own, as ever.
+"""Runs worker 0 in the calling process for launcher="inline", so that pdb works in it.
 
-The debugger needs the process's own terminal and main thread, so here it is the supervisor that steps aside. Nobody
-sends signals to worker 0: Ctrl-C means what it means in any program, and peers wait for worker 0 for days.
+The debugger needs the terminal and the main thread, so the supervisor runs in a thread. The other workers are forked as
+usual. The supervisor sends no signals to worker 0, Ctrl-C works as in any program, and the other workers wait for
+worker 0 for days.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from paceline.launch.job.outcome import JobOutcome
 from paceline.launch.supervisor import Supervisor
 from paceline.plan.job import Assignment
 
-__all__ = ["PATIENCE_S", "run_inline"]
+__all__ = ["INLINE_TIMEOUT_S", "run_inline"]
 
-PATIENCE_S = 7 * 24 * 3600.0  # job.timeout_s, at least: somebody is looking at worker 0 in a debugger
+INLINE_TIMEOUT_S = 7 * 24 * 3600.0  # least job.timeout_s: worker 0 may stand in a debugger
 
 
 def run_inline(
     supervisor: Supervisor, assignment: Assignment, *, entry: str, loop: EventLoop, signals: StopSignals
 ) -> JobOutcome:
-    """Run `assignment` here and the other workers beside; return when all have ended.
+    """Run `assignment` in this process and the other workers as forks; return when all have ended.
 
-    `entry` owns the channel's file descriptor, as in every worker, and has to close it. Raises what escapes from
-    `entry`, and LaunchError where the others could not be started.
+    `entry` owns the channel's file descriptor, as in every worker, and has to close it. Exceptions of `entry` are
+    raised here, and LaunchError if the other workers could not be started.
     """
     worker = assignment.rank
     ours, theirs = socket.socketpair()
     supervisor.local_workers.add_inline(worker, ours)
-    heard, told = socket.socketpair()
+    exit_reader, exit_writer = socket.socketpair()
 
-    def left(message: Mapping[str, Any]) -> None:
+    def exited(message: Mapping[str, Any]) -> None:
         supervisor.local_workers.inline_exited(worker, **message)
         link.close()
 
-    link = MessageStream(heard, loop, on_message=left, on_close=lambda _: None)
-    report = Channel(told)
+    link = MessageStream(exit_reader, loop, on_message=exited, on_close=lambda _: None)
+    report = Channel(exit_writer)
     status = 1
     with ThreadPoolExecutor(1, thread_name_prefix="paceline-supervisor") as threads:
         running = threads.submit(supervisor.run)
@@ -67,7 +68,7 @@ def run_inline(
 
 
 def _wait(running: Future[JobOutcome], signals: StopSignals) -> JobOutcome:
-    """Wait for the others; Ctrl-C ends them."""
+    """Wait for the other workers; Ctrl-C ends them."""
     while True:
         try:
             return running.result()

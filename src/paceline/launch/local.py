@@ -15,7 +15,7 @@ from paceline.launch.coordinator.coordinator import Coordinator
 from paceline.launch.coordinator.host_agent import HostAgent
 from paceline.launch.coordinator.rendezvous import RetainedHostState, join_hosts
 from paceline.launch.fork.warm_parent_client import ENTRY, WarmParent
-from paceline.launch.inline import PATIENCE_S, run_inline
+from paceline.launch.inline import INLINE_TIMEOUT_S, run_inline
 from paceline.launch.io.event_loop import EventLoop
 from paceline.launch.io.signals import Interrupted, StopSignals
 from paceline.launch.job.outcome import JobOutcome, interrupted
@@ -110,7 +110,7 @@ def launch(
         run_dir = run_dir.absolute()
         _copy_program(program, run_dir / f"attempt_{node_role.attempt}" / "program.pkl")
         template = assignment_template(
-            dataclasses.replace(job, timeout_s=max(job.timeout_s, PATIENCE_S)) if is_inline else job,
+            dataclasses.replace(job, timeout_s=max(job.timeout_s, INLINE_TIMEOUT_S)) if is_inline else job,
             host=node_role.host,
             host_index=node_role.host_index,
             slots=node_role.slots,

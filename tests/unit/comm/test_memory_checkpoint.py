@@ -23,7 +23,7 @@ from paceline.comm.memory_checkpoint import (
 from paceline.errors import CheckpointError
 from paceline.events import Event, Note, Restarted, StateKept
 from paceline.host_memory import free_bytes
-from paceline.launch.job.outcome import WorkerExit, lost, verdict
+from paceline.launch.job.outcome import WorkerExit, lost_worker, verdict
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.monitor.console.event_lines import event_line
 from paceline.plan import Guard
@@ -397,7 +397,7 @@ def test_only_losses_let_all_begin_again() -> None:
     echo = ended(1, exit_code=1, error={"echo": True})
     own = ended(1, exit_code=1, error={"echo": False})
     ours = ended(1, signal=9, sent_by_us=True)
-    stuck = lost(1, host="a", pid=7, kind="WorkerStuck", message="", sent_by_us=True)
+    stuck = lost_worker(1, host="a", pid=7, kind="WorkerStuck", message="", sent_by_us=True)
     for exits, again in (
         ([killed, ours], True),
         ([killed, echo], True),

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.comm.messages.json_channel import encode
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S
-from paceline.launch.io.authentication import MOST_AT_ONCE, SHOWN, AuthenticatedListener, TokenExchange
+from paceline.launch.io.authentication import MAX_REPORTED, MAX_UNPROVED, AuthenticatedListener, TokenExchange
 from paceline.launch.io.event_loop import READ, EventLoop, MessageStream
 
 TOKEN = b"a token of sufficient length"
@@ -150,7 +150,7 @@ def test_the_door_opens_for_the_token(loop: EventLoop, entrance: Entrance) -> No
     proved: list[socket.socket] = []
     sock = socket.create_connection(entrance.address)
     TokenExchange(
-        sock, TOKEN, loop, is_head=False, on_proved=proved.append, on_refused=lambda *why: pytest.fail(str(why))
+        sock, TOKEN, loop, is_coordinator=False, on_proved=proved.append, on_refused=lambda *why: pytest.fail(str(why))
     )
     turn_until(loop, lambda: len(proved) == len(entrance.proved) == 1)
     assert entrance.said == []
@@ -163,7 +163,7 @@ def test_another_token_is_a_final_no_on_both_sides(loop: EventLoop, entrance: En
         socket.create_connection(entrance.address),
         b"another token",
         loop,
-        is_head=False,
+        is_coordinator=False,
         on_proved=lambda _: pytest.fail("it was let in"),
         on_refused=lambda reason, final: refused.append((reason, final)),
     )
@@ -186,14 +186,12 @@ def test_who_says_nothing_is_sent_away_in_time(loop: EventLoop, entrance: Entran
 
 
 def test_a_crowd_of_strangers_is_kept_small_and_told_in_few_words(loop: EventLoop, entrance: Entrance) -> None:
-    crowd = [socket.create_connection(entrance.address) for _ in range(MOST_AT_ONCE + 10)]
-    turn_until(loop, lambda: len(entrance.said) == SHOWN)
+    crowd = [socket.create_connection(entrance.address) for _ in range(MAX_UNPROVED + 10)]
+    turn_until(loop, lambda: len(entrance.said) == MAX_REPORTED)
     for _ in range(len(crowd)):
         loop.turn(0.0)
-    assert (
-        entrance.said
-        == [f"refused a connection from 127.0.0.1: {MOST_AT_ONCE} others are being asked for the token"] * SHOWN
-    )
+    reason = f"{MAX_UNPROVED} other connections have not proved the job's token yet"
+    assert entrance.said == [f"refused a connection from 127.0.0.1: {reason}"] * MAX_REPORTED
     for sock in crowd:
         sock.close()
     entrance.door.close()
@@ -209,7 +207,7 @@ def test_a_heads_door_that_speaks_another_language_is_a_final_no(loop: EventLoop
             ours,
             TOKEN,
             loop,
-            is_head=False,
+            is_coordinator=False,
             on_proved=lambda _: pytest.fail("it was taken for a head"),
             on_refused=lambda reason, final: refused.append((reason, final)),
         )

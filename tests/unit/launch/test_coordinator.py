@@ -194,7 +194,7 @@ def pass_time(both: HeadAndMember, seconds: float) -> None:
     """All hosts are heard of, and no worker."""
     began = time.monotonic()
     for number in range(int(2 * seconds)):
-        both.remote_host.link.heard = began + number / 2
+        both.remote_host.link.last_received = began + number / 2
         both.head.tick(began + number / 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 from paceline.elastic.decisions import Limits
 from paceline.events import Event, WorkerLost
 from paceline.launch.coordinator.elastic_controller import ElasticController
-from paceline.launch.job.outcome import lost
+from paceline.launch.job.outcome import lost_worker
 
 
 class Scene:
@@ -24,7 +24,7 @@ class Scene:
         self.controller = ElasticController(limits, workers=4, worker_actions=worker_actions, emit=self.events.append)
         for worker in range(4):
             self.controller.heard(worker, {"op": "formed", "generation": 0, "step": 0, "noticed": 0.0})
-        self.controller.lost([lost(3, host="a", pid=7, kind="Killed", message="by signal 9")])
+        self.controller.lost([lost_worker(3, host="a", pid=7, kind="Killed", message="by signal 9")])
         for worker in (0, 1):
             self.controller.heard(worker, {"op": "formed", "generation": 1, "step": 5, "noticed": 0.0})
         for worker in (2, 3):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerError, WorkersLostError
-from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit, interrupted, lost, read_error, verdict
+from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit, interrupted, lost_worker, read_error, verdict
 
 WELL = WorkerExit(
     worker=0, host="a", pid=10, exit_code=0, signal=None, peak_memory_bytes=1, error=None, sent_by_us=False
@@ -47,7 +47,7 @@ def test_only_causes_decide_the_exit_code(exits: list[WorkerExit], exit_code: in
 
 
 KILLED = dataclasses.replace(ended(1, None), signal=int(signal.SIGKILL))
-HOST_LOST = lost(2, host="b", pid=7, kind="HostLost", message="gone")
+HOST_LOST = lost_worker(2, host="b", pid=7, kind="HostLost", message="gone")
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ HOST_LOST = lost(2, host="b", pid=7, kind="HostLost", message="gone")
     [
         ([KILLED], 76),
         ([KILLED, ended(2, echo=True), ended(3, None, sent_by_us=True)], 76),
-        ([HOST_LOST, lost(3, host="b", pid=8, kind="HostLost", message="gone", echo=True)], 76),
-        ([lost(1, host="a", pid=7, kind="WarmParentLost", message="killed")], 76),
+        ([HOST_LOST, lost_worker(3, host="b", pid=8, kind="HostLost", message="gone", echo=True)], 76),
+        ([lost_worker(1, host="a", pid=7, kind="WarmParentLost", message="killed")], 76),
         ([KILLED, ended(2, kind="ValueError")], 1),
         ([KILLED, ended(2, 2, usage=True)], 1),
         ([HOST_LOST, dataclasses.replace(KILLED, signal=int(signal.SIGSEGV))], 1),
         ([dataclasses.replace(KILLED, signal=int(signal.SIGABRT))], 1),
-        ([lost(1, host="a", pid=7, kind="Hang", message="it hangs")], 1),
-        ([KILLED, lost(2, host="a", pid=7, kind=STUCK, message="it does not end", sent_by_us=True)], 1),
+        ([lost_worker(1, host="a", pid=7, kind="Hang", message="it hangs")], 1),
+        ([KILLED, lost_worker(2, host="a", pid=7, kind=STUCK, message="it does not end", sent_by_us=True)], 1),
     ],
 )
 def test_who_was_only_taken_away_may_come_again_and_what_a_program_does_to_itself_is_its_own(
@@ -91,7 +91,9 @@ def test_a_stopped_job_has_no_failures_and_the_shells_exit_code(signum: int, cod
 
 
 def test_outcomes_travel_as_json() -> None:
-    outcome = verdict([WELL, lost(1, host="b", pid=7, kind="HostLost", message="gone"), ended(2, kind="ValueError")])
+    outcome = verdict(
+        [WELL, lost_worker(1, host="b", pid=7, kind="HostLost", message="gone"), ended(2, kind="ValueError")]
+    )
     again = JobOutcome.from_json(json.loads(json.dumps(outcome.to_json())))
     assert again.failures == outcome.failures
     assert [one.worker for one in again.exits] == [0, 1, 2]

@@ -17,7 +17,7 @@ from paceline.events import WorkerJoined, WorkerLost
 from paceline.launch.coordinator import elastic_controller
 from paceline.launch.coordinator.coordinator import STOP_S
 from paceline.launch.coordinator.remote_hosts import RemoteHost
-from paceline.launch.job.outcome import lost
+from paceline.launch.job.outcome import lost_worker
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def silence(both: HeadAndMember, clock: Clock, *heard_of: RemoteHost, until: flo
     while clock.now < until:
         clock.now += 0.5
         for remote_host in heard_of:
-            remote_host.link.heard = clock.now
+            remote_host.link.last_received = clock.now
         for worker in (0, 1):
             both.notice(worker, "alive")
         both.head.tick(clock.now)
@@ -150,7 +150,7 @@ def test_who_is_silent_with_its_host_is_lost_with_it_and_started_elsewhere_once(
     both.say(op="ping", asked=0.0)
     c, to_c = both.come("c", index=2)
     both.head.join(c)
-    both.remote_host.link.heard = clock.now + 0.9  # later than any word of its worker
+    both.remote_host.link.last_received = clock.now + 0.9  # later than any word of its worker
     silence(both, clock, c, until=clock.now + 14.0)
     assert "start" not in both.ops(), "nobody is started on a host that is lost"
     assert [message["worker"] for message in heard(to_c) if message["op"] == "start"] == [2]
@@ -174,7 +174,7 @@ def test_of_two_hosts_that_are_lost_neither_gets_the_others_workers(both: HeadAn
     for remote_host in (c, d):
         both.head.join(remote_host)
         remote_host.has_spoken = True
-    both.remote_host.link.heard, c.link.heard = clock.now + 0.2, clock.now + 3.0
+    both.remote_host.link.last_received, c.link.last_received = clock.now + 0.2, clock.now + 3.0
     silence(both, clock, d, until=clock.now + 14.0)
     assert [message["op"] for message in heard(to_c)].count("start") == 0
     assert [message["worker"] for message in heard(to_d) if message["op"] == "start"] == [2]
@@ -379,7 +379,7 @@ def test_a_replacement_that_cannot_be_started_is_lost_before_it_had_joined_and_t
     both.begin(least=1, most=3)
     both.head.exited(ended(1, None, signal=9))
     why = "worker 1 could not be forked: Resource temporarily unavailable"
-    both.head.exited(lost(1, host="a", pid=0, kind="NotStarted", message=why))
+    both.head.exited(lost_worker(1, host="a", pid=0, kind="NotStarted", message=why))
     assert both.state() == "going on"
     assert [event.reason for event in both.events if isinstance(event, WorkerLost)][1:] == [why]
     assert both.local_workers.told.count(("add", 1, 3)) == 2

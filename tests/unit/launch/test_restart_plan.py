@@ -191,8 +191,8 @@ def test_a_host_that_says_nothing_is_waited_for_from_its_last_word_on() -> None:
         both.say(op="ping", asked=1234.5)
         assert heard(both.member) == [{"op": "ping", "asked": 1234.5, "for_s": lease_s(SILENCE_S, GRACE_S)}]
         lose_own_workers(both)
-        word = both.remote_host.link.heard
-        both.remote_host.link.heard -= SILENCE_S + 1
+        word = both.remote_host.link.last_received
+        both.remote_host.link.last_received -= SILENCE_S + 1
         both.head.tick(time.monotonic())
         assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 60 s"]
         end_successors(both)

@@ -26,7 +26,7 @@ from paceline.events import (
     Warned,
     WorkerFinished,
 )
-from paceline.launch.job.outcome import lost
+from paceline.launch.job.outcome import lost_worker
 from paceline.monitor.attempt_end import AttemptEnd
 from paceline.monitor.console.closing_table import closing_table
 from paceline.monitor.console.plain import PlainConsole
@@ -120,7 +120,7 @@ def test_workers_of_a_lost_host_have_come_as_far_as_the_others(workers: Workers)
     stream = io.StringIO()
     watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
     workers.step(6)
-    exit = lost(2, host="b", pid=12, kind="HostLost", message="host b was lost")
+    exit = lost_worker(2, host="b", pid=12, kind="HostLost", message="host b was lost")
     watch.finish("failed", 1, [Failure(worker=2, host="b", pid=12, error=exit.error)])
     assert "worker 2 (host b, pid 12) failed after step 6: HostLost: host b was lost\n" in stream.getvalue()
 

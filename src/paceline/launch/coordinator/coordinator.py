@@ -46,7 +46,7 @@ from paceline.launch.job.outcome import (
     WorkerExits,
     interrupted,
     is_root_loss,
-    lost,
+    lost_worker,
 )
 from paceline.launch.job.placement import ranks_by_host
 from paceline.launch.job.restart_plan import RemainingHost, RestartPlan
@@ -172,16 +172,16 @@ class Coordinator:
             for worker in workers:
                 self.remote_hosts.kill(worker)
             self._survived(
-                [lost(one, host=hosts[one], pid=0, kind="Hang", message=error["cause"]) for one in workers],
+                [lost_worker(one, host=hosts[one], pid=0, kind="Hang", message=error["cause"]) for one in workers],
                 silent_s=float(error["waited_s"]),
             )
             return
         if goes_on and self._keeps_state:
-            self._ends.accuse(int(error["worker"]), error)
+            self._ends.note_hung(int(error["worker"]), error)
             self._end_for_restart()
             return
         self._keeps_state = False  # a restart would hang at the same place
-        self._ends.note_hang(error)
+        self._ends.end_job_for_hang(error)
         self._end_all(TERMINATE_S)
 
     # Called by the local workers (LocalWorkersListener), and by other hosts for theirs (RemoteHostsListener).
@@ -196,13 +196,13 @@ class Coordinator:
         """Nothing to do: `LocalWorkers` knows its own processes."""
 
     def exited(self, ended: WorkerExit) -> None:
-        if self.outcome is not None or not self._ends.is_news(ended):
+        if self.outcome is not None or not self._ends.is_awaited(ended):
             return
         is_over = self._ending or self._end_at is not None  # a loss after a failure is its consequence
         is_done = self._controller is not None and self._controller.is_over(ended.worker)
         if self._controller is not None and not (is_over or is_done) and self._goes_on(self._controller, ended):
             return
-        ended = self._ends.judged(ended)
+        ended = self._ends.with_cause(ended)
         self.remote_hosts.forget(ended.worker, for_good=False)
         self._ends.note(ended)
         if is_done and ended.is_loss:
@@ -240,7 +240,7 @@ class Coordinator:
         if signum is not None:
             self._finish(interrupted(signum, (), by=f" on host {self.host}"))
             return
-        failure = lost(0, host=self.host, pid=0, kind="LaunchError", message=f"host {self.host}: {reason}")
+        failure = lost_worker(0, host=self.host, pid=0, kind="LaunchError", message=f"host {self.host}: {reason}")
         self._finish(JobOutcome(state="failed", exit_code=1, failures=(failure,), reason=f"host {self.host}: {reason}"))
 
     def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class Coordinator:
             return
         if not self._ends.missing:
             outcome = self._ends.outcome
-            if self._ends.have_left:
+            if self._ends.have_all_left:
                 self._say(f"{outcome.reason}: everything is saved; run the same command again to go on")
             self._finish(outcome)
             return
@@ -472,7 +472,9 @@ class Coordinator:
         if is_over or self._cannot_fork or self._job.launcher == "inline":
             return
         message = f"{cause}: {next_time(Path(self.run_dir))}"
-        failure = lost(worker, host=self.host_of(worker), pid=0, kind="ServerLost", message=message, names_workers=True)
+        failure = lost_worker(
+            worker, host=self.host_of(worker), pid=0, kind="ServerLost", message=message, names_workers=True
+        )
         recoverable_loss = RecoverableLoss(causes=(cause,), lost=(), keeps=self._keeps_state)
         self._has_lost_server = True
         self._keeps_state = True  # on disk, in checkpoints
@@ -492,7 +494,7 @@ class Coordinator:
         self._controller = ElasticController(
             limits, workers=self._job.workers or 1, worker_actions=self, emit=self._emit
         )
-        early = self._ends.take_failures()
+        early = self._ends.pop_failures()
         if early:
             self._end_at = None
         for ended in early:

@@ -74,7 +74,7 @@ class HostAdmission:
 
     def tick(self, now: float) -> None:
         self._listener.tick(now)
-        for link in [link for link in self._unnamed if now - link.heard > SILENCE_S]:
+        for link in [link for link in self._unnamed if now - link.last_received > SILENCE_S]:
             self._unnamed.discard(link)
             link.close()
         if self._coordinator is None and now >= self._next_ping:

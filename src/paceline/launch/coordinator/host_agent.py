@@ -21,7 +21,7 @@ from paceline.launch.coordinator.coordinator import REPORT_S, STOP_S, TERMINATE_
 from paceline.launch.coordinator.remote_hosts import FAREWELL_S, SILENCE_S
 from paceline.launch.fork.local_workers import LocalWorkers
 from paceline.launch.io.event_loop import MessageStream
-from paceline.launch.job.outcome import JobOutcome, WorkerExit, interrupted, left, lost, verdict
+from paceline.launch.job.outcome import JobOutcome, WorkerExit, interrupted, lost_worker, saved_and_left, verdict
 from paceline.launch.job.restart_plan import RemainingHost
 from paceline.launch.snapshots.snapshot_replication import HostAddress, SnapshotReplication
 
@@ -82,7 +82,7 @@ class HostAgent:
     def lead(self, local_workers: LocalWorkers, emit: Callable[[Event], None]) -> None:
         """Take over the workers of this host; the coordinator keeps the run's record."""
         self._local_workers = local_workers
-        self._link.heard = time.monotonic()  # the coordinator only answers pings, and none was sent before
+        self._link.last_received = time.monotonic()  # the coordinator only answers pings, and none was sent before
         while self._early:
             self.coordinator_said(self._early.pop(0))
 
@@ -154,7 +154,7 @@ class HostAgent:
             self._link.send({"op": "ping", "asked": clock()})
         # The coordinator prepares the run's record first.
         limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)
-        if not self._coordinator_loss and now - self._link.heard > limit_s:
+        if not self._coordinator_loss and now - self._link.last_received > limit_s:
             self.coordinator_lost(f"it said nothing for {limit_s:.0f} s")
         if self._is_restarting and self._local_workers.have_all_ended:
             self._is_restarting = False
@@ -260,13 +260,13 @@ class HostAgent:
         if exits and all(ended.has_left for ended in exits):
             finish = Finish(exit_code=PREEMPTED, reason=f"{self._coordinator_loss}; everything is saved")
             self._say(f"{finish.reason}: run the same command again to go on")
-            self.outcome = left(finish, exits)
+            self.outcome = saved_and_left(finish, exits)
             return
         if self._signum is not None:
             self.outcome = interrupted(self._signum, exits)
             return
         # Worker 0 stands for the coordinator, on whatever host it ran.
-        coordinator = lost(0, host=self._coordinator, pid=0, kind="HostLost", message=self._coordinator_loss)
+        coordinator = lost_worker(0, host=self._coordinator, pid=0, kind="HostLost", message=self._coordinator_loss)
         self.outcome = dataclasses.replace(
             verdict((coordinator, *exits)), reason=self._coordinator_loss, exits=tuple(exits)
         )

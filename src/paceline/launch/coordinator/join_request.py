@@ -53,7 +53,7 @@ class JoinRequest:
 
     def tick(self, now: float) -> None:
         self._call.tick(now)
-        if self._link is not None and self.member is None and now - self._link.heard > SILENCE_S:
+        if self._link is not None and self.member is None and now - self._link.last_received > SILENCE_S:
             self._fail(f"the head said nothing for {SILENCE_S:.0f} s")
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from paceline.launch.fork.local_workers import LocalWorkers
 from paceline.launch.io.event_loop import MessageStream
-from paceline.launch.job.outcome import WorkerExit, lost
+from paceline.launch.job.outcome import WorkerExit, lost_worker
 from paceline.launch.job.placement import HostSlots
 from paceline.launch.job.restart_plan import RemainingHost
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
@@ -253,12 +253,16 @@ class RemoteHosts:
 
     def tick(self, now: float, *, silence_s: float) -> None:
         """Lose hosts that have been silent for longer than `silence_s`."""
-        self._quiet = {remote_host.index for remote_host in self if now - remote_host.link.heard > silence_s / 2}
+        self._quiet = {
+            remote_host.index for remote_host in self if now - remote_host.link.last_received > silence_s / 2
+        }
         for remote_host in self:
             # It prepares its directory before it sends anything.
             limit_s = silence_s if remote_host.has_spoken else max(silence_s, SILENCE_S)
-            if now - remote_host.link.heard > limit_s:
-                self.lose(remote_host, f"it said nothing for {limit_s:.0f} s", silent_s=now - remote_host.link.heard)
+            if now - remote_host.link.last_received > limit_s:
+                self.lose(
+                    remote_host, f"it said nothing for {limit_s:.0f} s", silent_s=now - remote_host.link.last_received
+                )
         self._quiet.intersection_update(self._remote_hosts)
 
     def said(self, remote_host: RemoteHost, message: Mapping[str, Any]) -> None:
@@ -280,7 +284,7 @@ class RemoteHosts:
         self._slots.close(remote_host.index)
         message = f"{remote_host.name} was lost: {reason}" if kind == "HostLost" else reason
         exits = [
-            lost(
+            lost_worker(
                 worker,
                 host=remote_host.host,
                 pid=remote_host.pids.get(worker, 0),

@@ -20,7 +20,7 @@ from paceline.comm.flight_recorder import STACK_SIGNAL
 from paceline.errors import LaunchError
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.io.event_loop import EventLoop, MessageStream
-from paceline.launch.job.outcome import STUCK, WorkerExit, lost, read_error
+from paceline.launch.job.outcome import STUCK, WorkerExit, lost_worker, read_error
 from paceline.launch.job.placement import worker_dir
 from paceline.launch.job.restart_plan import StoredSnapshot
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
@@ -364,7 +364,7 @@ class LocalWorkers:
 
     def _report_lost(self, worker: int, kind: str, message: str, *, echo: bool = False) -> None:
         self._report(
-            lost(
+            lost_worker(
                 worker,
                 host=self.alive[worker].host,
                 pid=self._pids.get(worker, 0),

@@ -1,3 +1,3 @@
-"""The supervisor's event loop, its message streams, connections that prove the job's token, and the signals that end a
-job. May import comm.messages, but no other room of launch.
+"""The supervisor's event loop, message streams, token authentication between hosts, and the signals that end a job.
+May import comm.messages, but no other room of launch.
 """

@@ -1,9 +1,11 @@
-"""Admits to a job on several hosts only connections that prove the job's token.
+"""Authenticates connections between the hosts of a job by the job's token, before any message is read.
 
-Before that (`paceline.comm.messages.token_handshake`) a connection may use a few bytes and five seconds, and only a few
-such connections may be open at a time. Refused strangers are reported to the user and do not affect the job.
+Until a connection has proved the token (`paceline.comm.messages.token_handshake`), it may use a few bytes and five
+seconds, and only a few such connections may be open at a time. Refused connections are reported to the user and do not
+affect the job.
 
-`AuthenticatedConnection` is the connecting side: one attempt, which never blocks.
+`AuthenticatedListener` accepts connections; `AuthenticatedConnection` is the connecting side: one attempt, which never
+blocks.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from paceline.launch.io.event_loop import READ, WRITE, EventLoop
 
 __all__ = ["AuthenticatedConnection", "AuthenticatedListener", "TokenExchange"]
 
-MOST_AT_ONCE = 32  # connections that have not proved anything yet
-SHOWN = 3  # refusals of one address that are told one by one
-PAUSE_S = 1.0  # after an accept that failed (no more files): the listening socket would stay ready
+MAX_UNPROVED = 32  # open connections that have not proved the token yet
+MAX_REPORTED = 3  # refusals of one address that are reported one by one
+ACCEPT_RETRY_S = 1.0  # after a failed accept (no more files), because the listening socket would stay ready
 
 
 class TokenExchange:
-    """One connection during the handshake; then it is handed on, or closed.
+    """One connection during the handshake; afterwards it is passed on or closed.
 
-    `on_refused(reason, final)`: `final` if the other side answered and is the wrong one, not if it was slow or
-    disconnected.
+    In `on_refused(reason, final)`, `final` means that the other side answered with a wrong proof. If it was slow or
+    disconnected, `final` is False.
     """
 
     def __init__(
@@ -40,27 +42,27 @@ class TokenExchange:
         token: bytes,
         loop: EventLoop,
         *,
-        is_head: bool,
+        is_coordinator: bool,
         on_proved: Callable[[socket.socket], None],
         on_refused: Callable[[str, bool], None],
     ) -> None:
         self._sock, self._loop = sock, loop
-        self._handshake = TokenHandshake(token, is_head=is_head)
+        self._handshake = TokenHandshake(token, is_head=is_coordinator)
         self._on_proved, self._on_refused = on_proved, on_refused
         self._deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
-        self.over = False
+        self.is_over = False
         sock.setblocking(False)
         loop.watch(sock, READ, self._read)
         self._send(self._handshake.greeting)
 
     def tick(self, now: float) -> None:
-        if not self.over and now >= self._deadline:
+        if not self.is_over and now >= self._deadline:
             self._refuse(f"it did not prove the job's token within {HANDSHAKE_TIMEOUT_S:.0f} s")
 
     def close(self) -> None:
-        """Drop the connection; nothing is called any more."""
-        if not self.over:
-            self.over = True
+        """Drop the connection; no callback is called any more."""
+        if not self.is_over:
+            self.is_over = True
             self._loop.forget(self._sock)
             self._sock.close()
 
@@ -81,13 +83,13 @@ class TokenExchange:
         except OSError as error:
             self._refuse(error.strerror or str(error))
             return
-        if not self.over and self._handshake.wanted == 0:
-            self.over = True
+        if not self.is_over and self._handshake.wanted == 0:
+            self.is_over = True
             self._loop.forget(self._sock)
             self._on_proved(self._sock)
 
     def _send(self, data: bytes) -> None:
-        """A fresh connection takes these few bytes at once, or it is not worth waiting for."""
+        """Send without waiting: a new connection takes these few bytes at once unless something is wrong."""
         try:
             sent = self._sock.send(data)
         except OSError as error:
@@ -97,13 +99,13 @@ class TokenExchange:
             self._refuse("it does not read")
 
     def _refuse(self, reason: str, *, final: bool = False) -> None:
-        if not self.over:
+        if not self.is_over:
             self.close()
             self._on_refused(reason, final)
 
 
 class AuthenticatedListener:
-    """A listening socket; `on_proved(sock)` gets each connection that has proved the token."""
+    """A listening socket; `on_proved(sock)` is called with each connection that has proved the token."""
 
     def __init__(
         self,
@@ -116,19 +118,19 @@ class AuthenticatedListener:
     ) -> None:
         self._sock, self._token, self._loop = sock, token, loop
         self._on_proved, self._say = on_proved, say
-        self._waiting: list[TokenExchange] = []
-        self._refused: Counter[str] = Counter()  # by address
-        self._open_again_at: float | None = None
+        self._unproved: list[TokenExchange] = []
+        self._num_refused: Counter[str] = Counter()  # by address
+        self._accept_again_at: float | None = None
         self._is_closed = False
         sock.setblocking(False)
         loop.watch(sock, READ, self._accept)
 
     def tick(self, now: float) -> None:
-        for introduction in self._waiting:
-            introduction.tick(now)
-        self._waiting = [introduction for introduction in self._waiting if not introduction.over]
-        if self._open_again_at is not None and now >= self._open_again_at:
-            self._open_again_at = None
+        for exchange in self._unproved:
+            exchange.tick(now)
+        self._unproved = [exchange for exchange in self._unproved if not exchange.is_over]
+        if self._accept_again_at is not None and now >= self._accept_again_at:
+            self._accept_again_at = None
             self._loop.watch(self._sock, READ, self._accept)
 
     def close(self, *, keep_listening: bool = False) -> socket.socket | None:
@@ -138,13 +140,13 @@ class AuthenticatedListener:
         if self._is_closed:
             return None
         self._is_closed = True
-        for introduction in self._waiting:
-            introduction.close()
+        for exchange in self._unproved:
+            exchange.close()
         self._loop.forget(self._sock)
         if not keep_listening:
             self._sock.close()
-        for address, times in self._refused.items():
-            if times > SHOWN:
+        for address, times in self._num_refused.items():
+            if times > MAX_REPORTED:
                 self._say(f"refused {times} connections from {address} in all")
         return self._sock if keep_listening else None
 
@@ -156,26 +158,26 @@ class AuthenticatedListener:
         except OSError as error:
             self._say(f"cannot accept a connection: {error.strerror}")
             self._loop.forget(self._sock)
-            self._open_again_at = time.monotonic() + PAUSE_S
+            self._accept_again_at = time.monotonic() + ACCEPT_RETRY_S
             return
         address = str(peer[0])
-        if sum(not introduction.over for introduction in self._waiting) >= MOST_AT_ONCE:
+        if sum(not exchange.is_over for exchange in self._unproved) >= MAX_UNPROVED:
             sock.close()
-            self._refuse(address, f"{MOST_AT_ONCE} others are being asked for the token")
+            self._refuse(address, f"{MAX_UNPROVED} other connections have not proved the job's token yet")
             return
-        introduction = TokenExchange(
+        exchange = TokenExchange(
             sock,
             self._token,
             self._loop,
-            is_head=True,
+            is_coordinator=True,
             on_proved=self._on_proved,
             on_refused=lambda reason, _: self._refuse(address, reason),
         )
-        self._waiting.append(introduction)
+        self._unproved.append(exchange)
 
     def _refuse(self, address: str, reason: str) -> None:
-        self._refused[address] += 1
-        if self._refused[address] <= SHOWN:
+        self._num_refused[address] += 1
+        if self._num_refused[address] <= MAX_REPORTED:
             self._say(f"refused a connection from {address}: {reason}")
 
 
@@ -185,7 +187,7 @@ CONNECT_S = 10.0
 class AuthenticatedConnection:
     """Connects and proves the token; then calls `on_proved(sock)`, or `on_failed(reason, final)`.
 
-    `final` means that the other side answered and is the wrong one. Nothing is called before `begin`.
+    `final` means that the other side answered with a wrong proof. No callback is called before `begin`.
     """
 
     def __init__(
@@ -198,11 +200,11 @@ class AuthenticatedConnection:
     ) -> None:
         self._token, self._loop, self._on_proved, self._on_failed = token, loop, on_proved, on_failed
         self._sock: socket.socket | None = None  # while it is connecting
-        self._introduction: TokenExchange | None = None
+        self._exchange: TokenExchange | None = None
         self._connect_until = 0.0
 
     def begin(self, family: int, address: Any) -> None:
-        """Try to reach a stream socket's address, as `socket.getaddrinfo` gives it."""
+        """Start to connect to an address, as `socket.getaddrinfo` returns it."""
         self._connect_until = time.monotonic() + CONNECT_S
         self._sock = sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -215,17 +217,17 @@ class AuthenticatedConnection:
     def tick(self, now: float) -> None:
         if self._sock is not None and now >= self._connect_until:
             self._fail(f"no answer within {CONNECT_S:.0f} s")
-        elif self._introduction is not None:
-            self._introduction.tick(now)
+        elif self._exchange is not None:
+            self._exchange.tick(now)
 
     def close(self) -> None:
-        """Give up what has not come to its end; nothing is called any more."""
+        """Abandon an unfinished attempt; no callback is called any more."""
         if self._sock is not None:
             self._loop.forget(self._sock)
             self._sock.close()
             self._sock = None
-        if self._introduction is not None:
-            self._introduction.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _connected(self, _: int) -> None:
         sock = self._sock
@@ -236,11 +238,11 @@ class AuthenticatedConnection:
             self._fail(os.strerror(code))
             return
         self._sock = None
-        self._introduction = TokenExchange(
+        self._exchange = TokenExchange(
             sock,
             self._token,
             self._loop,
-            is_head=False,
+            is_coordinator=False,
             on_proved=self._on_proved,
             on_refused=self._on_failed,
         )

@@ -1,4 +1,4 @@
-"""The event loop of a supervisor, and message streams that never block (workers, warm parent, other hosts)."""
+"""The supervisor's event loop (as asyncio's, but minimal), and non-blocking JSON message streams over sockets."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class EventLoop:
-    """Sockets and their callbacks. One thread."""
+    """Calls callbacks of sockets that are ready, in one thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
 
     def watch(self, sock: socket.socket, events: int, ready: Callable[[int], None]) -> None:
-        """Call `ready(events)` when the socket can be read or written; replaces what was asked for it before."""
+        """Call `ready(events)` when the socket can be read or written; this replaces its earlier callback."""
         if sock in self._selector.get_map():
             self._selector.modify(sock, events, ready)
         else:
             self._selector.register(sock, events, ready)
 
     def forget(self, sock: socket.socket) -> None:
-        """Watch this socket no longer; to be called before it is closed."""
+        """Stop watching this socket; must be called before it is closed."""
         if sock in self._selector.get_map():
             self._selector.unregister(sock)
 
     def turn(self, timeout_s: float) -> None:
-        """Wait at most this long, then call what is ready."""
+        """Wait at most this long for sockets to become ready, then call their callbacks."""
         for key, events in self._selector.select(timeout_s):
-            # A callback may forget, close and even replace (same number) a socket that was ready in the same turn.
+            # A callback may forget or close a socket that was ready in the same turn; a new one may have its number.
             now = self._selector.get_map().get(key.fd)
             if now is not None and now.fileobj is key.fileobj:
                 now.data(events & now.events)
@@ -51,7 +51,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class PassedDescriptor(Protocol):
-    """What is handed over with a message: a socket, or a file."""
+    """A socket or file that is passed with a message."""
 
     def fileno(self) -> int: ...
 
@@ -59,10 +59,10 @@ class PassedDescriptor(Protocol):
 
 
 class MessageStream:
-    """Sends and receives messages over a socket that it owns; the other end's end is told once.
+    """Sends and receives messages over a socket that it owns.
 
-    `on_close(error)` gets a ConnectionError when the other end has closed it or has gone, and a ValueError when what
-    came in made no sense and it was closed here.
+    `on_close(error)` is called at most once: with a ConnectionError if the other end closed the connection or is lost,
+    with a ValueError if it sent something invalid and the connection was closed here.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class MessageStream:
         self._on_message, self._on_close = on_message, on_close
         self._lines = LineBuffer()
         self._outgoing: deque[tuple[bytes, Sequence[PassedDescriptor]]] = deque()
-        self._blocked = False  # the system took no more: also waiting until it can be written to
+        self._is_blocked = False  # the system takes no more: wait until the socket can be written to
         self.closed = False
-        self.heard = time.monotonic()  # when something last came in
+        self.last_received = time.monotonic()
         sock.setblocking(False)
         loop.watch(sock, READ, self._ready)
 
     def send(self, message: Mapping[str, Any], *, passing: Sequence[PassedDescriptor] = ()) -> None:
-        """Send a message as soon as the other end takes it; `passing` is handed over with it, and closed here."""
+        """Send a message as soon as the other end takes it; the files `passing` go with it, and are closed here."""
         if self.closed:
             _close_all(passing)
             return
@@ -92,20 +92,20 @@ class MessageStream:
         self._write()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything was handed to the system, the other end has closed, or the time is over."""
+        """Wait until the system has taken everything, the other end has closed, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while self._outgoing and not self.closed and (left := deadline - time.monotonic()) > 0:
             self._loop.turn(left)
 
     def release(self) -> socket.socket:
-        """Let go of the socket, which stays open: the next link over it hears what comes from now on."""
+        """Stop using the socket and return it, still open: another stream may receive what comes from now on."""
         self.closed = True
         self._loop.forget(self._sock)
         self._drop()
         return self._sock
 
     def close(self) -> None:
-        """Close this end; nothing is called any more."""
+        """Close this end; no callback is called any more."""
         if self.closed:
             return
         self.closed = True
@@ -130,7 +130,7 @@ class MessageStream:
         if not data:
             self._lost(ConnectionError("it closed the connection"))
             return
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         messages = self._lines.feed(data)
         while not self.closed:
             try:
@@ -146,7 +146,7 @@ class MessageStream:
         try:
             while self._outgoing:
                 data, passing = self._outgoing[0]
-                if passing:  # they travel with the first byte of the message
+                if passing:  # the files travel with the first byte of the message
                     sent = socket.send_fds(self._sock, [data], [one.fileno() for one in passing])
                     _close_all(passing)
                 else:
@@ -157,12 +157,12 @@ class MessageStream:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            # Nobody will read this. What the other end said before it closed is still to be read, and reading finds
-            # the end.
+            # The other end has closed, so drop what is unsent. Messages that it sent before are still to be read, and
+            # reading reports the end.
             self._drop()
-        if self._blocked != bool(self._outgoing):
-            self._blocked = not self._blocked
-            self._loop.watch(self._sock, READ | WRITE if self._blocked else READ, self._ready)
+        if self._is_blocked != bool(self._outgoing):
+            self._is_blocked = not self._is_blocked
+            self._loop.watch(self._sock, READ | WRITE if self._is_blocked else READ, self._ready)
 
     def _drop(self) -> None:
         for _, passing in self._outgoing:

@@ -1,7 +1,7 @@
-"""The signals that end a job, noted while a supervisor runs, so that none of them ends it half-way.
+"""Records Ctrl-C, SIGTERM and SIGHUP while a supervisor runs, so that it can end the job in good order.
 
-A batch system's warning (`environment.notice_signals`: SIGUSR1 in a Slurm job) is noted as the SIGTERM that it
-announces, once: that SIGTERM, when it comes, is then the second one.
+A batch system's advance warning (`environment.notice_signals`, for example SIGUSR1 in a Slurm job) counts once as the
+SIGTERM that it announces. That SIGTERM then counts as the second one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """A signal came before there was anything that could be stopped in good order."""
+    """A signal came before the workers were started."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -27,10 +27,10 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """While entered, Ctrl-C, SIGTERM and a closing terminal are only noted; afterwards they do what they did before.
+    """A context manager that records Ctrl-C, SIGTERM and SIGHUP, and restores their earlier handlers at its end.
 
-    Python lets only the main thread do this: in another one nothing is noted. A signal that is ignored (nohup, a
-    shell's background job) stays ignored.
+    Python sets signal handlers only in the main thread; in another thread nothing is recorded. A signal that is ignored
+    (nohup, a shell's background job) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StopSignals:
             self._warnings = environment.notice_signals()
             for signum in (*STOP_SIGNALS, *self._warnings):
                 before = signal.getsignal(signum)
-                if before not in (None, signal.SIG_IGN):  # None: set by other than Python, and could not be put back
+                if before not in (None, signal.SIG_IGN):  # None: not set by Python, so it could not be restored
                     self._before[signum] = before
                     signal.signal(signum, self._note)
         return self
@@ -55,17 +55,17 @@ class StopSignals:
             signal.signal(signum, before)
 
     def note(self, signum: int) -> None:
-        """Add a signal, as if it had come."""
+        """Record a signal as if it had come."""
         self._noted.append(signum)
 
     def take(self) -> list[int]:
-        """Those that have come since the last call, in order."""
+        """Return the signals that have come since the last call, in order."""
         taken = self._noted[:]
         del self._noted[: len(taken)]
         return taken
 
     def check(self) -> None:
-        """Raise Interrupted where one has come."""
+        """Raise Interrupted if a signal has come."""
         if taken := self.take():
             raise Interrupted(taken[0])
 

@@ -1,8 +1,7 @@
-"""How workers ended, and what follows for the job: data, and the one function that judges.
+"""How workers ended, and the job's outcome and exit code that follow: data and pure functions.
 
-How the workers of a job have ended so far, and what follows from that when all have: who failed, left, or was lost.
-
-The head hears every end and decides when the others are to end; here is only what is known, and the verdict.
+The coordinator collects every worker's end in `WorkerExits` and decides when the other workers are ended. `verdict`
+then gives the outcome: finished, failed, or stopped, and whether workers were only lost and may restart.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ __all__ = [
     "WorkerExits",
     "interrupted",
     "is_root_loss",
-    "left",
-    "lost",
+    "lost_worker",
     "read_error",
+    "saved_and_left",
     "verdict",
 ]
 
-# What the exit code of a run means to whoever starts runs: 75 and 76, do it again; 1 and 2, do not.
+# A script or a batch system that starts runs should run exit codes 75 and 76 again, but not 1 and 2.
 
-LOST_KINDS = ("HostLost", "WarmParentLost")  # of errors: what took the worker away was no code of the program's
-ERROR_BYTES = 1 << 20  # of an error.json, at most: a longer one is not what Paceline writes
-STUCK = "WorkerStuck"  # the kind of error of a process that is still there after SIGKILL
-TEXT_CHARS = 8192  # of a text in it: hundreds of workers' errors travel in one message; the file holds the whole
+LOST_KINDS = ("HostLost", "WarmParentLost")  # kinds of errors that the user's program did not cause
+ERROR_BYTES = 1 << 20  # longest error.json; Paceline writes none that is longer
+STUCK = "WorkerStuck"  # kind of the error of a process that has not ended after SIGKILL
+TEXT_CHARS = 8192  # longest text kept in an error, since one message carries many; the file has the whole text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +50,12 @@ class WorkerExit:
     exit_code: int | None  # None: killed by `signal`, or lost
     signal: int | None
     peak_memory_bytes: int
-    error: Mapping[str, Any] | None  # what is in error.json
-    sent_by_us: bool  # it ended after it was told to
+    error: Mapping[str, Any] | None  # the content of error.json
+    sent_by_us: bool  # its supervisor had told it to end
 
     @property
     def has_left(self) -> bool:
-        """Whether it ended because everybody was told to save and leave."""
+        """Whether it saved and left, as all workers were told to."""
         return self.exit_code in (PREEMPTED, TOO_FEW) and self.error is None
 
     @property
@@ -65,7 +64,7 @@ class WorkerExit:
 
     @property
     def is_loss(self) -> bool:
-        """Whether it was lost, and did not fail by its own program: killed, gone with its host, or cut off."""
+        """Whether it was killed, lost with its host or disconnected; its own program did not fail."""
         return self.failed and (self.exit_code is None or bool((self.error or {}).get("echo")))
 
     @property
@@ -78,7 +77,7 @@ class WorkerExit:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerExit:
-        """Read what `dataclasses.asdict` wrote; raises TypeError where it is not that."""
+        """Read what `dataclasses.asdict` wrote; raise TypeError if it is something else."""
         made = cls(**data)
         numbers = (made.worker, made.pid, made.peak_memory_bytes, made.exit_code or 0, made.signal or 0)
         if not all(isinstance(number, int) for number in numbers) or not isinstance(made.error or {}, dict):
@@ -86,42 +85,45 @@ class WorkerExit:
         return made
 
 
-Failure = WorkerExit  # one that `failed`
+Failure = WorkerExit  # a `WorkerExit` that `failed`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverableLoss:
-    """What was lost where nobody who is left can go on, though the run keeps what it takes to begin again."""
+    """A loss after which no remaining worker can go on, but all can restart from state that the run keeps."""
 
     causes: tuple[str, ...]
-    lost: tuple[int, ...]  # workers, but for those that were ended because of others
-    keeps: bool = True  # in memory: otherwise what was lost was no worker, and all begin again from the disk
-    workers_each: int | None = None  # of replicas that come and go, and hold the same; None: their number is fixed
-    least: int = 1  # of such replicas
-    workers: int = 0  # that may begin again
-    hosts: tuple[RemainingHost, ...] = ()  # on which they do, and what is in memory there
+    lost: tuple[int, ...]  # workers, without those that were ended because of others
+    keeps: bool = True  # the state is in memory; False: no worker was lost, and all restart from disk
+    workers_each: int | None = None  # workers of each elastic replica; None: the number of replicas is fixed
+    least: int = 1  # fewest elastic replicas
+    workers: int = 0  # number of workers that restart
+    hosts: tuple[RemainingHost, ...] = ()  # where they restart, with the snapshots in memory there
     lost_at: float = dataclasses.field(default=0.0, compare=False)  # time.time()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutcome:
-    """How the job ended on all hosts. Exit codes: 0, 1 failed, 2 a usage error, 75 and 76 to be run again, as it goes
-    on from what is saved (`paceline.elastic.membership_messages`), 128 + n stopped by signal n."""
+    """How the job ended on all hosts.
+
+    Exit codes: 0 finished, 1 failed, 2 usage error, 75 and 76 run it again to go on from saved state
+    (`paceline.elastic.membership_messages`), 128 + n stopped by signal n.
+    """
 
     state: str  # "finished" | "failed" | "stopped"
     exit_code: int
     failures: tuple[Failure, ...] = ()
-    reason: str = ""  # one sentence, where `failures` do not say it all
+    reason: str = ""  # one sentence, if `failures` do not explain it
     exits: tuple[WorkerExit, ...] = ()  # of all workers, by worker
-    recoverable_loss: RecoverableLoss | None = None  # workers were lost, nobody has failed, and all may begin again
-    restart_plan: RestartPlan | None = None  # and do so, in this way
+    recoverable_loss: RecoverableLoss | None = None  # workers were lost, none failed by itself, and all may restart
+    restart_plan: RestartPlan | None = None  # how all restart, if they do
 
     @property
     def may_restart(self) -> bool:
         return self.recoverable_loss is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, from which `from_json` makes the outcome again; only `failures` keep what was in error.json."""
+        """Return plain data for `from_json`; only `failures` keep the content of error.json."""
         exits = tuple(dataclasses.replace(ended, error=None) for ended in self.exits)  # failures hold the errors
         restart_plan = None if self.restart_plan is None else self.restart_plan.to_json()
         data = dataclasses.asdict(dataclasses.replace(self, exits=exits, recoverable_loss=None, restart_plan=None))
@@ -130,7 +132,7 @@ class JobOutcome:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> JobOutcome:
-        """Read it back; raises TypeError or KeyError where it is not one."""
+        """Read what `to_json` returned; raise TypeError or KeyError if it is something else."""
         restart_plan = None if data["again"] is None else RestartPlan.from_json(data["again"])
         return cls(
             state=data["state"],
@@ -146,8 +148,11 @@ class JobOutcome:
 
 
 def verdict(exits: Sequence[WorkerExit], *, keeps_state: bool = False) -> JobOutcome:
-    """The outcome when all workers have ended and nobody stopped the job. Where some were only taken away, the same
-    command may well come to its end. `keeps_state`: it can begin again at once where workers were only lost."""
+    """Return the outcome once all workers have ended and no signal stopped the job.
+
+    If workers were only lost, and none failed by itself, the exit code recommends the same command again. With
+    `keeps_state` the outcome then has a `recoverable_loss`: all may restart at once.
+    """
     failures = tuple(exit for exit in exits if exit.failed)
     if not failures:
         return JobOutcome(state="finished", exit_code=0, exits=tuple(exits))
@@ -170,34 +175,36 @@ def verdict(exits: Sequence[WorkerExit], *, keeps_state: bool = False) -> JobOut
 
 
 def is_root_loss(ended: WorkerExit) -> bool:
-    """Whether this worker was lost by itself, and not because of another one."""
+    """Return whether this worker was lost by itself, not as a consequence of another worker's end."""
     return ended.is_loss and not ended.sent_by_us and not (ended.error or {}).get("echo")
 
 
 def _was_taken(ended: WorkerExit) -> bool:
-    """Whether a lost worker was killed from outside (by hand, a cluster, the kernel short of memory) or went with its
-    host. Other signals, such as SIGSEGV and SIGABRT, are what a program does to itself."""
+    """Return whether a lost worker was killed from outside (a user, a cluster, the OOM killer) or lost with its host.
+
+    Other signals, such as SIGSEGV and SIGABRT, come from the program itself.
+    """
     return ended.signal == signal.SIGKILL or (ended.error or {}).get("kind") in LOST_KINDS
 
 
 def _only_lost(failures: Sequence[Failure]) -> bool:
-    """Whether some were lost, nobody failed by itself, and all processes are gone."""
-    is_gone = all((ended.error or {}).get("kind") != STUCK for ended in failures)
-    return is_gone and any(map(is_root_loss, failures)) and all(one.is_loss or one.sent_by_us for one in failures)
+    """Return whether workers were lost, none failed by itself, and no process is stuck."""
+    have_ended = all((ended.error or {}).get("kind") != STUCK for ended in failures)
+    return have_ended and any(map(is_root_loss, failures)) and all(one.is_loss or one.sent_by_us for one in failures)
 
 
-def left(finish: Finish, exits: Sequence[WorkerExit]) -> JobOutcome:
-    """The outcome of a job whose workers have saved and left as they were told."""
+def saved_and_left(finish: Finish, exits: Sequence[WorkerExit]) -> JobOutcome:
+    """Return the outcome of a job whose workers have saved and left as they were told."""
     return JobOutcome(state="stopped", exit_code=finish.exit_code, reason=finish.reason, exits=tuple(exits))
 
 
 def interrupted(signum: int, exits: Sequence[WorkerExit], *, by: str = "") -> JobOutcome:
-    """The outcome of a job that was stopped by a signal to a supervisor: its workers' ends are no failures."""
+    """Return the outcome of a job that a signal to a supervisor stopped; its workers' exits are no failures."""
     reason = f"stopped by {signal.Signals(signum).name}{by}"
     return JobOutcome(state="stopped", exit_code=128 + signum, reason=reason, exits=tuple(exits))
 
 
-def lost(
+def lost_worker(
     worker: int,
     *,
     host: str,
@@ -208,7 +215,10 @@ def lost(
     sent_by_us: bool = False,
     names_workers: bool = False,
 ) -> WorkerExit:
-    """The end of a worker of which nothing is known but what `message` says. `names_workers`: it says all there is."""
+    """Return the exit of a worker of which nothing is known but `message`.
+
+    `names_workers`: the message already names the workers, so it is shown alone.
+    """
     error = {
         "kind": kind,
         "message": message,
@@ -216,7 +226,7 @@ def lost(
         "worker": worker,
         "host": host,
         "pid": pid,
-        "step": None,  # nobody has heard
+        "step": None,
         "time": time.time(),
         "usage": False,
         "echo": echo,
@@ -236,7 +246,7 @@ def lost(
 
 
 def read_error(worker_dir: Path) -> dict[str, Any] | None:
-    """What a worker left in error.json, long texts cut; None where there is none, or where its writer was killed."""
+    """Return the content of error.json with long texts shortened; None if it is missing or incomplete."""
     try:
         with open(worker_dir / "error.json", "rb") as file:
             error = json.loads(file.read(ERROR_BYTES))
@@ -248,70 +258,74 @@ def read_error(worker_dir: Path) -> dict[str, Any] | None:
     if len(message) > TEXT_CHARS:
         error["message"] = message[:TEXT_CHARS] + " ..."
     if len(trace) > TEXT_CHARS:
-        error["traceback"] = "...\n" + trace[-TEXT_CHARS:]  # its end says what was raised
+        error["traceback"] = "...\n" + trace[-TEXT_CHARS:]  # the end of a traceback names the exception
     return error
 
 
 class WorkerExits:
-    """`workers` are those whose end is to be waited for."""
+    """Collects how workers ended. The job ends once none of the expected `workers` is `missing`."""
 
     def __init__(self, workers: Iterable[int]) -> None:
         self.by_worker: dict[int, WorkerExit] = {}
-        self.finish: Finish | None = None  # what everybody was told, once the run is to end
+        self.finish: Finish | None = None  # what all workers were told, once the run is to end
         self._expected = set(workers)
-        self._accused: dict[int, Mapping[str, Any]] = {}  # workers that are ended because they hang, and what they did
-        self._signum: int | None = None  # somebody stopped the job
-        self._by = ""  # where, when it was not here
+        # Workers that are ended because they hang -> the error that explains it.
+        self._hung: dict[
+            int, Mapping[str, Any]
+        ] = {}
+        self._signum: int | None = None  # the signal that stopped the job
+        self._by = ""  # where it came, if on another host
 
-    # Whose end is waited for.
+    # Which workers' exits the job waits for.
 
     def expect(self, workers: Iterable[int]) -> None:
-        """These are started, perhaps anew."""
+        """Wait for these workers' exits; forget earlier exits of the same ranks."""
         for worker in workers:
             self._expected.add(worker)
             self.by_worker.pop(worker, None)
 
     def forget(self, worker: int) -> None:
-        """Its end is no news."""
+        """Do not wait for this worker's exit any more."""
         self._expected.discard(worker)
 
     def is_expected(self, worker: int) -> bool:
-        """Whether this worker is one of the job, ended or not."""
+        """Return whether this worker belongs to the job, ended or not."""
         return worker in self._expected
 
     @property
     def missing(self) -> frozenset[int]:
-        """Workers that have not ended."""
+        """Expected workers that have not ended."""
         return frozenset(self._expected - self.by_worker.keys())
 
     # What is known.
 
-    def is_news(self, ended: WorkerExit) -> bool:
+    def is_awaited(self, ended: WorkerExit) -> bool:
+        """Return whether this is the first report of an expected worker's exit."""
         return ended.worker in self.missing
 
-    def accuse(self, worker: int, error: Mapping[str, Any]) -> None:
-        """It is ended because it hangs: that is how it was lost."""
-        self._accused[worker] = error
+    def note_hung(self, worker: int, error: Mapping[str, Any]) -> None:
+        """A worker is ended because it hangs; `error` replaces the cause that its exit will report."""
+        self._hung[worker] = error
 
-    def judged(self, ended: WorkerExit) -> WorkerExit:
-        """The end of a worker, as what it was accused of."""
-        if ended.worker not in self._accused:
+    def with_cause(self, ended: WorkerExit) -> WorkerExit:
+        """Return a worker's exit, with the hang as its cause if it was ended for that."""
+        if ended.worker not in self._hung:
             return ended
-        error = self._accused[ended.worker]
+        error = self._hung[ended.worker]
         return dataclasses.replace(ended, exit_code=None, signal=None, error=error, sent_by_us=False)
 
     def note(self, ended: WorkerExit) -> None:
-        """A worker has ended."""
+        """Record that a worker has ended."""
         self.by_worker[ended.worker] = ended
 
-    def note_hang(self, error: Mapping[str, Any]) -> None:
-        """A worker is ended because it hangs, and that ends the job."""
+    def end_job_for_hang(self, error: Mapping[str, Any]) -> None:
+        """Record a hang that ends the job as the failure of the worker that it names."""
         worker = int(error["worker"])
-        ended = lost(worker, host=error["host"], pid=error["pid"], kind=error["kind"], message=error["message"])
+        ended = lost_worker(worker, host=error["host"], pid=error["pid"], kind=error["kind"], message=error["message"])
         self.by_worker[worker] = dataclasses.replace(ended, error=error)
 
-    def take_failures(self) -> list[WorkerExit]:
-        """Those that have failed so far; they are to be noted anew."""
+    def pop_failures(self) -> list[WorkerExit]:
+        """Remove and return the failures so far; the caller handles them again."""
         failed = [ended for ended in self.by_worker.values() if ended.failed]
         for ended in failed:
             del self.by_worker[ended.worker]
@@ -322,8 +336,8 @@ class WorkerExits:
         return any(ended.failed for ended in self.by_worker.values())
 
     def stop(self, signum: int, *, by: str = "", anyway: bool = False) -> None:
-        """Somebody stopped the job. One that has failed already stays so, but `anyway`."""
-        # Who stops a whole cgroup, say, sends workers the same signal.
+        """Record that a signal stopped the job. A job that has already failed stays failed, unless `anyway`."""
+        # A signal to a whole control group also ends the workers, and such ends are not failures.
         failures = [ended for ended in self.by_worker.values() if ended.failed]
         if anyway or all(ended.signal == signum or ended.exit_code == 128 + signum for ended in failures):
             self._signum, self._by = signum, by
@@ -331,21 +345,21 @@ class WorkerExits:
     # What follows.
 
     @property
-    def have_left(self) -> bool:
-        """Whether all have saved and left, as they were told."""
+    def have_all_left(self) -> bool:
+        """Whether all workers have saved and left, as they were told."""
         ended = self.by_worker.values()
         return self._signum is None and self.finish is not None and bool(ended) and all(one.has_left for one in ended)
 
     @property
     def stopped(self) -> JobOutcome | None:
-        """How the job ends where somebody stopped it."""
+        """The outcome if a signal stopped the job, else None."""
         return None if self._signum is None else interrupted(self._signum, self._in_order, by=self._by)
 
     @property
     def outcome(self) -> JobOutcome:
-        """How the job ends with these ends."""
-        if self.finish is not None and self.have_left:
-            return left(self.finish, self._in_order)
+        """The outcome of the job from the exits so far."""
+        if self.finish is not None and self.have_all_left:
+            return saved_and_left(self.finish, self._in_order)
         return self.stopped or verdict(self._in_order)
 
     @property

@@ -1,9 +1,7 @@
-"""Which worker runs where: pure functions.
-
-Which worker is on which host, and where there is room for more: counting, nothing else.
+"""Places worker ranks on hosts, as mpirun's and Horovod's host slots do: pure data, no processes.
 
 A host has as many *slots* as its share of the workers that the job began with. A resize may ask for more workers than
-there are slots: then the hosts carry more than their share, as evenly as can be.
+there are slots; then the hosts run more than their share, as evenly as possible.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ __all__ = ["HostSlots", "assign", "assignment_template", "ranks_by_host", "slots
 
 
 def ranks_by_host(workers: int, hosts: int) -> tuple[range, ...]:
-    """The ranks of each host: contiguous, as even as can be, the first hosts one more where it does not divide.
+    """Return the ranks of each host: contiguous and as even as possible; the first hosts may have one more.
 
-    Raises ValueError where a host would stay without a worker.
+    Raise ValueError if a host would have no worker.
     """
     if not 1 <= hosts <= workers:
-        raise ValueError(f"{workers} workers cannot be dealt to {hosts} hosts: each host needs at least one")
+        raise ValueError(f"{workers} workers cannot be placed on {hosts} hosts: each host needs at least one")
     return micro_batches.deal(workers, hosts)
 
 
@@ -43,9 +41,9 @@ def assignment_template(
     given: Sequence[str] = (),
     begins_at: int | None = None,
 ) -> Assignment:
-    """What all workers of one host are told alike, but for their numbers; `job.workers` must be known."""
+    """Return the assignment of all workers of one host, without their ranks; `job.workers` must be known."""
     if job.workers is None:
-        raise ValueError("job.workers is None: it must be known before workers are dealt to hosts")
+        raise ValueError("job.workers is None: it must be known before workers are placed on hosts")
     return Assignment(
         rank=-1,
         workers=job.workers,
@@ -68,66 +66,67 @@ def assignment_template(
     )
 
 
-def assign(alike: Assignment, ranks: Sequence[int]) -> tuple[Assignment, ...]:
-    """What each worker of one host is told: `alike`, with its own numbers."""
+def assign(template: Assignment, ranks: Sequence[int]) -> tuple[Assignment, ...]:
+    """Return the assignment of each worker of one host: `template` with its own rank."""
     return tuple(
         dataclasses.replace(
-            alike,
+            template,
             rank=worker_rank,
             local_rank=local_rank,
-            worker_dir=str(worker_dir(Path(alike.run_dir), alike.attempt, worker_rank)),
+            worker_dir=str(worker_dir(Path(template.run_dir), template.attempt, worker_rank)),
         )
         for local_rank, worker_rank in enumerate(ranks)
     )
 
 
 def slots_per_host(job: Job) -> int:
-    """How many workers a host has room for that comes later: its share of those that the job begins with."""
+    """Return the slots of a host that joins later: the usual share of the workers that the job began with."""
     return max(1, (job.workers or 0) // job.hosts)
 
 
 def worker_dir(run_dir: Path, attempt: int, worker_rank: int) -> Path:
-    """Where a worker's logs, events and error.json are."""
+    """Return the directory of a worker's logs, events and error.json."""
     return run_dir / f"attempt_{attempt}" / f"worker_{worker_rank}"
 
 
 class HostSlots:
-    """Hosts by their index, workers by their rank."""
+    """Knows which worker is on which host, and where there are free slots: hosts by index, workers by rank."""
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
-        self._place: dict[int, int] = {}  # of workers that are there, and the last one of those that were lost
-        self._there: set[int] = set()
-        self._quiet: frozenset[int] = frozenset()  # when somebody was last placed
+        self._host_of: dict[int, int] = {}  # of running workers, and the last host of lost ones
+        self._running: set[int] = set()
+        self._quiet: frozenset[int] = frozenset()  # silent hosts at the last `place`
 
     def open(self, host_index: int, slots: int, workers: Collection[int] = ()) -> None:
-        """A host is there, with these workers."""
+        """Add a host with these workers."""
         self._slots[host_index] = slots
-        self._place.update(dict.fromkeys(workers, host_index))
-        self._there.update(workers)
+        self._host_of.update(dict.fromkeys(workers, host_index))
+        self._running.update(workers)
 
     def close(self, host_index: int) -> None:
-        """A host is gone, and nobody has a place on it any more."""
+        """Remove a lost host and the places of its workers."""
         self._slots.pop(host_index, None)
-        self._there -= self.workers_on(host_index)
-        self._place = {worker: place for worker, place in self._place.items() if place != host_index}
+        self._running -= self.workers_on(host_index)
+        self._host_of = {worker: host for worker, host in self._host_of.items() if host != host_index}
 
     def shut(self, host_index: int) -> None:
-        """A host can start no more workers; those that are there stay, and successors of others go elsewhere."""
+        """Start no more workers on a host: its workers stay, and their successors are placed elsewhere."""
         self._slots.pop(host_index, None)
-        for worker in [worker for worker, place in self._place.items() if place == host_index]:
-            if worker not in self._there:
-                del self._place[worker]
+        for worker in [worker for worker, host in self._host_of.items() if host == host_index]:
+            if worker not in self._running:
+                del self._host_of[worker]
 
     def place(self, workers: Sequence[int], *, quiet: Collection[int] = ()) -> None:
-        """Find places for the workers of a replica: together on one host where any has room for all of them, else each
-        by itself; where their predecessors were, else where most slots are free. Where no host can start workers, they
-        get no place. Hosts that are `quiet`, and may be lost, get nobody where another one has a free slot.
+        """Place the workers of a replica: together on one host if one has room for all, else each by itself.
+
+        They return to the host of their predecessors if possible, else go where most slots are free. If no host can
+        start workers, they get no place. `quiet` hosts, which may be lost, are used only if no other has a free slot.
         """
         self._quiet = frozenset(quiet)
         if not self._slots:
             return
-        before = [self._place[worker] for worker in workers if self._place.get(worker) in self._slots]
+        before = [self._host_of[worker] for worker in workers if self._host_of.get(worker) in self._slots]
         for host_index in (*dict.fromkeys(before), self._emptiest()):
             if self._open_slots(host_index) >= len(workers):
                 for worker in workers:
@@ -138,32 +137,32 @@ class HostSlots:
                 self._take(worker, self._emptiest())
 
     def lose(self, worker: int) -> None:
-        """A worker is there no longer; a successor goes where it was, where that host can start any."""
-        self._there.discard(worker)
-        if self._place.get(worker) not in self._slots:
-            self._place.pop(worker, None)
+        """A worker was lost; its successor returns to the same host if that can start workers."""
+        self._running.discard(worker)
+        if self._host_of.get(worker) not in self._slots:
+            self._host_of.pop(worker, None)
 
     def leave(self, worker: int) -> None:
-        """A worker has left for good: whoever has its number next is placed anew."""
-        self._there.discard(worker)
-        self._place.pop(worker, None)
+        """A worker has left for good; the next worker with its rank is placed anew."""
+        self._running.discard(worker)
+        self._host_of.pop(worker, None)
 
     def host_of(self, worker: int) -> int | None:
-        """The host on which a worker is, or was; None where it has no place."""
-        return self._place.get(worker)
+        """Return the host on which a worker is or was; None if it has no place."""
+        return self._host_of.get(worker)
 
     def workers_on(self, host_index: int) -> frozenset[int]:
-        """The workers that are there."""
-        return frozenset(worker for worker in self._there if self._place[worker] == host_index)
+        """Return the workers that run on a host."""
+        return frozenset(worker for worker in self._running if self._host_of[worker] == host_index)
 
     def room(self, workers_each: int, *, without: Collection[int] = ()) -> int:
-        """For how many more replicas there are free slots, each on one host, when those `without` are gone."""
+        """Return how many more replicas have free slots, each on one host, once the workers `without` have ended."""
         free = (self._free(index) + len(self.workers_on(index).intersection(without)) for index in self._slots)
         return sum(max(0, slots) // workers_each for slots in free)
 
     def _return(self, worker: int) -> bool:
-        """Put a worker where its predecessor was, unless its slot was given to another one and there are free ones."""
-        before = self._place.get(worker)
+        """Place a worker where its predecessor was, unless that slot was taken and other slots are free."""
+        before = self._host_of.get(worker)
         if (
             before is None
             or before not in self._slots
@@ -174,17 +173,17 @@ class HostSlots:
         return True
 
     def _take(self, worker: int, host_index: int) -> None:
-        self._place[worker] = host_index
-        self._there.add(worker)
+        self._host_of[worker] = host_index
+        self._running.add(worker)
 
     def _free(self, host_index: int) -> int:
         return self._slots[host_index] - len(self.workers_on(host_index))
 
     def _open_slots(self, host_index: int) -> int:
-        """Free slots of a host; a quiet one has none."""
+        """Return the free slots of a host; a quiet host has none."""
         free = self._free(host_index)
         return min(0, free) if host_index in self._quiet else free
 
     def _emptiest(self) -> int:
-        """Where most slots are free; of equals the first host."""
+        """Return the host with most free slots; the first of equal ones."""
         return max(self._slots, key=lambda index: (self._open_slots(index), self._free(index), -index))
