@@ -270,9 +270,7 @@ class WorkerExits:
         self.finish: Finish | None = None  # what all workers were told, once the run is to end
         self._expected = set(workers)
         # Workers that are ended because they hang -> the error that explains it.
-        self._hung: dict[
-            int, Mapping[str, Any]
-        ] = {}
+        self._hung: dict[int, Mapping[str, Any]] = {}
         self._signum: int | None = None  # the signal that stopped the job
         self._by = ""  # where it came, if on another host
 

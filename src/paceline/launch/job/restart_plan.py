@@ -131,9 +131,7 @@ def snapshot_transfers(
                 if _has_state_of(one, worker, step, workers_each)
             ]
             # Prefer the snapshot that the worker itself wrote.
-            source, kept = min(
-                found_at, key=lambda at: at[1].worker != worker
-            )
+            source, kept = min(found_at, key=lambda at: at[1].worker != worker)
             snapshot_transfer = SnapshotTransfer(worker=kept.worker, source=source.index, to=host.index)
             if snapshot_transfer not in found:
                 found.append(snapshot_transfer)
