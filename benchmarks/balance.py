@@ -3,7 +3,7 @@
     python benchmarks/balance.py [--slow 2,3] [--rounds 3] [--steps 60] [--width 1536]
 
 The drill's own fault makes computing take worker 1 f times as long; nothing else is changed. Even shares and balanced
-ones take turns, and medians are over the later steps of all rounds. The ideal gives each worker a share by its speed:
+ones alternate, and medians are over the later steps of all rounds. The ideal gives each worker a share by its speed:
 what is computed then takes 2 f / (f + 1) times as long as with two quick workers, instead of f times. So of the time
 that the slow worker adds to even shares one part in f + 1 remains.
 """

@@ -1,4 +1,5 @@
-"""Collectives and bytes of a step of cut layers: Paceline's own plan against the one that is written by hand.
+"""Collectives and bytes of a step under tensor parallelism: Paceline's own plan against the one that is written by
+hand.
 
     python benchmarks/collectives.py [--size demo] [--workers 2,4]
 
@@ -18,9 +19,9 @@ STEPS = 2  # the second one is counted
 Counted = dict[str, list[int]]  # kind -> how often, how many bytes
 
 
-def count(who: str, workers: int, size: str) -> Counted:
+def count(framework: str, workers: int, size: str) -> Counted:
     """What a worker sends in a step, the same on all."""
-    if who == "torch":
+    if framework == "torch":
         side = Side(program="count_torch.py", workers=workers)
     else:
         side = Side(program="count_paceline.py", workers=workers, plan=f"replicas=1+tensor={workers}")
@@ -30,7 +31,7 @@ def count(who: str, workers: int, size: str) -> Counted:
     return found[0]
 
 
-def told(counted: Counted) -> str:
+def described(counted: Counted) -> str:
     return "; ".join(f"{calls} {kind}, {num_bytes:,} bytes" for kind, (calls, num_bytes) in sorted(counted.items()))
 
 
@@ -42,11 +43,14 @@ def main() -> None:
     print("| workers | Paceline, of layers | by hand | the same | Paceline, besides |")
     print("|---|---|---|---|---|", flush=True)
     for workers in map(int, options.workers.split(",")):
-        own, hand = (count(who, workers, options.size) for who in ("paceline", "torch"))
+        own, hand = (count(framework, workers, options.size) for framework in ("paceline", "torch"))
         besides = {kind.removeprefix("besides: "): of for kind, of in own.items() if kind.startswith("besides")}
         layers = {kind: of for kind, of in own.items() if not kind.startswith("besides")}
         verdict = "yes" if layers == hand else "**no**"
-        print(f"| {workers} | {told(layers)} | {told(hand)} | {verdict} | {told(besides) or '-'} |", flush=True)
+        print(
+            f"| {workers} | {described(layers)} | {described(hand)} | {verdict} | {described(besides) or '-'} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

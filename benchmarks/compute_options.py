@@ -21,9 +21,9 @@ import tempfile
 
 import torch
 
+from driving.interleaved import interleaved
 from driving.options import options_of
 from driving.sides import Side, job_of, peak_bytes
-from driving.turns import in_turns
 
 MIB = 1 << 20
 STEPS = 6  # of a run whose memory is measured
@@ -70,7 +70,7 @@ def row(ours: Side, bare: Side, options: argparse.Namespace) -> list[str]:
     if peaks[0] is None or peaks[1] is None:
         return ["", "", "", *told, ""]
     jobs = [job_of(side, options.size) for side in (ours, bare)]
-    took = in_turns(jobs, turns=options.turns, block=options.block)
+    took = interleaved(jobs, turns=options.turns, block=options.block)
     low, middle, high = statistics.quantiles(b / a for a, b in zip(*took, strict=True))
     each = [f"{statistics.median(one):.1f}" for one in took]
     return [*each, f"**{middle:.3f}x** ({low:.3f}x to {high:.3f}x)", *told, f"{peaks[0] / peaks[1]:.2f}"]

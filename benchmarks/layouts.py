@@ -15,9 +15,9 @@ import argparse
 import statistics
 from collections.abc import Iterator
 
+from driving.interleaved import interleaved
 from driving.options import options_of
 from driving.sides import SIZES, Side, job_of, sharded
-from driving.turns import in_turns
 
 KINDS = "shard,tensor,stages"
 
@@ -27,11 +27,11 @@ def sides(kind: str, workers: int) -> Iterator[tuple[str, Side, Side]]:
     if kind == "shard":
         replicas = [(1, 1), (1, 2), (1, 3), *([(2, 3)] if workers > 2 and workers % 2 == 0 else [])]
         for count, zero in replicas:
-            ours, hand = (sharded(who, workers, replicas=count, zero=zero) for who in ("paceline", "torch"))
+            ours, hand = (sharded(framework, workers, replicas=count, zero=zero) for framework in ("paceline", "torch"))
             yield ours.plan, ours, hand
     if kind == "tensor":
         plan = f"replicas=1+tensor={workers}"
-        yield plan, Side(program="cut_paceline.py", workers=workers, plan=plan), hand_of("cut_torch.py", workers)
+        yield plan, Side(program="tensor_paceline.py", workers=workers, plan=plan), hand_of("tensor_torch.py", workers)
     if kind == "stages":
         micros = 2 * workers
         for schedule in ("gpipe", "1f1b"):
@@ -65,7 +65,7 @@ def main() -> None:
                 for _ in range(options.starts):
                     jobs = [job_of(side, options.size) for side in (ours, hand)]
                     for all_of_it, took in zip(
-                        (own, other), in_turns(jobs, turns=options.turns, block=options.block), strict=True
+                        (own, other), interleaved(jobs, turns=options.turns, block=options.block), strict=True
                     ):
                         all_of_it += took
                 own_ms, hand_ms = statistics.median(own), statistics.median(other)

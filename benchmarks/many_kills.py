@@ -4,13 +4,14 @@
 
 A random worker gets SIGKILL at a random moment, and so on, without waiting for its replacement. By two rules:
 
-    spared    at the moment of each kill another worker has the run's state: no committed step is lost, nobody restarts
-    wild      nobody is spared. Where the last worker that had the state is hit, the run ends and says that the same
+    spared    at the moment of each kill another worker has the run's state: no committed step is lost, no worker
+    restarts wild      no worker is spared. Where the last worker that had the state is hit, the run ends and says that
+    the same
               command goes on from the newest checkpoint (one every 50 steps): it does, and takes those steps again
 
-Each is compared with a run of 4 that nobody disturbs. Other numbers of workers add in another order, which rounds
+Each is compared with an undisturbed run of 4. Other numbers of workers add in another order, which rounds
 differently, and training may let such differences grow. How much it does is told by the last column: an undisturbed run
-of 3 workers against that of 4. A case is a model of programs/come_and_go.py and a precision: in fp32 "norms" lets them
+of 3 workers against that of 4. A case is a model of programs/elastic_work.py and a precision: in fp32 "norms" lets them
 grow and "smooth" does not.
 """
 
@@ -61,7 +62,7 @@ def killed(folder: Path, case: str, rule: str, options: argparse.Namespace) -> K
         while kills < options.kills:
             time.sleep(LOOK_S)
             if time.monotonic() > due + LIMIT_S:
-                raise SystemExit(f"nobody can be killed for {LIMIT_S:.0f} s: the run hangs\n{run.last_words()}")
+                raise SystemExit(f"no worker can be killed for {LIMIT_S:.0f} s: the run hangs\n{run.last_words()}")
             if run.go_on():
                 print(f"{case}, {rule}: ended with {run.exit_codes[-1]} after {kills} kills; it goes on", flush=True)
                 continue
@@ -96,7 +97,7 @@ def may_go(victim: Stand, stands: list[Stand], rule: str) -> bool:
 
 
 def undisturbed(folder: Path, case: str, workers: int, *, steps: int) -> Path:
-    """The run directory of one that nobody disturbs."""
+    """The run directory of an undisturbed one."""
     words, (model, precision) = ["--max-steps", str(steps), "--no-save-at-end"], case.split(":")
     run = Run(folder, replicas=str(workers), workers=workers, precision=precision, model=model, options=words)
     with run.ended():

@@ -60,8 +60,8 @@ def main() -> None:
     for workers in map(int, options.workers.split(",")):
         for zero in map(int, options.zero.split(",")):
             own, hand = (
-                peak_bytes(sharded(who, workers, zero=zero), options.size, options.steps)
-                for who in ("paceline", "torch")
+                peak_bytes(sharded(framework, workers, zero=zero), options.size, options.steps)
+                for framework in ("paceline", "torch")
             )
             plain = plain_bytes(total, shard=workers, zero=zero) + activations
             expected = formula_bytes(total, unit, shard=workers, zero=zero) + activations

@@ -142,7 +142,7 @@ def awaited(process: subprocess.Popen[bytes], run_dir: Path, attempt: int, count
             return told
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"attempt {attempt} in {run_dir} came to no {count} steps")
-        time.sleep(LOOK_S)  # a file that grows tells nobody
+        time.sleep(LOOK_S)  # a file that grows wakes no process
 
 
 def events(run_dir: Path, attempt: int, worker: int | None) -> Iterator[dict[str, Any]]:

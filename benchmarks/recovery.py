@@ -5,10 +5,11 @@
 
 Everybody does the same work (a step takes about 0.1 s here), and everybody's processes write down when they committed
 which step. This program watches those files, kills a worker at a random moment, and reads from the files when the next
-step was committed, when one that nobody had committed before, and when the killed one's successor had its first. Peers
-that restart from checkpoints write one every 5 steps; Horovod keeps its state in memory as often. The runs follow each
-other; nothing else should use the cores. `--ray-python` and `--horovod-python` are interpreters that have these peers.
-Horovod's workers that are no neighbours of the dead one notice it by gloo's time-out, 30 s: "horovod:5" makes that 5 s.
+step was committed, when one that no worker had committed before, and when the killed one's successor had its first.
+Peers that restart from checkpoints write one every 5 steps; Horovod keeps its state in memory as often. The runs follow
+each other; nothing else should use the cores. `--ray-python` and `--horovod-python` are interpreters that have these
+peers. Horovod's workers that are no neighbours of the dead one notice it by gloo's time-out, 30 s: "horovod:5" makes
+that 5 s.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Incident:
     """What one loss cost; seconds from the signal on."""
 
     time: float
-    computing_s: float | None  # a new membership stands (told by Paceline alone)
+    computing_s: float | None  # a new membership stands (Paceline alone reports it)
     next_s: float  # a step is committed, perhaps for the second time
     progress_s: float  # a step is committed that was not before
     replaced_s: float  # the successor commits
@@ -159,7 +160,7 @@ def strike(
 
 
 def regrouped_after(run_dir: Path, when: float) -> float | None:
-    """Seconds from `when` until the others stood together again, by the head's word."""
+    """Seconds from `when` until the others stood together again, by the coordinator's log."""
     with open(run_dir / "attempt_1" / "events.jsonl", encoding="utf-8") as lines:
         records = [decode(line) for line in lines if line.endswith("\n")]
     return min(
@@ -181,8 +182,8 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
         try:
             yield process
         except RunEnded as end:
-            told = (folder / "output").read_text(errors="replace")[-3000:]
-            raise RunEnded(f"{end}\n{' '.join(command)}\n{told}") from None
+            output = (folder / "output").read_text(errors="replace")[-3000:]
+            raise RunEnded(f"{end}\n{' '.join(command)}\n{output}") from None
         finally:
             process.terminate()
             try:
@@ -207,7 +208,7 @@ def command_of(peer: str, folder: Path, options: argparse.Namespace) -> list[str
         case "ray":
             return [options.ray_python, script, *work, STEPS, str(WORKERS)]
         case "horovod":
-            # Horovod gives up the host of a worker that dies, for a second at least: so each has a host of its own.
+            # Horovod gives up the host of a worker that is lost, for a second at least: so each has a host of its own.
             hosts = folder / "hosts.sh"
             hosts.write_text("#!/bin/sh\n" + "".join(f"echo {host}:1\n" for host in HOROVOD_HOSTS))
             hosts.chmod(0o755)

@@ -41,7 +41,7 @@ LOOK_S = 0.0005
 
 
 @dataclasses.dataclass(kw_only=True)
-class Tally:
+class Counts:
     """What the kills of one kind have met, and what was wrong."""
 
     met: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
@@ -78,7 +78,7 @@ def where(checkpoints: Path, step: int, before: set[str]) -> str:
     return "before the first file"
 
 
-def next_save(run: Run, tally: Tally, draw: random.Random) -> tuple[int, set[str]]:
+def next_save(run: Run, counts: Counts, draw: random.Random) -> tuple[int, set[str]]:
     """Return at a random instant of a save that is yet to begin: its step, and what was on the disk before."""
     checkpoints = run.run_dir / "checkpoints"
     # Some saves are left alone before: the run comes on, and the length of a save is known. The first one of a process
@@ -87,8 +87,8 @@ def next_save(run: Run, tally: Tally, draw: random.Random) -> tuple[int, set[str
         due, began = committed_save(run)
         run.wait_until(lambda due=due: (checkpoints / f"step_{due:08d}" / COMMIT_MARKER).exists(), "a save")
         if number > 0:
-            tally.spans_s.append(time.monotonic() - began)
-    span_s = statistics.median(tally.spans_s[-LATEST:])
+            counts.spans_s.append(time.monotonic() - began)
+    span_s = statistics.median(counts.spans_s[-LATEST:])
     before = {path.name for path in checkpoints.glob("step_*")}
     due, began = committed_save(run)
     instant = began + draw.random() * LONGER * span_s
@@ -122,36 +122,36 @@ def kill_whole(run: Run, victims: str) -> None:
         time.sleep(LOOK_S)
 
 
-def resumes(folder: Path, options: argparse.Namespace) -> tuple[Run, Tally]:
+def resumes(folder: Path, options: argparse.Namespace) -> tuple[Run, Counts]:
     """Kill the whole run in the middle of saves, and look what each new start goes on from."""
-    draw, tally = random.Random(f"{options.seed} whole"), Tally()
+    draw, counts = random.Random(f"{options.seed} whole"), Counts()
     run = Run(folder, replicas="2", workers=2, options=["--save-every", str(SAVE_EVERY), "--max-steps", str(10**9)])
     checkpoints, number = run.run_dir / "checkpoints", 1
     with run.ended():
         run.start()
-        while tally.kills < options.kills:
-            step, before = next_save(run, tally, draw)
+        while counts.kills < options.kills:
+            step, before = next_save(run, counts, draw)
             victims = draw.choice(VICTIMS)
             kill_whole(run, victims)
-            tally.met[where(checkpoints, step, before)] += 1
-            tally.hit[victims] += 1
-            told = [
+            counts.met[where(checkpoints, step, before)] += 1
+            counts.hit[victims] += 1
+            reported = [
                 one.step for one in events_of(run.run_dir / f"attempt_{number}") if isinstance(one, CheckpointSaved)
             ]
             newest, number = marked_step(checkpoints), number + 1
-            if newest < max(told, default=0):
-                tally.wrong.append(f"kill {tally.kills}: the save of step {max(told)} was reported, and is lost")
+            if newest < max(reported, default=0):
+                counts.wrong.append(f"kill {counts.kills}: the save of step {max(reported)} was reported, and is lost")
             run.start()
             attempt = run.run_dir / f"attempt_{number}"
             run.wait_until(lambda attempt=attempt: len(started(attempt)) == 2, "the next start")
             if set(started(attempt)) != {newest}:
-                tally.wrong.append(f"kill {tally.kills}: went on from {started(attempt)}, the newest is {newest}")
-            if tally.kills % 10 == 0:
-                print(f"whole: {tally.kills} kills, step {run.step()}, {dict(tally.met)}", flush=True)
+                counts.wrong.append(f"kill {counts.kills}: went on from {started(attempt)}, the newest is {newest}")
+            if counts.kills % 10 == 0:
+                print(f"whole: {counts.kills} kills, step {run.step()}, {dict(counts.met)}", flush=True)
         before_end = run.step()
         run.wait_until(lambda: run.step() > before_end + SAVE_EVERY, "some more steps")
         run.stop()
-    return run, tally
+    return run, counts
 
 
 def started(attempt: Path) -> list[int]:
@@ -161,9 +161,9 @@ def started(attempt: Path) -> list[int]:
     return [one.resumed_from_step for one in events_of(attempt) if isinstance(one, WorkerStarted)]
 
 
-def survivals(folder: Path, options: argparse.Namespace) -> tuple[Run, Tally]:
+def survivals(folder: Path, options: argparse.Namespace) -> tuple[Run, Counts]:
     """Kill single workers of an elastic run in the middle of saves."""
-    draw, tally = random.Random(f"{options.seed} one"), Tally()
+    draw, counts = random.Random(f"{options.seed} one"), Counts()
     words = ["--save-every", str(SAVE_EVERY), "--max-steps", str(10**9)]
     run = Run(folder, replicas="1-4", workers=4, options=words)
     checkpoints = run.run_dir / "checkpoints"
@@ -173,30 +173,30 @@ def survivals(folder: Path, options: argparse.Namespace) -> tuple[Run, Tally]:
 
     with run.ended():
         run.start()
-        while tally.kills < options.kills:
+        while counts.kills < options.kills:
             run.wait_until(is_complete, "all workers", limit_s=LIMIT_S)
-            step, before = next_save(run, tally, draw)
-            writes = tally.kills % 2 == 0
+            step, before = next_save(run, counts, draw)
+            writes = counts.kills % 2 == 0
             victims = [stand for stand in run.stands() if (stand.rank == 0) == writes]
             if not victims or not run.kill(draw.choice(victims)):
                 continue
-            tally.met[where(checkpoints, step, before)] += 1
-            tally.hit["worker 0, which writes" if writes else "another worker"] += 1
+            counts.met[where(checkpoints, step, before)] += 1
+            counts.hit["worker 0, which writes" if writes else "another worker"] += 1
             found = find(checkpoints, verified=True)
             if found.step < marked_step(checkpoints) - SAVE_EVERY or found.newest is None:
-                tally.wrong.append(f"kill {tally.kills}: the newest whole checkpoint is of step {found.step}")
-            tally.wrong += [
-                f"kill {tally.kills}: {path.name}: {reason}"
+                counts.wrong.append(f"kill {counts.kills}: the newest whole checkpoint is of step {found.step}")
+            counts.wrong += [
+                f"kill {counts.kills}: {path.name}: {reason}"
                 for path, reason in found.skipped
                 if ".partial-" not in path.name and ".removed-" not in path.name and path.exists()
             ]
-            if tally.kills % 10 == 0:
-                print(f"one: {tally.kills} kills, step {run.step()}, {dict(tally.met)}", flush=True)
+            if counts.kills % 10 == 0:
+                print(f"one: {counts.kills} kills, step {run.step()}, {dict(counts.met)}", flush=True)
         run.wait_until(is_complete, "all workers", limit_s=LIMIT_S)
         run.stop()
         if len(run.exit_codes) > 1:
-            tally.wrong.append(f"the run was started {len(run.exit_codes)} times")
-    return run, tally
+            counts.wrong.append(f"the run was started {len(run.exit_codes)} times")
+    return run, counts
 
 
 KINDS = {"whole": resumes, "one": survivals}
@@ -213,7 +213,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-save-kills-") as scratch:
         folder = options.folder or Path(scratch)
         for kind in options.kinds.split(","):
-            run, tally = KINDS[kind](folder / kind, options)
+            run, counts = KINDS[kind](folder / kind, options)
             steps = max(losses_of(run.run_dir))
             words = ["--max-steps", str(steps), "--no-save-at-end"]
             plain = Run(folder / f"{kind}_plain", replicas="2", workers=2, options=words)
@@ -222,8 +222,8 @@ def main() -> None:
                 if plain.wait(limit_s=300 + steps) != 0:
                     raise SystemExit(f"the undisturbed run has failed:\n{plain.last_words()}")
             found = compared(run.run_dir, plain.run_dir)
-            rows.append(row(kind, tally, found))
-            misses += [f"{kind}: {text}" for text in tally.wrong]
+            rows.append(row(kind, counts, found))
+            misses += [f"{kind}: {text}" for text in counts.wrong]
             if found.largest > TARGET or not found.is_clean:
                 misses.append(f"{kind}: {found}")
     print("\n| kind | kills | killed | the save was | wrong | steps | largest relative difference of a loss | audit |")
@@ -232,10 +232,10 @@ def main() -> None:
         raise SystemExit("the target is missed:\n" + "\n".join(misses))
 
 
-def row(kind: str, tally: Tally, found: Difference) -> str:
+def row(kind: str, counts: Counts, found: Difference) -> str:
     """A line of the table."""
-    hit, met = (", ".join(f"{name}: {times}" for name, times in one.most_common()) for one in (tally.hit, tally.met))
-    cells = [kind, tally.kills, hit, met, len(tally.wrong), found.num_steps, f"{found.largest:.1e}", found.verdict]
+    hit, met = (", ".join(f"{name}: {times}" for name, times in one.most_common()) for one in (counts.hit, counts.met))
+    cells = [kind, counts.kills, hit, met, len(counts.wrong), found.num_steps, f"{found.largest:.1e}", found.verdict]
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -99,7 +99,7 @@ def measure(matrix: Matrix, plans: Sequence[str], link: str, *, limit_s: float, 
             print(f"{link_name(link)}, {shown_plan(plan)}: {one.last_step} steps of {one.step_s:.3f} s", flush=True)
 
 
-def in_turns(matrix: Matrix, plans: Mapping[str, str], *, rounds: int, limit_s: float) -> dict[str, list[float]]:
+def interleaved(matrix: Matrix, plans: Mapping[str, str], *, rounds: int, limit_s: float) -> dict[str, list[float]]:
     """Time a step of each link's plan again, A B C, C B A, ...; returns the times by link."""
     times: dict[str, list[float]] = {link: [] for link in plans}
     batch = f"+batch(size={matrix.task.batch},micro={matrix.task.batch // SITES})"
@@ -118,7 +118,7 @@ def compare(matrix: Matrix, *, rounds: int, limit_s: float) -> None:
     found = {link: best[1] for link in matrix.courses if (best := matrix.best(link)) is not None}
     if len(found) < len(matrix.courses) or not rounds:
         return
-    times = in_turns(matrix, found, rounds=rounds, limit_s=limit_s)
+    times = interleaved(matrix, found, rounds=rounds, limit_s=limit_s)
     first, *slow = found
     took: dict[str, float] = {}
     for link, plan in found.items():

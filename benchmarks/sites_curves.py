@@ -45,7 +45,7 @@ Look = dict[str, Any]  # how a line is drawn, in matplotlib's words
 
 
 def held_out(course: Course) -> Points:
-    """Steps, and the loss of files that nobody has trained on."""
+    """Steps, and the loss of held-out files."""
     return [(step, loss) for step, loss in sorted(course.held_out.items())]
 
 

@@ -18,8 +18,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from driving.interleaved import Job, interleaved
 from driving.options import options_of
-from driving.turns import Job, in_turns
 
 PROGRAM = Path(__file__).parent / "programs" / "gpt_paceline.py"
 SIZES = (128, 4, 4, 4)  # width, layers, heads, samples of each worker: the demo's
@@ -68,7 +68,7 @@ def main() -> None:
     if options.turns < 2:
         parser.error(f"--turns is {options.turns}; quantiles need at least 2")
     plans = list(dict.fromkeys([FIRST, *options.plans]))
-    found = in_turns([job_of(plan) for plan in plans], turns=options.turns, block=options.block, of=statistics.fmean)
+    found = interleaved([job_of(plan) for plan in plans], turns=options.turns, block=options.block, of=statistics.fmean)
     took = dict(zip(plans, found, strict=True))
     print("| sync and wire | ms per step | of `allreduce+raw` | middle half |\n|---|---|---|---|")
     for plan, times in took.items():

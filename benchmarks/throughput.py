@@ -15,8 +15,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from driving.interleaved import Job, interleaved
 from driving.options import options_of
-from driving.turns import Job, in_turns
 
 PROGRAMS = Path(__file__).parent / "programs"
 SIZES = {  # program, and its arguments
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="large")
     options = options_of(parser, takes="about 6 minutes", quick={"turns": 2, "block": 3, "size": "demo"})
     jobs = [job_of(side, options.size) for side in SIDES]
-    took = dict(zip(SIDES, in_turns(jobs, turns=options.turns, block=options.block), strict=True))
+    took = dict(zip(SIDES, interleaved(jobs, turns=options.turns, block=options.block), strict=True))
 
     def ratio(side: str) -> str:
         pairs = zip(took["DDP on gloo"], took[side], strict=True)

@@ -11,7 +11,7 @@ __all__ = ["DDP", "ROUND", "UNLIMITED", "Course", "Matrix", "Task", "by_chance",
 
 DDP = "ddp"  # torch's own, in place of a plan
 UNLIMITED = "0:0"
-BY_CHANCE = ("staleness", "drop")  # of plans whose loss by step depends on who is faster when
+BY_CHANCE = ("staleness", "drop")  # of plans whose loss by step depends on which worker is faster when
 ROUND = 16  # steps, or a divisor of it, between two agreements of the plans that are measured
 
 

@@ -1,4 +1,6 @@
-"""A run of `programs/come_and_go.py` that is watched, struck, started again where it says so, and judged in the end."""
+"""A run of `programs/elastic_work.py` that is watched, struck, started again where it says so, and judged in the
+end.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from paceline.monitor.audit.audit import audit
 
 __all__ = ["Difference", "Run", "Stand", "compared", "losses_of", "state_of", "struck"]
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "come_and_go.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_work.py"
 GOES_ON = (PREEMPTED, TOO_FEW)  # exit statuses after which the same command goes on
 BATCH, MICRO = 48, 4
 LOOK_S = 0.002
@@ -41,7 +43,9 @@ class Stand:
 
 
 def _end_with_the_driver() -> None:
-    """In the command's process: when who drives it is killed, it ends, and the kernel kills its workers with it."""
+    """In the command's process: when the process that drives it is killed, it ends, and the kernel kills its workers
+    with it.
+    """
     set_parent_death_signal(signal.SIGKILL)
 
 
@@ -173,7 +177,7 @@ class Run:
         return struck(stand.pid, signal.SIGKILL)
 
     def step(self) -> int:
-        """The newest step that a worker who is there has committed."""
+        """The newest step that a worker that is there has committed."""
         return max((stand.step for stand in self.stands()), default=0)
 
 

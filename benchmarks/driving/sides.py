@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from driving.turns import Job
+from driving.interleaved import Job
 
 __all__ = ["SIZES", "Side", "job_of", "peak_bytes", "said", "sharded"]
 
@@ -38,9 +38,9 @@ class Side:
     num_feeds: int = 1  # workers that have other samples
 
 
-def sharded(who: str, workers: int, *, replicas: int = 1, zero: int = 3) -> Side:
+def sharded(framework: str, workers: int, *, replicas: int = 1, zero: int = 3) -> Side:
     """Return replicas that are sharded over the rest of the workers: by "paceline", or by "torch" by hand."""
-    if who == "torch":
+    if framework == "torch":
         return Side(program="shard_torch.py", workers=workers, words=(str(zero), str(replicas)), num_feeds=workers)
     shard = workers // replicas
     layout = f"replicas={replicas}" + (f"+shard={shard}+zero={zero}" if shard > 1 else "")

@@ -83,7 +83,7 @@ def _wait(programs: Sequence[subprocess.Popen[bytes]], diary: Path, *, limit_s: 
     while any(program.poll() is None for program in programs) and time.monotonic() < deadline:
         if not has_begun and diary.exists() and diary.stat().st_size:
             deadline, has_begun = time.monotonic() + limit_s, True
-        time.sleep(LOOK_S)  # a file that grows tells nobody
+        time.sleep(LOOK_S)  # a file that grows wakes no process
 
 
 def _end(program: subprocess.Popen[bytes]) -> None:

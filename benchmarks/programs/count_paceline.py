@@ -1,6 +1,6 @@
-"""A Llama whose layers Paceline cuts: OUT.RANK holds what its last step sent.
+"""A Llama under Paceline's tensor parallelism: OUT.RANK holds what its last step sent.
 
-WIDTH LAYERS HEADS SAMPLES STEPS MICROS OUT, as for cut_paceline.py.
+WIDTH LAYERS HEADS SAMPLES STEPS MICROS OUT, as for tensor_paceline.py.
 """
 
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from counted import Counts, watch_groups
-from cut_model import llama, next_byte_loss, text
+from tensor_model import llama, next_byte_loss, text
 
 import paceline
 
@@ -24,7 +24,7 @@ def train(worker: paceline.Worker) -> None:
     model = worker.prepare(llama(WIDTH, LAYERS, HEADS))
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False))
     step = worker.stepper(model, optim, forward=loss_of)
-    watch_groups(counts, lambda what: what.endswith("of a layer that is cut"))
+    watch_groups(counts, lambda what: what.endswith("of a tensor parallel layer"))
     for batch in worker.batches(text(STEPS * SAMPLES * MICROS)):
         counts.found.clear()
         worker.report(loss=step(batch))

@@ -1,4 +1,4 @@
-"""The same Llama cut by hand, for torchrun: OUT.RANK holds what its last step sent.
+"""The same Llama split by hand, for torchrun: OUT.RANK holds what its last step sent.
 
 WIDTH LAYERS HEADS SAMPLES STEPS MICROS OUT
 """
@@ -8,8 +8,8 @@ import sys
 import torch
 import torch.distributed as dist
 from counted import Counts, Dispatched
-from cut_by_hand import cut_by_hand
-from cut_model import llama, next_byte_loss, text
+from tensor_by_hand import split_by_hand
+from tensor_model import llama, next_byte_loss, text
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
@@ -22,7 +22,7 @@ def main() -> None:
     batches = iter(DataLoader(text(STEPS * SAMPLES * MICROS), batch_size=SAMPLES))
     counts = Counts()
     model = llama(WIDTH, LAYERS, HEADS)
-    cut_by_hand(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    split_by_hand(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for _ in range(STEPS):
         counts.found.clear()

@@ -2,11 +2,11 @@
 
 Memory is what of the process is resident, without what was there before the model (Python, torch). With PEAK_SINCE_STEP
 in the environment the kernel's high-water mark is set back after that many steps, once every buffer exists, so what
-came and went while the model was made does not count. Such a run is not timed: for it the kernel visits every page, and
-the steps that follow pay for what that does to them.
+came and went while the model was made does not count. Such a run is not timed: for it the kernel goes through every
+page, and the steps that follow pay for what that does to them.
 
-With TURNS_DOOR, a socket, and TURNS_BLOCK in the environment the program stands still after every so many steps, until
-it is its turn again (`driving/turns.py`).
+With INTERLEAVE_SOCKET, a socket, and INTERLEAVE_BLOCK in the environment the program stands still after every so many
+steps, until it is its turn again (`driving/interleaved.py`).
 """
 
 import json
@@ -28,7 +28,7 @@ class Measured:
     def __init__(self) -> None:
         self.base, self._settled_after = resident_bytes(), int(os.environ.get("PEAK_SINCE_STEP", "0"))
         self.took_ms: list[float] = []
-        self._turns = _Turns() if "TURNS_DOOR" in os.environ else None
+        self._interleaved = _Interleaved() if "INTERLEAVE_SOCKET" in os.environ else None
         self._began = time.perf_counter()
 
     def step(self) -> None:
@@ -36,8 +36,8 @@ class Measured:
         self.took_ms.append(1000 * (now - self._began))
         if len(self.took_ms) == self._settled_after:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        if self._turns is not None:
-            self._turns.come_by(len(self.took_ms))
+        if self._interleaved is not None:
+            self._interleaved.pause_at_end(len(self.took_ms))
         self._began = time.perf_counter()
 
     def write(self, out: str, worker_rank: int) -> None:
@@ -46,15 +46,15 @@ class Measured:
         Path(f"{out}.{worker_rank}").write_text(json.dumps(found))
 
 
-class _Turns:
-    """The measurement's word on whose turn it is."""
+class _Interleaved:
+    """Waits at the end of each block until the measurement lets this program go on."""
 
     def __init__(self) -> None:
-        self._block = int(os.environ["TURNS_BLOCK"])
+        self._block = int(os.environ["INTERLEAVE_BLOCK"])
         self._sock = socket.socket(socket.AF_UNIX)
-        self._sock.connect(os.environ["TURNS_DOOR"])
+        self._sock.connect(os.environ["INTERLEAVE_SOCKET"])
 
-    def come_by(self, steps: int) -> None:
+    def pause_at_end(self, steps: int) -> None:
         """After the last step of a turn: wait for the next one."""
         if steps % self._block == 0:
             self._sock.sendall(b".")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd  # pyright: ignore[reportMissingImports]  # only who measures it has it
+import horovod.torch as hvd  # pyright: ignore[reportMissingImports]  # installed only where it is measured
 import torch
 import torch.nn.functional as F
 from recover_work import SAVE_EVERY, Log, make_data, make_model, share

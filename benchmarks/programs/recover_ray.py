@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]  # only who measures it has it
+import ray  # pyright: ignore[reportMissingImports]  # installed only where it is measured
 import ray.train  # pyright: ignore[reportMissingImports]
 import torch
 import torch.nn.functional as F

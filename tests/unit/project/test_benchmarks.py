@@ -158,7 +158,7 @@ def stepping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "steps.py").write_text(STEPPING.format(programs=str(BENCHMARKS / "programs")))
-    turns = importlib.import_module("driving.turns")
+    turns = importlib.import_module("driving.interleaved")
 
     def job(name: str, seconds: float) -> Any:
         words = [sys.executable, "steps.py"]
@@ -168,8 +168,8 @@ def stepping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_jobs_take_turns_of_so_many_steps_and_stand_still_meanwhile(stepping: Any, tmp_path: Path) -> None:
-    turns = importlib.import_module("driving.turns")
-    quick, slow = turns.in_turns([stepping("a", 0.001), stepping("b", 0.05)], turns=3, block=2)
+    turns = importlib.import_module("driving.interleaved")
+    quick, slow = turns.interleaved([stepping("a", 0.001), stepping("b", 0.05)], turns=3, block=2)
     assert (tmp_path / "order").read_text()[4:] == "aabbbbaaaabb"
     assert len(quick) == len(slow) == 3
     assert min(slow) >= 50
@@ -177,6 +177,6 @@ def test_jobs_take_turns_of_so_many_steps_and_stand_still_meanwhile(stepping: An
 
 
 def test_a_job_that_ends_ends_the_measurement_with_what_it_said(stepping: Any) -> None:
-    turns = importlib.import_module("driving.turns")
+    turns = importlib.import_module("driving.interleaved")
     with pytest.raises(SystemExit, match=r"(?s)steps.py .* b -1: .*no step at all"):
-        turns.in_turns([stepping("a", 0.001), stepping("b", -1)], turns=3, block=2)
+        turns.interleaved([stepping("a", 0.001), stepping("b", -1)], turns=3, block=2)

@@ -26,7 +26,7 @@ __all__ = ["RecordedContextGroup", "RecordedExpertGroup", "RecordedStageLink", "
 class RecordedTensorGroup:
     """The tensor parallel group, recorded."""
 
-    what = "a layer that is cut"
+    what = "a tensor parallel layer"
 
     def __init__(self, group: WorkerGroup) -> None:
         self.index, self.size = group.index, group.size

@@ -6,11 +6,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
-__all__ = ["cut_by_hand"]
+__all__ = ["split_by_hand"]
 
 
-def cut_by_hand(model: Any, mesh: DeviceMesh) -> None:
-    """Cut the model in place; the embedding and the head are divided by words."""
+def split_by_hand(model: Any, mesh: DeviceMesh) -> None:
+    """Split the model in place; the embedding and the head are split along the vocabulary."""
     whole = Replicate()
     ends = {
         "model.embed_tokens": RowwiseParallel(input_layouts=whole),

@@ -1,4 +1,4 @@
-"""A Llama whose layers Paceline cuts: OUT.RANK holds its times and its peak memory.
+"""A Llama under Paceline's tensor parallelism: OUT.RANK holds its times and its peak memory.
 
 WIDTH LAYERS HEADS SAMPLES STEPS MICROS OUT, where a step has MICROS micro-batches of SAMPLES.
 """
@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 import torch
-from cut_model import llama, next_byte_loss, text
 from measured import Measured
+from tensor_model import llama, next_byte_loss, text
 
 import paceline
 

@@ -1,13 +1,13 @@
 """A run whose workers come and go, for as long as you like, against an undisturbed one: the same losses, to rounding.
 
-    python benchmarks/come_and_go.py [--minutes 60] [--every 4] [--pause 0.05] [--seed 0]
+    python benchmarks/elastic_churn.py [--minutes 60] [--every 4] [--pause 0.05] [--seed 0]
 
 Every few seconds one of: `kill -9` of a worker, of two at once, SIGTERM to one, SIGSTOP and (some time later) SIGCONT,
-`paceline resize` to another number of replicas. One worker that has the run's state is always spared, as nobody could
-give it to the others otherwise; where the run ends all the same, and says so, the same command goes on. Afterwards a
-run that nobody disturbs takes as many steps, and all losses are compared. In fp64, so that rounding is far below 1e-5,
-and with the model "smooth" of programs/come_and_go.py: "norms" lets rounding grow tenfold every 1,000 steps, kills or
-none, and an hour has tens of thousands.
+`paceline resize` to another number of replicas. One worker that has the run's state is always spared, as no process
+could give it to the others otherwise; where the run ends all the same, and says so, the same command goes on.
+Afterwards an undisturbed run takes as many steps, and all losses are compared. In fp64, so that rounding is far below
+1e-5, and with the model "smooth" of programs/elastic_work.py: "norms" lets rounding grow tenfold every 1,000 steps,
+kills or none, and an hour has tens of thousands.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Fate:
         self._target = MOST
 
     def _victims(self) -> list[Stand]:
-        """Whoever may be hit: all but one that surely has the state, in an order drawn by chance."""
+        """The workers that may be hit: all but one that surely has the state, in an order drawn by chance."""
         stands = self._run.stands()
         holders = [stand for stand in stands if stand.holds_state]
         if not holders:

@@ -1,7 +1,8 @@
-"""The work of `many_kills.py`, `save_kills.py` and `come_and_go.py`: FOLDER MODEL PAUSE_S.
+"""The work of `many_kills.py`, `save_kills.py` and `elastic_churn.py`: FOLDER MODEL PAUSE_S.
 
-FOLDER: who stands where. MODEL: "norms" has everything whose state must survive, statistics of batches and random
-numbers too; "smooth" has no statistics of four samples and no kinks, which make rounding grow. PAUSE_S: a step rests.
+FOLDER: which worker stands where. MODEL: "norms" has everything whose state must survive, statistics of batches and
+random numbers too; "smooth" has no statistics of four samples and no kinks, which make rounding grow. PAUSE_S: a step
+rests.
 """
 
 import os

@@ -1,9 +1,10 @@
-"""The automatic cut into two stages against every cut there is: 12 blocks, one of them three times as heavy.
+"""The automatic split into two pipeline stages against every possible split: 12 blocks, one of them three times as
+heavy.
 
-    python benchmarks/best_cut.py [--heavy 2] [--width 192] [--rows 64] [--rounds 24]
+    python benchmarks/pipeline_split.py [--heavy 2] [--width 192] [--rows 64] [--rounds 24]
 
-All cuts are steps of one run, in turn, so that whatever else the machine does falls on all of them; a cut's time is the
-median of its steps, the first two left out, of the worker that takes longer.
+All splits are steps of one run, in turn, so that whatever else the machine does falls on all of them; a split's time is
+the median of its steps, the first two left out, of the worker that takes longer.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pathlib import Path
 
 from driving.options import options_of
 
-PROGRAM = Path(__file__).parent / "programs" / "best_cut_paceline.py"
+PROGRAM = Path(__file__).parent / "programs" / "pipeline_split_paceline.py"
 MICROS = 8
 
 
 def measured(heavy: int, width: int, rows: int, rounds: int) -> list[float]:
-    """The step time of each cut, in ms; the first one is the automatic one. Exits where the program fails."""
+    """The step time of each split, in ms; the first one is the automatic one. Exits where the program fails."""
     with tempfile.TemporaryDirectory() as scratch:
         plan = f"replicas=1+stages=2+batch(size={MICROS * rows},micro={rows})"
         command = [sys.executable, "-m", "paceline", "run", str(PROGRAM), "--workers", "2", "--plan", plan]
@@ -34,8 +35,8 @@ def measured(heavy: int, width: int, rows: int, rounds: int) -> list[float]:
         found = [json.loads(path.read_text()) for path in Path(scratch).glob("took.*")]
     if done.returncode or len(found) != 2:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    by_cut = zip(*found, strict=True)
-    return [statistics.median(max(both) for both in list(zip(*workers, strict=True))[2:]) for workers in by_cut]
+    by_split = zip(*found, strict=True)
+    return [statistics.median(max(both) for both in list(zip(*workers, strict=True))[2:]) for workers in by_split]
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-__all__ = ["Job", "in_turns"]
+__all__ = ["Job", "interleaved"]
 
 LIMIT_S = 600.0  # of a start, and of a turn
 LOOK_S = 1.0  # between two looks whether a job that is waited for is still there
@@ -37,7 +37,7 @@ class Job:
     workers: int
 
 
-def in_turns(
+def interleaved(
     jobs: Sequence[Job], *, turns: int, block: int, of: Callable[[Sequence[float]], float] = statistics.median
 ) -> list[list[float]]:
     """Run jobs with so many turns each, A B B A ..., of `block` steps; returns, of each job, the median (or whatever
@@ -47,25 +47,31 @@ def in_turns(
     Exits with what a job said where it fails.
     """
     steps = block * (turns + 1)
-    with tempfile.TemporaryDirectory(prefix="paceline-turns-") as scratch, contextlib.ExitStack() as stack:
-        players = [
+    with tempfile.TemporaryDirectory(prefix="paceline-interleaved-") as scratch, contextlib.ExitStack() as stack:
+        running = [
             stack.enter_context(_started(job, Path(scratch, str(number)), steps=steps, block=block))
             for number, job in enumerate(jobs)
         ]
-        for player in players:
-            player.await_workers()
+        for job_run in running:
+            job_run.await_workers()
         for number in range(turns):
-            for player in players if number % 2 == 0 else reversed(players):
-                player.go()
-                player.await_workers()
-        return [player.end(block, of) for player in players]
+            for job_run in running if number % 2 == 0 else reversed(running):
+                job_run.go()
+                job_run.await_workers()
+        return [job_run.end(block, of) for job_run in running]
 
 
-class _Player:
+class _RunningJob:
     def __init__(
-        self, words: Sequence[str], folder: Path, door: socket.socket, process: subprocess.Popen[str], *, workers: int
+        self,
+        words: Sequence[str],
+        folder: Path,
+        listener: socket.socket,
+        process: subprocess.Popen[str],
+        *,
+        workers: int,
     ) -> None:
-        self._words, self._folder, self._door, self._process = words, folder, door, process
+        self._words, self._folder, self._listener, self._process = words, folder, listener, process
         self._num_workers = workers
         self._workers: list[socket.socket] = []
 
@@ -73,7 +79,7 @@ class _Player:
         """Return when all of them stand at the end of a turn."""
         deadline = time.monotonic() + LIMIT_S
         while len(self._workers) < self._num_workers:
-            sock = self._waited(lambda: self._door.accept()[0], deadline)
+            sock = self._waited(lambda: self._listener.accept()[0], deadline)
             sock.settimeout(LOOK_S)
             self._workers.append(sock)
         for sock in self._workers:
@@ -94,7 +100,7 @@ class _Player:
         return [of(each[start + 1 : start + block]) for start in range(block, len(each), block)]
 
     def close(self) -> None:
-        for sock in [self._door, *self._workers]:
+        for sock in [self._listener, *self._workers]:
             sock.close()
         if self._process.poll() is None:
             self._process.terminate()
@@ -120,13 +126,13 @@ class _Player:
 
 
 @contextlib.contextmanager
-def _started(job: Job, folder: Path, *, steps: int, block: int) -> Iterator[_Player]:
+def _started(job: Job, folder: Path, *, steps: int, block: int) -> Iterator[_RunningJob]:
     folder.mkdir()
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(str(folder / "door"))
-    door.listen(job.workers)
-    door.settimeout(LOOK_S)
-    variables = {"OMP_NUM_THREADS": "1", "TURNS_DOOR": str(folder / "door"), "TURNS_BLOCK": str(block)}
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(job.workers)
+    listener.settimeout(LOOK_S)
+    variables = {"OMP_NUM_THREADS": "1", "INTERLEAVE_SOCKET": str(folder / "socket"), "INTERLEAVE_BLOCK": str(block)}
     words = job.command(steps, str(folder / "took"))
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
@@ -138,8 +144,8 @@ def _started(job: Job, folder: Path, *, steps: int, block: int) -> Iterator[_Pla
             text=True,
             start_new_session=True,
         )
-    player = _Player(words, folder, door, process, workers=job.workers)
+    job_run = _RunningJob(words, folder, listener, process, workers=job.workers)
     try:
-        yield player
+        yield job_run
     finally:
-        player.close()
+        job_run.close()

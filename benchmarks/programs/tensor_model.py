@@ -1,4 +1,6 @@
-"""The model whose layers both programs cut: a small Llama of the transformers package, on the example's text."""
+"""The model that both programs split by tensor parallelism: a small Llama of the transformers package, on the example's
+text.
+"""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""A model of 12 blocks, one of them three times as heavy, in two stages that are cut at every place in turn.
+"""A model of 12 blocks, one of them three times as heavy, in two pipeline stages, split at every place in turn.
 
-HEAVY WIDTH ROWS ROUNDS OUT: OUT.RANK holds the times of steps by cut, in ms; the first cut is the automatic one.
+HEAVY WIDTH ROWS ROUNDS OUT: OUT.RANK holds the times of steps by split, in ms; the first split is the automatic one.
 """
 
 import json
@@ -43,21 +43,21 @@ class Uneven(nn.Module):
 
 
 def train(worker: paceline.Worker) -> None:
-    cuts = [[], *([f"blocks.{number}"] for number in range(1, BLOCKS))]
-    models = [worker.prepare(Uneven(), stages=cut) for cut in cuts]
+    splits = [[], *([f"blocks.{number}"] for number in range(1, BLOCKS))]
+    models = [worker.prepare(Uneven(), stages=split) for split in splits]
     optims = [worker.prepare(torch.optim.SGD(model.parameters(), lr=1e-3)) for model in models]
     steps = [worker.stepper(*both, F.cross_entropy) for both in zip(models, optims, strict=True)]
-    count = ROUNDS * len(cuts) * MICROS * ROWS
+    count = ROUNDS * len(splits) * MICROS * ROWS
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).repeat(MICROS, 1)
     data = Repeated(x, torch.arange(len(x)) % 8, count)
-    took: list[list[float]] = [[] for _ in cuts]
+    took: list[list[float]] = [[] for _ in splits]
     # In another order in each round: a step feels what the one before has left in caches and in the allocator.
-    turns = random.Random(0)  # the same on both workers
-    order = [cut for _ in range(ROUNDS) for cut in turns.sample(range(len(cuts)), len(cuts))]
-    for cut, batch in zip(order, worker.batches(data), strict=False):
+    shuffle = random.Random(0)  # the same on both workers
+    order = [split for _ in range(ROUNDS) for split in shuffle.sample(range(len(splits)), len(splits))]
+    for split, batch in zip(order, worker.batches(data), strict=False):
         began = time.perf_counter()
-        steps[cut](batch)
-        took[cut].append(1000 * (time.perf_counter() - began))
+        steps[split](batch)
+        took[split].append(1000 * (time.perf_counter() - began))
     Path(f"{OUT}.{worker.rank}").write_text(json.dumps(took))
 
 

@@ -1,4 +1,4 @@
-"""The same Llama cut by torch's `parallelize_module` by hand, for torchrun.
+"""The same Llama split by torch's `parallelize_module` by hand, for torchrun.
 
 WIDTH LAYERS HEADS SAMPLES STEPS MICROS OUT
 """
@@ -7,9 +7,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-from cut_by_hand import cut_by_hand
-from cut_model import llama, next_byte_loss, text
 from measured import Measured
+from tensor_by_hand import split_by_hand
+from tensor_model import llama, next_byte_loss, text
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
@@ -22,7 +22,7 @@ def main() -> None:
     loader = DataLoader(text(STEPS * SAMPLES * MICROS), batch_size=SAMPLES)
     measured = Measured()
     model = llama(WIDTH, LAYERS, HEADS)
-    cut_by_hand(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    split_by_hand(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     batches = iter(loader)
     for _ in range(STEPS):
