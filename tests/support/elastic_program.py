@@ -73,7 +73,7 @@ def enumerate_state(optim: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
 def num_to_be(worker: paceline.Worker) -> int:
     """How many workers there are, or will be from the next place on where others can join."""
     agreement: Any = worker._agreement
-    planned = agreement._orders.planned(agreement.generation)
+    planned = agreement._coordinator.planned(agreement.generation)
     return len(agreement.ranks if planned is None else planned.members)
 
 

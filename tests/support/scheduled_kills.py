@@ -25,7 +25,7 @@ from torch import Tensor
 
 import paceline
 from paceline.comm.elastic.generation_group import ElasticGroup
-from paceline.worker.membership import join_run
+from paceline.worker.membership import generation_builder
 from paceline.worker.membership.consensus import Consensus
 
 FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS", "[]"))
@@ -85,7 +85,7 @@ def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str
         (ElasticGroup, "all_reduce", lost_after),
         (Consensus, "vote", lost_around),
         (*save, _lost_before(worker, "save", getattr(*save))),
-        (join_run, "connect_gloo", _lost_before(worker, "regroup", join_run.connect_gloo)),
+        (generation_builder, "connect_gloo", _lost_before(worker, "regroup", generation_builder.connect_gloo)),
     ]
     if OPTIONS.get("turns"):
         from paceline.sync.parameter_server.async_updates import AsyncGradients

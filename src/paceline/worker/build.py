@@ -157,8 +157,8 @@ class _Builder:
     def _collectives(self, executor: StepExecutor) -> WorkerCollectives:
         return WorkerCollectives(
             group=self._place.group,
-            agreement=self._place.agreement,
-            prelude=self._place.prelude,
+            consensus=self._place.agreement,
+            setup_replay=self._place.prelude,
             device=self._device,
             is_in_step=lambda: executor.under_way,
             is_apart=lambda: self._loop.mode.is_apart,

@@ -26,7 +26,8 @@ from paceline.worker.build import build_worker
 from paceline.worker.data import random_state
 from paceline.worker.lifecycle import WorkerLifecycle
 from paceline.worker.membership.consensus import CleanExit
-from paceline.worker.membership.join_run import JoinContext, WorkerContext, join_run
+from paceline.worker.membership.join_context import JoinContext
+from paceline.worker.membership.join_run import WorkerContext, join_run
 from paceline.worker.membership.preemption import PreemptionNotice, TerminatedBySignal
 from paceline.worker.record.error_report import is_peer_failure, write_error
 from paceline.worker.record.flight_recording import recording_flight

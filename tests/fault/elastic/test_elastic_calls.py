@@ -67,7 +67,7 @@ def test_workers_are_named_by_their_ranks_and_torch_distributed_says_what_to_cal
     assert told["members"] == [1, 2]
     assert (told["of the first"], told["of 2"]) == (1, 2)
     assert told["of 0"].startswith(
-        "ValueError: worker.broadcast(source=0): there is no worker 0; present are 1, 2. Without"
+        "ValueError: worker.broadcast(source=0): there is no worker 0; the present ones are 1, 2. Without"
     )
     for name, instead in (
         ("all_reduce", "worker.average(x)"),

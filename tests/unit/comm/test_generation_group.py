@@ -12,7 +12,7 @@ from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import Disrupted, SingleWorkerGroup
 from paceline.elastic.membership_messages import MembershipView
 from paceline.plan import Layout, Plan
-from paceline.worker.membership import join_run
+from paceline.worker.membership import generation_builder
 
 
 class Built(SingleWorkerGroup):
@@ -42,12 +42,12 @@ def test_a_group_that_breaks_while_memory_is_shared_is_closed_with_the_one_befor
             raise Disrupted("worker 2 was killed by signal 9")
         return group, None
 
-    monkeypatch.setattr(join_run, "connect_gloo", lambda *_, **__: None)
-    monkeypatch.setattr(join_run, "GenerationGroup", Built)
-    monkeypatch.setattr(join_run, "with_shared_memory", share)
-    monkeypatch.setattr(join_run, "with_selected_algorithm", lambda group, *_, **__: group)
+    monkeypatch.setattr(generation_builder, "connect_gloo", lambda *_, **__: None)
+    monkeypatch.setattr(generation_builder, "GenerationGroup", Built)
+    monkeypatch.setattr(generation_builder, "with_shared_memory", share)
+    monkeypatch.setattr(generation_builder, "with_selected_algorithm", lambda group, *_, **__: group)
     assignment = SimpleNamespace(rank=0, host_index=0, host="a", hosts=1, incarnation=0)
-    arrival: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         assignment=assignment,
         plan=Plan(layout=Layout(replicas=(1, 2), shard=2)),
         job=SimpleNamespace(timeout_s=1.0),
@@ -56,7 +56,7 @@ def test_a_group_that_breaks_while_memory_is_shared_is_closed_with_the_one_befor
         tell=lambda _: None,
     )
     nobody: Any = SimpleNamespace()
-    generations = join_run._GenerationBuilder(arrival, nobody, nobody, across=nobody)
+    generations = generation_builder.GenerationBuilder(context, nobody, nobody, cross_replica=nobody)
     form = MembershipView(generation=0, members=(0, 1, 2, 3), planned=False, holds=False, reason="the run begins")
     with pytest.raises(Disrupted, match="worker 2"):
         generations.build(form, False)

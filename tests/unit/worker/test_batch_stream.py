@@ -22,7 +22,9 @@ from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
 from paceline.worker.loop.between_steps import BetweenSteps
 from paceline.worker.loop.local_rounds import LocalRounds
-from paceline.worker.membership.consensus import Consensus, ElasticMembership, MemberProgress
+from paceline.worker.membership.consensus import Consensus
+from paceline.worker.membership.generation_builder import ElasticMembership
+from paceline.worker.membership.state_transfer import MemberProgress
 from paceline.worker.topology.parallel_groups import single_worker_replicas
 
 NUM = 30
@@ -157,7 +159,7 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
     agreement = Consensus(
         ElasticGroup(SingleWorkerGroup(), generation=0, ranks=(0, 1, 2)),
         rank=0,
-        orders=cast("Any", head),
+        coordinator=cast("Any", head),
         timeout_s=10.0,
         elastic=ElasticMembership(
             build=lambda form, is_hurry: Pair(MemberProgress(position=1, holds_result=False, step=others_step)),

@@ -25,7 +25,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
             "local",
             False,
             CPU,
-            "lets workers come and go, but whoever started these workers keeps their number fixed.",
+            "lets workers come and go, but the program that started these workers keeps their number fixed.",
             "Use Layout(replicas=n), or start the workers with paceline run (on every host, where there are several).",
         ),
         (

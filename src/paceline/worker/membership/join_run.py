@@ -1,8 +1,8 @@
-"""A worker's place among the others: how it reaches them, and the group that it is in.
+"""How a worker joins its run: it reaches the others and builds the process groups that it trains with.
 
 A run of a fixed number of replicas has one group, over torch's default process group. An elastic run has one for each
-generation of its membership. Where its replicas are of several workers, each replica is a world of its own to torch:
-its workers' default process group has nobody else in it, and lives as long as the replica does.
+generation of its members. Where its replicas have several workers, each replica is a world of its own to torch: the
+default process group of its workers has no other members, and lives as long as the replica does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -19,23 +18,30 @@ import torch
 import torch.distributed as dist
 
 from paceline import environment
-from paceline.comm.algorithm_selection import AllReduceSettings, with_selected_algorithm
-from paceline.comm.elastic.generation_group import ElasticGroup, GenerationGroup, connect_gloo, generation_name
+from paceline.comm.algorithm_selection import with_selected_algorithm
+from paceline.comm.elastic.generation_group import ElasticGroup, generation_name
 from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep, LockstepGroup
 from paceline.comm.flight_recorder import FlightRecorder
-from paceline.comm.group import Disrupted, Group, SingleWorkerGroup, WorkerGroup
+from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
 from paceline.comm.memory_checkpoint import MemoryCheckpoint, SnapshotSlot
 from paceline.comm.messages.json_channel import Channel
 from paceline.comm.rendezvous.torch_store import SupervisorStore
 from paceline.comm.shared_memory.shared_group import shared_memory_unavailable, with_shared_memory
-from paceline.elastic.membership_messages import MembershipView
-from paceline.errors import LaunchError, PlanError, SyncError
-from paceline.events import Event, Note
-from paceline.plan import Gossip, ParameterServer, Plan
-from paceline.plan.job import Assignment, Job
-from paceline.worker.membership.consensus import CleanExit, Consensus, ElasticMembership, StateHolder
+from paceline.errors import LaunchError, PlanError
+from paceline.events import Note
+from paceline.plan import Plan
+from paceline.plan.job import Job
+from paceline.worker.membership.consensus import CleanExit, Consensus
 from paceline.worker.membership.coordinator_client import CoordinatorClient
-from paceline.worker.membership.preemption import PreemptionNotice
+from paceline.worker.membership.generation_builder import ElasticMembership, GenerationBuilder
+from paceline.worker.membership.join_context import (
+    JoinContext,
+    allreduce_algorithm,
+    allreduce_settings,
+    host_name,
+    replica_name,
+)
+from paceline.worker.membership.state_transfer import StateHolder
 from paceline.worker.membership.worker_collectives import SetupReplay
 from paceline.worker.topology.device import backend_for
 from paceline.worker.topology.parallel_groups import (
@@ -49,29 +55,26 @@ from paceline.worker.topology.parallel_groups import (
     workers_of,
 )
 
-__all__ = ["JoinContext", "WorkerContext", "join_run"]
+__all__ = ["WorkerContext", "join_run"]
 
-MEETING_S = 20.0  # for those who were told to form at once
 BACKSTOP_S = 15.0  # beyond Job.timeout_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerContext:
-    """What a worker is made of, beside its plan."""
+    """What a worker has joined: its groups, the run's key-value store, and the memory that it inherits."""
 
     group: WorkerGroup
     agreement: Consensus
     prelude: SetupReplay
     shared: dist.Store  # of the whole run
-    attach: Callable[[StateHolder], None]  # to be called with who has the run's state, once there is one
-    recorder: FlightRecorder  # where this worker says what it does
-    axes: ParallelGroups  # its groups inside its replica, and across the replicas
-    link: Callable[[int], Mapping[int, Mapping[str, float]]]  # what sums among so many take, as far as it was measured
-    memory_checkpoint: MemoryCheckpoint | None = (
-        None  # memory that outlives this worker; None: nobody would begin again with it
-    )
+    attach: Callable[[StateHolder], None]  # to be called with the owner of the run's state, once there is one
+    recorder: FlightRecorder  # of what this worker is doing
+    axes: ParallelGroups  # its groups inside its replica, and between the replicas
+    link: Callable[[int], Mapping[int, Mapping[str, float]]]  # by group size: the measured times of all-reduces
+    memory_checkpoint: MemoryCheckpoint | None = None  # outlives this worker; None: a lost worker would not use it
     address: str = "127.0.0.1"  # of this host, as the others see it
-    begins_with: SnapshotSlot | None = None  # what a lost worker had at this place
+    begins_with: SnapshotSlot | None = None  # the snapshot of the lost worker that this one replaces
 
     def is_first(self, rank: int) -> bool:
         """Whether the worker of this rank, which is this one, is the first: worker 0, or after its loss the next."""
@@ -79,72 +82,56 @@ class WorkerContext:
         return present[0] == rank if present else self.group.index == 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JoinContext:
-    """What a worker comes with, on its way to its place."""
-
-    assignment: Assignment
-    job: Job
-    plan: Plan  # resolved
-    device: torch.device
-    recorder: FlightRecorder
-    store: dist.Store | None = None  # of a world that somebody else started
-    notice: PreemptionNotice | None = None  # in such a world: hears whether this worker is asked to leave
-    tell: Callable[[Event], None]  # says what has happened
-
-
 @contextlib.contextmanager
-def join_run(arrival: JoinContext) -> Iterator[WorkerContext]:
-    """Reach the others. Raises PlanError where the plan is elastic and nobody is there who could replace a worker."""
-    assignment, plan, store = arrival.assignment, arrival.plan, arrival.store
+def join_run(context: JoinContext) -> Iterator[WorkerContext]:
+    """Join the run while entered. Raises PlanError where the plan is elastic and no launcher could replace a worker."""
+    assignment, plan, store = context.assignment, context.plan, context.store
     is_elastic = plan.layout.is_elastic
     channel = Channel.inherited(assignment.channel_fd) if store is None and assignment.channel_fd >= 0 else None
     if store is None and channel is None and assignment.workers > 1:
         raise LaunchError(f"worker {assignment.rank} of {assignment.workers} was given no way to reach the others")
     if is_elastic:
-        _refuse_where_fixed(plan, arrival.job, arrival.device, has_supervisor=channel is not None)
+        _refuse_where_fixed(plan, context.job, context.device, has_supervisor=channel is not None)
     if assignment.workers > 1 or is_elastic:
         environment.set_gloo_interface(_interface_of(assignment.address))
     if channel is None:
-        with _join_fixed(arrival, store or dist.HashStore(), None) as place:
-            yield place
+        with _join_fixed(context, store or dist.HashStore(), None) as joined:
+            yield joined
         return
-    # The supervisor ends a hang after timeout_s, and can say more about it than who waits.
-    job = dataclasses.replace(arrival.job, timeout_s=arrival.job.timeout_s + BACKSTOP_S)
-    arrival = dataclasses.replace(arrival, job=job)
-    orders = CoordinatorClient(channel, assignment.rank, silence_s=job.silence_s)
+    # The supervisor ends a hang after timeout_s, and can report more about it than the worker that waits.
+    job = dataclasses.replace(context.job, timeout_s=context.job.timeout_s + BACKSTOP_S)
+    context = dataclasses.replace(context, job=job)
+    coordinator = CoordinatorClient(channel, assignment.rank, silence_s=job.silence_s)
     own_process = job.launcher != "inline" and threading.current_thread() is threading.main_thread()
-    orders.begin(hears_sigterm=own_process)
-    with contextlib.closing(orders):
+    coordinator.begin(hears_sigterm=own_process)
+    with contextlib.closing(coordinator):
         if is_elastic:
-            with _reporting_end(orders), _join_elastic(arrival, channel, orders) as place:
-                yield place
+            with _reporting_end(coordinator), _join_elastic(context, channel, coordinator) as joined:
+                yield joined
         else:
-            with _join_fixed(arrival, SupervisorStore(channel, timeout_s=job.timeout_s), orders) as place:
-                yield place
+            with _join_fixed(context, SupervisorStore(channel, timeout_s=job.timeout_s), coordinator) as joined:
+                yield joined
 
 
 @contextlib.contextmanager
-def _reporting_end(orders: CoordinatorClient) -> Iterator[None]:
-    """Have the head hear no more of this worker, and miss nothing, once it has left what all do in good order: the
-    program may go on for long behind it. Who fails says nothing, its end does."""
+def _reporting_end(coordinator: CoordinatorClient) -> Iterator[None]:
+    """Report to the coordinator that this worker has left the run in good order, since its program may go on for long.
+    A worker that fails reports nothing: its exit does."""
     try:
         yield
     except CleanExit:
-        orders.tell("over")
+        coordinator.tell("over")
         raise
-    orders.tell("over")
+    coordinator.tell("over")
 
 
 @contextlib.contextmanager
-def _join_fixed(arrival: JoinContext, shared: dist.Store, orders: CoordinatorClient | None) -> Iterator[WorkerContext]:
+def _join_fixed(
+    context: JoinContext, shared: dist.Store, coordinator: CoordinatorClient | None
+) -> Iterator[WorkerContext]:
     """Join torch's default process group, so that code which calls torch.distributed itself works too."""
-    assignment, device, recorder, timeout_s = (
-        arrival.assignment,
-        arrival.device,
-        arrival.recorder,
-        arrival.job.timeout_s,
-    )
+    assignment, device, recorder = context.assignment, context.device, context.recorder
+    timeout_s = context.job.timeout_s
     recorder.join(generation_name(0), range(assignment.workers), is_main=True)
     meeting = recorder.enter("meeting", "the workers find each other")
     recorder.wait(meeting)
@@ -157,51 +144,52 @@ def _join_fixed(arrival: JoinContext, shared: dist.Store, orders: CoordinatorCli
         device_id=device if device.type == "cuda" else None,
     )
     group: WorkerGroup = SingleWorkerGroup()
-    wanted = _allreduce_wishes(arrival)
+    settings = allreduce_settings(context)
     if assignment.workers > 1:
         group = over_torch = Group(default_group(), device=device)
         if assignment.hosts == 1 and device.type == "cpu":
             group, reason = with_shared_memory(over_torch, timeout_s=timeout_s)
             if reason is not None and assignment.rank == 0:
-                arrival.tell(shared_memory_unavailable("workers sum gradients", reason))
-        if reduces_over_all_workers(arrival.plan):
+                context.tell(shared_memory_unavailable("workers sum gradients", reason))
+        if reduces_over_all_workers(context.plan):
             group = with_selected_algorithm(
                 group,
-                wanted,
+                settings,
                 ranks=range(assignment.workers),
                 store=dist.PrefixStore("paceline/near", shared),
                 tells=assignment.rank == 0,
             )
     recorder.leave()
     members = ElasticGroup(group, generation=0, ranks=tuple(range(assignment.workers)), recorder=recorder)
-    agreement = Consensus(members, rank=assignment.rank, orders=orders, notice=arrival.notice, timeout_s=timeout_s)
+    consensus = Consensus(
+        members, rank=assignment.rank, coordinator=coordinator, notice=context.notice, timeout_s=timeout_s
+    )
+    host = host_name(assignment)
     axes = parallel_groups_of(
-        arrival.plan,
+        context.plan,
         members,
         worker_rank=assignment.rank,
         device=device,
         recorder=recorder,
         timeout_s=timeout_s,
-        hosts=[_host(assignment)] * members.size
-        if assignment.hosts == 1
-        else members.gather_objects(_host(assignment)),
-        tell=arrival.tell,
-        streams=arrival.plan.compute.offload == "all",
+        hosts=[host] * members.size if assignment.hosts == 1 else members.gather_objects(host),
+        tell=context.tell,
+        streams=context.plan.compute.offload == "all",
         on_way=lambda one, name, ranks: with_selected_algorithm(
             one,
-            wanted,
+            settings,
             ranks=ranks,
             store=dist.PrefixStore(f"paceline/near {name}", shared),
             tells=assignment.rank == 0,
         ),
     )
-    algorithm, kind = _allreduce_algorithm(arrival.plan), type(arrival.plan.sync).__name__
+    algorithm, kind = allreduce_algorithm(context.plan), type(context.plan.sync).__name__
     if algorithm != "auto" and axes.replica_group.size == 1 and assignment.workers > 1 and assignment.rank == 0:
         text = f"{kind}(algorithm={algorithm!r}) is not used: there is one replica, which sums with no other one"
-        arrival.tell(Note(text=text))
+        context.tell(Note(text=text))
     try:
-        told = _Channels(shared=shared, prelude=SetupReplay(None), link=wanted.latest)
-        yield _worker_context(arrival, members, agreement, axes=axes, told=told)
+        channels = _Channels(shared=shared, setup_replay=SetupReplay(None), link=settings.latest)
+        yield _worker_context(context, members, consensus, axes=axes, channels=channels)
         axes.close()
         # Where something went wrong a transfer may be pending, and to destroy its group would wait for it.
         members.close()
@@ -212,30 +200,26 @@ def _join_fixed(arrival: JoinContext, shared: dist.Store, orders: CoordinatorCli
 
 
 @contextlib.contextmanager
-def _join_elastic(arrival: JoinContext, channel: Channel, orders: CoordinatorClient) -> Iterator[WorkerContext]:
-    """Join the first generation, or, where this worker comes later, none yet."""
-    assignment, layout, recorder, timeout_s = (
-        arrival.assignment,
-        arrival.plan.layout,
-        arrival.recorder,
-        arrival.job.timeout_s,
-    )
+def _join_elastic(context: JoinContext, channel: Channel, coordinator: CoordinatorClient) -> Iterator[WorkerContext]:
+    """Join the first generation; a worker that starts later joins none yet."""
+    assignment, layout, timeout_s = context.assignment, context.plan.layout, context.job.timeout_s
     replicas = layout.replicas
     least, most = replicas if isinstance(replicas, tuple) else (assignment.workers, assignment.workers)
     shared = SupervisorStore(channel, timeout_s=timeout_s)
-    orders.acknowledges = arrival.plan.is_asynchronous
-    orders.tell("elastic", least=least, most=most, workers_each=layout.workers_each)
+    coordinator.acknowledges = context.plan.is_asynchronous
+    coordinator.tell("elastic", least=least, most=most, workers_each=layout.workers_each)
     with contextlib.ExitStack() as stack:
+        cross_replica, lockstep = None, Lockstep()
         if layout.workers_each == 1:
-            members, across, lockstep = ElasticGroup(None, generation=-1, recorder=recorder), None, Lockstep()
+            members = ElasticGroup(None, generation=-1, recorder=context.recorder)
             axes = single_worker_replicas(members)
         else:
-            members, across, lockstep, axes = stack.enter_context(_join_replica(arrival, shared))
-        generations = _GenerationBuilder(arrival, channel, orders, across=across)
-        agreement = Consensus(
+            members, cross_replica, lockstep, axes = stack.enter_context(_join_replica(context, shared))
+        generations = GenerationBuilder(context, channel, coordinator, cross_replica=cross_replica)
+        consensus = Consensus(
             members,
             rank=assignment.rank,
-            orders=orders,
+            coordinator=coordinator,
             timeout_s=timeout_s,
             elastic=ElasticMembership(
                 build=generations.build,
@@ -245,30 +229,26 @@ def _join_elastic(arrival: JoinContext, channel: Channel, orders: CoordinatorCli
             ),
         )
         if not assignment.joins:
-            agreement.begin(tuple(range(assignment.workers)))
-        told = _Channels(shared=shared, prelude=SetupReplay(shared), link=generations.link)
-        yield _worker_context(arrival, members, agreement, axes=axes, told=told)
+            consensus.begin(tuple(range(assignment.workers)))
+        channels = _Channels(shared=shared, setup_replay=SetupReplay(shared), link=generations.link)
+        yield _worker_context(context, members, consensus, axes=axes, channels=channels)
         axes.close()
         members.close()
 
 
 @contextlib.contextmanager
 def _join_replica(
-    arrival: JoinContext, shared: dist.Store
+    context: JoinContext, shared: dist.Store
 ) -> Iterator[tuple[ElasticGroup, CrossReplicaGroup | None, Lockstep, ParallelGroups]]:
-    """Meet the other workers of this replica. Yields the group of the run and the one between replicas, which nobody
-    is in yet, and the replica's own."""
-    assignment, layout, recorder, timeout_s = (
-        arrival.assignment,
-        arrival.plan.layout,
-        arrival.recorder,
-        arrival.job.timeout_s,
-    )
+    """Meet the other workers of this replica. Yields the group of the run and the one between replicas, which have no
+    members yet, and the replica's own."""
+    assignment, layout, recorder = context.assignment, context.plan.layout, context.recorder
+    timeout_s = context.job.timeout_s
     recorder.join("replica", workers_of(layout, assignment.rank), is_main=True)
     recorder.wait(recorder.enter("meeting", "the workers of each replica find each other"))
     dist.init_process_group(
-        backend_for(arrival.device),
-        store=dist.PrefixStore(f"paceline/{_replica_life(arrival)}", shared),
+        backend_for(context.device),
+        store=dist.PrefixStore(f"paceline/{replica_name(context)}", shared),
         rank=assignment.rank % layout.workers_each,
         world_size=layout.workers_each,
         timeout=timedelta(seconds=timeout_s),
@@ -277,37 +257,32 @@ def _join_replica(
         replica, hosts = replica_group_of(
             layout,
             worker_rank=assignment.rank,
-            device=arrival.device,
+            device=context.device,
             recorder=recorder,
             timeout_s=timeout_s,
-            host=_host(assignment),
+            host=host_name(assignment),
             num_workers=assignment.workers,
-            tell=arrival.tell,
+            tell=context.tell,
         )
         recorder.leave()
         lockstep = Lockstep(replica)
         members = LockstepGroup(lockstep, recorder=recorder)
-        across = (
-            None if spans_all_workers(arrival.plan) else CrossReplicaGroup(lockstep, recorder=recorder)
-        )  # whole models: everybody is across
+        # Where the whole run sums the gradients, there is no other group between replicas.
+        cross_replica = None if spans_all_workers(context.plan) else CrossReplicaGroup(lockstep, recorder=recorder)
         axes = parallel_groups_of(
-            arrival.plan,
+            context.plan,
             members,
             worker_rank=assignment.rank,
-            device=arrival.device,
+            device=context.device,
             recorder=recorder,
             timeout_s=timeout_s,
             hosts=hosts,
-            tell=arrival.tell,
-            across=members if across is None else across,
+            tell=context.tell,
+            across=members if cross_replica is None else cross_replica,
             num_workers=assignment.workers,
         )
-        yield (
-            members,
-            across,
-            lockstep,
-            dataclasses.replace(axes, whole=replica, preparation_group=replica, life=_replica_life(arrival)),
-        )
+        axes = dataclasses.replace(axes, whole=replica, preparation_group=replica, life=replica_name(context))
+        yield members, cross_replica, lockstep, axes
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -316,155 +291,41 @@ def _join_replica(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Channels:
-    """What a worker hears from others beside its groups (see Place)."""
+    """What a worker learns from others beside its groups (see `WorkerContext`)."""
 
     shared: dist.Store
-    prelude: SetupReplay
+    setup_replay: SetupReplay
     link: Callable[[int], Mapping[int, Mapping[str, float]]]
 
 
 def _worker_context(
-    arrival: JoinContext, group: WorkerGroup, agreement: Consensus, *, axes: ParallelGroups, told: _Channels
+    context: JoinContext, group: WorkerGroup, consensus: Consensus, *, axes: ParallelGroups, channels: _Channels
 ) -> WorkerContext:
-    """A worker's place, with the memory that its supervisor has handed it."""
-    fds, begins_at = arrival.assignment.snapshot_fds, arrival.assignment.begins_at
+    """What a worker has joined, with the memory that its supervisor has handed it."""
+    fds, begins_at = context.assignment.snapshot_fds, context.assignment.begins_at
     return WorkerContext(
         group=group,
-        agreement=agreement,
-        prelude=told.prelude,
-        shared=told.shared,
-        link=told.link,
-        attach=agreement.attach,
-        recorder=arrival.recorder,
+        agreement=consensus,
+        prelude=channels.setup_replay,
+        shared=channels.shared,
+        link=channels.link,
+        attach=consensus.attach,
+        recorder=context.recorder,
         axes=axes,
-        address=arrival.assignment.address,
+        address=context.assignment.address,
         memory_checkpoint=MemoryCheckpoint(fds[:2]) if fds else None,
         begins_with=None if begins_at is None else SnapshotSlot(fds[2]),
     )
-
-
-def _replica_life(arrival: JoinContext) -> str:
-    """A name for this replica that whoever had its number before did not have."""
-    assignment, each = arrival.assignment, arrival.plan.layout.workers_each
-    return f"_replica_{assignment.rank // each}_{assignment.incarnation}"
-
-
-class _GenerationBuilder:
-    """Builds the groups of one worker, generation by generation; its members meet through the key-value store."""
-
-    def __init__(
-        self, arrival: JoinContext, channel: Channel, orders: CoordinatorClient, *, across: CrossReplicaGroup | None
-    ) -> None:
-        """`across`: is given its group as well; None: there is no other one than the run's."""
-        self._arrival, self._channel, self._orders, self._across = arrival, channel, orders, across
-        self._each = arrival.plan.layout.workers_each
-        self._wanted = _allreduce_wishes(arrival)
-        self.link = self._wanted.latest
-        prefix = f"paceline/{_replica_life(arrival)}/formed/"
-        self._board = SupervisorStore(channel, timeout_s=arrival.job.timeout_s, prefix=prefix)
-
-    def build(self, form: MembershipView, is_hurry: bool) -> WorkerGroup:
-        """The group of a generation. Raises Disrupted where it is over already; nothing is left of it then."""
-        self._arrival.recorder.join(generation_name(form.generation), form.members, is_main=True)
-        meet_s = MEETING_S if is_hurry else self._arrival.job.timeout_s
-        whole = self._group(form, form.members, "", meet_s)
-        if self._across is not None:
-            place = self._arrival.assignment.rank % self._each
-            alike = tuple(worker for worker in form.members if worker % self._each == place)
-            try:
-                between = self._group(form, alike, f"across_{place}/", meet_s)
-            except SyncError:
-                whole.close()
-                raise
-            self._across.take(between, form.generation, ranks=alike)
-        return whole
-
-    def has_formed(self, generation: int, has_formed: bool) -> bool:
-        """Whether all workers of this replica have formed a generation: they say so in the key-value store."""
-        if self._each == 1:
-            return has_formed
-        place = self._arrival.assignment.rank % self._each
-        self._board.set(f"{generation}/{place}", "yes" if has_formed else "no")
-        keys = [f"{generation}/{number}" for number in range(self._each)]
-        return has_formed and all(self._board.get(key) == b"yes" for key in keys)
-
-    def _group(self, form: MembershipView, members: tuple[int, ...], name: str, meet_s: float) -> WorkerGroup:
-        arrival, orders, timeout_s = self._arrival, self._orders, self._arrival.job.timeout_s
-        if len(members) == 1:
-            return SingleWorkerGroup()
-        deadline = time.monotonic() + meet_s
-
-        def check_meeting() -> None:
-            orders.check_newest(form.generation)
-            if time.monotonic() > deadline:
-                raise Disrupted("the workers could not all meet in time")
-
-        def check() -> None:
-            orders.check(form.generation)
-
-        prefix = f"paceline/generation_{form.generation}/{name}"
-        store = SupervisorStore(self._channel, timeout_s=timeout_s, prefix=prefix, check_wait=check_meeting)
-        backend = connect_gloo(
-            store,
-            index=members.index(arrival.assignment.rank),
-            size=len(members),
-            timeout_s=timeout_s,
-            check=check_meeting,
-        )
-        group: WorkerGroup = GenerationGroup(backend, device=arrival.device, check=check, timeout_s=timeout_s)
-        if not (form.is_spread if form.generation > 0 else arrival.assignment.hosts > 1):
-            neighbours = len(form.members)
-            try:
-                group, reason = with_shared_memory(
-                    group, timeout_s=timeout_s, is_lost=check, num_neighbours=neighbours, ranks=members
-                )
-            except SyncError:
-                group.close()
-                raise
-            if reason is not None and arrival.assignment.rank == members[0]:
-                arrival.tell(shared_memory_unavailable("workers sum gradients", reason))
-        if not name and not reduces_over_all_workers(arrival.plan):
-            return group
-        return with_selected_algorithm(
-            group,
-            self._wanted,
-            ranks=members,
-            store=dist.PrefixStore("near", store),
-            check=check,
-            lost=Disrupted,
-            tells=arrival.assignment.rank == members[0] == form.members[0],
-        )
-
-
-def _allreduce_wishes(arrival: JoinContext) -> AllReduceSettings:
-    """How gradients are summed."""
-    assignment = arrival.assignment
-    return AllReduceSettings(
-        algorithm=_allreduce_algorithm(arrival.plan),
-        host=_host(assignment),
-        timeout_s=arrival.job.timeout_s,
-        tell=arrival.tell,
-    )
-
-
-def _host(assignment: Assignment) -> str:
-    """A name of this host that no other one of the job has."""
-    return f"{assignment.host_index} {assignment.host}"
-
-
-def _allreduce_algorithm(plan: Plan) -> str:
-    """How sums over replicas are taken: where servers take those of the gradients, what is left chooses for itself."""
-    return "auto" if isinstance(plan.sync, ParameterServer | Gossip) else plan.sync.algorithm
 
 
 def _refuse_where_fixed(plan: Plan, job: Job, device: torch.device, *, has_supervisor: bool) -> None:
     """Raise PlanError where workers cannot come and go."""
     shown = f"Layout(replicas={plan.layout.replicas})"
     if not has_supervisor or job.launcher == "inline":
-        who = "launcher='inline' keeps" if job.launcher == "inline" else "whoever started these workers keeps"
+        cause = "launcher='inline'" if job.launcher == "inline" else "the program that started these workers"
         raise PlanError(
-            f"{shown} lets workers come and go, but {who} their number fixed. Use Layout(replicas=n), or start the "
-            "workers with paceline run (on every host, where there are several)."
+            f"{shown} lets workers come and go, but {cause} keeps their number fixed. Use Layout(replicas=n), or start "
+            "the workers with paceline run (on every host, where there are several)."
         )
     if device.type != "cpu":
         raise PlanError(

@@ -1,7 +1,7 @@
-"""What the script has the workers exchange: means, values, barriers; and their replay for newcomers.
+"""The collectives that scripts call (average, gather, broadcast, wait), and their replay for newcomers.
 
-All workers take part, between two steps. Inside a step others may have more or fewer micro-batches, and would be in
-another collective.
+All workers take part, between two steps. Inside a step the others may have more or fewer micro-batches, and would be
+in another collective.
 
 A newcomer of an elastic run executes the program from its first line, while the others are far beyond. It has missed
 the gathers, broadcasts, averages and evaluations before their first loop over batches. Their results are kept in the
@@ -29,61 +29,61 @@ T = TypeVar("T")
 
 
 class WorkerCollectives:
-    """One worker's part in it. `is_in_step()`: a walk over a batch is under way."""
+    """One worker's calls. `is_in_step()`: a gradient pass over a batch is running."""
 
     def __init__(
         self,
         *,
         group: WorkerGroup,
-        agreement: Consensus,
-        prelude: SetupReplay,
+        consensus: Consensus,
+        setup_replay: SetupReplay,
         device: torch.device,
         is_in_step: Callable[[], bool],
         is_apart: Callable[[], bool] = lambda: False,
         catch_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """`is_apart()`: workers do not do the same things in the same order at present. `catch_up()` is called by all
-        at the beginning of each operation, and gives them the same weights."""
+        """`is_apart()`: workers are detached, and call different things at present. `catch_up()` gives all workers the
+        same weights; all call it at the beginning of each operation."""
         self._is_apart, self._catch_up = is_apart, catch_up
-        self._group, self._agreement, self._prelude = group, agreement, prelude
+        self._group, self._consensus, self._setup_replay = group, consensus, setup_replay
         self._device, self._is_in_step = device, is_in_step
 
     def begin_steps(self, *, keeps: bool) -> None:
-        """The first loop over batches begins. A newcomer is taken in here, and has a member's state then.
+        """The first loop over batches begins. A newcomer becomes a member here, and has a member's state then.
 
-        `keeps`: what this worker does is kept in memory that outlives it.
+        `keeps`: this worker takes memory checkpoints, which outlive it.
         """
-        if self._prelude.is_over:
+        if self._setup_replay.is_over:
             return
-        self._agreement.begin_steps(keeps=keeps)
-        self._prelude.end(self._group.index == 0)
+        self._consensus.begin_steps(keeps=keeps)
+        self._setup_replay.end(self._group.index == 0)
 
     def together(self, operation: Callable[[], T]) -> T:
-        """Do an operation of all workers. Newcomers take the results of those before the first loop from the others."""
-        self._agreement.rejoin_group()
-        if self._agreement.is_newcomer:
-            return self._prelude.next()
+        """Do an operation of all workers. Before the first loop a newcomer gets the result that the others had."""
+        self._consensus.rejoin_group()
+        if self._consensus.is_newcomer:
+            return self._setup_replay.next()
 
         def caught_up() -> T:
             self._catch_up()
             return operation()
 
-        value = self._agreement.run(caught_up)
-        self._prelude.note(value)
+        value = self._consensus.run(caught_up)
+        self._setup_replay.note(value)
         return value
 
     def require_between_steps(self, what: str) -> None:
         """Raise RuntimeError inside a step."""
         if self._is_in_step():
-            raise RuntimeError(f"{what} was called inside a step (a walk over a batch); call it between steps")
+            raise RuntimeError(f"{what} was called inside a step (a gradient pass over a batch); call it between steps")
 
     def require_together(self, what: str) -> None:
-        """Raise RuntimeError where not all workers would come to it: inside a step, or where batches are dealt."""
+        """Raise RuntimeError where not all workers would take part: inside a step, or with asynchronous updates."""
         self.require_between_steps(what)
         if self._is_apart():
             raise RuntimeError(
                 f"{what} was called in a loop over batches under ParameterServer(staleness=...) or (drop=...): "
-                "replicas take different numbers of batches there, so not all would come to it. Call it before or "
+                "replicas take different numbers of batches there, so not all would take part. Call it before or "
                 "after the loop"
             )
 
@@ -108,23 +108,23 @@ class WorkerCollectives:
         return self.together(lambda: self._group.gather_objects(value))
 
     def broadcast(self, value: T, *, source: int | None) -> T:
-        """Return the value of the worker whose rank is `source` (None: of the first one). ValueError, on all workers,
-        where there is no such worker (any more)."""
+        """Return the value of the worker whose rank is `source` (None: of the first one). Raises ValueError, on all
+        workers, where there is no such worker (any more)."""
         self.require_together("worker.broadcast()")
 
         def send() -> T:
-            ranks = self._agreement.ranks  # each time: when it is done again, the members are others
+            ranks = self._consensus.ranks  # read anew: when the operation is done again, the members have changed
             if source is not None and source not in ranks:
                 raise ValueError(
-                    f"worker.broadcast(source={source}): there is no worker {source}; present are {_listed(ranks)}. "
-                    "Without `source` the first of them sends"
+                    f"worker.broadcast(source={source}): there is no worker {source}; the present ones are "
+                    f"{_listed(ranks)}. Without `source` the first of them sends"
                 )
             return self._group.broadcast_object(value, source=0 if source is None else ranks.index(source))
 
         return self.together(send)
 
     def wait(self) -> None:
-        """Return when all workers have come here."""
+        """Return when all workers have called this."""
         self.require_together("worker.wait()")
         self.together(self._group.barrier)
 
@@ -134,11 +134,11 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 KEY = "paceline/prelude"
-MAX_BYTES = 4 << 20  # bytes, of all values together: they travel in one message
+MOST_BYTES = 4 << 20  # bytes, of all values together: they are sent in one message
 
 
 class SetupReplay:
-    """The results of one worker's calls, in their order; `store` is None where nobody can come later."""
+    """The results of one worker's calls, in their order; `store` is None where no worker can join later."""
 
     def __init__(self, store: dist.Store | None) -> None:
         self.is_over = False
@@ -153,9 +153,9 @@ class SetupReplay:
             self._values.append(value)
 
     def next(self) -> Any:
-        """For a newcomer: what this call returned to the others."""
+        """Return what this call returned to the others, for a newcomer."""
         if self._store is None:
-            raise SyncError("there is no board to learn from what was done before this worker came")
+            raise SyncError("there is no key-value store with the results of calls before this worker joined")
         if not self._is_read:
             self._store.wait([KEY])
             self._values = torch.load(io.BytesIO(base64.b64decode(self._store.get(KEY))), weights_only=False)
@@ -164,18 +164,18 @@ class SetupReplay:
         if self._num_taken > len(self._values):
             raise SyncError(
                 "this worker joins a run whose members exchanged more than "
-                f"{MAX_BYTES >> 20} MiB by worker.gather(), worker.broadcast() and the like before their first step, "
-                "or fewer values than it asks for: compute large values on each worker instead of sending them"
+                f"{MOST_BYTES >> 20} MiB by worker.gather(), worker.broadcast() and the like before their first step, "
+                "or fewer values than its own script needs: compute large values on each worker instead of sending them"
             )
         return self._values[self._num_taken - 1]
 
     def end(self, is_first: bool) -> None:
-        """The first loop begins (or another worker has become the first): the first worker leaves the results."""
+        """The first loop begins, or another worker has become the first: the first worker stores the results."""
         self.is_over = True
         if is_first and self._store is not None:
             stream = io.BytesIO()
             torch.save(self._values, stream)
-            if stream.tell() > MAX_BYTES:
+            if stream.tell() > MOST_BYTES:
                 stream = io.BytesIO()
                 torch.save([], stream)
             self._store.set(KEY, base64.b64encode(stream.getvalue()).decode())

@@ -1,0 +1,139 @@
+"""Builds the process groups of an elastic run, one set for each generation of its members.
+
+The members of a generation meet through the key-value store of the coordinator, connect over gloo, and use shared
+memory where all of them are on one host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from paceline.comm.algorithm_selection import with_selected_algorithm
+from paceline.comm.elastic.generation_group import GenerationGroup, connect_gloo, generation_name
+from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep
+from paceline.comm.group import Disrupted, SingleWorkerGroup, WorkerGroup
+from paceline.comm.messages.json_channel import Channel
+from paceline.comm.rendezvous.torch_store import SupervisorStore
+from paceline.comm.shared_memory.shared_group import shared_memory_unavailable, with_shared_memory
+from paceline.elastic.membership_messages import MembershipView
+from paceline.errors import SyncError
+from paceline.worker.membership.coordinator_client import CoordinatorClient
+from paceline.worker.membership.join_context import JoinContext, allreduce_settings, replica_name
+from paceline.worker.topology.parallel_groups import reduces_over_all_workers
+
+__all__ = ["ElasticMembership", "GenerationBuilder"]
+
+RENDEZVOUS_S = 20.0  # for members that have to form a generation at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticMembership:
+    """What a run needs whose members change."""
+
+    build: Callable[[MembershipView, bool], WorkerGroup]
+    """Builds the group of a generation; the flag limits the wait for the others. Raises Disrupted where the generation
+    is over already."""
+
+    has_formed: Callable[[int, bool], bool]
+    """Whether all workers of this replica have formed a generation, given whether this one has. A worker that has not
+    reports so, and does not wait for the others."""
+
+    lockstep: Lockstep  # of the workers of this replica
+    workers_each: int  # of a replica
+
+
+class GenerationBuilder:
+    """Builds the groups of one worker, generation by generation."""
+
+    def __init__(
+        self,
+        context: JoinContext,
+        channel: Channel,
+        coordinator: CoordinatorClient,
+        *,
+        cross_replica: CrossReplicaGroup | None,
+    ) -> None:
+        """`cross_replica` is given its group of each generation as well; None: the run's group is the only one."""
+        self._context, self._channel, self._coordinator = context, channel, coordinator
+        self._cross_replica = cross_replica
+        self._each = context.plan.layout.workers_each
+        self._settings = allreduce_settings(context)
+        self.link = self._settings.latest
+        prefix = f"paceline/{replica_name(context)}/formed/"
+        self._store = SupervisorStore(channel, timeout_s=context.job.timeout_s, prefix=prefix)
+
+    def build(self, view: MembershipView, is_hurry: bool) -> WorkerGroup:
+        """The group of a generation. Raises Disrupted where it is over already; nothing is left of it then."""
+        self._context.recorder.join(generation_name(view.generation), view.members, is_main=True)
+        meet_s = RENDEZVOUS_S if is_hurry else self._context.job.timeout_s
+        whole = self._group(view, view.members, "", meet_s)
+        if self._cross_replica is not None:
+            index = self._context.assignment.rank % self._each
+            peers = tuple(worker for worker in view.members if worker % self._each == index)
+            try:
+                between = self._group(view, peers, f"across_{index}/", meet_s)
+            except SyncError:
+                whole.close()
+                raise
+            self._cross_replica.take(between, view.generation, ranks=peers)
+        return whole
+
+    def has_formed(self, generation: int, has_formed: bool) -> bool:
+        """Whether all workers of this replica have formed a generation: each sets its key in the key-value store."""
+        if self._each == 1:
+            return has_formed
+        index = self._context.assignment.rank % self._each
+        self._store.set(f"{generation}/{index}", "yes" if has_formed else "no")
+        keys = [f"{generation}/{number}" for number in range(self._each)]
+        return has_formed and all(self._store.get(key) == b"yes" for key in keys)
+
+    def _group(self, view: MembershipView, members: tuple[int, ...], name: str, meet_s: float) -> WorkerGroup:
+        context, coordinator, timeout_s = self._context, self._coordinator, self._context.job.timeout_s
+        if len(members) == 1:
+            return SingleWorkerGroup()
+        deadline = time.monotonic() + meet_s
+
+        def check_rendezvous() -> None:
+            coordinator.check_newest(view.generation)
+            if time.monotonic() > deadline:
+                raise Disrupted("the workers could not all meet in time")
+
+        def check() -> None:
+            coordinator.check(view.generation)
+
+        prefix = f"paceline/generation_{view.generation}/{name}"
+        store = SupervisorStore(self._channel, timeout_s=timeout_s, prefix=prefix, check_wait=check_rendezvous)
+        backend = connect_gloo(
+            store,
+            index=members.index(context.assignment.rank),
+            size=len(members),
+            timeout_s=timeout_s,
+            check=check_rendezvous,
+        )
+        group: WorkerGroup = GenerationGroup(backend, device=context.device, check=check, timeout_s=timeout_s)
+        if not (view.is_spread if view.generation > 0 else context.assignment.hosts > 1):
+            neighbours = len(view.members)
+            try:
+                group, reason = with_shared_memory(
+                    group, timeout_s=timeout_s, is_lost=check, num_neighbours=neighbours, ranks=members
+                )
+            except SyncError:
+                group.close()
+                raise
+            if reason is not None and context.assignment.rank == members[0]:
+                context.tell(shared_memory_unavailable("workers sum gradients", reason))
+        if not name and not reduces_over_all_workers(context.plan):
+            return group
+        return with_selected_algorithm(
+            group,
+            self._settings,
+            ranks=members,
+            store=dist.PrefixStore("near", store),
+            check=check,
+            lost=Disrupted,
+            tells=context.assignment.rank == members[0] == view.members[0],
+        )
