@@ -182,8 +182,8 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
         try:
             yield process
         except RunEnded as end:
-            output = (folder / "output").read_text(errors="replace")[-3000:]
-            raise RunEnded(f"{end}\n{' '.join(command)}\n{output}") from None
+            text = (folder / "output").read_text(errors="replace")[-3000:]
+            raise RunEnded(f"{end}\n{' '.join(command)}\n{text}") from None
         finally:
             process.terminate()
             try:
@@ -234,7 +234,7 @@ def command_of(peer: str, folder: Path, options: argparse.Namespace) -> list[str
 
 
 def incidents(
-    peer: str, options: argparse.Namespace, *, num: int, signum: int = signal.SIGKILL
+    peer: str, options: argparse.Namespace, *, num: int, signum: int = signal.SIGKILL, is_shown: bool = True
 ) -> tuple[float, list[Incident]]:
     """Run one program and hit it `num` times; returns the undisturbed step's seconds, and what each loss cost."""
     draw, found = random.Random(options.seed), list[Incident]()
@@ -246,7 +246,8 @@ def incidents(
             run_dir = folder / "run" if peer == "paceline" else None
             for _ in range(num):
                 found.append(strike(logs, process, draw, step_s, signum, run_dir))
-                print(f"{peer}: {shown(found[-1])}", flush=True)
+                if is_shown:
+                    print(f"{peer}: {shown(found[-1])}", flush=True)
     return step_s, found
 
 
