@@ -11,6 +11,9 @@
 # Most tests wait for processes that they have started, so two files of them run at once, in the order of tests/conftest.py;
 # ARGS="-n0" runs one after another.
 
+# The tests start hundreds of interpreters: where compiled files may not be kept, each of them compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=

@@ -6,7 +6,9 @@ A test may take `timeout` seconds (pyproject.toml); `@pytest.mark.timeout(n)` gi
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import re
 import shutil
 import signal
 import uuid
@@ -23,6 +25,7 @@ import warm
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = itertools.count()
 ORDER = ("fault", "docs", "world", "unit")  # folders, from those of the longest tests to those of the shortest
 
 # A green run stays green: the same examples each time, and no time limit of its own on a shared machine.
@@ -99,6 +102,15 @@ def _test_leaves_nothing() -> Iterator[None]:
     before = leaks.take()
     yield
     _refuse(leaks.left_behind(before), "The test")
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test's own, numbered by a count: pytest's looks through the folders of all tests before it."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{name}{next(FOLDERS)}"
+    path.mkdir()
+    return path
 
 
 @pytest.fixture(autouse=True)

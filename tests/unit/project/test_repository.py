@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -23,6 +24,12 @@ WITHOUT_TORCH_FILES = ["comm/messages/json_channel.py", "comm/rendezvous/kv_stor
 
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All that is in a file, the module first; read once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def module_name(path: Path) -> str:
@@ -57,7 +64,7 @@ def test_modules_that_promise_it_import_no_torch() -> None:
 def test_only_one_file_touches_the_environment() -> None:
     offenders = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute):
                 touches = node.attr in ("environ", "environb", "getenv", "putenv", "unsetenv")
             else:
@@ -70,7 +77,7 @@ def test_only_one_file_touches_the_environment() -> None:
 def test_no_library_code_asserts_or_excepts_everything() -> None:
     offenders = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Assert) or (isinstance(node, ast.ExceptHandler) and node.type is None):
                 offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert offenders == []
@@ -78,7 +85,8 @@ def test_no_library_code_asserts_or_excepts_everything() -> None:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_module_says_what_it_is_and_lists_its_public_names(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = nodes(path)[0]
+    assert isinstance(tree, ast.Module)
     assert ast.get_docstring(tree), "a file opens with one sentence saying what it is"
     listed = [
         ast.literal_eval(node.value)
