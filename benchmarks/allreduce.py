@@ -36,7 +36,7 @@ import torch.distributed as dist
 from driving.forks import measured_by
 from driving.options import options_of
 from paceline.comm.group import Group, WorkerGroup
-from paceline.comm.shared_memory.shared_group import with_shared_memory
+from paceline.comm.shared_memory.setup import with_shared_memory
 
 SIZES = {  # bytes, repetitions in a round
     "4 KB": (4 << 10, 40),

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.group import Group
-from paceline.comm.shared_memory.shared_group import SharedGroup, with_shared_memory
+from paceline.comm.shared_memory.setup import with_shared_memory
+from paceline.comm.shared_memory.shared_group import SharedGroup
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0

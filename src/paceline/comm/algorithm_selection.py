@@ -26,7 +26,7 @@ import torch.distributed as dist
 from paceline.comm.allreduce.scheduled_group import BACKEND, ScheduledGroup, SelectedAlgorithm, backend_group_of
 from paceline.comm.elastic.generation_group import GenerationGroup, connect_gloo
 from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
-from paceline.comm.shared_memory.shared_group import shared_memory_unavailable, with_shared_memory
+from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
 from paceline.errors import SyncError
 from paceline.events import AllReduceChosen, Event, Note
 from paceline.schedule.allreduce.build import FLAT
@@ -44,25 +44,25 @@ __all__ = [
 ]
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # timed in this order, 8 MB where the time suffices
-BUDGET_S, LONGEST_S = 0.25, 0.5  # for all of them, and for smaller ones that go beyond it, once each way
-NUM_RUNS = 3  # of each; one where that would take too long
+BUDGET_S, LONGEST_S = 0.25, 0.5  # for all sizes; for one run of a size below the largest that exceeds the budget
+NUM_RUNS = 3  # of each algorithm and size; one if three would take too long
 NUM_BARRIERS = 3
 SLOW_S = 0.01  # links where a barrier takes longer are not timed in advance
-REACH, NEAR = 1.5, 4.0  # times as large as the largest size in the table, or as any other, a sum takes its way
-ALIKE = 1.1  # sums that may differ so much are of one trial
-MARGIN = 0.95  # of the back end's time: what is hardly faster is not worth a thread
+MAX_RATIO_ABOVE, MAX_RATIO = 1.5, 4.0  # a timed size decides for sizes within this ratio; ABOVE: beyond the largest
+ALIKE = 1.1  # sizes within this ratio share a trial
+MARGIN = 0.95  # of the back end's time: a smaller gain is not worth a thread
 
 TimingTable = Mapping[int, Mapping[str, float]]  # by bytes and algorithm: seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceSettings:
-    """What a worker wants of all groups that sum gradients, and what it has measured."""
+    """A worker's settings for all groups that sum gradients, and the timings it has measured."""
 
     algorithm: str  # as in the plan
     host: str  # of this worker: a name that no other host has
     timeout_s: float
-    tell: Callable[[Event], None]
+    report: Callable[[Event], None]
     known: dict[tuple[str, ...], TimingTable] = dataclasses.field(default_factory=dict)  # by the members' hosts
 
     def latest(self, size: int) -> TimingTable:
@@ -83,21 +83,22 @@ def with_selected_algorithm(
     store: dist.Store,
     check: Callable[[], None] | None = None,
     lost: type[SyncError] = SyncError,
-    tells: bool = False,
+    reports: bool = False,
 ) -> WorkerGroup:
     """Return the group with the wanted algorithm; it may be `group` itself. All members must call; blocks.
 
-    `store` is for this group alone, and for this one use. `check`, called while waiting, raises if the group is over;
-    `lost` is raised if a peer is gone. `tells`: this worker reports for the group. After an error the group is closed.
+    `store` is for this group alone, and for this one use. `check`, called while waiting, raises if the group has ended;
+    `lost` is raised if a peer was lost. `reports`: this worker reports for the group. After an error the group is
+    closed.
     """
     algorithm = wanted.algorithm
     if group.size == 1 or (algorithm in ("auto", "hierarchical") and group.shares_memory):
         return group
-    over = backend_group_of(group)
-    if algorithm == "auto" and over.device.type != "cpu":
+    transport = backend_group_of(group)
+    if algorithm == "auto" and transport.device.type != "cpu":
         return group
-    if group.shares_memory and tells:
-        wanted.tell(
+    if group.shares_memory and reports:
+        wanted.report(
             Note(
                 text=f"AllReduce(algorithm={algorithm!r}): these workers send each other over the loopback network "
                 "what they could sum in the memory that they share, which is faster; algorithm='auto' does that"
@@ -105,11 +106,11 @@ def with_selected_algorithm(
         )
     check, made = check or _nothing, group
     try:
-        names: list[str] = over.gather_objects(wanted.host)
-        hosts, near = tuple(map(list(dict.fromkeys(names)).index, names)), None
+        names: list[str] = transport.gather_objects(wanted.host)
+        hosts, host_group = tuple(map(list(dict.fromkeys(names)).index, names)), None
         if algorithm in ("auto", "hierarchical"):
-            near = _near(over, hosts, wanted, ranks=ranks, store=store, check=check)
-        is_timed = over.device.type == "cpu"
+            host_group = _host_group(transport, hosts, wanted, ranks=ranks, store=store, check=check)
+        is_timed = transport.device.type == "cpu"
         choice = AlgorithmChoice(_candidates(algorithm, hosts) if is_timed else (algorithm,))
         made = scheduled = ScheduledGroup(
             group,
@@ -119,10 +120,10 @@ def with_selected_algorithm(
             timeout_s=wanted.timeout_s,
             check=check,
             lost=lost,
-            near=near,
+            host_group=host_group,
         )
         if is_timed:
-            timing = _SharedTimings(scheduled, tuple(names), choice.names, wanted, tells=tells)
+            timing = _SharedTimings(scheduled, tuple(names), choice.names, wanted, reports=reports)
             choice.table, choice.agree = timing.known_or_measured(), timing.agreed
     except SyncError:
         made.close()
@@ -147,7 +148,7 @@ class AlgorithmChoice:
         self.names = tuple(names)
         self.agree: Callable[[TimingTable], TimingTable] | None = None
         self.table: TimingTable = {}
-        self._trials: dict[int, dict[str, float]] = {}  # under way, by bytes: seconds of the ways that have been tried
+        self._trials: dict[int, dict[str, float]] = {}  # unfinished, by bytes: seconds of the algorithms tried so far
 
     def pick(self, num_bytes: int) -> SelectedAlgorithm:
         """Return the algorithm to use. All members must ask, for the same sizes in the same order."""
@@ -160,9 +161,9 @@ class AlgorithmChoice:
         tried = next((one for one in self._trials if max(one, size) <= ALIKE * min(one, size)), size)
         trial = self._trials.setdefault(tried, {})
         name = next(one for one in self.names if one not in trial)
-        return SelectedAlgorithm(name, functools.partial(self._take, tried, name))
+        return SelectedAlgorithm(name, functools.partial(self._record, tried, name))
 
-    def _take(self, tried: int, name: str, seconds: float) -> None:
+    def _record(self, tried: int, name: str, seconds: float) -> None:
         """Record the time of a trial; all members must call after the last one."""
         trial = self._trials[tried]
         trial[name] = seconds
@@ -171,32 +172,32 @@ class AlgorithmChoice:
 
 
 def _nearest_size(table: TimingTable, size: int) -> int | None:
-    """Return the size in the table that is near enough to decide for `size` bytes; None if there is none."""
+    """Return the size in the table that is host_group enough to decide for `size` bytes; None if there is none."""
     largest = max(table, default=0)
-    if size > largest:  # of very large ones the rate alone counts
-        return largest if max(SIZES) <= largest or size <= REACH * largest else None
+    if size > largest:  # for very large tensors only bandwidth matters
+        return largest if max(SIZES) <= largest or size <= MAX_RATIO_ABOVE * largest else None
     nearest = min(table, key=lambda one: abs(math.log(size / one)))
-    return nearest if nearest <= NEAR * size and size <= NEAR * nearest else None
+    return nearest if nearest <= MAX_RATIO * size and size <= MAX_RATIO * nearest else None
 
 
 def fastest_algorithm(row: Mapping[str, float]) -> str:
-    """The algorithm that takes the least time, where it is clearly less than the back end's own."""
+    """Return the fastest algorithm, or the back end's own unless another one is clearly faster."""
     best = min(row, key=lambda name: row[name])
     return best if row[best] < MARGIN * row[BACKEND] else BACKEND
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _SharedTimings:
-    """The first member's timings: known from before for these hosts, or measured."""
+    """The first member's timings: known from an earlier group on these hosts, or measured."""
 
     group: ScheduledGroup
     hosts: tuple[str, ...]
-    names: Sequence[str]  # of the ways that there are
+    names: Sequence[str]  # of the candidate algorithms
     wanted: AllReduceSettings
-    tells: bool
+    reports: bool
 
     def known_or_measured(self) -> TimingTable:
-        """The table to begin with; all members must call."""
+        """Return the table to begin with; all members must call."""
         known = self.group.broadcast_object(self.wanted.known.get(self.hosts))
         if known is not None:
             self.wanted.learn(self.hosts, known)
@@ -207,14 +208,14 @@ class _SharedTimings:
         return table
 
     def agreed(self, table: TimingTable) -> TimingTable:
-        """The first member's table after a trial; all members must call."""
+        """Return the first member's table after a trial; all members must call."""
         table = self.group.broadcast_object(table)
         self._learn(table, took_s=0.0)
         return table
 
     def _learn(self, table: TimingTable, *, took_s: float) -> None:
         self.wanted.learn(self.hosts, table)
-        if self.tells and any(len(row) > 1 for row in table.values()):
+        if self.reports and any(len(row) > 1 for row in table.values()):
             chosen = AllReduceChosen(
                 members=self.group.size,
                 hosts=len(set(self.hosts)),
@@ -222,7 +223,7 @@ class _SharedTimings:
                 table={str(size): dict(table[size]) for size in sorted(table)},
                 chosen={str(size): fastest_algorithm(table[size]) for size in sorted(table)},
             )
-            self.wanted.tell(chosen)
+            self.wanted.report(chosen)
 
 
 def measure_algorithms(group: ScheduledGroup, names: Sequence[str]) -> TimingTable:
@@ -236,7 +237,7 @@ def measure_algorithms(group: ScheduledGroup, names: Sequence[str]) -> TimingTab
         before = time.perf_counter()
         group.barrier()
         barriers_s.append(time.perf_counter() - before)
-    barrier_s = group.broadcast_object(min(barriers_s[1:]))  # the first one waits for whoever comes late
+    barrier_s = group.broadcast_object(min(barriers_s[1:]))  # the first barrier waits for late members
     if barrier_s > SLOW_S:
         return {min(SIZES): {BACKEND: barrier_s}}
     table: dict[int, dict[str, float]] = {}
@@ -253,7 +254,7 @@ def measure_algorithms(group: ScheduledGroup, names: Sequence[str]) -> TimingTab
 
 
 def next_s(table: TimingTable) -> float:
-    """What one run of all ways at the next size would take: as much more as from the last but one to the last."""
+    """Estimate one run of all algorithms at the next size, by extrapolation from the last two sizes."""
     rows_s = [sum(row.values()) for row in table.values()]
     number = len(rows_s)
     if number < 2:
@@ -268,8 +269,8 @@ def _timed(group: ScheduledGroup, name: str, tensor: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
-def _near(
-    over: Group,
+def _host_group(
+    transport: Group,
     hosts: Sequence[int],
     wanted: AllReduceSettings,
     *,
@@ -277,27 +278,29 @@ def _near(
     store: dist.Store,
     check: Callable[[], None],
 ) -> WorkerGroup | None:
-    """The workers of this host, who meet in memory; None where that is not so on every host with several."""
-    team = next(team for team in hosts_of(hosts) if over.index in team)
+    """Return the shared-memory group of this host's workers; None unless every host with several workers has one."""
+    members = next(members for members in hosts_of(hosts) if transport.index in members)
     found: WorkerGroup = SingleWorkerGroup()
-    if len(team) > 1 and over.device.type == "cpu":
+    if len(members) > 1 and transport.device.type == "cpu":
         backend = connect_gloo(
-            dist.PrefixStore(f"host_{team[0]}", store),
-            index=team.index(over.index),
-            size=len(team),
+            dist.PrefixStore(f"host_{members[0]}", store),
+            index=members.index(transport.index),
+            size=len(members),
             timeout_s=wanted.timeout_s,
             check=check,
         )
-        found = GenerationGroup(backend, device=over.device, check=check, timeout_s=wanted.timeout_s)
+        found = GenerationGroup(backend, device=transport.device, check=check, timeout_s=wanted.timeout_s)
     try:
         if found.size > 1:
             found, reason = with_shared_memory(
-                found, timeout_s=wanted.timeout_s, is_lost=check, ranks=[ranks[one] for one in team]
+                found, timeout_s=wanted.timeout_s, check_peers=check, ranks=[ranks[one] for one in members]
             )
-            if reason is not None and found.index == 0 and len(set(hosts)) > 1:  # of a single host it is told already
-                wanted.tell(shared_memory_unavailable("workers of one host sum gradients", reason))
-        without = torch.tensor([len(team) > 1 and not found.shares_memory], dtype=torch.int64)
-        over.all_reduce(without, what="who shares the memory of a host").wait()
+            if (
+                reason is not None and found.index == 0 and len(set(hosts)) > 1
+            ):  # on a single host it is reported already
+                wanted.report(shared_memory_unavailable("workers of one host sum gradients", reason))
+        without = torch.tensor([len(members) > 1 and not found.shares_memory], dtype=torch.int64)
+        transport.all_reduce(without, what="whether hosts share memory").wait()
     except SyncError:
         found.close()
         raise
@@ -308,4 +311,4 @@ def _near(
 
 
 def _nothing() -> None:
-    """Nobody knows more than the transfer itself."""
+    """The default check: only the transfer itself ends a wait."""

@@ -1,4 +1,4 @@
-"""Which way a sum takes is chosen by size; threads that walk can be left; and a stream of rounds sums as threads do."""
+"""All-reduce algorithms are selected by size; abandoned threads are harmless; rounds in a stream sum as threads do."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_size_takes_the_way_of_the_nearest_that_was_timed() -> None:
     sizes = (1, 4096, 10_000, 40_000, 1 << 17, 1 << 19, 4 << 20, 1 << 30)
     found = [choice.pick(size) for size in sizes]
     assert [way.name for way in found] == ["tree", "tree", "ring", "ring", "tree", "ring", "tree", "tree"]
-    assert not any(way.tell for way in found)
+    assert not any(way.report for way in found)
 
 
 def test_a_very_large_sum_is_no_trial_of_a_smaller_one() -> None:
@@ -63,8 +63,8 @@ def test_a_very_large_sum_is_no_trial_of_a_smaller_one() -> None:
 
 
 def told(way: SelectedAlgorithm, seconds: float) -> bool:
-    assert way.tell is not None
-    way.tell(seconds)
+    assert way.report is not None
+    way.report(seconds)
     return True
 
 
@@ -73,8 +73,8 @@ def test_of_a_named_way_the_first_sum_of_an_unknown_size_is_timed() -> None:
     choice.table, choice.agree = {4096: {BACKEND: 2.0}}, lambda table: table  # a barrier's time
     assert choice.pick(1) == SelectedAlgorithm("halving")
     way = choice.pick(1 << 20)
-    assert way.name == "halving" and way.tell is not None
-    way.tell(3.0)
+    assert way.name == "halving" and way.report is not None
+    way.report(3.0)
     assert choice.table == {4096: {BACKEND: 2.0}, 1 << 20: {"halving": 3.0}}
     assert [choice.pick(size) for size in (1 << 19, 1 << 20)] == [SelectedAlgorithm("halving")] * 2
 
@@ -82,12 +82,12 @@ def test_of_a_named_way_the_first_sum_of_an_unknown_size_is_timed() -> None:
 def test_sums_of_an_unknown_size_try_one_way_each_and_later_ones_take_the_fastest() -> None:
     seconds = {BACKEND: 2.0, "ring": 1.0, "tree": 4.0}
     choice = auto({4096: {BACKEND: 2.0}})
-    assert choice.pick(6000).tell is None and choice.pick(6200).tell is not None  # half as large again
+    assert choice.pick(6000).report is None and choice.pick(6200).report is not None  # half as large again
     tried = list[str]()
     for num_bytes in (3 << 20, 3 << 20, 100 << 10, (3 << 20) + 4096):  # another size's trial is one of its own
         way = choice.pick(num_bytes)
-        assert way.tell is not None
-        way.tell(seconds[way.name])
+        assert way.report is not None
+        way.report(seconds[way.name])
         tried.append(way.name)
     assert tried == [BACKEND, "ring", BACKEND, "tree"]
     assert choice.table == {4096: {BACKEND: 2.0}, 3 << 20: seconds}
@@ -146,7 +146,7 @@ def test_a_trial_begins_on_all_together_and_is_waited_for_before_it_is_told() ->
     base: Any = Counting()
     way = SelectedAlgorithm(BACKEND, lambda seconds: base.asked.append("told" if 0 <= seconds < LIMIT_S else "wrong"))
     group = ScheduledGroup.__new__(ScheduledGroup)
-    group.__dict__.update(base=base, choose=lambda _: way, near=None, _under_way=[])
+    group.__dict__.update(base=base, choose=lambda _: way, host_group=None, _under_way=[])
     group.all_reduce(torch.zeros(100), what="test").wait()
     assert base.asked == ["barrier", "sum", "wait", "told"]
     group.all_reduce(torch.zeros(10), what="a vote").wait()  # too small to be worth a trial
@@ -162,16 +162,16 @@ def errands(
 def test_who_waits_too_long_is_told_for_whom() -> None:
     stuck, begun = threading.Event(), threading.Event()
 
-    def do(snapshot_transfer: Any, _: ReceiveBuffers) -> None:
-        snapshot_transfer.awaited = "worker 3 (ring, round 2 of 6)"
+    def do(collective: Any, _: ReceiveBuffers) -> None:
+        collective.awaited = "worker 3 (ring, round 2 of 6)"
         begun.set()
         stuck.wait(LIMIT_S)
 
     local_workers = errands(timeout_s=0.1)
-    snapshot_transfer = local_workers.begin(do, what="all_reduce of weight")
+    collective = local_workers.begin(do, what="all_reduce of weight")
     assert begun.wait(LIMIT_S)
     with pytest.raises(SyncError, match=r"in all_reduce of weight for worker 3 \(ring, round 2 of 6\): stopped, stuck"):
-        snapshot_transfer.wait()
+        collective.wait()
     assert not local_workers.close()  # its thread is left behind
     stuck.set()
     local_workers.join(LIMIT_S)
@@ -189,9 +189,9 @@ def test_a_wait_ends_where_the_group_is_over_though_the_thread_waits_on() -> Non
         stuck.wait(LIMIT_S)
 
     local_workers = errands(check, lost=Disrupted)
-    snapshot_transfer = local_workers.begin(do, what="all_reduce")
+    collective = local_workers.begin(do, what="all_reduce")
     with pytest.raises(Disrupted, match="worker 2 was killed"):
-        snapshot_transfer.wait()
+        collective.wait()
     assert not local_workers.close()
     stuck.set()
     local_workers.join(LIMIT_S)
@@ -202,8 +202,8 @@ def _raise(error: Exception) -> None:
 
 
 def test_a_lost_peer_is_named_and_the_next_errand_is_done() -> None:
-    def do(snapshot_transfer: Any, _: ReceiveBuffers) -> None:
-        snapshot_transfer.awaited = "worker 1 (tree, round 1 of 2)"
+    def do(collective: Any, _: ReceiveBuffers) -> None:
+        collective.awaited = "worker 1 (tree, round 1 of 2)"
         raise RuntimeError("[tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:1 GLHF!")
 
     local_workers = errands(lost=Disrupted)
@@ -258,20 +258,23 @@ class Coming:
 @pytest.mark.parametrize("way", ["run", "enqueue"])
 @pytest.mark.parametrize("num_chunks", [1, 11, 40])  # more than there are numbers
 @pytest.mark.parametrize("name", ["ring", "tree", "halving", "hierarchical"])
-def test_rounds_in_a_stream_and_walks_of_threads_give_the_sum(name: str, num_chunks: int, way: str) -> None:
+def test_rounds_in_a_stream_and_executions_in_threads_give_the_sum(name: str, num_chunks: int, way: str) -> None:
     size, numel = 5, 37
     schedule = build(name, num_workers=size, num_chunks=num_chunks, hosts=(0, 1, 0, 1, 0))
     given = [torch.randn(numel, generator=torch.Generator().manual_seed(worker)) for worker in range(size)]
     found, wires = [one.clone() for one in given], Wires(size)
 
     def work(index: int) -> None:
-        walk = ScheduleExecution(
-            program=program_of(schedule, index), flat=found[index], peers=range(size), notes=lambda peer, number: None
+        execution = ScheduleExecution(
+            program=program_of(schedule, index),
+            flat=found[index],
+            peers=range(size),
+            report_wait=lambda peer, number: None,
         )
         if way == "run":
-            walk.run(wires.port(index), ReceiveBuffers(), tag=1)
+            execution.run(wires.port(index), ReceiveBuffers(), tag=1)
         else:
-            walk.enqueue(wires.port(index), tag=1)
+            execution.enqueue(wires.port(index), tag=1)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(size)]
     for thread in threads:
@@ -283,7 +286,7 @@ def test_rounds_in_a_stream_and_walks_of_threads_give_the_sum(name: str, num_chu
 
 
 class StillGoing(Exception):
-    """A walk waits for the end of a send."""
+    """A execution waits for the end of a send."""
 
 
 class Slow:
@@ -309,15 +312,18 @@ class Slow:
 def test_a_chunk_is_in_its_next_round_while_another_one_is_still_on_its_way_in_an_earlier_one(name: str) -> None:
     schedule = build(name, num_workers=4, num_chunks=8)
     for worker in range(4):
-        walk = ScheduleExecution(
-            program=program_of(schedule, worker), flat=torch.zeros(64), peers=range(4), notes=lambda peer, number: None
+        execution = ScheduleExecution(
+            program=program_of(schedule, worker),
+            flat=torch.zeros(64),
+            peers=range(4),
+            report_wait=lambda peer, number: None,
         )
-        sent_in = [number for number, (out, _) in enumerate(walk.program.rounds) for _ in out]  # in the order of sends
+        sent_in = [number for number, (out, _) in enumerate(execution.program.rounds) for _ in out]  # in their order
         chunks, rounds = Slow(), Slow()
         with pytest.raises(StillGoing):
-            walk.run(chunks, ReceiveBuffers(), tag=1)
+            execution.run(chunks, ReceiveBuffers(), tag=1)
         with pytest.raises(StillGoing):
-            walk.enqueue(rounds, tag=1)  # what a barrier between rounds comes to
+            execution.enqueue(rounds, tag=1)  # what a barrier between rounds comes to
         assert len({*sent_in[: len(rounds.begun)]}) == 1 < len({*sent_in[: len(chunks.begun)]})
         assert len(rounds.posted) < len(chunks.posted)
 
@@ -329,8 +335,10 @@ def test_nothing_is_written_to_a_place_from_which_it_is_still_sent() -> None:
 
     def work(index: int) -> None:
         program = program_of(schedule, index)
-        walk = ScheduleExecution(program=program, flat=found[index], peers=range(3), notes=lambda peer, number: None)
-        walk.run(wires.port(index), ReceiveBuffers(), tag=1)
+        execution = ScheduleExecution(
+            program=program, flat=found[index], peers=range(3), report_wait=lambda peer, number: None
+        )
+        execution.run(wires.port(index), ReceiveBuffers(), tag=1)
 
     first, second, third = (threading.Thread(target=work, args=(index,)) for index in range(3))
     first.start()

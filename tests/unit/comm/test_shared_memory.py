@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import CompletedTransfer, Disrupted, Transfer
-from paceline.comm.shared_memory.arena import MARKS, Arena, why_unsupported
-from paceline.comm.shared_memory.collectives import MOVED_BYTES, NUM_MOVED, SMALL_BYTES
-from paceline.comm.shared_memory.shared_group import SharedGroup, with_shared_memory
+from paceline.comm.shared_memory.arena import NUM_FINGERPRINTS, Arena, why_unsupported
+from paceline.comm.shared_memory.collectives import COPY_BYTES, NUM_COPY, SMALL_BYTES
+from paceline.comm.shared_memory.setup import with_shared_memory
+from paceline.comm.shared_memory.shared_group import SharedGroup
 from paceline.comm.shared_memory.summation import SUMMED
 from paceline.errors import SyncError
 
@@ -92,7 +93,7 @@ class Members:
         first = Arena.create(size=size)
         self.arenas = [first, *(Arena.open(first.address, index=index, size=size) for index in range(1, size))]
         for arena in self.arenas:
-            arena.meet()
+            arena.watch_members()
         self.under = [Underneath(index, size) for index in range(size)]
         self.groups = [
             SharedGroup(under, arena, **{"timeout_s": LIMIT_S, **settings})
@@ -177,7 +178,7 @@ def test_sixteen_bits_are_rounded_once(members: Callable[..., Members]) -> None:
 
 
 def test_more_sums_may_be_under_way_than_there_are_marks_and_buffers(members: Callable[..., Members]) -> None:
-    count = 2 * MARKS + 7
+    count = 2 * NUM_FINGERPRINTS + 7
 
     def work(group: SharedGroup) -> bool:
         tensors = [torch.full((1 + place % 5,), float(place + group.index)) for place in range(count)]
@@ -223,7 +224,7 @@ def test_tensors_with_holes_of_many_dims_and_of_inference_are_summed(members: Ca
         assert leaf.tolist() == [2.0] * 3
 
 
-MANY = NUM_MOVED * MOVED_BYTES // 8 + 77  # float64: more than all places there hold
+MANY = NUM_COPY * COPY_BYTES // 8 + 77  # float64: more than all places there hold
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -327,7 +328,7 @@ def test_who_moves_something_else_is_named(members: Callable[..., Members]) -> N
         group.all_to_all([torch.ones(3), torch.ones(3)], out, what="tokens")
 
     first, second = members(2, timeout_s=2.0).each(lengths)
-    assert "in tokens: worker 1 wants [4, 4] numbers and gets [3, 3]" in str(second)
+    assert "in tokens: worker 1 expects [4, 4] numbers and gets [3, 3]" in str(second)
     assert isinstance(first, SyncError)
 
 
@@ -392,9 +393,9 @@ def test_who_does_not_come_is_named_with_the_call_and_the_time(members: Callable
         group.barrier()
         if group.index in (0, 2):
             flight = group.all_reduce(torch.ones(1), what="the tally")
-            while group.arrivals()[2 - group.index] < 2:
+            while group.joined_counts()[2 - group.index] < 2:
                 os.sched_yield()
-            group._waiting._timeout_s = 0.2  # now there is nobody to wait for but the two who do not come
+            group._waiter._timeout_s = 0.2  # now there is nobody to wait for but the two who do not come
             flight.wait()
 
     began = time.monotonic()
@@ -404,7 +405,7 @@ def test_who_does_not_come_is_named_with_the_call_and_the_time(members: Callable
         text = str(found[index])
         assert re.search(rf"worker {index} waited \d\.\d s in the tally, sum number 2", text)
         assert "worker 1 (joined 1), worker 3 (joined 1)" in text and "worker 0 (" not in text
-    assert group_of.groups[0].arrivals() == (2, 1, 2, 1)
+    assert group_of.groups[0].joined_counts() == (2, 1, 2, 1)
     with pytest.raises(SyncError, match="the tally"):  # of no more use
         group_of.groups[0].barrier()
 
@@ -421,7 +422,7 @@ def test_a_peer_that_left_or_is_known_to_be_lost_ends_the_wait_at_once(members: 
     began = time.monotonic()
     for error in itertools.compress(group_of.each(work), (1, 0, 1)):
         assert str(error).startswith("lost contact with a peer during the tally: worker 1 has left")
-    known = members(2, is_lost=lambda: "worker 1 was killed")
+    known = members(2, check_peers=lambda: "worker 1 was killed")
     with pytest.raises(SyncError, match="lost contact with a peer during barrier: worker 1 was killed"):
         known.groups[0].barrier()
     assert time.monotonic() - began < LIMIT_S / 2
@@ -437,7 +438,7 @@ def test_what_a_member_did_before_it_left_counts(members: Callable[..., Members]
             transfer.wait()
             group.close()
         else:
-            while not any(True for _ in group_of.arenas[0].gone()):
+            while not any(True for _ in group_of.arenas[0].ended_members()):
                 group.progress()
             transfer.wait()
         return float(large[group.index].sum())
@@ -459,7 +460,7 @@ def test_a_member_of_an_older_group_disturbs_nobody(members: Callable[..., Membe
 
     for tensor in new.each(work):
         assert tensor.tolist() == [2.0] * 1000
-    assert new.groups[0].arrivals() == (1, 1)
+    assert new.groups[0].joined_counts() == (1, 1)
 
 
 def test_memory_is_given_back_with_the_tensor_and_grows_in_any_order() -> None:

@@ -234,11 +234,11 @@ def test_who_is_stopped_is_cut_off_where_the_listener_does_not_wait_for_it() -> 
             deadline, got = time.monotonic() + 20, None
             while got is None and time.monotonic() < deadline:
                 got = listener.receive(0.05)
-            assert got is not None and listener.is_there(got[0])
+            assert got is not None and listener.is_connected(got[0])
             os.kill(child, signal.SIGSTOP)  # not by itself: what it says is sent by another of its threads
-            while listener.is_there(got[0]) and time.monotonic() < deadline:
+            while listener.is_connected(got[0]) and time.monotonic() < deadline:
                 listener.receive(0.05)
-            assert not listener.is_there(got[0])
+            assert not listener.is_connected(got[0])
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

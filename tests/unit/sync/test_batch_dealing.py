@@ -29,7 +29,7 @@ class Listener:
     def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         self.told.setdefault(peer, []).append({**header, "tensors": list(tensors)})
 
-    def is_there(self, peer: bytes) -> bool:
+    def is_connected(self, peer: bytes) -> bool:
         return peer not in self.gone
 
 

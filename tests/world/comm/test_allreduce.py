@@ -118,8 +118,10 @@ def sum_everything(worker: Any) -> dict[str, Any]:
     assert world is not None
     in_rounds = given(rank, 500, torch.float32)
     program = program_of(build("ring", num_workers=size, num_chunks=2 * size), rank)
-    walk = ScheduleExecution(program=program, flat=in_rounds, peers=range(size), notes=lambda peer, number: None)
-    walk.enqueue(Group(world, device=torch.device("cuda")), tag=7)
+    execution = ScheduleExecution(
+        program=program, flat=in_rounds, peers=range(size), report_wait=lambda peer, number: None
+    )
+    execution.enqueue(Group(world, device=torch.device("cuda")), tag=7)
     expected = reference([given(one, 500, torch.float32) for one in range(size)])
     found["batches"] = (torch.equal(in_rounds, expected), 0)
     empty = torch.zeros(0)
@@ -142,10 +144,10 @@ def test_every_algorithm_sums_all_types_and_sizes_and_gives_all_the_same_bits(wo
 def test_what_hosts_sum_in_their_memory_goes_between_them_in_slices(world: World, tmp_path: Path, size: int) -> None:
     def sum_by_hosts(worker: Any) -> tuple[list[str], int]:
         host = f"host{SLICED[size][worker.rank]}"
-        wanted = AllReduceSettings(algorithm="hierarchical", host=host, timeout_s=30, tell=lambda _: None)
+        wanted = AllReduceSettings(algorithm="hierarchical", host=host, timeout_s=30, report=lambda _: None)
         store = dist.FileStore(str(tmp_path / "near"), size)
         group = with_selected_algorithm(over_gloo(), wanted, ranks=range(size), store=store)
-        assert isinstance(group, ScheduledGroup) and group.near is not None and group.near.shares_memory
+        assert isinstance(group, ScheduledGroup) and group.host_group is not None and group.host_group.shares_memory
         found = summed(group, "hierarchical", DTYPES)
         group.barrier()
         group.close()
@@ -165,8 +167,8 @@ def test_a_table_is_of_the_hosts_that_it_was_measured_on(world: World, monkeypat
         nums: list[int] = []
         for hosts in ("ab", "ab", "ac", "ab"):
             host = hosts[worker.rank]
-            wanted = AllReduceSettings(algorithm="auto", host=host, timeout_s=30, tell=told.append, known=known)
-            with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+            wanted = AllReduceSettings(algorithm="auto", host=host, timeout_s=30, report=told.append, known=known)
+            with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), reports=True)
             nums.append(len(told))
         assert wanted.latest(2) == known["a", "b"] and wanted.latest(3) == {}
         return nums
@@ -179,8 +181,8 @@ def test_on_slow_links_the_ways_are_tried_on_sums_of_the_run(world: World, monke
 
     def sum_much(worker: Any) -> tuple[list[list[str]], list[float], list[list[str]]]:
         told = list[Event]()
-        wanted = AllReduceSettings(algorithm="auto", host=f"host{worker.rank}", timeout_s=30, tell=told.append)
-        group = with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+        wanted = AllReduceSettings(algorithm="auto", host=f"host{worker.rank}", timeout_s=30, report=told.append)
+        group = with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), reports=True)
         sums: list[float] = []
         for num_bytes in (5 << 20, 3 << 19, 5 << 20, 5 << 20, 5 << 20, 1 << 10, 5 << 20):
             tensor = torch.full((num_bytes // 4,), worker.rank + 1.0)
@@ -205,8 +207,8 @@ def test_a_named_way_is_timed_too_and_8_mb_only_where_the_time_suffices(
     monkeypatch.setattr(algorithm_selection, "BUDGET_S", 0.0)
 
     def found(worker: Any) -> list[tuple[int, list[str]]]:
-        wanted = AllReduceSettings(algorithm="halving", host=f"host{worker.rank}", timeout_s=30, tell=lambda _: None)
-        group = with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), tells=True)
+        wanted = AllReduceSettings(algorithm="halving", host=f"host{worker.rank}", timeout_s=30, report=lambda _: None)
+        group = with_selected_algorithm(over_gloo(), wanted, ranks=range(2), store=dist.HashStore(), reports=True)
         group.barrier()
         group.close()
         return [(size, list(row)) for size, row in wanted.latest(2).items()]

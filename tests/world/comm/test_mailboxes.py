@@ -94,7 +94,7 @@ def test_who_does_not_send_is_named(tmp_path: Path) -> None:
             boxes.make_room(400)
             group.barrier()
             if case == 1:
-                group._waiting._timeout_s = 0.5  # from here on: who is slow in what comes before is not meant
+                group._waiter._timeout_s = 0.5  # from here on: who is slow in what comes before is not meant
             if rank == 1:
                 found.append(lost(boxes, 100))
             elif case == 0:

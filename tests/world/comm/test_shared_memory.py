@@ -21,7 +21,7 @@ from forked import World
 from paceline.comm.group import Transfer
 from paceline.comm.shared_memory import arena
 from paceline.comm.shared_memory.arena import DONE
-from paceline.comm.shared_memory.collectives import MOVED_BYTES
+from paceline.comm.shared_memory.collectives import COPY_BYTES
 from paceline.comm.shared_memory.shared_group import SharedGroup
 from paceline.comm.shared_memory.summation import SUMMED
 from paceline.errors import SyncError
@@ -33,7 +33,7 @@ from shared_memory_workers import CPU, LIMIT_S, Workers
 
 pytestmark = pytest.mark.skipif(arena.why_unsupported() is not None, reason=str(arena.why_unsupported()))
 
-LARGE = 2 * MOVED_BYTES // 4  # numbers: more than go in one piece
+LARGE = 2 * COPY_BYTES // 4  # numbers: more than go in one piece
 
 
 def held() -> list[str]:
@@ -45,7 +45,7 @@ def held() -> list[str]:
 
 def wait_for(group: SharedGroup, index: int, num_sums: int) -> None:
     """Return when a member has joined so many sums."""
-    while group.arrivals()[index] < num_sums:
+    while group.joined_counts()[index] < num_sums:
         os.sched_yield()
 
 
@@ -93,7 +93,7 @@ def test_a_killed_peer_ends_the_wait_at_once_and_is_named(tmp_path: Path) -> Non
             group.all_reduce(placed, what="gradients")  # it has arrived, and will not do its part
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for(group, 2, 4)
-        while 2 not in dict(group._arena.gone()):
+        while 2 not in dict(group._arena.ended_members()):
             os.sched_yield()
         return lost(group.all_reduce(placed, what="gradients"))
 
@@ -181,9 +181,9 @@ def test_a_stopped_peer_is_named_within_the_limit_and_cannot_disturb_those_who_g
         flight = group.all_reduce(placed, what="the first")
         wait_for(group, 2 - rank, 1)
         group.progress()
-        while group._control[group._arena.word(2 - rank, DONE)] < 1:
+        while group._control[group._arena.counter(2 - rank, DONE)] < 1:
             os.sched_yield()
-        group._waiting._timeout_s = 0.3  # now there is nobody to wait for but worker 1
+        group._waiter._timeout_s = 0.3  # now there is nobody to wait for but worker 1
         told = lost(flight)
         group.close()
         dist.destroy_process_group()

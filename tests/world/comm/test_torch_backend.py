@@ -287,7 +287,7 @@ def test_a_killed_peer_ends_what_waits_for_it_and_is_named(tmp_path: Path) -> No
 def test_a_stopped_peer_is_named_when_the_time_of_the_group_is_over(tmp_path: Path) -> None:
     def work(workers: Workers, rank: int) -> Any:
         memory, _ = begin(workers, rank, 2)
-        memory._memory._waiting._timeout_s = 0.5  # from here on: who is slow in what comes before is not meant
+        memory._memory._waiter._timeout_s = 0.5  # from here on: who is slow in what comes before is not meant
         if rank == 1:
             wait_for(workers, "told")
             return None

@@ -1,3 +1,3 @@
-"""All-reduce algorithms that walk a schedule (ring, trees, halving-doubling, hierarchical) over point-to-point
+"""All-reduce algorithms (ring, trees, halving-doubling, hierarchical) that execute a schedule over point-to-point
 transfers; imports comm.group, comm.shared_memory and paceline.schedule.
 """

@@ -1,11 +1,11 @@
-"""Collectives that threads of their own do, one step after the other, while the training thread goes on.
+"""Runs collectives in background threads while the training thread continues, like async_op=True of torch.distributed.
 
-gloo's transfers cannot be asked whether they are done, and a wait that is broken off ends all connections. So a thread
-waits, for as long as it takes, and whoever wants the result waits for the thread, and looks up every few milliseconds
-whether there is still a point in it. A thread of a group that is over is left behind, and the tensor that it writes to.
+gloo's transfers cannot be polled, and a wait that times out closes all connections. So a thread waits for as long as it
+takes. The caller that needs the result waits for the thread, and checks every few milliseconds whether the group still
+exists. If the group has ended, the thread and the tensor that it writes to are abandoned.
 
-There are two threads, so that one collective's waiting is another one's sending. Each takes the oldest that nobody has
-taken: so the oldest of all is under way on all members, and nobody waits for ever.
+Two threads overlap one collective's waiting with another one's sending. Each takes the oldest collective that has not
+been started. So all members run the oldest one, and there is no deadlock.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from paceline.errors import SyncError
 __all__ = ["AsyncCollective", "CollectiveThreads"]
 
 POLL_S = 0.02
-CLOSE_TIMEOUT_S = 1.0  # for threads that have nothing to do
+CLOSE_TIMEOUT_S = 1.0  # for idle threads to end
 
 
 class AsyncCollective:
-    """A collective in the hands of a thread; `wait` returns when it is done, or raises what has ended it.
+    """A collective that a background thread runs; `wait` returns when it is done, or raises the error that ended it.
 
-    `awaited` says, while it is under way, whom this worker waits for.
+    `awaited` names the worker that this one waits for at the moment.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class AsyncCollective:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self, aside: ReceiveBuffers) -> None:
-        """Do it, in a thread."""
-        do, self._do = self._do, None  # it holds a tensor, and a waiting caller may keep the collective
+    def run(self, buffers: ReceiveBuffers) -> None:
+        """Run the collective; called by the thread."""
+        do, self._do = self._do, None  # it refers to a tensor, and a waiting caller may keep the collective
         try:
             if do is not None:
-                do(self, aside)
-        except BaseException as error:  # of whatever kind: it is raised where somebody waits
+                do(self, buffers)
+        except BaseException as error:  # any kind: it is raised in the waiting caller
             self._error = error
 
     @property
     def is_over(self) -> bool:
         return self._done.is_set()
 
-    def land(self) -> None:
-        """Let go of whoever waits."""
+    def complete(self) -> None:
+        """Wake waiting callers."""
         self._done.set()
 
     def wait(self) -> None:
@@ -67,7 +67,8 @@ class AsyncCollective:
                     "than the rest. A longer timeout_s waits longer"
                 )
         error = self._error
-        if isinstance(error, RuntimeError) and not isinstance(error, SyncError):  # torch has none for a lost peer
+        # torch raises plain RuntimeError for a lost peer.
+        if isinstance(error, RuntimeError) and not isinstance(error, SyncError):
             lost = f"lost contact with a peer during {self.what}: {self.awaited}: {first_line(error)}"
             raise self._owner.lost(lost) from error
         if error is not None:
@@ -75,8 +76,8 @@ class AsyncCollective:
 
 
 class CollectiveThreads:
-    """The threads of one group. `check`, asked while waiting, raises where the group is over; `lost` is raised where a
-    peer has gone."""
+    """The threads of one group. `check`, called while waiting, raises if the group has ended; `lost` is raised if a
+    peer was lost."""
 
     def __init__(
         self, *, num_threads: int, timeout_s: float, check: Callable[[], None], lost: type[SyncError] = SyncError
@@ -88,23 +89,22 @@ class CollectiveThreads:
         self._is_closed = False
 
     def begin(self, do: Callable[[AsyncCollective, ReceiveBuffers], None], *, what: str) -> AsyncCollective:
-        """Have a thread do it."""
+        """Queue a collective for the threads."""
         if self._is_closed:
             raise SyncError("this group of workers was closed: nothing can be sent any more")
         if not self._threads:
             self._threads = [
-                threading.Thread(target=self._work, name=f"paceline-walker-{number}", daemon=True)
+                threading.Thread(target=self._work, name=f"paceline-collectives-{number}", daemon=True)
                 for number in range(self._num_threads)
             ]
             for thread in self._threads:
                 thread.start()
-        snapshot_transfer = AsyncCollective(do, what=what, owner=self)
-        self._waiting.put(snapshot_transfer)
-        return snapshot_transfer
+        collective = AsyncCollective(do, what=what, owner=self)
+        self._waiting.put(collective)
+        return collective
 
     def close(self) -> bool:
-        """Let the threads end; one that is under way, in a group that is over, is left behind. Returns whether none
-        was."""
+        """End the threads and return whether all have ended; a busy thread is abandoned."""
         self._is_closed = True
         for _ in self._threads:
             self._waiting.put(None)
@@ -118,12 +118,12 @@ class CollectiveThreads:
             thread.join(limit_s)
 
     def _work(self) -> None:
-        aside = ReceiveBuffers()
-        while (snapshot_transfer := self._waiting.get()) is not None and not self._is_closed:
+        buffers = ReceiveBuffers()
+        while (collective := self._waiting.get()) is not None and not self._is_closed:
             with self._lock:
                 self._num_busy += 1
-            snapshot_transfer.run(aside)
+            collective.run(buffers)
             with self._lock:
                 self._num_busy -= 1
-            snapshot_transfer.land()
-            del snapshot_transfer  # its tensor may be large
+            collective.complete()
+            del collective  # its tensor may be large

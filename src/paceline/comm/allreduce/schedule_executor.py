@@ -1,8 +1,8 @@
-"""Walks an all-reduce schedule over point-to-point transfers, chunk by chunk, on any back end of torch.distributed.
+"""Executes an all-reduce schedule over point-to-point transfers, chunk by chunk, on any back end of torch.distributed.
 
-What is received lies aside until its turn has come, and receives are posted far ahead: a sender of gloo waits for the
-receiver's word, and on a slow link that word takes as long as the data. A chunk is added up in the order of the
-schedule, so all members have the same bits.
+Receives are posted long before their data is needed, and received chunks wait in buffers until their step. This is
+because a gloo sender waits for the receiver's answer, which takes as long as the data on a slow link. Chunks are added
+in the order of the schedule, so all members have the same bits.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from paceline.schedule.allreduce.worker_program import Program, ReceiveStep
 
 __all__ = ["PointToPoint", "ReceiveBuffers", "ScheduleExecution"]
 
-PREPOSTED_BYTES = 4 * 1024 * 1024  # received before its turn
-MIN_PREPOSTED = 4  # receives that are posted, however large they are
+PREPOSTED_BYTES = 4 * 1024 * 1024  # of receives posted ahead
+MIN_PREPOSTED = 4  # receives posted ahead, however large they are
 ALIGNED_BYTES = 64
 
 
 class PointToPoint(Protocol):
-    """What moves single tensors; see `Group.post`."""
+    """A transport for single tensors; see `Group.post`."""
 
     def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], *, tag: int) -> Sequence[dist.Work]: ...
 
 
 class ReceiveBuffers:
-    """Memory for what has come before its turn: so many places of one size, used in turn; kept from walk to walk."""
+    """Memory for chunks received ahead: buffers of one size, used round robin, and kept between executions."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def places(self, size: int, like: Tensor, *, most: int) -> list[Tensor]:
-        """Return at most `most` places of `size` numbers."""
+    def allocate(self, size: int, like: Tensor, *, most: int) -> list[Tensor]:
+        """Return at most `most` buffers of `size` numbers."""
         each = -(-size * like.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
         number = min(most, max(MIN_PREPOSTED, PREPOSTED_BYTES // max(each, 1)))
         if self._memory.numel() < number * each or self._memory.device != like.device:
@@ -50,63 +50,63 @@ class ReceiveBuffers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleExecution:
-    """A flat tensor, and the program by which `peers` sum it up: the members of the group whom the program calls 0, 1
-    and so on. `notes(peer, round)` is told whom this worker waits for."""
+    """One all-reduce of a flat tensor: this worker's `program`, and `peers`, the members of the group that the program
+    numbers 0, 1 and so on. `report_wait(peer, round)` is called with the peer that this worker waits for."""
 
     program: Program
     flat: Tensor
     peers: Sequence[int]
-    notes: Callable[[int, int], None]
+    report_wait: Callable[[int, int], None]
 
-    @torch.inference_mode()  # the only mode in which tensors that were made in it, as in evaluation, can be written to
-    def run(self, port: PointToPoint, aside: ReceiveBuffers, *, tag: int) -> None:
-        """Do it; blocks until all of this worker's part is done."""
-        receives = [receipt for receipt in self.program.receives if self._size(receipt.first, receipt.stop)]
-        places = aside.places(self._largest(), self.flat, most=len(receives))
+    @torch.inference_mode()  # only in this mode can tensors be written to that were made in it, as in evaluation
+    def run(self, port: PointToPoint, buffers: ReceiveBuffers, *, tag: int) -> None:
+        """Run the program; blocks until this worker's part is done."""
+        receives = [step for step in self.program.receives if self._size(step.first, step.stop)]
+        ahead = buffers.allocate(self._largest(), self.flat, most=len(receives))
         sending = _PendingSends(self, port, tag)
-        coming: list[tuple[dist.Work, Tensor]] = []
+        posted: list[tuple[dist.Work, Tensor]] = []
         done = 0
-        for number, receipt in enumerate(self.program.receives):
+        for number, step in enumerate(self.program.receives):
             sending.begin(num_received=number)
-            if not self._size(receipt.first, receipt.stop):
+            if not self._size(step.first, step.stop):
                 continue
-            for ahead in receives[len(coming) : done + len(places)]:
-                place = places[len(coming) % len(places)][: self._size(ahead.first, ahead.stop)]
-                coming.append((port.post((), [(self.peers[ahead.source], place)], tag=tag)[0], place))
-            work, came = coming[done]
-            self.notes(self.peers[receipt.source], receipt.round)
+            for later in receives[len(posted) : done + len(ahead)]:
+                buffer = ahead[len(posted) % len(ahead)][: self._size(later.first, later.stop)]
+                posted.append((port.post((), [(self.peers[later.source], buffer)], tag=tag)[0], buffer))
+            work, received = posted[done]
+            self.report_wait(self.peers[step.source], step.round)
             work.wait()
-            sending.settle(receipt.num_sent)
-            self._write(receipt, came)
+            sending.settle(step.num_sent)
+            self._write(step, received)
             done += 1
         sending.begin(num_received=len(self.program.receives))
         sending.settle(len(self.program.sends))
 
     @torch.inference_mode()
     def enqueue(self, port: PointToPoint, *, tag: int) -> None:
-        """Put it into the current stream of a GPU, round by round; a wait there is the stream's."""
+        """Enqueue the program in the current CUDA stream, round by round; the waits are the stream's."""
         for out, into in self.program.rounds:
             sends = [(self.peers[send.target], part) for send in out if len(part := self.part(send.first, send.stop))]
             taken = [send for send in into if self._size(send.first, send.stop)]
-            places = [torch.empty_like(self.part(send.first, send.stop)) for send in taken]
-            received = [(self.peers[send.source], place) for send, place in zip(taken, places, strict=True)]
+            ahead = [torch.empty_like(self.part(send.first, send.stop)) for send in taken]
+            received = [(self.peers[send.source], buffer) for send, buffer in zip(taken, ahead, strict=True)]
             for work in port.post(sends, received, tag=tag) if sends or received else ():
                 work.wait()
-            for send, place in zip(taken, places, strict=True):
+            for send, buffer in zip(taken, ahead, strict=True):
                 part = self.part(send.first, send.stop)
-                part.add_(place) if send.adds else part.copy_(place)
+                part.add_(buffer) if send.adds else part.copy_(buffer)
 
     def part(self, first: int, stop: int) -> Tensor:
-        """Return some chunks; where there are fewer numbers than chunks, there may be nothing in them."""
+        """Return a range of chunks; it may be empty if there are fewer numbers than chunks."""
         begin, end = self._bounds(first, stop)
         return self.flat[begin:end]
 
-    def _write(self, receipt: ReceiveStep, came: Tensor) -> None:
-        part = self.part(receipt.first, receipt.stop)
-        if receipt.adds:
-            part.add_(came)
+    def _write(self, step: ReceiveStep, received: Tensor) -> None:
+        part = self.part(step.first, step.stop)
+        if step.adds:
+            part.add_(received)
         else:
-            part.copy_(came)
+            part.copy_(received)
 
     def _bounds(self, first: int, stop: int) -> tuple[int, int]:
         total, chunks = self.flat.numel(), self.program.num_chunks
@@ -121,27 +121,27 @@ class ScheduleExecution:
 
 
 class _PendingSends:
-    """The sends of a walk: begun in their order, each as soon as all has come that it carries."""
+    """The sends of an execution: begun in their order, each as soon as everything it depends on was received."""
 
-    def __init__(self, walk: ScheduleExecution, port: PointToPoint, tag: int) -> None:
-        self._walk, self._port, self._tag = walk, port, tag
+    def __init__(self, execution: ScheduleExecution, port: PointToPoint, tag: int) -> None:
+        self._execution, self._port, self._tag = execution, port, tag
         self._begun: list[dist.Work | None] = []
         self._num_settled = 0
 
     def begin(self, *, num_received: int) -> None:
-        """Begin what is possible after so many receives."""
-        sends = self._walk.program.sends
+        """Begin all sends that are possible after `num_received` receives."""
+        sends = self._execution.program.sends
         while len(self._begun) < len(sends) and sends[len(self._begun)].num_received <= num_received:
-            shipment = sends[len(self._begun)]
-            part = self._walk.part(shipment.first, shipment.stop)
-            parcel = (self._walk.peers[shipment.to], part)
-            self._begun.append(self._port.post([parcel], (), tag=self._tag)[0] if len(part) else None)
+            send = sends[len(self._begun)]
+            part = self._execution.part(send.first, send.stop)
+            outgoing = (self._execution.peers[send.to], part)
+            self._begun.append(self._port.post([outgoing], (), tag=self._tag)[0] if len(part) else None)
 
     def settle(self, count: int) -> None:
-        """Return when the first `count` sends are over, and their places may be written to."""
+        """Return when the first `count` sends are done, so that their chunks may be overwritten."""
         for number in range(self._num_settled, count):
             if (work := self._begun[number]) is not None:
-                self._walk.notes(self._walk.peers[self._walk.program.sends[number].to], -1)
+                self._execution.report_wait(self._execution.peers[self._execution.program.sends[number].to], -1)
                 work.wait()
                 self._begun[number] = None
         self._num_settled = max(self._num_settled, count)

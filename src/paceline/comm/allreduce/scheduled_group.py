@@ -1,14 +1,15 @@
-"""A group whose sums walk a schedule: a ring, two trees, by halves, or inside each host first; the rest is another's.
+"""A process group with Paceline's own all-reduce algorithms, as NCCL has ring and tree; other collectives go to the
+group below.
 
-The way of a sum may be on trial: then all begin together, it is waited for where it was begun, and whoever chose it is
-told what it took.
+An algorithm may be on trial. Then all members begin the sum together, the call blocks until it is done, and the time is
+reported to the selection (`comm/algorithm_selection.py`).
 
-Inside a host the workers of a CPU meet in memory, if they can (`comm/shared_memory/shared_group.py`): then the
-hierarchical algorithm sums there, walks the schedule of the hosts with a slice of the tensor for each of the first
-workers of a host, and tells the others in memory again. Where they cannot, all of it is sent.
+If the CPU workers of a host share memory (`comm/shared_memory/shared_group.py`), the hierarchical algorithm reduces
+there first. Then it runs the schedule between hosts, with one slice of the tensor for each of the first workers of a
+host, and distributes the result in memory again. Without shared memory, everything is sent.
 
-What is smaller than a cache line or two (a step's vote, a barrier) goes the back end's way: it is nothing but latency,
-and nobody may wait for a thread to have its turn.
+Tensors below MIN_NUMEL (a step's vote, a barrier) go to the back end. They are nothing but latency, and must not wait
+for a thread.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from paceline.schedule.allreduce.worker_program import Program, program_of
 __all__ = ["BACKEND", "MIN_NUMEL", "ScheduledGroup", "SelectedAlgorithm", "backend_group_of"]
 
 BACKEND = "backend"  # in place of an algorithm: the back end's own all-reduce
-MIN_NUMEL = 64  # that are worth a schedule
+MIN_NUMEL = 64  # fewer numbers are not worth a schedule
 NUM_THREADS = 2
-FIRST_TAG, NUM_TAGS = 1 << 16, 1 << 20  # beside those of anybody else's messages
+FIRST_TAG, NUM_TAGS = 1 << 16, 1 << 20  # apart from the tags of other messages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SelectedAlgorithm:
-    """How a tensor is summed. `tell`, of a way that is on trial, wants to know how many seconds it took."""
+    """How a tensor is summed."""
 
     name: str  # an algorithm's, or BACKEND
-    tell: Callable[[float], None] | None = None
+    report: Callable[[float], None] | None = None  # of an algorithm on trial: called with the seconds that it took
 
 
 class ScheduledGroup:
-    """Two or more workers; `choose(bytes)` says how a tensor is summed, the same on all of them.
+    """Two or more workers; `choose(bytes)` selects the algorithm for a tensor, the same on all of them.
 
-    `base` does all else; `hosts[k]` is the host of member k; `near` are those of this worker's host, where they meet in
-    memory on every host that has several; nobody else uses it.
+    `base` does all other collectives. `hosts[k]` is the host of member k. `host_group` is the shared-memory group of
+    this worker's host, for the exclusive use of this group; None unless every host with several workers has one.
     """
 
     def __init__(
@@ -64,18 +65,18 @@ class ScheduledGroup:
         timeout_s: float,
         check: Callable[[], None],
         lost: type[SyncError] = SyncError,
-        near: WorkerGroup | None = None,
+        host_group: WorkerGroup | None = None,
     ) -> None:
         self.index, self.size = base.index, base.size
-        self.base, self.hosts, self.near = base, tuple(hosts), near
+        self.base, self.hosts, self.host_group = base, tuple(hosts), host_group
         self.choose = choose
-        self._over, self._ranks = backend_group_of(base), tuple(ranks)
-        # Memory of a host is for one thread at a time.
-        num_threads = NUM_THREADS if near is None else 1
-        self._errands = CollectiveThreads(num_threads=num_threads, timeout_s=timeout_s, check=check, lost=lost)
+        self._transport, self._ranks = backend_group_of(base), tuple(ranks)
+        # Only one thread at a time may use shared memory.
+        num_threads = NUM_THREADS if host_group is None else 1
+        self._threads = CollectiveThreads(num_threads=num_threads, timeout_s=timeout_s, check=check, lost=lost)
         self._programs: dict[tuple[str, int], Program] = {}
-        self._teams = hosts_of(self.hosts)
-        self._num_walks = 0
+        self._host_members = hosts_of(self.hosts)
+        self._num_begun = 0
         self._under_way: list[AsyncCollective] = []
         self._stream: Any = None
 
@@ -91,18 +92,20 @@ class ScheduledGroup:
             return CompletedTransfer()
         if tensor.numel() < MIN_NUMEL or tensor.dtype == torch.bool:
             return self.base.all_reduce(tensor, what=what)
-        way = self.choose(tensor.nbytes)
-        if way.tell is None:
-            return self.begin(way.name, tensor, what=what)
-        self._make_ready(way.name, tensor.nbytes)
+        selected = self.choose(tensor.nbytes)
+        if selected.report is None:
+            return self.begin(selected.name, tensor, what=what)
+        self._make_ready(selected.name, tensor.nbytes)
         began = time.perf_counter()
-        self.begin(way.name, tensor, what=what).wait()
-        way.tell(time.perf_counter() - began)
+        self.begin(selected.name, tensor, what=what).wait()
+        selected.report(time.perf_counter() - began)
         return CompletedTransfer()
 
     def begin(self, name: str, tensor: Tensor, *, what: str) -> Transfer:
-        """Begin to sum a tensor by this algorithm, or as the back end does, whatever its size."""
-        return self.base.all_reduce(tensor, what=what) if name == BACKEND else self._walked(name, tensor, what=what)
+        """Begin to sum a tensor of any size by this algorithm."""
+        if name == BACKEND:
+            return self.base.all_reduce(tensor, what=what)
+        return self._begin_schedule(name, tensor, what=what)
 
     def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
         self.base.all_gather(tensor, out, what=what)
@@ -132,88 +135,86 @@ class ScheduledGroup:
         self.base.barrier()
 
     def close(self) -> None:
-        has_ended, near = self._errands.close(), self.near
+        has_ended, host_group = self._threads.close(), self.host_group
         self.base.close()
-        if near is not None and has_ended:
-            near.close()
-        elif near is not None:  # a thread that was left behind may still look into that memory
-            threading.Thread(target=self._close_later, args=(near,), name="paceline-undertaker", daemon=True).start()
+        if host_group is not None and has_ended:
+            host_group.close()
+        elif host_group is not None:  # an abandoned thread may still read that memory
+            threading.Thread(target=self._close_later, args=(host_group,), name="paceline-close", daemon=True).start()
 
     def _make_ready(self, name: str, num_bytes: int) -> None:
-        """Return when neither walks that are under way nor the slowest member take a part of the sum's time."""
-        for snapshot_transfer in self._under_way:
-            snapshot_transfer.wait()
-        if name != BACKEND and (name != "hierarchical" or self.near is None):
+        """Wait for earlier sums and for the slowest member, so that neither is part of the trial's time."""
+        for collective in self._under_way:
+            collective.wait()
+        if name != BACKEND and (name != "hierarchical" or self.host_group is None):
             self._program(name, num_bytes)
         self.base.barrier()
 
-    def _walked(self, name: str, tensor: Tensor, *, what: str) -> Transfer:
+    def _begin_schedule(self, name: str, tensor: Tensor, *, what: str) -> Transfer:
         tensor = tensor.detach()
         flat = tensor.reshape(-1)
-        tag = FIRST_TAG + self._num_walks % NUM_TAGS
-        self._num_walks += 1
+        tag = FIRST_TAG + self._num_begun % NUM_TAGS
+        self._num_begun += 1
         if tensor.device.type != "cpu":
             return self._enqueue(name, flat, tensor, tag)
 
-        def do(snapshot_transfer: AsyncCollective, aside: ReceiveBuffers) -> None:
-            if name == "hierarchical" and self.near is not None:
-                self._by_hosts(flat, self.near, snapshot_transfer, aside, tag)
+        def do(collective: AsyncCollective, buffers: ReceiveBuffers) -> None:
+            if name == "hierarchical" and self.host_group is not None:
+                self._reduce_by_hosts(flat, self.host_group, collective, buffers, tag)
             else:
-                self._program_walk(name, flat, snapshot_transfer).run(self._over, aside, tag=tag)
-            if flat.data_ptr() != tensor.data_ptr():  # the tensor has holes, and was copied to be flat
+                self._execution(name, flat, collective).run(self._transport, buffers, tag=tag)
+            if flat.data_ptr() != tensor.data_ptr():  # the tensor is not contiguous, and was copied
                 copy_into(tensor, flat.view(tensor.size()))
 
-        snapshot_transfer = self._errands.begin(do, what=f"{what} ({name})")
-        self._under_way = [one for one in self._under_way if not one.is_over] + [snapshot_transfer]
-        return snapshot_transfer
+        collective = self._threads.begin(do, what=f"{what} ({name})")
+        self._under_way = [one for one in self._under_way if not one.is_over] + [collective]
+        return collective
 
-    def _close_later(self, near: WorkerGroup) -> None:
-        self._errands.join()
-        near.close()
+    def _close_later(self, host_group: WorkerGroup) -> None:
+        self._threads.join()
+        host_group.close()
 
     def _program(self, name: str, num_bytes: int) -> Program:
-        """This member's part of a schedule among all."""
+        """Return this member's part of a schedule among all members."""
         num_chunks = num_chunks_of(name, num_bytes=num_bytes, num_workers=self.size)
         if (name, num_chunks) not in self._programs:
             schedule = build(name, num_workers=self.size, num_chunks=num_chunks, hosts=self.hosts)
             self._programs[name, num_chunks] = program_of(schedule, self.index)
         return self._programs[name, num_chunks]
 
-    def _program_walk(
-        self, name: str, flat: Tensor, snapshot_transfer: AsyncCollective | None = None
-    ) -> ScheduleExecution:
+    def _execution(self, name: str, flat: Tensor, collective: AsyncCollective | None = None) -> ScheduleExecution:
         program = self._program(name, flat.nbytes)
-        return self._walk(program, flat, range(self.size), snapshot_transfer)
+        return self._execution_among(program, flat, range(self.size), collective)
 
-    def _walk(
-        self, program: Program, flat: Tensor, peers: Sequence[int], snapshot_transfer: AsyncCollective | None
+    def _execution_among(
+        self, program: Program, flat: Tensor, peers: Sequence[int], collective: AsyncCollective | None
     ) -> ScheduleExecution:
-        def notes(peer: int, number: int) -> None:
-            if snapshot_transfer is not None:
+        def report_wait(peer: int, number: int) -> None:
+            if collective is not None:
                 where = f"round {number + 1} of {program.num_rounds}" if number >= 0 else "to take what was sent"
-                snapshot_transfer.awaited = f"worker {self._ranks[peer]} ({program.name}, {where})"
+                collective.awaited = f"worker {self._ranks[peer]} ({program.name}, {where})"
 
-        return ScheduleExecution(program=program, flat=flat, peers=peers, notes=notes)
+        return ScheduleExecution(program=program, flat=flat, peers=peers, report_wait=report_wait)
 
-    def _by_hosts(
-        self, flat: Tensor, near: WorkerGroup, snapshot_transfer: AsyncCollective, aside: ReceiveBuffers, tag: int
+    def _reduce_by_hosts(
+        self, flat: Tensor, host_group: WorkerGroup, collective: AsyncCollective, buffers: ReceiveBuffers, tag: int
     ) -> None:
         """Sum in this host's memory, between the hosts, and in memory again."""
-        snapshot_transfer.awaited = "those of its host"
-        near.all_reduce(flat, what=snapshot_transfer.what).wait()
-        slices = slices_of(self._teams, flat.numel())
-        own = next(team for team in self._teams if self.index in team)
+        collective.awaited = "other workers of its host"
+        host_group.all_reduce(flat, what=collective.what).wait()
+        slices = slices_of(self._host_members, flat.numel())
+        own = next(members for members in self._host_members if self.index in members)
         place = own.index(self.index)
         mine = flat[slice(*slices[place])] if place < len(slices) else flat[:0]
-        if place < len(slices) and len(self._teams) > 1:
-            peers = [team[place] for team in self._teams]
-            self._walk(self._between(peers, mine.nbytes), mine, peers, snapshot_transfer).run(
-                self._over, aside, tag=tag
+        if place < len(slices) and len(self._host_members) > 1:
+            peers = [members[place] for members in self._host_members]
+            self._execution_among(self._between(peers, mine.nbytes), mine, peers, collective).run(
+                self._transport, buffers, tag=tag
             )
-        if near.size > 1:
-            _forget(flat, mine)
-            snapshot_transfer.awaited = "those of its host"
-            near.all_reduce(flat, what=snapshot_transfer.what).wait()
+        if host_group.size > 1:
+            _zero_outside(flat, mine)
+            collective.awaited = "other workers of its host"
+            host_group.all_reduce(flat, what=collective.what).wait()
 
     def _between(self, peers: Sequence[int], num_bytes: int) -> Program:
         name, index = between_hosts(len(peers)), peers.index(self.index)
@@ -225,12 +226,12 @@ class ScheduledGroup:
         return self._programs[key]
 
     def _enqueue(self, name: str, flat: Tensor, tensor: Tensor, tag: int) -> Transfer:
-        """Put a walk into a stream of its own, behind what this one has to do."""
+        """Enqueue the sum in a CUDA stream of its own, after the current stream's work so far."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device=tensor.device)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
-            self._program_walk(name, flat).enqueue(self._over, tag=tag)
+            self._execution(name, flat).enqueue(self._transport, tag=tag)
             if flat.data_ptr() != tensor.data_ptr():
                 copy_into(tensor, flat.view(tensor.size()))
             for used in (flat, tensor):
@@ -239,7 +240,7 @@ class ScheduledGroup:
 
 
 class _StreamTransfer:
-    """A walk in another stream; to wait is to have the current one wait."""
+    """A sum in another CUDA stream; `wait` makes the current stream wait for it."""
 
     def __init__(self, event: Any, tensor: Tensor) -> None:
         self._event, self._tensor = event, tensor
@@ -249,20 +250,17 @@ class _StreamTransfer:
 
 
 def backend_group_of(group: WorkerGroup) -> Group:
-    """Return what moves a group's tensors between two members."""
+    """Return the group at the bottom, which sends tensors between two members."""
     while not isinstance(group, Group):
-        if isinstance(group, ScheduledGroup):
-            group = group.base
-        elif isinstance(group, SharedGroup):
-            group = group.over
-        else:
+        if not isinstance(group, (ScheduledGroup, SharedGroup)):
             raise SyncError("there is no other member to send to, or to receive from")
+        group = group.base
     return group
 
 
 @torch.inference_mode()
-def _forget(flat: Tensor, kept: Tensor) -> None:
-    """Make all numbers 0 but those that are kept: the sum of a host's workers is then what each of them has kept."""
+def _zero_outside(flat: Tensor, kept: Tensor) -> None:
+    """Set all numbers to 0 except `kept`: the sum over a host's workers then consists of what each of them kept."""
     start = kept.storage_offset() - flat.storage_offset() if len(kept) else 0
     flat[:start].zero_()
     flat[start + len(kept) :].zero_()

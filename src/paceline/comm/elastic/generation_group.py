@@ -331,7 +331,7 @@ def connect_gloo(store: dist.Store, *, index: int, size: int, timeout_s: float, 
         except BaseException as error:  # of whatever kind: it is raised where somebody waits
             done.put(error)
 
-    threading.Thread(target=meet, name="paceline-meeting", daemon=True).start()
+    threading.Thread(target=meet, name="paceline-rendezvous", daemon=True).start()
     while True:
         try:
             met = done.get(timeout=POLL_S)
@@ -348,7 +348,7 @@ def connect_gloo(store: dist.Store, *, index: int, size: int, timeout_s: float, 
 
 def _destroy_in_background(held: list[Any]) -> None:
     """Let a thread drop the last reference to a back end: that blocks while a transfer is pending."""
-    threading.Thread(target=held.clear, name="paceline-undertaker", daemon=True).start()
+    threading.Thread(target=held.clear, name="paceline-close", daemon=True).start()
 
 
 SINGLE_WORKER = SingleWorkerGroup()

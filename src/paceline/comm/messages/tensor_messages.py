@@ -27,7 +27,7 @@ from paceline.errors import SyncError
 
 __all__ = ["Secret", "ServerLost", "ServerTimeout", "TensorClient", "TensorMessage", "TensorServer"]
 
-LOOK_S = 0.02  # how often a wait looks up
+POLL_S = 0.02  # how often a wait looks up
 LINGER_MS = 1000  # at an end, for what is still on its way
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 KINDS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -40,7 +40,7 @@ PIECE_BYTES = 1 << 20  # of a large tensor
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 
 # A listener listens before anybody is told where: who cannot connect, or is cut off, has lost it.
-GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+CONNECTION_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 Secret = bytes
 
@@ -78,7 +78,7 @@ class TensorServer:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self._open: set[int] = set()  # connections, by the numbers of their files
-        self._greeting: dict[bytes, tuple[int, TokenHandshake]] = {}  # over which connection, and how far it is
+        self._handshakes: dict[bytes, tuple[int, TokenHandshake]] = {}  # over which connection, and how far it is
         self._known: dict[bytes, int] = {}  # who has proved the secret, and over which connection
         self.had_any = False  # that has proved the secret
 
@@ -87,7 +87,7 @@ class TensorServer:
         """How many clients that have proved the secret are connected."""
         return sum(connection in self._open for connection in self._known.values())
 
-    def is_there(self, peer: bytes) -> bool:
+    def is_connected(self, peer: bytes) -> bool:
         """Return whether a client that has proved the secret is still connected."""
         return self._known.get(peer) in self._open
 
@@ -95,13 +95,13 @@ class TensorServer:
         """Return a message and its sender; None if none came in time."""
         ready = dict(self._poll(timeout_s))
         if self._socket not in ready:
-            self._look_who_is_there()
+            self._update_connections()
             return None
         caller, *frames = self._socket.recv_multipart(copy=False)
-        self._look_who_is_there()  # now it is known of the connection that this came over
+        self._update_connections()  # now it is known of the connection that this came over
         peer, connection = caller.bytes, int(frames[0].get(zmq.SRCFD))
         if self._known.get(peer) != connection:  # whoever takes the name of somebody who has gone is a stranger, too
-            self._meet(peer, frames, connection)
+            self._handshake(peer, frames, connection)
             return None
         return peer, _decoded_message(frames)
 
@@ -124,28 +124,28 @@ class TensorServer:
             poller.register(one, zmq.POLLIN)
         return poller.poll(round(timeout_s * 1000))
 
-    def _look_who_is_there(self) -> None:
+    def _update_connections(self) -> None:
         while self._monitor.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self._monitor)
             connection = int(event["value"])
             if event["event"] == zmq.EVENT_DISCONNECTED:  # what it has said before may still be unread
                 self._open.discard(connection)
-                self._greeting = {peer: one for peer, one in self._greeting.items() if one[0] != connection}
+                self._handshakes = {peer: one for peer, one in self._handshakes.items() if one[0] != connection}
             else:
                 self._open.add(connection)
                 self._known = {peer: one for peer, one in self._known.items() if one != connection}
 
-    def _meet(self, peer: bytes, frames: Sequence[zmq.Frame], connection: int) -> None:
+    def _handshake(self, peer: bytes, frames: Sequence[zmq.Frame], connection: int) -> None:
         """Handle one step of the handshake of an unknown client."""
         if connection not in self._open:
             return
         said = frames[0].bytes if len(frames) == 1 and len(frames[0].buffer) <= 2 * len(HELLO) + 128 else b""
         if said == HELLO:
             shake = TokenHandshake(self._secret, is_head=True)
-            self._greeting[peer] = (connection, shake)  # at most one of each connection that is open
+            self._handshakes[peer] = (connection, shake)  # at most one of each connection that is open
             self._socket.send_multipart([peer, shake.greeting])
             return
-        began_over, shake = self._greeting.pop(peer, (None, None))
+        began_over, shake = self._handshakes.pop(peer, (None, None))
         if shake is None or began_over != connection or len(said) > shake.wanted:
             return
         try:
@@ -182,7 +182,7 @@ class TensorClient:
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.DEALER, is_v6="[" in endpoint)
         _cut_off_after(silence_s, self._socket)
-        self._monitor = self._socket.get_monitor_socket(GONE)
+        self._monitor = self._socket.get_monitor_socket(CONNECTION_LOST)
         self._lost = False
         self._num_calls = 0
         self._socket.connect(endpoint)
@@ -208,7 +208,7 @@ class TensorClient:
         deadline, what = time.monotonic() + self._timeout_s, f"{self.name} to take what was sent"
         while sent is not None:
             try:
-                sent.wait(LOOK_S)
+                sent.wait(POLL_S)
                 return
             except zmq.NotDone:
                 self._go_on_waiting(deadline, self._timeout_s, what, is_lost=bool(self._monitor.poll(0)))
@@ -264,7 +264,7 @@ class TensorClient:
         for one in (self._socket, self._monitor):
             poller.register(one, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(round(LOOK_S * 1000)))
+            ready = dict(poller.poll(round(POLL_S * 1000)))
             if self._socket in ready:
                 return self._socket.recv_multipart(copy=False)
             self._go_on_waiting(deadline, limit_s, what, is_lost=self._monitor in ready, checks=checks)
@@ -273,17 +273,17 @@ class TensorClient:
     def _go_on_waiting(self, deadline: float, limit_s: float, what: str, *, is_lost: bool, checks: bool = True) -> None:
         if is_lost or self._lost:
             self._lost = True
-            raise self._told(
+            raise self._named(
                 ServerLost(f"{self.name} was lost: the connection was closed while this worker waited for {what}")
             )
         if checks:
             self._check()
         now = time.monotonic()
         if now > deadline:
-            raise self._told(ServerTimeout(f"waited {limit_s:.0f} s for {what}"))
+            raise self._named(ServerTimeout(f"waited {limit_s:.0f} s for {what}"))
         self._waits(limit_s - (deadline - now))
 
-    def _told(self, lost: ServerLost) -> ServerLost:
+    def _named(self, lost: ServerLost) -> ServerLost:
         lost.listener = self.name
         return lost
 

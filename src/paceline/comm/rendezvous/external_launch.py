@@ -101,7 +101,7 @@ class KeyValueServer:
 
     def __init__(self, address: Address, token: bytes | None, log: Callable[[str], None]) -> None:
         self._token, self._log = token, log
-        self._board, self._lock = KeyValueStore(), threading.Lock()
+        self._store, self._lock = KeyValueStore(), threading.Lock()
         family, place = _listen_address(address, log)
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -116,7 +116,7 @@ class KeyValueServer:
             ) from error
         self._listener.listen(1024)
         self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="paceline-board", daemon=True).start()
+        threading.Thread(target=self._accept, name="paceline-kv-store", daemon=True).start()
 
     def close(self) -> None:
         """Accept no more connections; open ones end with their workers."""
@@ -155,7 +155,7 @@ class KeyValueServer:
             while True:
                 request = channel.receive()
                 with self._lock:
-                    reply = self._board.handle(request)
+                    reply = self._store.handle(request)
                 channel.send(reply)
 
 

@@ -1,13 +1,9 @@
-"""What members of one host read from each other's memory, piece by piece: gathers, sums of one's own part, exchanges,
-broadcasts.
+"""Building blocks of the collectives in shared memory: all-gather, reduce-scatter, all-to-all, broadcast, gather and
+scatter as a sequence of pieces, and the staging buffers that the pieces go through.
 
-As in a small sum each member puts its numbers into its own slot and says that it has arrived; when all have, each reads
-what it wants from all slots, and says that it is done. A tensor that is larger than a place there goes in pieces, cut
-alike by all, so that a copy into one place runs beside the reading of another.
-
-Sums and moves in shared memory that are under way, and the places there for tensors that lie elsewhere.
-
-Such a tensor is copied into one of a few buffers, as long as it is small, or in pieces through several of them in turn.
+Each member copies its numbers into its own slot and announces that it has arrived. When all have arrived, each member
+reads what it needs from all slots, and announces that it is done. A tensor larger than a staging buffer goes in pieces.
+All members split it alike, so copying one piece into a buffer overlaps with reading another.
 """
 
 from __future__ import annotations
@@ -25,16 +21,16 @@ from paceline.comm.shared_memory.arena import Arena
 from paceline.comm.shared_memory.summation import SUMMED, ordered_sum
 
 __all__ = [
-    "MOVED_BYTES",
-    "NUM_MOVED",
+    "COPY_BYTES",
+    "NUM_COPY",
     "NUM_PIECES",
     "NUM_SMALL",
     "PIECE_BYTES",
     "SMALL_BYTES",
     "CollectivePiece",
-    "Combine",
     "PendingPieces",
-    "SharedMemorySum",
+    "Reduction",
+    "SharedMemoryOp",
     "StagingBuffers",
     "all_to_all_pieces",
     "broadcast_pieces",
@@ -47,22 +43,21 @@ __all__ = [
     "scatter_pieces",
 ]
 
-Combine = Callable[[Sequence[Tensor]], Tensor]  # what all members have at a place -> one tensor
+Reduction = Callable[[Sequence[Tensor]], Tensor]  # one tensor of each member -> their reduction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivePiece:
-    """A piece: what is put into the slot, one tensor behind the other, and how all slots are read."""
+    """One piece of a collective: what this member writes into its slot, and how it reads all slots."""
 
-    sent: Sequence[Tensor]  # flat
-    numel: int  # that a slot has of it: the same for all members
+    sent: Sequence[Tensor]  # flat; written one behind the other
+    numel: int  # of the piece in a slot: the same for all members
     read: Callable[[Sequence[Tensor]], None]
 
 
 def gather_pieces(tensor: Tensor, out: Sequence[Tensor], *, most: int) -> Iterator[CollectivePiece]:
-    """Fill `out[k]` with the tensor of member k; all are flat, of one length. `most` numbers are moved at a time.
-
-    Who gets nothing has no `out`.
+    """Fill `out[k]` with the tensor of member k; all are flat and of equal length. Each piece has at most `most`
+    numbers. Members that receive nothing pass an empty `out`.
     """
     for start in range(0, tensor.numel(), most):
         length = min(most, tensor.numel() - start)
@@ -75,7 +70,7 @@ def gather_pieces(tensor: Tensor, out: Sequence[Tensor], *, most: int) -> Iterat
 
 
 def broadcast_pieces(tensor: Tensor, *, source: int, index: int, most: int) -> Iterator[CollectivePiece]:
-    """Overwrite the tensor, flat, by that of member `source`."""
+    """Overwrite the flat tensor with that of member `source`."""
     for start in range(0, tensor.numel(), most):
         piece = tensor[start : start + most]
 
@@ -89,7 +84,8 @@ def broadcast_pieces(tensor: Tensor, *, source: int, index: int, most: int) -> I
 def scatter_pieces(
     parts: Sequence[Tensor], out: Tensor, *, source: int, index: int, size: int, most: int
 ) -> Iterator[CollectivePiece]:
-    """Fill `out` with what member `source` has for this one; all are flat, of one length. Others have no `parts`."""
+    """Fill `out` with the part that member `source` sends to this one; all are flat and of equal length. Only the
+    source has `parts`."""
     each = max(1, most // size)
     for start in range(0, out.numel(), each):
         length = min(each, out.numel() - start)
@@ -100,21 +96,21 @@ def scatter_pieces(
         yield CollectivePiece(sent=[part[start : start + length] for part in parts], numel=size * length, read=read)
 
 
-def reduce_pieces(tensor: Tensor, out: Tensor | None, *, combine: Combine, most: int) -> Iterator[CollectivePiece]:
-    """Fill `out` with what `combine` makes of everybody's tensor; all are flat, of one length. Who gets nothing has no
-    `out`."""
+def reduce_pieces(tensor: Tensor, out: Tensor | None, *, reduction: Reduction, most: int) -> Iterator[CollectivePiece]:
+    """Fill `out` with the `reduction` of all members' tensors; all are flat and of equal length. Members that receive
+    nothing pass None."""
     for start in range(0, tensor.numel(), most):
         length = min(most, tensor.numel() - start)
 
         def read(slots: Sequence[Tensor], start: int = start, length: int = length) -> None:
             if out is not None:
-                copy_into(out[start : start + length], combine(slots))
+                copy_into(out[start : start + length], reduction(slots))
 
         yield CollectivePiece(sent=[tensor[start : start + length]], numel=length, read=read)
 
 
 def reduce_scatter_pieces(parts: Sequence[Tensor], out: Tensor, *, index: int, most: int) -> Iterator[CollectivePiece]:
-    """Fill `out` with the sum of everybody's `parts[index]`, in the order of the members; all are flat, of one
+    """Fill `out` with the sum of all members' `parts[index]`, in the order of the members; all are flat and of equal
     length."""
     each = max(1, most // len(parts))
     for start in range(0, out.numel(), each):
@@ -132,7 +128,8 @@ def reduce_scatter_pieces(parts: Sequence[Tensor], out: Tensor, *, index: int, m
 def all_to_all_pieces(
     parts: Sequence[Tensor], out: Sequence[Tensor], lengths: Sequence[Sequence[int]], *, index: int, most: int
 ) -> Iterator[CollectivePiece]:
-    """Fill `out[k]` with what member k has for this one; all are flat. `lengths[k][j]`: of what k has for j."""
+    """Fill `out[k]` with the part that member k sends to this one; all are flat. `lengths[k][j]`: numbers from k to
+    j."""
     longest = max(map(sum, lengths))
     starts = [sum(row[:index]) for row in lengths]  # where each member's part for this one begins
     for start in range(0, longest, most):
@@ -148,7 +145,7 @@ def all_to_all_pieces(
 
 
 def _within(parts: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    """Yield what lies between two places in the row of all parts."""
+    """Yield the numbers from `start` to `stop` of the concatenated parts."""
     ends = itertools.accumulate(part.numel() for part in parts)
     for part, end in zip(parts, ends, strict=True):
         begins = end - part.numel()
@@ -159,7 +156,7 @@ def _within(parts: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
 
 @torch.inference_mode()
 def fill(slot: Tensor, sent: Sequence[Tensor]) -> None:
-    """Put tensors into a slot, one behind the other."""
+    """Write tensors into a slot, one behind the other."""
     start = 0
     for one in sent:
         slot[start : start + one.numel()].copy_(one)
@@ -167,15 +164,15 @@ def fill(slot: Tensor, sent: Sequence[Tensor]) -> None:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor's numbers in one row: a view, or a copy where it has holes; bytes, where marks do not know its
-    type."""
+    """Return a tensor in one dimension: a view, or a copy if it is not contiguous; bytes if fingerprints have no number
+    for its type."""
     row = tensor.detach().contiguous().view(-1)
     return row if row.dtype in SUMMED else row.view(torch.uint8)
 
 
 @contextlib.contextmanager
 def fill_pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield rows (`flat`) to be filled; what is a copy goes back into its tensor."""
+    """Yield flat tensors (`flat`) to be filled; at the end, copies are written back into their tensors."""
     rows = list(map(flat, tensors))
     yield rows
     for tensor, row in zip(tensors, rows, strict=True):
@@ -183,18 +180,18 @@ def fill_pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             copy_into(tensor, row.view(tensor.dtype).view(tensor.shape))
 
 
-SMALL_BYTES = 16 * 1024  # up to here, everyone sums for itself
-NUM_SMALL = 8  # that are under way
-PIECE_BYTES, NUM_PIECES = 4 * 1024 * 1024, 4  # of tensors that lie elsewhere; for each all cores have to take turns
-MOVED_BYTES, NUM_MOVED = 512 * 1024, 4  # of what is read and not summed: it counts as each reader's memory, too
+SMALL_BYTES = 16 * 1024  # up to this size, each member sums the whole tensor by itself
+NUM_SMALL = 8  # small sums in flight
+PIECE_BYTES, NUM_PIECES = 4 * 1024 * 1024, 4  # of sums; larger pieces mean fewer synchronizations of all cores
+COPY_BYTES, NUM_COPY = 512 * 1024, 4  # of collectives without a sum: each reader's memory use includes these buffers
 
 
-class SharedMemorySum:
-    """A sum, or a move, that this member has announced; `wait` returns when its tensor holds the result."""
+class SharedMemoryOp:
+    """A collective in flight that this member has announced; `wait` returns when its tensor holds the result."""
 
     def __init__(
         self,
-        finish: Callable[[SharedMemorySum], None],
+        finish: Callable[[SharedMemoryOp], None],
         what: str,
         parts: Sequence[Tensor],
         tensor: Tensor,
@@ -202,9 +199,9 @@ class SharedMemorySum:
         is_copied: bool = False,
         read: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        """`read`: makes this member's result of all parts by itself; None: each member sums its share for all."""
+        """`read` computes this member's result from all parts; None: each member sums its share for all members."""
         self.what = what
-        self.parts = parts  # flat, of each member
+        self.parts = parts  # flat, one of each member
         self.tensor = tensor  # keeps its slot alive
         self.is_copied, self.read = is_copied, read
         self.sequence = 0
@@ -216,45 +213,46 @@ class SharedMemorySum:
 
 
 class PendingPieces:
-    """The sums of a tensor's pieces, under way."""
+    """A sum in flight that goes in several pieces."""
 
-    def __init__(self, sums: Sequence[SharedMemorySum], flat: Tensor, tensor: Tensor) -> None:
+    def __init__(self, sums: Sequence[SharedMemoryOp], flat: Tensor, tensor: Tensor) -> None:
         self._sums, self._flat, self._tensor = sums, flat, tensor
 
     def wait(self) -> None:
-        for sum_ in self._sums:
-            sum_.wait()
-        if self._flat.data_ptr() != self._tensor.data_ptr():  # the tensor has holes, and was copied to be flat
+        for op in self._sums:
+            op.wait()
+        if self._flat.data_ptr() != self._tensor.data_ptr():  # the tensor is not contiguous, and was copied
             copy_into(self._tensor, self._flat.view(self._tensor.size()))
 
 
 class StagingBuffers:
-    """Places in every member's slot for tensors that lie elsewhere; each is used by one sum at a time, in turn."""
+    """Buffers in every member's slot for tensors outside the arena, used by one op at a time, round robin."""
 
-    def __init__(self, num_bytes: int, *, num_places: int) -> None:
-        self.num_bytes, self._num_places = num_bytes, num_places  # of each place, and of them
+    def __init__(self, num_bytes: int, *, num_buffers: int) -> None:
+        self.num_bytes, self._num_buffers = num_bytes, num_buffers  # bytes of each buffer; how many buffers
         self._own: Tensor | None = None
-        self._users: list[SharedMemorySum | None] = [None] * num_places
+        self._users: list[SharedMemoryOp | None] = [None] * num_buffers
         self._next = 0
-        self._views: dict[torch.dtype, list[list[Tensor]]] = {}  # per place and member
+        self._views: dict[torch.dtype, list[list[Tensor]]] = {}  # per buffer and member
 
-    def next_user(self) -> SharedMemorySum | None:
-        """The sum that used the next place the last time."""
+    def next_user(self) -> SharedMemoryOp | None:
+        """Return the op that used the next buffer last."""
         return self._users[self._next]
 
     def parts(self, arena: Arena, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Each member's first `numel` numbers of the next place."""
+        """Return each member's first `numel` numbers of the next buffer."""
         if self._own is None:
-            self._own = arena.reserve(self._num_places * self.num_bytes, torch.uint8, is_lasting=True)
+            self._own = arena.reserve(self._num_buffers * self.num_bytes, torch.uint8, is_lasting=True)
         if dtype not in self._views:
             segment = arena.segment(self._own)
             if segment is None:
-                raise RuntimeError("the memory of this group has gone")
+                raise RuntimeError("the shared memory of this group was closed")
             typed = [slot.view(dtype).split(self.num_bytes // dtype.itemsize) for slot in segment.slots]
-            self._views[dtype] = [list(places) for places in zip(*typed, strict=True)]
+            self._views[dtype] = [list(buffers) for buffers in zip(*typed, strict=True)]
         return [part[:numel] for part in self._views[dtype][self._next]]
 
-    def use(self, sum_: SharedMemorySum) -> SharedMemorySum:
-        self._users[self._next] = sum_
-        self._next = (self._next + 1) % self._num_places
-        return sum_
+    def use(self, op: SharedMemoryOp) -> SharedMemoryOp:
+        """Give the next buffer to `op`, and go on to the one after it."""
+        self._users[self._next] = op
+        self._next = (self._next + 1) % self._num_buffers
+        return op

@@ -1,6 +1,6 @@
-"""Wait for a number in memory that workers share: first looking for some microseconds, then asleep in the kernel.
+"""Waits for a counter in shared memory: first spinning for some microseconds, then asleep in the kernel (futex).
 
-Whoever waits looks fifty times a second whether those that it waits for are alive.
+Fifty times a second, a waiting worker checks whether the workers that it waits for are alive.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from paceline.errors import SyncError
 __all__ = ["FutexWaiter"]
 
 NUM_SPINS = 700  # before going to sleep: some 50 us
-NUM_YIELDS = 20  # instead, where there are more workers than cores: the one that is awaited may need this very core
+NUM_YIELDS = 20  # instead of spinning, if there are more workers than cores: the awaited one may need this core
 SLICE_S = 0.02  # asleep at a time
 
 
 class FutexWaiter:
-    """How one member of an arena waits. `is_lost`, asked meanwhile, may say who is dead, or raise what ends the wait.
+    """Waits on behalf of one member of an arena.
 
-    `ranks`: the members' worker ranks, by which messages name them. `num_neighbours`: how many workers the host has, of
-    which the members may be some.
+    `check_peers()` is called while waiting: it returns a text that names a lost worker, or raises to end the wait.
+    `ranks` are the members' worker ranks, for messages. `num_local_workers` is the number of workers on this host,
+    which may be more than the members.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class FutexWaiter:
         *,
         ranks: Sequence[int],
         timeout_s: float,
-        is_lost: Callable[[], str | None] | None,
-        num_neighbours: int,
+        check_peers: Callable[[], str | None] | None,
+        num_local_workers: int,
     ) -> None:
         self.ranks = tuple(ranks)
-        self._arena, self._timeout_s, self._is_lost = arena, timeout_s, is_lost
-        self._is_crowded = num_neighbours > len(os.sched_getaffinity(0))
+        self._arena, self._timeout_s, self._is_lost = arena, timeout_s, check_peers
+        self._is_crowded = num_local_workers > len(os.sched_getaffinity(0))
 
     def until(
         self,
@@ -50,31 +51,31 @@ class FutexWaiter:
         overdue: Callable[[float], str],
         asleep: Callable[[], object] | None = None,
     ) -> None:
-        """Return when the number at `word`, which member `awaited` writes, has come to `sequence`.
+        """Return when the counter at `word`, which member `awaited` writes, has reached `sequence`.
 
-        `asleep()` is called between two sleeps, for work that has become possible. Raises Disrupted where the member
-        has ended or left, and SyncError with `overdue(seconds)` after the time limit.
+        `asleep()` is called between two sleeps, for work that has become possible. Raises Disrupted if the member
+        has ended or left the group, and SyncError with the text `overdue(seconds)` after the time limit.
         """
         control = self._arena.control
-        if control[word] >= sequence or self._look(word, sequence):
+        if control[word] >= sequence or self._spin(word, sequence):
             return
         began = time.monotonic()
         while (seen := control[word]) < sequence:
             if asleep is not None:
                 asleep()
-            self._arena.sleep(word, seen, SLICE_S)
+            self._arena.wait_for_change(word, seen, SLICE_S)
             if control[word] >= sequence:
                 return
-            gone = dict(self._arena.gone())
-            if awaited in gone and control[word] < sequence:  # it may have said so last of all
-                who = f"worker {self.ranks[awaited]}"
-                raise Disrupted(f"lost contact with a peer during {what}: {who} {gone[awaited]}")
+            ended = dict(self._arena.ended_members())
+            if awaited in ended and control[word] < sequence:  # its last announcement may be the awaited one
+                worker = f"worker {self.ranks[awaited]}"
+                raise Disrupted(f"lost contact with a peer during {what}: {worker} {ended[awaited]}")
             if self._is_lost is not None and (lost := self._is_lost()) is not None:
                 raise Disrupted(f"lost contact with a peer during {what}: {lost}")
             if (waited_s := time.monotonic() - began) > self._timeout_s:
                 raise SyncError(overdue(waited_s))
 
-    def _look(self, word: int, sequence: int) -> bool:
+    def _spin(self, word: int, sequence: int) -> bool:
         control = self._arena.control
         if not self._is_crowded:
             return any(control[word] >= sequence for _ in range(NUM_SPINS))

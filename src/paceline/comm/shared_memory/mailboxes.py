@@ -29,7 +29,7 @@ ALIGNED = 64  # bytes
 
 @dataclasses.dataclass(slots=True, eq=False)
 class MailboxTransfer:
-    """A tensor under way; `number` counts the transfers in the same direction."""
+    """A tensor under direction; `number` counts the transfers in the same direction."""
 
     tensor: Tensor
     number: int
@@ -44,149 +44,154 @@ class MailboxTransfer:
 
 
 class Mailboxes:
-    """One member's end. One thread at a time may use it; after a SyncError it is unusable.
+    """One member's end of the mailboxes. One thread at a time may use it; after a SyncError it is unusable.
 
     Tensors reach a neighbor in the order of the calls. They must be contiguous and on the CPU.
     """
 
     def __init__(self, arena: Arena, waiting: FutexWaiter) -> None:
-        self._arena, self._waiting = arena, waiting
-        self._num_bytes = 0  # that a place has
+        self._arena, self._waiter = arena, waiting
+        self._num_bytes = 0  # of a place
         self._num_places = 0
         self._slots: Sequence[Tensor] = ()
         self._own = torch.empty(0)
-        self._out: dict[int, _Direction] = {}  # by the neighbour's index
+        self._out: dict[int, _Direction] = {}  # by the neighbor's index
         self._in: dict[int, _Direction] = {}
 
     def takes(self, tensor: Tensor, *, source: int, target: int) -> bool:
-        """Whether there is a place for such a tensor, and a mailbox between these two; all members say the same."""
+        """Whether the tensor fits a place, and there is a mailbox between these two; the same on all members."""
         return tensor.nbytes <= self._num_bytes and _side(source, target, self._arena.size) is not None
 
     def make_room(self, num_bytes: int) -> None:
-        """Let tensors have so many bytes from now on; all members call it alike. Raises MemoryError.
+        """Enlarge the places for tensors of `num_bytes`; all members must make the same call. Raises MemoryError.
 
-        Blocks until the neighbours have taken what was sent before.
+        Blocks until the neighbors have taken all earlier tensors.
         """
         if num_bytes <= self._num_bytes:
             return
-        for way in self._out.values():
-            while way.queue:
-                self._finish_sending(way, way.queue[-1])
-            self._await(way, TAKEN, way.count, "what was sent before", awaited=way.target)
+        for direction in self._out.values():
+            while direction.queue:
+                self._finish_sending(direction, direction.queue[-1])
+            self._wait_for(direction, TAKEN, direction.count, "what was sent before", awaited=direction.target)
         self._num_bytes = -(-num_bytes // ALIGNED) * ALIGNED
         self._num_places = max(MIN_PLACES, min(MAX_PLACES, MAILBOX_BYTES // self._num_bytes))
-        for way in [*self._out.values(), *self._in.values()]:
-            way.places.clear()
+        for direction in [*self._out.values(), *self._in.values()]:
+            direction.places.clear()
         self._own = self._arena.reserve(2 * self._num_places * self._num_bytes, torch.uint8)
         segment = self._arena.segment(self._own)
         self._slots = segment.slots if segment is not None else ()
 
     def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> MailboxTransfer:
-        """Begin to send a tensor that it `takes`, which may not change before the end."""
-        out = self._way(self._out, self._arena.index, to)
+        """Begin to send a tensor for which `takes` is true, and which may not change before the transfer ends."""
+        out = self._direction(self._out, self._arena.index, to)
         out.count += 1
-        passage = MailboxTransfer(
+        transfer = MailboxTransfer(
             tensor, out.count, f"{way}: sending {what}", lambda one: self._finish_sending(out, one)
         )
-        out.queue.append(passage)
+        out.queue.append(transfer)
         self._send_more(out)
-        return passage
+        return transfer
 
     def receive(self, tensor: Tensor, *, source: int, what: str, way: str) -> MailboxTransfer:
         """Begin to receive into `tensor`, in place."""
-        into = self._way(self._in, source, self._arena.index)
+        into = self._direction(self._in, source, self._arena.index)
         into.count += 1
-        passage = MailboxTransfer(
+        transfer = MailboxTransfer(
             tensor, into.count, f"{way}: waiting for {what}", lambda one: self._finish_taking(into, one)
         )
-        into.queue.append(passage)
-        return passage
+        into.queue.append(transfer)
+        return transfer
 
     def _progress(self) -> None:
-        """Put what waits in the queues into places that have become free; never blocks."""
-        for way in self._out.values():
-            self._send_more(way)
+        """Copy queued tensors into places that have become free; never blocks."""
+        for direction in self._out.values():
+            self._send_more(direction)
 
-    def _send_more(self, way: _Direction) -> None:
-        taken = self._arena.control[self._arena.word(way.target, TAKEN + way.side)]
-        while way.queue and way.queue[0].number - taken <= self._num_places:
-            passage = way.queue.popleft()
-            self._place(way, passage).copy_(passage.tensor.detach())
-            self._arena.control[self._note(way, passage)] = passage.tensor.nbytes
-            self._arena.announce(SENT + way.side, passage.number)
-            passage.is_done = True
+    def _send_more(self, direction: _Direction) -> None:
+        taken = self._arena.control[self._arena.counter(direction.target, TAKEN + direction.side)]
+        while direction.queue and direction.queue[0].number - taken <= self._num_places:
+            transfer = direction.queue.popleft()
+            self._place(direction, transfer).copy_(transfer.tensor.detach())
+            self._arena.control[self._length_counter(direction, transfer)] = transfer.tensor.nbytes
+            self._arena.announce(SENT + direction.side, transfer.number)
+            transfer.is_done = True
 
-    def _finish_sending(self, way: _Direction, passage: MailboxTransfer) -> None:
-        while not passage.is_done:
-            self._await(way, TAKEN, way.queue[0].number - self._num_places, passage.what, awaited=way.target)
+    def _finish_sending(self, direction: _Direction, transfer: MailboxTransfer) -> None:
+        while not transfer.is_done:
+            self._wait_for(
+                direction, TAKEN, direction.queue[0].number - self._num_places, transfer.what, awaited=direction.target
+            )
             self._progress()
 
-    def _finish_taking(self, way: _Direction, passage: MailboxTransfer) -> None:
-        """Receive everything that comes in one direction, up to `passage`."""
-        while not passage.is_done:
-            first = way.queue[0]
-            self._await(way, SENT, first.number, first.what, awaited=way.source)
-            sent_bytes, tensor = self._arena.control[self._note(way, first)], first.tensor
+    def _finish_taking(self, direction: _Direction, transfer: MailboxTransfer) -> None:
+        """Receive all tensors of one direction, up to `transfer`."""
+        while not transfer.is_done:
+            first = direction.queue[0]
+            self._wait_for(direction, SENT, first.number, first.what, awaited=direction.source)
+            sent_bytes, tensor = self._arena.control[self._length_counter(direction, first)], first.tensor
             if sent_bytes != tensor.nbytes:
                 raise SyncError(
                     f"{first.what}: {sent_bytes:,} bytes came, and {tensor.nbytes:,} were expected. The workers are at "
                     "different micro-batches: look for a branch that only some take"
                 )
             with torch.no_grad():
-                tensor.copy_(self._place(way, first))
-            self._arena.announce(TAKEN + way.side, first.number)
+                tensor.copy_(self._place(direction, first))
+            self._arena.announce(TAKEN + direction.side, first.number)
             first.is_done = True
-            way.queue.popleft()
+            direction.queue.popleft()
 
-    def _await(self, way: _Direction, name: int, number: int, what: str, *, awaited: int) -> None:
-        who = f"worker {self._waiting.ranks[awaited]}"
-        self._waiting.until(
-            self._arena.word(awaited, name + way.side),
+    def _wait_for(self, direction: _Direction, name: int, number: int, what: str, *, awaited: int) -> None:
+        worker = f"worker {self._waiter.ranks[awaited]}"
+        self._waiter.until(
+            self._arena.counter(awaited, name + direction.side),
             number,
             awaited=awaited,
             what=what,
             overdue=lambda waited_s: (
-                f"{what} failed: {who} has not come to it in {waited_s:.1f} s. It is stopped, stuck, or elsewhere; a "
-                "longer timeout_s waits longer"
+                f"{what} failed: {worker} has not come to it in {waited_s:.1f} s. It is stopped, stuck, or in another "
+                "call. If it is only slow, set a longer timeout_s"
             ),
             asleep=self._progress,
         )
 
-    def _way(self, ways: dict[int, _Direction], source: int, target: int) -> _Direction:
+    def _direction(self, known: dict[int, _Direction], source: int, target: int) -> _Direction:
         peer = target if source == self._arena.index else source
-        if peer not in ways:
+        if peer not in known:
             side = _side(source, target, self._arena.size)
             if side is None:
                 raise ValueError(f"member {source} has no mailbox for member {target} of {self._arena.size}")
-            ways[peer] = _Direction(source, target, side)
-        return ways[peer]
+            known[peer] = _Direction(source, target, side)
+        return known[peer]
 
-    def _place(self, way: _Direction, passage: MailboxTransfer) -> Tensor:
+    def _place(self, direction: _Direction, transfer: MailboxTransfer) -> Tensor:
         """Return the memory of a transfer, as a tensor of its type."""
-        tensor, number = passage.tensor, passage.number % self._num_places
-        place = way.places.get(number)
+        tensor, number = transfer.tensor, transfer.number % self._num_places
+        place = direction.places.get(number)
         if place is None or place.dtype != tensor.dtype or place.shape != tensor.shape:
-            start = (way.side * self._num_places + number) * self._num_bytes
-            place = self._slots[way.source][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            way.places[number] = place
+            start = (direction.side * self._num_places + number) * self._num_bytes
+            place = self._slots[direction.source][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            direction.places[number] = place
         return place
 
-    def _note(self, way: _Direction, passage: MailboxTransfer) -> int:
-        return self._arena.note(way.source, way.side * MAX_PLACES + passage.number % self._num_places)
+    def _length_counter(self, direction: _Direction, transfer: MailboxTransfer) -> int:
+        return self._arena.mailbox_counter(
+            direction.source, direction.side * MAX_PLACES + transfer.number % self._num_places
+        )
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Direction:
-    """Transfers from one member to a neighbor. `count`: how many were begun."""
+    """The transfers from one member to a neighbor. `count`: how many were begun."""
 
     source: int
     target: int
     side: int
     count: int = 0
     queue: deque[MailboxTransfer] = dataclasses.field(default_factory=deque)  # not done yet
-    places: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])  # as the newest tensors there
+    places: dict[int, Tensor] = dataclasses.field(default_factory=dict[int, Tensor])  # viewed as the newest tensors
 
 
 def _side(source: int, target: int, size: int) -> int | None:
-    """Which of the source's mailboxes is the target's: 0 for the next one, 1 for the one before, None for others."""
+    """Return which of the source's mailboxes belongs to the target: 0 for the next member, 1 for the previous one,
+    None for others."""
     return 0 if (source + 1) % size == target else 1 if (target + 1) % size == source else None

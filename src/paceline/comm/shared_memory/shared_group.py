@@ -1,22 +1,22 @@
-"""A group of workers of one host that sum and exchange tensors in memory which they share; the rest is torch's.
+"""Collectives in shared memory for the workers of one host, without locks, copies through the kernel, or threads.
 
-A sum takes two announcements. Each member puts its numbers into its own slot and says that it has *arrived*; member i
-then sums the i-th part of all slots, always in the order of the members, so that all get the same bits, writes the sum
-into every slot, and says that it is *done*. When all are done, each finds the whole sum in its own slot, and nobody
-else touches that slot until its owner arrives again: there are no locks, and a slot can be used again at once. Where
-tensors are so small that a second round costs more than it saves, everyone sums all of them for itself; so it is, too,
-where tensors are not summed, or each wants another part of the sum (`comm/shared_memory/collectives.py`), and where two
-members sum what lies elsewhere: each adds the other one's numbers to its own.
+An all-reduce takes two announcements. Each member writes its numbers into its own slot and announces that it has
+*arrived*. Member i then sums the i-th part of all slots, in the order of the members, so all members get the same bits.
+It writes that sum into every slot, and announces that it is *done*. When all are done, each member has the whole sum in
+its own slot, and no other member touches that slot until its owner arrives again. So there are no locks, and a slot can
+be reused at once.
 
-Tensors from `allocate` lie in their slots already; others are copied in and out, in pieces.
+Three cases need only one round, in which each member reads all slots for itself: small tensors, for which a second
+round costs more than it saves; collectives that are not a sum for all members (`comm/shared_memory/collectives.py`);
+and sums of two members outside the arena, where each adds the other's numbers to its own.
 
-There is no thread behind this. A sum moves on when a worker calls in: `all_reduce` does what has become possible and
-returns; `wait` stays until the sum is there (`comm/shared_memory/futex_wait.py`).
+Tensors from `allocate` are in their slots already; others are copied in and out, in pieces. A collective proceeds only
+when a worker calls in: `all_reduce` does what has become possible and returns; `wait` blocks until the result is there
+(`comm/shared_memory/futex_wait.py`). GPU tensors and other types go to the process group of torch below, `base`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,18 +26,17 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import CompletedTransfer, Transfer, WorkerGroup, copy_into
-from paceline.comm.shared_memory import arena as memory
-from paceline.comm.shared_memory.arena import ARRIVED, DONE, MARKS, Arena
+from paceline.comm.shared_memory.arena import ARRIVED, DONE, NUM_FINGERPRINTS, Arena
 from paceline.comm.shared_memory.collectives import (
-    MOVED_BYTES,
-    NUM_MOVED,
+    COPY_BYTES,
+    NUM_COPY,
     NUM_PIECES,
     NUM_SMALL,
     PIECE_BYTES,
     SMALL_BYTES,
     CollectivePiece,
     PendingPieces,
-    SharedMemorySum,
+    SharedMemoryOp,
     StagingBuffers,
     all_to_all_pieces,
     broadcast_pieces,
@@ -54,74 +53,25 @@ from paceline.comm.shared_memory.summation import (
     BROADCAST,
     EXCHANGED,
     GATHERED,
-    LAST_PLACE,
+    LAST_PAGE,
     REDUCE_SCATTERED,
     SUMMED,
+    fingerprint_of,
+    fingerprint_text,
     is_barrier,
-    mark_of,
-    mark_text,
     ordered_sum,
     part_bounds,
     sum_in_place,
 )
 from paceline.errors import SyncError
-from paceline.events import Note
 
-__all__ = ["SharedGroup", "shared_memory_unavailable", "with_shared_memory"]
-
-
-def with_shared_memory(
-    group: WorkerGroup,
-    *,
-    timeout_s: float,
-    is_lost: Callable[[], str | None] | None = None,
-    num_neighbours: int | None = None,
-    ranks: Sequence[int] = (),
-) -> tuple[WorkerGroup, str | None]:
-    """Return a group that sums in shared memory; or `group` itself, with the reason, where one of its workers cannot.
-
-    All workers of the group must call; blocks. `is_lost`, asked while waiting, may say who is dead,
-    or raise what ends the wait. `num_neighbours`: how many workers this host has, where the group is not all of them;
-    messages name its workers by `ranks` then. Where a member is lost meanwhile no memory is left open.
-    """
-    with contextlib.ExitStack() as unless_shared:
-        arena, reason = None, memory.why_unsupported()
-        offer = torch.zeros(3, dtype=torch.int64)
-        if group.index == 0 and reason is None:
-            arena, reason = _tried(lambda: Arena.create(size=group.size), unless_shared)
-            if arena is not None:
-                offer = torch.tensor(arena.address, dtype=torch.int64)
-        group.broadcast(offer, what="the place of shared memory")
-        pid, number, nonce = offer.tolist()
-        if group.index != 0 and reason is None and nonce:
-            address = pid, number, nonce
-            arena, reason = _tried(lambda: Arena.open(address, index=group.index, size=group.size), unless_shared)
-        without = torch.tensor([arena is None], dtype=torch.int64)
-        group.all_reduce(without, what="who shares memory").wait()
-        if arena is not None and not int(without):
-            arena.meet()
-            shared = SharedGroup(
-                group, arena, timeout_s=timeout_s, is_lost=is_lost, num_neighbours=num_neighbours, ranks=ranks
-            )
-            unless_shared.pop_all()
-            return shared, None
-    reasons = group.gather_objects(reason)
-    if reasons[0] is not None and all(text == reasons[0] for text in reasons):  # of the host, and of no single worker
-        return group, reasons[0]
-    names = ranks or range(group.size)
-    named = [f"worker {names[index]}: {text}" for index, text in enumerate(reasons) if text is not None]
-    return group, "; ".join(named)
-
-
-def shared_memory_unavailable(what: str, reason: str) -> Note:
-    """What is told where workers of one host cannot share its memory; what several of them say alike is shown once."""
-    return Note(text=f"{what} over the loopback network, which is slower: {reason}")
+__all__ = ["SharedGroup"]
 
 
 class SharedGroup:
     """Two or more workers of one host. One thread at a time may use it.
 
-    After a SyncError it is of no more use: close it, and make another one of those who are left.
+    After a SyncError it is unusable: close it, and make another group of the remaining workers.
     """
 
     shares_memory = True
@@ -132,281 +82,279 @@ class SharedGroup:
         arena: Arena,
         *,
         timeout_s: float,
-        is_lost: Callable[[], str | None] | None = None,
-        num_neighbours: int | None = None,
+        check_peers: Callable[[], str | None] | None = None,
+        num_local_workers: int | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
         self.index, self.size, self.hosts = group.index, group.size, (0,) * group.size
-        self.over, self._arena, self._control = group, arena, arena.control
-        self._waiting = FutexWaiter(
+        self.base, self._arena, self._control = group, arena, arena.control
+        self._waiter = FutexWaiter(
             arena,
             ranks=ranks or range(group.size),
             timeout_s=timeout_s,
-            is_lost=is_lost,
-            num_neighbours=num_neighbours or group.size,
+            check_peers=check_peers,
+            num_local_workers=num_local_workers or group.size,
         )
-        self._pending: deque[SharedMemorySum] = deque()  # announced, and not summed here yet
-        self._sequence = 0  # of the last one that was announced
-        self._settled = 0  # up to here all members are done
+        self._pending: deque[SharedMemoryOp] = deque()  # announced, and this member's part is not done yet
+        self._sequence = 0  # of the newest announced op
+        self._done_through = 0  # all members are done with the ops up to this one
         self._broken: str | None = None
-        self._forget_buffers()
+        self._reset_buffers()
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu" or dtype not in SUMMED:
-            return self.over.allocate(numel, dtype=dtype, device=device)
+            return self.base.allocate(numel, dtype=dtype, device=device)
         return self._arena.reserve(numel, dtype)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         if self._broken is not None:
             raise SyncError(self._broken)
         if tensor.device.type != "cpu" or tensor.dtype not in SUMMED:
-            self._sum_through(self._sequence)
-            return self.over.all_reduce(tensor, what=what)
+            self._run_through(self._sequence)
+            return self.base.all_reduce(tensor, what=what)
         tensor = tensor.detach()
         segment = self._arena.segment(tensor)
         if segment is not None and segment.dtype == tensor.dtype and tensor.is_contiguous():
             start, stop = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
             parts = [slot[start:stop] for slot in segment.slots]
             last = self._announce(
-                SharedMemorySum(self._finish, what, parts, tensor), place=min(segment.place, LAST_PLACE)
+                SharedMemoryOp(self._finish, what, parts, tensor), origin=min(segment.page, LAST_PAGE)
             )
         elif tensor.numel():
-            last = self._send_pieces(tensor, what)
+            last = self._sum_staged(tensor, what)
         else:
             return CompletedTransfer()
         self.progress()
         return last
 
     def progress(self) -> None:
-        """Do what has become possible of the sums under way; never blocks."""
+        """Do what has become possible of the ops in flight; never blocks."""
         while self._pending and self._have_all(ARRIVED, self._pending[0].sequence):
-            self._sum_next()
+            self._run_next()
 
     def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
         if tensor.device.type != "cpu":
-            self._sum_through(self._sequence)
-            return self.over.begin_all_gather(tensor, out, what=what)
+            self._run_through(self._sequence)
+            return self.base.begin_all_gather(tensor, out, what=what)
         row, targets = flat(tensor), list(map(flat, out))
-        moves = gather_pieces(row, targets, most=MOVED_BYTES // row.itemsize)
-        return self._begin_moves(moves, row.dtype, what, kind=GATHERED) or CompletedTransfer()
+        pieces = gather_pieces(row, targets, most=COPY_BYTES // row.itemsize)
+        return self._begin_pieces(pieces, row.dtype, what, kind=GATHERED) or CompletedTransfer()
 
     def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
         if rows.device.type != "cpu":
-            self._sum_through(self._sequence)
-            return self.over.begin_all_to_all(rows, out, what=what)
+            self._run_through(self._sequence)
+            return self.base.begin_all_to_all(rows, out, what=what)
         sent, targets = list(map(flat, rows)), list(map(flat, out))
         each = [[sent[0].numel()] * self.size] * self.size
-        moves = all_to_all_pieces(sent, targets, each, index=self.index, most=MOVED_BYTES // sent[0].itemsize)
-        return self._begin_moves(moves, sent[0].dtype, what, kind=EXCHANGED) or CompletedTransfer()
+        pieces = all_to_all_pieces(sent, targets, each, index=self.index, most=COPY_BYTES // sent[0].itemsize)
+        return self._begin_pieces(pieces, sent[0].dtype, what, kind=EXCHANGED) or CompletedTransfer()
 
     def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
         if tensor.device.type != "cpu":
-            self._sum_through(self._sequence)
-            return self.over.all_gather(tensor, out, what=what)
+            self._run_through(self._sequence)
+            return self.base.all_gather(tensor, out, what=what)
         row, targets = flat(tensor), list(map(flat, out))
-        moves = gather_pieces(row, targets, most=MOVED_BYTES // row.itemsize)
-        return self.move(moves, row.dtype, what, kind=GATHERED)
+        pieces = gather_pieces(row, targets, most=COPY_BYTES // row.itemsize)
+        return self.run_pieces(pieces, row.dtype, what, kind=GATHERED)
 
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
         if out.device.type != "cpu" or out.dtype not in SUMMED:
-            self._sum_through(self._sequence)
-            return self.over.reduce_scatter(parts, out, what=what)
-        moves = reduce_scatter_pieces(
-            list(map(flat, parts)), flat(out), index=self.index, most=MOVED_BYTES // out.itemsize
+            self._run_through(self._sequence)
+            return self.base.reduce_scatter(parts, out, what=what)
+        pieces = reduce_scatter_pieces(
+            list(map(flat, parts)), flat(out), index=self.index, most=COPY_BYTES // out.itemsize
         )
-        return self.move(moves, out.dtype, what, kind=REDUCE_SCATTERED)
+        return self.run_pieces(pieces, out.dtype, what, kind=REDUCE_SCATTERED)
 
     def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
         if parts[0].device.type != "cpu":
-            self._sum_through(self._sequence)
-            return self.over.all_to_all(parts, out, what=what)
+            self._run_through(self._sequence)
+            return self.base.all_to_all(parts, out, what=what)
         sent, targets = list(map(flat, parts)), list(map(flat, out))
         lengths = torch.empty(self.size, self.size, dtype=torch.int64)
         self.all_gather(torch.tensor([part.numel() for part in sent]), lengths.unbind(), what=what)
         each, dtype = lengths.tolist(), sent[0].dtype
         if (given := [row[self.index] for row in each]) != (wanted := [one.numel() for one in targets]):
             self._fail(
-                f"workers do not agree in {what}: {self._who(self.index)} wants {wanted} numbers and gets {given}"
+                f"workers do not agree in {what}: {self._name(self.index)} expects {wanted} numbers and gets {given}"
             )
-        moves = all_to_all_pieces(sent, targets, each, index=self.index, most=MOVED_BYTES // dtype.itemsize)
-        return self.move(moves, dtype, what, kind=EXCHANGED)
+        pieces = all_to_all_pieces(sent, targets, each, index=self.index, most=COPY_BYTES // dtype.itemsize)
+        return self.run_pieces(pieces, dtype, what, kind=EXCHANGED)
 
-    def move(self, moves: Iterable[CollectivePiece], dtype: torch.dtype, what: str, *, kind: int) -> None:
-        """Do moves to their end; all members do moves of this kind (`comm/shared_memory/summation.py`), type and
-        lengths.
+    def run_pieces(self, pieces: Iterable[CollectivePiece], dtype: torch.dtype, what: str, *, kind: int) -> None:
+        """Run a collective piece by piece; all members must pass the same kind (`comm/shared_memory/summation.py`),
+        type and lengths.
         """
-        if (last := self._begin_moves(moves, dtype, what, kind=kind)) is not None:
+        if (last := self._begin_pieces(pieces, dtype, what, kind=kind)) is not None:
             self._finish(last)
 
     def mailboxes(self) -> Mailboxes:
-        """Return what passes single tensors between neighbours; all members must make it, and not beside another."""
-        return Mailboxes(self._arena, self._waiting)
+        """Return the mailboxes for point-to-point transfers; all members must call this, and only once."""
+        return Mailboxes(self._arena, self._waiter)
 
-    def arrivals(self) -> tuple[int, ...]:
-        """Return how many sums each member has joined since the beginning, by index: who lags is awaited."""
-        return tuple(self._control[self._arena.word(index, ARRIVED)] for index in range(self.size))
+    def joined_counts(self) -> tuple[int, ...]:
+        """Return how many ops each member has joined since the beginning, by index."""
+        return tuple(self._control[self._arena.counter(index, ARRIVED)] for index in range(self.size))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
         if tensor.device.type != "cpu":
-            self._sum_through(self._sequence)
-            return self.over.broadcast(tensor, source=source, what=what)
+            self._run_through(self._sequence)
+            return self.base.broadcast(tensor, source=source, what=what)
         with fill_pieces([tensor]) as (row,):
-            moves = broadcast_pieces(row, source=source, index=self.index, most=MOVED_BYTES // row.itemsize)
-            self.move(moves, row.dtype, what, kind=BROADCAST)
+            pieces = broadcast_pieces(row, source=source, index=self.index, most=COPY_BYTES // row.itemsize)
+            self.run_pieces(pieces, row.dtype, what, kind=BROADCAST)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        self._sum_through(self._sequence)
-        return self.over.gather_objects(value)
+        self._run_through(self._sequence)
+        return self.base.gather_objects(value)
 
     def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
-        self._sum_through(self._sequence)
-        return self.over.broadcast_object(value, source=source)
+        self._run_through(self._sequence)
+        return self.base.broadcast_object(value, source=source)
 
     def barrier(self) -> None:
         if self._broken is not None:
             raise SyncError(self._broken)
-        self._send_piece(torch.zeros(1, device="cpu"), self._small, "barrier", place=BARRIER).wait()
+        self._sum_piece(torch.zeros(1, device="cpu"), self._small, "barrier", origin=BARRIER).wait()
 
     def close(self) -> None:
         self._broken = self._broken or "this group of workers was closed: nothing can be sent any more"
         self._pending.clear()
         self._arena.close()
-        self.over.close()
-        self._forget_buffers()  # they refer to sums, and those to this
+        self.base.close()
+        self._reset_buffers()  # they refer to ops, and these to this group
 
-    def _forget_buffers(self) -> None:
-        self._small = StagingBuffers(SMALL_BYTES, num_places=NUM_SMALL)
-        self._large = StagingBuffers(PIECE_BYTES, num_places=NUM_PIECES)
-        self._moved = StagingBuffers(MOVED_BYTES, num_places=NUM_MOVED)
+    def _reset_buffers(self) -> None:
+        self._small = StagingBuffers(SMALL_BYTES, num_buffers=NUM_SMALL)
+        self._large = StagingBuffers(PIECE_BYTES, num_buffers=NUM_PIECES)
+        self._copy = StagingBuffers(COPY_BYTES, num_buffers=NUM_COPY)
 
-    def _begin_moves(
-        self, moves: Iterable[CollectivePiece], dtype: torch.dtype, what: str, *, kind: int
-    ) -> SharedMemorySum | None:
-        """Join with all pieces; the last one is over when all are."""
+    def _begin_pieces(
+        self, pieces: Iterable[CollectivePiece], dtype: torch.dtype, what: str, *, kind: int
+    ) -> SharedMemoryOp | None:
+        """Announce all pieces and return the last one, which ends when all pieces have ended."""
         if self._broken is not None:
             raise SyncError(self._broken)
-        last: SharedMemorySum | None = None
-        for move in moves:
-            parts = self._next_place(self._moved, move.numel, dtype)
-            fill(parts[self.index], move.sent)
-            last = SharedMemorySum(self._finish, what, parts, parts[self.index], read=move.read)
-            self._moved.use(self._announce(last, place=kind))
+        last: SharedMemoryOp | None = None
+        for piece in pieces:
+            parts = self._next_buffer(self._copy, piece.numel, dtype)
+            fill(parts[self.index], piece.sent)
+            last = SharedMemoryOp(self._finish, what, parts, parts[self.index], read=piece.read)
+            self._copy.use(self._announce(last, origin=kind))
             self.progress()
         return last
 
-    def _send_pieces(self, tensor: Tensor, what: str) -> Transfer:
-        """Join with a tensor that lies elsewhere, in as many sums as it takes."""
+    def _sum_staged(self, tensor: Tensor, what: str) -> Transfer:
+        """Announce the sum of a tensor outside the arena, in as many pieces as it takes."""
         flat = tensor.reshape(-1)
         buffers = self._small if flat.nbytes <= SMALL_BYTES else self._large
         if flat.nbytes <= buffers.num_bytes and tensor.is_contiguous():
-            only = self._send_piece(flat, buffers, what)
+            only = self._sum_piece(flat, buffers, what)
             self.progress()
             return only
-        sums: list[SharedMemorySum] = []
+        sums: list[SharedMemoryOp] = []
         for piece in flat.split(buffers.num_bytes // flat.itemsize):
-            sums.append(self._send_piece(piece, buffers, what))
+            sums.append(self._sum_piece(piece, buffers, what))
             self.progress()
         return PendingPieces(sums, flat, tensor)
 
     @torch.inference_mode()
-    def _send_piece(self, piece: Tensor, buffers: StagingBuffers, what: str, *, place: int = 0) -> SharedMemorySum:
-        parts = self._next_place(buffers, piece.numel(), piece.dtype)
+    def _sum_piece(self, piece: Tensor, buffers: StagingBuffers, what: str, *, origin: int = 0) -> SharedMemoryOp:
+        parts = self._next_buffer(buffers, piece.numel(), piece.dtype)
         parts[self.index].copy_(piece)
         read: Callable[[Sequence[Tensor]], None] | None = None
         if self.size == 2:
             read = functools.partial(_add_to, piece, 1 - self.index)
         elif buffers is self._small:
             read = functools.partial(_sum_into, piece)
-        sum_ = SharedMemorySum(self._finish, what, parts, piece, is_copied=True, read=read)
-        return buffers.use(self._announce(sum_, place=place))
+        op = SharedMemoryOp(self._finish, what, parts, piece, is_copied=True, read=read)
+        return buffers.use(self._announce(op, origin=origin))
 
-    def _next_place(self, buffers: StagingBuffers, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return everybody's part of the next place, once nobody reads what was there before."""
+    def _next_buffer(self, buffers: StagingBuffers, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return all members' parts of the next buffer, once no member reads its former content."""
         if (before := buffers.next_user()) is not None:
             self._finish(before)
-            self._settle(before.sequence, before.what)
+            self._wait_until_done(before.sequence, before.what)
         return buffers.parts(self._arena, numel, dtype)
 
-    def _announce(self, sum_: SharedMemorySum, *, place: int) -> SharedMemorySum:
-        """Say that this member has arrived; `place`: the segment that its numbers lie in, 0 where they were copied."""
-        self._sequence = sum_.sequence = self._sequence + 1
-        if (overwritten := self._sequence - MARKS // 2) > 0 and overwritten % (MARKS // 4) == 0:
-            self._settle(overwritten, sum_.what)  # by then all have read what the next marks overwrite
-        part = sum_.parts[self.index]
-        self._control[self._arena.mark(self.index, self._sequence)] = mark_of(part, place=place)
-        self._pending.append(sum_)
+    def _announce(self, op: SharedMemoryOp, *, origin: int) -> SharedMemoryOp:
+        """Announce that this member has arrived; `origin` as for `fingerprint_of`."""
+        self._sequence = op.sequence = self._sequence + 1
+        if (overwritten := self._sequence - NUM_FINGERPRINTS // 2) > 0 and overwritten % (NUM_FINGERPRINTS // 4) == 0:
+            self._wait_until_done(overwritten, op.what)  # all have read the fingerprints that the next ones overwrite
+        part = op.parts[self.index]
+        self._control[self._arena.fingerprint(self.index, self._sequence)] = fingerprint_of(part, origin=origin)
+        self._pending.append(op)
         self._arena.announce(ARRIVED, self._sequence)
-        return sum_
+        return op
 
-    def _finish(self, sum_: SharedMemorySum) -> None:
-        """Return when the tensor of `sum_` holds the result."""
-        if sum_.is_finished:
+    def _finish(self, op: SharedMemoryOp) -> None:
+        """Return when the tensor of `op` holds the result."""
+        if op.is_finished:
             return
         if self._broken is not None:
             raise SyncError(self._broken)
-        self._sum_through(sum_.sequence)
-        if sum_.read is None:
-            self._settle(sum_.sequence, sum_.what)
-            if sum_.is_copied:
-                copy_into(sum_.tensor, sum_.parts[self.index])
-        sum_.is_finished = True
-        if sum_.is_copied:  # the place that was used remembers its last user, and what that was of may be large
-            sum_.tensor = sum_.parts[self.index]
+        self._run_through(op.sequence)
+        if op.read is None:
+            self._wait_until_done(op.sequence, op.what)
+            if op.is_copied:
+                copy_into(op.tensor, op.parts[self.index])
+        op.is_finished = True
+        if op.is_copied:  # the buffer keeps its last op, which must not keep a large tensor alive
+            op.tensor = op.parts[self.index]
 
-    def _settle(self, sequence: int, what: str) -> None:
-        """Return when all members are done with all sums up to `sequence`."""
-        if sequence <= self._settled:
+    def _wait_until_done(self, sequence: int, what: str) -> None:
+        """Return when all members are done with all ops up to `sequence`."""
+        if sequence <= self._done_through:
             return
-        self._sum_through(sequence)
-        self._await(DONE, sequence, what)
-        self._settled = sequence
+        self._run_through(sequence)
+        self._wait_for_all(DONE, sequence, what)
+        self._done_through = sequence
 
-    def _sum_through(self, sequence: int) -> None:
-        """Do this member's part of all sums up to `sequence`."""
+    def _run_through(self, sequence: int) -> None:
+        """Do this member's part of all ops up to `sequence`."""
         while self._pending and self._pending[0].sequence <= sequence:
-            self._await(ARRIVED, self._pending[0].sequence, self._pending[0].what)
-            self._sum_next()
+            self._wait_for_all(ARRIVED, self._pending[0].sequence, self._pending[0].what)
+            self._run_next()
 
-    @torch.inference_mode()  # the only mode in which tensors that were made in it, as in evaluation, can be written to
-    def _sum_next(self) -> None:
-        sum_ = self._pending[0]
-        self._compare_marks(sum_)
-        if sum_.read is not None:
-            sum_.read(sum_.parts)
-            sum_.read = (
-                _is_read_by_all  # what it reads into may be large, and the place that was used remembers its last user
-            )
+    @torch.inference_mode()  # only in this mode can tensors be written to that were made in it, as in evaluation
+    def _run_next(self) -> None:
+        op = self._pending[0]
+        self._compare_fingerprints(op)
+        if op.read is not None:
+            op.read(op.parts)
+            op.read = _nothing_to_read  # the buffer keeps its last op, which must not keep large targets alive
         else:
-            sum_in_place(sum_.parts, *part_bounds(sum_.parts[0].numel(), self.index, self.size))
+            sum_in_place(op.parts, *part_bounds(op.parts[0].numel(), self.index, self.size))
         self._pending.popleft()
-        self._arena.announce(DONE, sum_.sequence)
+        self._arena.announce(DONE, op.sequence)
 
-    def _compare_marks(self, sum_: SharedMemorySum) -> None:
-        marks = [self._control[self._arena.mark(index, sum_.sequence)] for index in range(self.size)]
-        own = marks[self.index]
-        for index, mark in enumerate(marks):
-            if mark == own:
+    def _compare_fingerprints(self, op: SharedMemoryOp) -> None:
+        fingerprints = [self._control[self._arena.fingerprint(index, op.sequence)] for index in range(self.size)]
+        own = fingerprints[self.index]
+        for index, other in enumerate(fingerprints):
+            if other == own:
                 continue
-            if is_barrier(own):  # the errors of those who sum say more: this one is their echo
-                self._fail(f"lost contact with a peer during barrier: {self._who(index)} {mark_text(mark)}")
+            if is_barrier(own):  # a member that left its collective after an error: its own error explains more
+                self._fail(f"lost contact with a peer during barrier: {self._name(index)} {fingerprint_text(other)}")
             else:
                 self._fail(
-                    f"workers are in different calls: in {sum_.what} {self._who(self.index)} {mark_text(own)}, while "
-                    f"{self._who(index)} {mark_text(mark)}. All workers must make the same calls in the same order: "
-                    "look for a branch that only some take"
+                    f"workers are in different calls: in {op.what} {self._name(self.index)} {fingerprint_text(own)}, "
+                    f"while {self._name(index)} {fingerprint_text(other)}. All workers must make the same calls in the "
+                    "same order: look for a branch that only some take"
                 )
 
     def _have_all(self, name: int, sequence: int) -> bool:
-        return all(self._control[self._arena.word(index, name)] >= sequence for index in range(self.size))
+        return all(self._control[self._arena.counter(index, name)] >= sequence for index in range(self.size))
 
-    def _await(self, name: int, sequence: int, what: str) -> None:
-        """Return when a number in the lines of all members has come to `sequence`."""
+    def _wait_for_all(self, name: int, sequence: int, what: str) -> None:
+        """Return when a counter of all members has reached `sequence`."""
         for index in range(self.size):
-            word = self._arena.word(index, name)
+            word = self._arena.counter(index, name)
             if self._control[word] >= sequence:
                 continue
             try:
-                self._waiting.until(
+                self._waiter.until(
                     word,
                     sequence,
                     awaited=index,
@@ -418,25 +366,25 @@ class SharedGroup:
                 raise
 
     def _overdue(self, name: int, sequence: int, what: str, waited_s: float) -> str:
-        numbers = {index: self._control[self._arena.word(index, name)] for index in range(self.size)}
+        numbers = {index: self._control[self._arena.counter(index, name)] for index in range(self.size)}
         missing = {index: number for index, number in numbers.items() if number < sequence}
         verb = "joined" if name == ARRIVED else "finished"
-        told = ", ".join(f"{self._who(index)} ({verb} {number})" for index, number in missing.items())
+        awaited = ", ".join(f"{self._name(index)} ({verb} {number})" for index, number in missing.items())
         return (
-            f"{self._who(self.index)} waited {waited_s:.1f} s in {what}, sum number {sequence} of this group, for "
-            f"{told}: stopped, stuck, or taking other steps than the rest. A longer timeout_s waits longer"
+            f"{self._name(self.index)} waited {waited_s:.1f} s in {what}, sum number {sequence} of this group, for "
+            f"{awaited}: stopped, stuck, or taking other steps than the rest. A longer timeout_s waits longer"
         )
 
-    def _who(self, index: int) -> str:
-        return f"worker {self._waiting.ranks[index]}"
+    def _name(self, index: int) -> str:
+        return f"worker {self._waiter.ranks[index]}"
 
     def _fail(self, message: str) -> NoReturn:
         self._broken = message
         raise SyncError(message)
 
 
-def _is_read_by_all(parts: Sequence[Tensor]) -> None:
-    """Nothing is left to be read."""
+def _nothing_to_read(parts: Sequence[Tensor]) -> None:
+    """The read of an op that is done."""
 
 
 def _sum_into(target: Tensor, parts: Sequence[Tensor]) -> None:
@@ -444,15 +392,5 @@ def _sum_into(target: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _add_to(target: Tensor, other: int, parts: Sequence[Tensor]) -> None:
-    """Add the other one's numbers to one's own, which lie there still: of two it is the same sum on both."""
+    """Add the other member's numbers to this one's, in place: with two members the sum has the same bits on both."""
     target.add_(parts[other])
-
-
-def _tried(make: Callable[[], Arena], at_end: contextlib.ExitStack) -> tuple[Arena | None, str | None]:
-    """Memory, which is let go of `at_end`; or why there is none."""
-    try:
-        arena = make()
-        at_end.callback(arena.close)
-        return arena, None
-    except OSError as error:
-        return None, f"no memory to share: {error.strerror}" + (f" ({error.filename})" if error.filename else "")

@@ -1,8 +1,8 @@
-"""What is summed in shared memory: of which types, which part by whom, in which order; and the mark of a sum.
+"""The arithmetic of all-reduce in shared memory, and the fingerprints by which members detect mismatched collectives.
 
-Sums are taken in the order of the members, so that all get the same bits; of two members either order gives the same. A
-*mark* is one number, by which members see whether all of them sum the same: how many numbers, of which type, and in
-which segment they lie.
+Sums are taken in the order of the members, so all members get the same bits. A *fingerprint* is one integer that
+describes a collective: its kind, its number of elements, their type, and the segment that holds them. Members compare
+fingerprints, as torch.distributed does with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = [
     "EXCHANGED",
     "GATHERED",
     "GATHERED_TO_ONE",
-    "LAST_PLACE",
+    "LAST_PAGE",
     "MAXIMUM",
     "MINIMUM",
     "PRODUCT",
@@ -26,15 +26,15 @@ __all__ = [
     "REDUCE_SCATTERED",
     "SCATTERED_FROM_ONE",
     "SUMMED",
+    "fingerprint_of",
+    "fingerprint_text",
     "is_barrier",
-    "mark_of",
-    "mark_text",
     "ordered_sum",
     "part_bounds",
     "sum_in_place",
 ]
 
-SUMMED = (  # the place in this row is the type's number in a mark
+SUMMED = (  # the position in this tuple is the type's number in a fingerprint
     torch.float32,
     torch.float64,
     torch.float16,
@@ -45,14 +45,15 @@ SUMMED = (  # the place in this row is the type's number in a mark
     torch.uint8,
 )
 ROUNDED = (torch.float16, torch.bfloat16)  # summed in float32, and rounded once
-CACHED_BYTES = 512 * 1024  # summed at a time, of all members together: they stay in a core's own cache
+CACHED_BYTES = 512 * 1024  # summed at a time, of all members together: this much stays in a core's own cache
 
-TYPE_SHIFT, PLACE_SHIFT = 36, 40  # of a mark: how many numbers, then their type, then the segment
-BARRIER, GATHERED, REDUCE_SCATTERED, EXCHANGED = range(2**24 - 1, 2**24 - 5, -1)  # in place of the segment
+# Bits of a fingerprint: number of elements, then their type, then the origin (a segment's page, or a kind below).
+TYPE_SHIFT, ORIGIN_SHIFT = 36, 40
+BARRIER, GATHERED, REDUCE_SCATTERED, EXCHANGED = range(2**24 - 1, 2**24 - 5, -1)  # kinds
 BROADCAST, GATHERED_TO_ONE, SCATTERED_FROM_ONE, REDUCED_TO_ONE, MINIMUM, MAXIMUM, PRODUCT = range(
     EXCHANGED - 1, EXCHANGED - 8, -1
 )
-LAST_PLACE = PRODUCT - 1  # of a segment, in pages; those behind it have the same mark
+LAST_PAGE = PRODUCT - 1  # segments that begin behind this page share it as their origin
 VERBS = {
     GATHERED: "gathers",
     REDUCE_SCATTERED: "sums and scatters",
@@ -68,7 +69,7 @@ VERBS = {
 
 
 def part_bounds(numel: int, index: int, size: int) -> tuple[int, int]:
-    """The bounds of a member's part, at multiples of 64 numbers, so that no cache line belongs to two."""
+    """Return the bounds of a member's part, at multiples of 64 numbers, so no two members write to one cache line."""
     first, last = (numel * place // size // 64 * 64 for place in (index, index + 1))
     return first, numel if index == size - 1 else last
 
@@ -77,15 +78,15 @@ def sum_in_place(parts: Sequence[Tensor], start: int, stop: int) -> None:
     """Write the sum of the parts, from `start` to `stop`, into all of them."""
     step = CACHED_BYTES // (len(parts) * parts[0].itemsize)
     shares = [part[start:stop] for part in parts]
-    cut = [shares] if stop - start <= step else zip(*(share.split(step) for share in shares), strict=True)
-    for pieces in cut:
+    blocks = [shares] if stop - start <= step else zip(*(share.split(step) for share in shares), strict=True)
+    for pieces in blocks:
         summed = ordered_sum(pieces, out=pieces[0])
         for piece in pieces if summed is not pieces[0] else pieces[1:]:
             piece.copy_(summed)
 
 
 def ordered_sum(parts: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-    """The sum in the order of the parts: in `out` where given and exact enough, else in a tensor of its own."""
+    """Return the sum in the order of the parts: in `out` if it is given and exact enough, else in a new tensor."""
     if parts[0].dtype in ROUNDED:
         summed = parts[0].float()
     elif out is not None:
@@ -97,21 +98,21 @@ def ordered_sum(parts: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor
     return summed
 
 
-def mark_of(part: Tensor, *, place: int) -> int:
-    """The mark of a collective. `place`: the segment that the numbers lie in, 0 where they were copied to be summed, or
-    one of the constants above."""
-    return place << PLACE_SHIFT | SUMMED.index(part.dtype) << TYPE_SHIFT | part.numel()
+def fingerprint_of(part: Tensor, *, origin: int) -> int:
+    """Return the fingerprint of a collective. `origin`: the page of the segment that holds the numbers, 0 for a staged
+    sum, or one of the kinds above."""
+    return origin << ORIGIN_SHIFT | SUMMED.index(part.dtype) << TYPE_SHIFT | part.numel()
 
 
-def is_barrier(mark: int) -> bool:
-    return mark >> PLACE_SHIFT == BARRIER
+def is_barrier(fingerprint: int) -> bool:
+    return fingerprint >> ORIGIN_SHIFT == BARRIER
 
 
-def mark_text(mark: int) -> str:
-    """What a member joined for, in words."""
-    if is_barrier(mark):
+def fingerprint_text(fingerprint: int) -> str:
+    """Describe a member's collective in words."""
+    if is_barrier(fingerprint):
         return "waits in a barrier"
-    place = mark >> PLACE_SHIFT
-    numel, kind = mark & 2**TYPE_SHIFT - 1, SUMMED[mark >> TYPE_SHIFT & 2 ** (PLACE_SHIFT - TYPE_SHIFT) - 1]
-    where = f" (bucket at page {place})" if place and place not in VERBS else ""
-    return f"{VERBS.get(place, 'sums')} {numel:,} numbers of {str(kind).removeprefix('torch.')}{where}"
+    origin, numel = fingerprint >> ORIGIN_SHIFT, fingerprint & 2**TYPE_SHIFT - 1
+    dtype = SUMMED[fingerprint >> TYPE_SHIFT & 2 ** (ORIGIN_SHIFT - TYPE_SHIFT) - 1]
+    where = f" (bucket at page {origin})" if origin and origin not in VERBS else ""
+    return f"{VERBS.get(origin, 'sums')} {numel:,} numbers of {str(dtype).removeprefix('torch.')}{where}"

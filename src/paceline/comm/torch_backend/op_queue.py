@@ -23,39 +23,39 @@ POLL_S = 0.02  # for those who wait while another thread is at work
 
 
 class QueuedOp:
-    """An operation in the line. `result` is what its future holds: the tensors that it fills."""
+    """An operation in the queue. `result`: the tensors that it fills, which become the value of its future."""
 
-    def __init__(self, do: Callable[[], None], result: Any, line: OpQueue) -> None:
+    def __init__(self, do: Callable[[], None], result: Any, queue: OpQueue) -> None:
         self.result = result
         self.error: BaseException | None = None
         self.is_done = False
         self._do: Callable[[], None] | None = do
-        self._line = line
+        self._queue = queue
         self._lock = threading.Lock()
         self._done: threading.Event | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._untold: torch.futures.Future[Any] | None = None  # was asked for before it was done
+        self._pending_future: torch.futures.Future[Any] | None = None  # handed out before the operation was done
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Return whether it is done, at the latest after `limit_s`; raises what has ended it."""
+        """Return whether it is done, at the latest after `limit_s`; raise the error that ended it."""
         if not self.is_done:
-            self._line.finish(self, limit_s)
+            self._queue.finish(self, limit_s)
         if self.is_done and self.error is not None:
             raise self.error
         return self.is_done
 
     def future(self) -> torch.futures.Future[Any]:
-        """Return what ends when it is done, without anybody's waiting."""
+        """Return a future that completes by itself when the operation is done."""
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
                 if self.is_done:
                     self._fill(self._future)
-        self._line.wake()
+        self._queue.wake()
         return self._future
 
     def done(self) -> threading.Event:
-        """Return what is set when it is done."""
+        """Return an event that is set when the operation is done."""
         with self._lock:
             if self._done is None:
                 self._done = threading.Event()
@@ -64,32 +64,32 @@ class QueuedOp:
             return self._done
 
     @property
-    def has_to_tell(self) -> bool:
-        """Whether it is done, and its future does not know."""
-        return self._untold is not None
+    def has_pending_future(self) -> bool:
+        """Whether the operation is done, and its future still has to be completed."""
+        return self._pending_future is not None
 
     def run(self) -> None:
-        """Do it; an error is kept for whoever waits. Then its future has to be told."""
+        """Run the operation; an error is kept for waiting callers. Afterwards its future has to be completed."""
         do, self._do = self._do, None
         try:
             if do is not None:
                 do()
-        except Exception as error:  # of whatever kind: it is raised where somebody waits
+        except Exception as error:  # any kind: it is raised in the waiting caller
             self.error = error
-        except BaseException as error:  # Ctrl-C: of this thread, and nobody else may wait for what was broken off
+        except BaseException as error:  # Ctrl-C in this thread: it goes on here, and other callers must not wait
             self.error = error
             raise
         finally:
-            del do  # what it refers to may be large
+            del do  # it may keep large tensors alive
             with self._lock:
                 self.is_done = True
-                self._untold, event = self._future, self._done
+                self._pending_future, event = self._future, self._done
             if event is not None:
                 event.set()
 
-    def tell(self) -> None:
-        """End the future: what hangs on it runs here, and may begin other operations and wait for them."""
-        future, self._untold = self._untold, None
+    def complete_future(self) -> None:
+        """Complete the future; its callbacks run here, and may begin other operations and wait for them."""
+        future, self._pending_future = self._pending_future, None
         if future is not None:
             self._fill(future)
 
@@ -98,85 +98,85 @@ class QueuedOp:
             future.set_result(self.result)
         elif isinstance(self.error, Exception):
             future.set_exception(self.error)
-        else:  # a future takes no other errors
+        else:  # a future accepts no other errors
             future.set_exception(RuntimeError(f"a collective was broken off by {type(self.error).__name__}"))
 
 
 class OpQueue:
-    """A line of operations. Any thread may use it."""
+    """A queue of operations, run one at a time. Any thread may use it."""
 
     def __init__(self, *, name: str) -> None:
         self._name = name
-        self._line: deque[QueuedOp] = deque()
-        self._running = threading.Lock()  # whoever has it does the next operation
-        self._woken = threading.Event()
-        self._thread: threading.Thread | None = None  # that has to do what is in the line
-        self._hiring = threading.Lock()
+        self._queue: deque[QueuedOp] = deque()
+        self._running = threading.Lock()  # the thread that holds it runs the next operation
+        self._wakeup = threading.Event()
+        self._thread: threading.Thread | None = None  # the background thread
+        self._thread_lock = threading.Lock()
         self._is_closed = False
 
     def begin(self, do: Callable[[], None], *, result: Any, is_awaited: bool) -> QueuedOp:
-        """Put an operation into the line. `is_awaited`: the caller will wait for it at once."""
-        turn = QueuedOp(do, result, self)
-        self._line.append(turn)
+        """Put an operation into the queue. `is_awaited`: the caller will wait for it immediately."""
+        op = QueuedOp(do, result, self)
+        self._queue.append(op)
         if not is_awaited:
             self.wake()
-        return turn
+        return op
 
-    def finish(self, turn: QueuedOp, limit_s: float | None) -> None:
+    def finish(self, op: QueuedOp, limit_s: float | None) -> None:
         """Return when an operation is done, or after a time."""
         ends = None if limit_s is None else time.monotonic() + limit_s
-        while not turn.is_done and (ends is None or time.monotonic() < ends):
+        while not op.is_done and (ends is None or time.monotonic() < ends):
             if ends is None and self._running.acquire(blocking=False):
                 self._do_next()
-            else:  # another thread is at it, or may have to go on when the time is up
+            else:  # another thread runs an operation, or must continue when this caller's time is up
                 self.wake()
-                turn.done().wait(POLL_S if ends is None else max(0.0, ends - time.monotonic()))
+                op.done().wait(POLL_S if ends is None else max(0.0, ends - time.monotonic()))
 
     def wake(self) -> None:
-        """Have a thread do what is in the line."""
-        if not self._line or self._is_closed:
+        """Let the background thread run the queued operations."""
+        if not self._queue or self._is_closed:
             return
-        with self._hiring:
+        with self._thread_lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
-        self._woken.set()
+        self._wakeup.set()
 
     def close(self) -> None:
-        """Let the thread end. What is in the line is done by those who wait for it."""
+        """End the background thread. Operations still in the queue are run by the callers that wait for them."""
         self._is_closed = True
-        self._woken.set()
+        self._wakeup.set()
 
     def _do_next(self) -> None:
-        """Do the next operation and let go of the line; then end its future, also where Ctrl-C has broken it off."""
-        turn = None
+        """Run the next operation and release the queue; then complete its future, also after Ctrl-C."""
+        op = None
         try:
-            turn = self._line.popleft() if self._line else None
-            if turn is not None:
-                turn.run()
+            op = self._queue.popleft() if self._queue else None
+            if op is not None:
+                op.run()
         finally:
             self._running.release()
-            if turn is not None and turn.has_to_tell:
-                self._tell(turn)
+            if op is not None and op.has_pending_future:
+                self._complete_future(op)
 
     def _serve(self) -> None:
         own = threading.current_thread()
         while self._thread is own and not self._is_closed:
-            self._woken.wait()
-            self._woken.clear()
-            while self._line and self._thread is own and not self._is_closed:
+            self._wakeup.wait()
+            self._wakeup.clear()
+            while self._queue and self._thread is own and not self._is_closed:
                 self._running.acquire()
                 self._do_next()
 
-    def _tell(self, turn: QueuedOp) -> None:
-        """End a future. What hangs on it may wait for another operation: where this is the thread that would do it,
-        somebody else must be free to."""
+    def _complete_future(self, op: QueuedOp) -> None:
+        """Complete a future. Its callbacks may wait for another operation, which this thread would have to run. So
+        another background thread may be started meanwhile."""
         own = threading.current_thread()
-        with self._hiring:
+        with self._thread_lock:
             is_serving = self._thread is own
             if is_serving:
                 self._thread = None
-        turn.tell()
-        with self._hiring:
+        op.complete_future()
+        with self._thread_lock:
             if is_serving and self._thread is None:
                 self._thread = own

@@ -1,12 +1,13 @@
-"""Shared memory as a back end of torch.distributed: what torch's own DDP, fully_shard and DTensor call on the CPU.
+"""Shared memory as a back end of torch.distributed, for torch's own DDP, fully_shard and DTensor on the CPU.
 
-torch asks for a process group: a subclass of its own, whose collectives are those of `SharedGroup`. Underneath lies a
-gloo group. The workers meet through it, and what memory does not have goes over it: single messages (send and recv),
-logical operations, sums of booleans and complex numbers. Where the workers cannot share memory torch gets that gloo
-group itself, and a warning says why.
+The back end is a subclass of torch's ProcessGroup, whose collectives are those of `SharedGroup`. Below it lies a gloo
+group, which does the rendezvous and all that shared memory does not offer: send and recv, logical reductions, sums of
+booleans and complex numbers. If the workers cannot share memory, torch gets that gloo group itself, and a warning
+reports the reason.
 
-All workers of a group must make the same choice between the two, so it depends on types and operations alone, never on
-how a tensor lies: one with holes is copied. What is called is done in turn (`comm/torch_backend/op_queue.py`).
+All workers of a group must choose the same of the two. So the choice depends on types and operations alone, never on
+strides: a tensor that is not contiguous is copied. Collectives run in the order of the calls
+(`comm/torch_backend/op_queue.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from torch import Tensor
 
 from paceline.comm.elastic.generation_group import GenerationGroup
 from paceline.comm.shared_memory.collectives import (
-    MOVED_BYTES,
-    Combine,
+    COPY_BYTES,
+    Reduction,
     fill_pieces,
     flat,
     gather_pieces,
     reduce_pieces,
     scatter_pieces,
 )
-from paceline.comm.shared_memory.shared_group import SharedGroup, with_shared_memory
+from paceline.comm.shared_memory.setup import with_shared_memory
+from paceline.comm.shared_memory.shared_group import SharedGroup
 from paceline.comm.shared_memory.summation import (
     GATHERED_TO_ONE,
     MAXIMUM,
@@ -52,11 +54,11 @@ __all__ = ["NAME", "SharedMemoryProcessGroup", "register_backend"]
 
 NAME = "paceline"
 CPU = torch.device("cpu")
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes of a host, and for no other's
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies a host
 
-TorchGroup: Any = dist.ProcessGroup  # its stubs name arguments otherwise in every other method; torch passes places
+TorchGroup: Any = dist.ProcessGroup  # torch passes arguments by position; its stubs use other argument names
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-OTHERS: Sequence[tuple[Any, Combine, int]] = (  # each worker takes them for itself
+OTHERS: Sequence[tuple[Any, Reduction, int]] = (  # reductions that each worker computes for itself
     (dist.ReduceOp.MIN, lambda parts: functools.reduce(torch.minimum, parts), MINIMUM),
     (dist.ReduceOp.MAX, lambda parts: functools.reduce(torch.maximum, parts), MAXIMUM),
     (dist.ReduceOp.PRODUCT, lambda parts: functools.reduce(torch.mul, parts), PRODUCT),
@@ -66,8 +68,8 @@ OTHERS: Sequence[tuple[Any, Combine, int]] = (  # each worker takes them for its
 def register_backend(name: str = NAME) -> None:
     """Make `name` a back end of torch.distributed for tensors of the CPU: `init_process_group("paceline")`.
 
-    Programs that know nothing of Paceline otherwise (DDP, fully_shard, DTensor under torchrun) then sum, gather and
-    scatter in memory that the workers of a host share. To call it again is no harm.
+    Programs without other use of Paceline (DDP, fully_shard, DTensor under torchrun) then run their collectives in the
+    shared memory of a host. Repeated calls have no effect.
     """
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(
@@ -76,7 +78,7 @@ def register_backend(name: str = NAME) -> None:
 
 
 def _create_process_group(name: str, wanted: Any, _: Any) -> Any:
-    """Return what torch is to use: a MemoryProcessGroup, or gloo where the workers do not meet in memory."""
+    """Return the process group for torch: a SharedMemoryProcessGroup, or gloo if the workers cannot share memory."""
     index, size = wanted.group_rank, wanted.group_size
     gloo = dist.ProcessGroupGloo(wanted.store, index, size, wanted.timeout)
     if size == 1:
@@ -89,7 +91,7 @@ def _create_process_group(name: str, wanted: Any, _: Any) -> Any:
     else:
         neighbours = dist.get_world_size() if dist.is_initialized() else size
         ranks = wanted.global_ranks_in_group or range(size)
-        group, reason = with_shared_memory(straight, timeout_s=limit_s, num_neighbours=neighbours, ranks=ranks)
+        group, reason = with_shared_memory(straight, timeout_s=limit_s, num_local_workers=neighbours, ranks=ranks)
         if isinstance(group, SharedGroup):
             return SharedMemoryProcessGroup(gloo, group, name=name)
     if index == 0:
@@ -98,23 +100,23 @@ def _create_process_group(name: str, wanted: Any, _: Any) -> Any:
 
 
 class SharedMemoryProcessGroup(TorchGroup):
-    """Workers of one host who meet in memory. Names of methods, and what they take and do, are torch's."""
+    """A process group of one host's workers in shared memory. Methods have torch's names, arguments and effects."""
 
     def __init__(self, gloo: Any, memory: SharedGroup, *, name: str) -> None:
         super().__init__(memory.index, memory.size)
         self._name, self._gloo, self._memory = name, gloo, memory
-        # What is not overridden here finds its way to it, and it keeps the name that torch gives the group.
+        # Methods that are not overridden here go to gloo, which also keeps the name that torch gives the group.
         self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._turns = OpQueue(name=f"{name}-collectives")
-        weakref.finalize(self, self._turns.close).atexit = False
+        self._queue = OpQueue(name=f"{name}-collectives")
+        weakref.finalize(self, self._queue.close).atexit = False
 
     def getBackendName(self) -> str:
         return self._name
 
     def shutdown(self) -> None:
-        """Leave the group: those who wait for this worker are told."""
-        self._turns.close()
+        """Leave the group; members that wait for this worker get an error."""
+        self._queue.close()
         self._memory.close()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -125,11 +127,11 @@ class SharedMemoryProcessGroup(TorchGroup):
 
         def do() -> None:
             if other is not None:
-                combine, kind = other
+                reduction, kind = other
                 with fill_pieces(tensors) as rows:
                     for row in rows:
-                        moves = reduce_pieces(row, row, combine=combine, most=_max_piece_numel(row))
-                        self._memory.move(moves, row.dtype, "all_reduce", kind=kind)
+                        pieces = reduce_pieces(row, row, reduction=reduction, most=_max_piece_numel(row))
+                        self._memory.run_pieces(pieces, row.dtype, "all_reduce", kind=kind)
                 return
             for flight in [self._memory.all_reduce(tensor, what="all_reduce") for tensor in tensors]:
                 flight.wait()
@@ -151,10 +153,10 @@ class SharedMemoryProcessGroup(TorchGroup):
             own = tensors if opts.rootRank == self._memory.index else []
             with fill_pieces(own) as targets:
                 row = flat(tensors[0])
-                moves = reduce_pieces(
-                    row, targets[0] if targets else None, combine=ordered_sum, most=_max_piece_numel(row)
+                pieces = reduce_pieces(
+                    row, targets[0] if targets else None, reduction=ordered_sum, most=_max_piece_numel(row)
                 )
-                self._memory.move(moves, row.dtype, "reduce", kind=REDUCED_TO_ONE)
+                self._memory.run_pieces(pieces, row.dtype, "reduce", kind=REDUCED_TO_ONE)
             self._divide(own, opts)
 
         return self._begin(do, tensors, opts)
@@ -200,8 +202,8 @@ class SharedMemoryProcessGroup(TorchGroup):
         def do() -> None:
             with fill_pieces(own) as targets:
                 row = flat(inputs[0])
-                moves = gather_pieces(row, targets, most=_max_piece_numel(row))
-                self._memory.move(moves, row.dtype, "gather", kind=GATHERED_TO_ONE)
+                pieces = gather_pieces(row, targets, most=_max_piece_numel(row))
+                self._memory.run_pieces(pieces, row.dtype, "gather", kind=GATHERED_TO_ONE)
 
         return self._begin(do, outputs, opts)
 
@@ -213,7 +215,7 @@ class SharedMemoryProcessGroup(TorchGroup):
 
         def do() -> None:
             with fill_pieces(outputs) as (target,):
-                moves = scatter_pieces(
+                pieces = scatter_pieces(
                     list(map(flat, own)),
                     target,
                     source=opts.rootRank,
@@ -221,7 +223,7 @@ class SharedMemoryProcessGroup(TorchGroup):
                     size=size,
                     most=_max_piece_numel(target),
                 )
-                self._memory.move(moves, target.dtype, "scatter", kind=SCATTERED_FROM_ONE)
+                self._memory.run_pieces(pieces, target.dtype, "scatter", kind=SCATTERED_FROM_ONE)
 
         return self._begin(do, outputs, opts)
 
@@ -286,17 +288,17 @@ class SharedMemoryProcessGroup(TorchGroup):
     all_to_all_single = alltoall_base
 
     def _begin(self, do: Callable[[], None], result: Any, opts: Any) -> dist.Work:
-        def say() -> None:
+        def run() -> None:
             try:
                 do()
             except SyncError as error:
-                raise dist.DistBackendError(str(error)) from error  # what users of torch.distributed look for
+                raise dist.DistBackendError(str(error)) from error  # the type that users of torch.distributed catch
 
         is_awaited = opts is not None and not opts.asyncOp
-        return _QueuedWork(self._turns.begin(say, result=result, is_awaited=is_awaited))
+        return _QueuedWork(self._queue.begin(run, result=result, is_awaited=is_awaited))
 
     def _over_gloo(self, begin: Callable[[], dist.Work], result: Any, opts: Any) -> dist.Work:
-        """Have gloo do what memory does not have, in its turn: all workers must begin gloo's own in the same order."""
+        """Queue an operation of gloo: all workers must begin gloo's operations in the same order."""
 
         def do() -> None:
             begin().wait()
@@ -316,7 +318,7 @@ class SharedMemoryProcessGroup(TorchGroup):
         with fill_pieces(out) as targets:
             self._memory.all_to_all(list(map(flat, parts)), targets, what="all_to_all")
 
-    @torch.inference_mode()  # the only mode in which tensors that were made in it can be written to
+    @torch.inference_mode()  # only in this mode can tensors be written to that were made in it
     def _divide(self, tensors: Sequence[Tensor], opts: Any) -> None:
         if opts.reduceOp == AVG:
             for tensor in tensors:
@@ -324,44 +326,46 @@ class SharedMemoryProcessGroup(TorchGroup):
 
 
 class _QueuedWork(dist.Work):
-    """What torch gets for a collective that it has called."""
+    """The `Work` that torch gets for a collective."""
 
-    def __init__(self, turn: QueuedOp) -> None:
+    def __init__(self, op: QueuedOp) -> None:
         super().__init__()
-        self._turn = turn
+        self._op = op
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         limit_s = timeout.total_seconds() or None
-        if not self._turn.wait(limit_s):
-            raise dist.DistBackendError(f"a collective was not done in {limit_s:g} s: others have not come to it")
+        if not self._op.wait(limit_s):
+            raise dist.DistBackendError(
+                f"a collective was not done within {limit_s:g} s: other workers have not called it"
+            )
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._turn.future()
+        return self._op.future()
 
     def is_completed(self) -> bool:
-        return self._turn.is_done
+        return self._op.is_done
 
     def is_success(self) -> bool:
-        return self._turn.is_done and self._turn.error is None
+        return self._op.is_done and self._op.error is None
 
     def exception(self) -> BaseException | None:
-        return self._turn.error
+        return self._op.error
 
     def result(self) -> Any:
-        return self._turn.result
+        return self._op.result
 
     def synchronize(self) -> None:
         self.wait()
 
 
-def _non_sum_op(opts: Any) -> tuple[Combine, int] | None:
-    """How an operation is done that is no sum; None: it is one, or memory does not have it."""
-    return next(((combine, kind) for op, combine, kind in OTHERS if opts.reduceOp == op), None)
+def _non_sum_op(opts: Any) -> tuple[Reduction, int] | None:
+    """Return the reduction and kind of an operation that is not a sum; None for sums and unsupported operations."""
+    return next(((reduction, kind) for op, reduction, kind in OTHERS if opts.reduceOp == op), None)
 
 
-def _is_supported(opts: Any, tensor: Tensor, other: tuple[Combine, int] | None) -> bool:
-    """Whether memory has an operation for numbers of this type."""
+def _is_supported(opts: Any, tensor: Tensor, other: tuple[Reduction, int] | None) -> bool:
+    """Whether shared memory supports the operation for this type."""
     if tensor.dtype not in SUMMED:
         return False
     is_mean = opts.reduceOp == AVG and tensor.is_floating_point()
@@ -369,11 +373,11 @@ def _is_supported(opts: Any, tensor: Tensor, other: tuple[Combine, int] | None) 
 
 
 def _max_piece_numel(row: Tensor) -> int:
-    return MOVED_BYTES // row.itemsize
+    return COPY_BYTES // row.itemsize
 
 
 def _cut(row: Tensor, tensor: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:
-    """Cut a tensor's numbers into what belongs to each worker, by rows of the tensor."""
+    """Split a flat tensor into one part per worker, by rows of the original tensor."""
     each = row.numel() // max(1, len(tensor))
     return list(row.split([each * length for length in lengths or [len(tensor) // size] * size]))
 
@@ -383,7 +387,7 @@ def _require_alike(one: Tensor, others: Sequence[Tensor], what: str) -> None:
         if other.dtype != one.dtype or other.numel() != one.numel():
             raise ValueError(
                 f"{what}: a tensor of {other.numel():,} numbers of {other.dtype} stands beside one of {one.numel():,} "
-                f"of {one.dtype}; all must be alike"
+                f"of {one.dtype}; all must have the same length and type"
             )
 
 
@@ -395,4 +399,4 @@ def _require_even(whole: Tensor, part: Tensor, size: int, what: str) -> None:
 
 
 def _nothing() -> None:
-    """Nobody knows more than the transfer itself."""
+    """The default check: only the transfer itself ends a wait."""

@@ -62,7 +62,7 @@ class AsyncServer(Server):
 
     def _look(self) -> None:
         """Notice who is there no longer."""
-        gone = [worker for worker, (caller, _) in self._here.items() if not self.listener.is_there(caller)]
+        gone = [worker for worker, (caller, _) in self._here.items() if not self.listener.is_connected(caller)]
         for worker in gone:
             self._lose(worker)
         if gone:

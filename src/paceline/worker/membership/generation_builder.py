@@ -18,7 +18,7 @@ from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep
 from paceline.comm.group import Disrupted, SingleWorkerGroup, WorkerGroup
 from paceline.comm.messages.json_channel import Channel
 from paceline.comm.rendezvous.torch_store import SupervisorStore
-from paceline.comm.shared_memory.shared_group import shared_memory_unavailable, with_shared_memory
+from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
 from paceline.elastic.membership_messages import MembershipView
 from paceline.errors import SyncError
 from paceline.worker.membership.coordinator_client import CoordinatorClient
@@ -119,7 +119,7 @@ class GenerationBuilder:
             neighbours = len(view.members)
             try:
                 group, reason = with_shared_memory(
-                    group, timeout_s=timeout_s, is_lost=check, num_neighbours=neighbours, ranks=members
+                    group, timeout_s=timeout_s, check_peers=check, num_local_workers=neighbours, ranks=members
                 )
             except SyncError:
                 group.close()
@@ -135,5 +135,5 @@ class GenerationBuilder:
             store=dist.PrefixStore("near", store),
             check=check,
             lost=Disrupted,
-            tells=context.assignment.rank == members[0] == view.members[0],
+            reports=context.assignment.rank == members[0] == view.members[0],
         )

@@ -38,7 +38,7 @@ def allreduce_settings(context: JoinContext) -> AllReduceSettings:
         algorithm=allreduce_algorithm(context.plan),
         host=host_name(context.assignment),
         timeout_s=context.job.timeout_s,
-        tell=context.tell,
+        report=context.tell,
     )
 
 

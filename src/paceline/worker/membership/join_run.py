@@ -26,7 +26,7 @@ from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
 from paceline.comm.memory_checkpoint import MemoryCheckpoint, SnapshotSlot
 from paceline.comm.messages.json_channel import Channel
 from paceline.comm.rendezvous.torch_store import SupervisorStore
-from paceline.comm.shared_memory.shared_group import shared_memory_unavailable, with_shared_memory
+from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
 from paceline.errors import LaunchError, PlanError
 from paceline.events import Note
 from paceline.plan import Plan
@@ -157,7 +157,7 @@ def _join_fixed(
                 settings,
                 ranks=range(assignment.workers),
                 store=dist.PrefixStore("paceline/near", shared),
-                tells=assignment.rank == 0,
+                reports=assignment.rank == 0,
             )
     recorder.leave()
     members = ElasticGroup(group, generation=0, ranks=tuple(range(assignment.workers)), recorder=recorder)
@@ -180,7 +180,7 @@ def _join_fixed(
             settings,
             ranks=ranks,
             store=dist.PrefixStore(f"paceline/near {name}", shared),
-            tells=assignment.rank == 0,
+            reports=assignment.rank == 0,
         ),
     )
     algorithm, kind = allreduce_algorithm(context.plan), type(context.plan.sync).__name__

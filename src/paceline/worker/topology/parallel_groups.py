@@ -33,7 +33,8 @@ import torch.distributed as dist
 from paceline.comm.elastic.generation_group import ElasticGroup
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
-from paceline.comm.shared_memory.shared_group import SharedGroup, shared_memory_unavailable, with_shared_memory
+from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
+from paceline.comm.shared_memory.shared_group import SharedGroup
 from paceline.events import Event
 from paceline.parallel.fully_sharded.sharded_model import ShardGroup
 from paceline.parallel.mesh import Mesh, mesh_of
@@ -265,7 +266,7 @@ def parallel_groups_of(
             of_host = hosts[worker_rank - first]
             if device.type == "cpu" and all(hosts[member - first] == of_host for member in members):
                 neighbours = num_workers or hosts.count(of_host)
-                one, reason = with_shared_memory(one, timeout_s=timeout_s, num_neighbours=neighbours, ranks=members)
+                one, reason = with_shared_memory(one, timeout_s=timeout_s, num_local_workers=neighbours, ranks=members)
                 if reason is not None and members[0] == worker_rank:
                     tell(shared_memory_unavailable(f"workers along {axis!r} exchange tensors", reason))
             in_memory[axis] = one if isinstance(one, SharedGroup) else None
@@ -356,7 +357,7 @@ def replica_group_of(
     whole: Any = Group(default_group(), device=device)
     hosts: list[str] = whole.gather_objects(host)
     if len(set(hosts)) == 1 and device.type == "cpu":
-        whole, reason = with_shared_memory(whole, timeout_s=timeout_s, num_neighbours=num_workers, ranks=members)
+        whole, reason = with_shared_memory(whole, timeout_s=timeout_s, num_local_workers=num_workers, ranks=members)
         if reason is not None and members[0] == worker_rank:
             tell(shared_memory_unavailable("workers of a replica exchange tensors", reason))
     return ElasticGroup(whole, generation=0, recorder=recorder, name=name), hosts
