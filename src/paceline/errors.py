@@ -5,7 +5,7 @@
       LaunchError       workers could not be started, or could not find each other
       WorkerError       a worker failed: which one, where, when, and its own traceback
         WorkersLostError  workers were only taken away: the same command goes on         (also a SystemExit)
-      SyncError         workers could not agree: who is missing, since which step
+      SyncError         workers could not agree: which are missing, or which calls differ
       CheckpointError   a checkpoint could not be written or read
       RunFileError      a file of the run (ledger, events, metrics, ...) could not be written
       BadNumbersError   losses or weights have gone wrong, and the plan's guard ends the run
@@ -41,7 +41,17 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what an OSError then sa
 
 
 class PacelineError(Exception):
-    """Base class of every error that Paceline raises on purpose. All of them survive pickling."""
+    """Base class of every error that Paceline raises on purpose. All of them survive pickling.
+
+    Catch it to handle all of them. Wrong arguments of a single call raise plain ValueError, TypeError or RuntimeError.
+
+    Example::
+
+        try:
+            paceline.Plan.parse("replicas=0")
+        except paceline.PacelineError as error:
+            print(error)
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +67,18 @@ class Reason:
 
 
 class PlanError(PacelineError, ValueError):
-    """The plan or the job cannot work; the message says what is wrong with the values and what to do.
+    """The plan or the job cannot work. It is also a ValueError.
 
-    Where a model was looked at, `reasons` are all that was found, and the message lists them.
+    Raised before any process starts where that is possible, otherwise by `worker.prepare()` on every worker. The
+    message names the value, the legal range and the remedy. After a model was checked, `reasons` holds every problem
+    that was found, and the message lists them. The command ends with exit status 2.
+
+    Example::
+
+        try:
+            paceline.Plan.parse("replicas=4").require(workers=3)
+        except paceline.PlanError as error:
+            print(error)  # names both numbers, and what to change
     """
 
     def __init__(self, message: str = "", *, reasons: Sequence[Reason] = ()) -> None:
@@ -79,18 +98,38 @@ class PlanError(PacelineError, ValueError):
 
 
 class LaunchError(PacelineError):
-    """Workers could not be started, or could not find each other; the command then ends with exit status 2.
+    """Workers could not be started, or could not find each other. Nothing was trained.
 
-    The message names the host or worker and the remedy: an address that nobody answers at, a token that differs, a host
-    that never came. Nothing was trained.
+    Raised by `paceline.run()` in the process that starts the workers. The message names the host or worker and the
+    remedy: an address without an answer, a different token, a missing host. The command ends with exit status 2.
+
+    Example::
+
+        def start(train):
+            try:
+                paceline.run(train, workers=8, hosts=2, head="node1:29500", token_file="token")
+            except paceline.LaunchError as error:
+                print(error)
     """
 
 
 class WorkerError(PacelineError):
-    """A worker failed; `paceline.run` raises it in the calling process, and the command ends with exit status 1.
+    """A worker failed: its function raised an error, or its process ended.
 
-    `str()` begins with the worker's own traceback where it had one. `worker` is its rank, `host` its host's name,
-    `step` the last committed step, `exit_code` that of its process (negative: the signal that ended it).
+    Raised by `paceline.run()` in the calling process, whatever the worker itself raised (`BadNumbersError`,
+    `SyncError`, an error of the program). `str()` begins with the worker's own traceback where it had one. The command
+    ends with exit status 1.
+
+    `worker` is its rank, `host` its host's name, `step` the last committed step, `exit_code` that of its process
+    (negative: the signal that ended it), `traceback` its traceback as text ("": it had none).
+
+    Example::
+
+        def start(train):
+            try:
+                paceline.run(train, workers=4)
+            except paceline.WorkerError as error:
+                print(error.worker, error.host, error.step, error.exit_code)
     """
 
     def __init__(
@@ -112,11 +151,20 @@ class WorkerError(PacelineError):
 
 
 class WorkersLostError(WorkerError, SystemExit):
-    """Workers or hosts were taken away, and too few are left; the same command goes on from the newest state.
+    """Workers or hosts were taken away, and too few are left. It is also a SystemExit; the program is not the cause.
 
-    A script that does not catch it ends with status `code`, which is 76: a launcher may repeat the command then.
+    Raised by `paceline.run()` in a script; a notebook gets a plain `WorkerError`. A script that does not catch it ends
+    with exit status `code`, which is 76: a launcher may repeat the command then. The same command continues from the
+    newest state. Python prints nothing for a SystemExit, so the message is printed to standard error before.
 
-    Of a SystemExit nothing is shown: whoever raises it tells the message before.
+    Example::
+
+        def start(train):
+            try:
+                paceline.run(train, workers=4, run_dir="runs/first")
+            except paceline.WorkersLostError as error:
+                print(error.code)  # 76
+                raise
     """
 
     def __init__(self, message: str, *, code: int, **fields: Any) -> None:
@@ -135,19 +183,75 @@ class WorkersLostError(WorkerError, SystemExit):
 
 
 class SyncError(PacelineError):
-    """Workers could not agree; the message says who is missing and since which step."""
+    """Workers could not agree: a peer is missing, or workers entered different calls.
+
+    Raised on the waiting workers by `step(batch)` and by every method of `Worker` that all workers call. It comes after
+    `timeout_s` without a peer, or as soon as a mismatch is seen. The message names the call, and the missing workers
+    and step where they are known. In the calling process it arrives as `WorkerError`. The command ends with exit status
+    1. Look for a `return`, `break` or condition that only some workers reach.
+
+    Example::
+
+        def agree(worker):
+            try:
+                worker.wait()
+            except paceline.SyncError as error:
+                print(f"worker {worker.rank}: {error}")
+                raise
+    """
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint could not be written or read; the message names the file."""
+    """A checkpoint could not be written or read; the message names the file.
+
+    Raised by `worker.restore()`, by `worker.prepare()` of what comes back from a checkpoint, by saves, and by `paceline
+    export`. A save is written in the background, so its error comes with the next save or at the end of the run. A
+    damaged checkpoint is never loaded: name an older one, or use `fresh=True`. The command ends with exit status 1.
+
+    Example::
+
+        def resume(worker):
+            try:
+                return worker.restore("runs/first/checkpoints/step_00000100")
+            except paceline.CheckpointError as error:
+                print(error)
+                return worker.restore()
+    """
 
 
 class BadNumbersError(PacelineError):
-    """Losses or weights have gone wrong; the message says at which step, what was expected, and what to do."""
+    """Losses or weights have gone wrong, and the plan's guard (`paceline.Guard`) ends the run.
+
+    Raised on every worker by `step(batch)`, before the optimizer steps: for a loss spike, a loss that is not finite, or
+    too many of them. It is also raised when replicas have unequal weights and no majority. The message gives the step,
+    the value, the limit and the remedy. In the calling process it arrives as `WorkerError`, with exit status 1.
+
+    Example::
+
+        def careful(worker, step, batch):
+            try:
+                return step(batch)
+            except paceline.BadNumbersError as error:
+                print(f"after step {worker.step}: {error}")
+                raise
+    """
 
 
 class RunFileError(PacelineError):
-    """A file of the run could not be written; the message names it, says why, and what to do."""
+    """A file of the run (ledger, events, metrics, error report) could not be written.
+
+    Raised by the worker or the supervisor that writes the file. `path` is the file, `reason` the system's own message.
+    The usual cause is a full disk: free space and start the same command again, which continues from the newest
+    checkpoint.
+
+    Example::
+
+        def write_row(path, line):
+            try:
+                path.write_text(line)
+            except OSError as error:
+                raise paceline.RunFileError(f"{path}: {error}", path=str(path), reason=str(error)) from error
+    """
 
     def __init__(self, message: str, *, path: str = "", reason: str = "") -> None:
         super().__init__(message)

@@ -9,11 +9,17 @@ __all__ = ["scaled_lr"]
 
 
 def scaled_lr(lr: float, *, batch: int, reference_batch: int, rule: Literal["linear", "sqrt"]) -> float:
-    """Return the learning rate for batches of `batch` samples, where `lr` was found with `reference_batch`.
+    """Return the learning rate for batches of `batch` samples, where `lr` was found with `reference_batch` samples.
 
-    "linear" is for SGD (Goyal et al. 2017, section 2.1): so many times the batch, so many times the rate. "sqrt" is for
-    Adam and its like (Malladi et al. 2022, definition 5.2), whose other settings it leaves as they are. Both hold for
-    batches well below the gradient noise scale, and after a warm-up. Raises ValueError.
+    "linear" is for SGD: `lr * batch / reference_batch` (Goyal et al. 2017, section 2.1). "sqrt" is for Adam and its
+    like: `lr * sqrt(batch / reference_batch)` (Malladi et al. 2022, definition 5.2); it leaves Adam's other settings as
+    they are. Both hold for batches well below the gradient noise scale, and after a warm-up. Nothing moves between
+    workers. Raises ValueError for a batch below 1 sample, a negative or infinite rate, and an unknown rule.
+
+    Example::
+
+        assert paceline.scaled_lr(0.1, batch=1024, reference_batch=256, rule="linear") == 0.4
+        assert paceline.scaled_lr(3e-4, batch=1024, reference_batch=256, rule="sqrt") == 6e-4
     """
     for name, size in (("batch", batch), ("reference_batch", reference_batch)):
         if size < 1:

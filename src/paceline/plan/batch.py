@@ -17,14 +17,18 @@ MICROS_BY_DEFAULT = 8
 class Batch(PlanPart):
     """The *global* batch: `size` samples a step over all workers, in micro-batches of `micro` (the last may be short).
 
-    A micro-batch is the atom of the computation: it has its own random state and sees no other one, and workers are
-    only dealt whole micro-batches. So `micro` changes the numbers (batch-norm statistics, in-batch losses, dropout),
-    and its default must be a function of `size` alone: if it followed the number of workers, the same plan would
-    train differently on another machine. `micro=None` means size / 8, rounded up, which keeps up to eight workers
-    busy.
+    A micro-batch is the atom of the computation. It has its own random state, sees no other one, and is always whole on
+    one worker. So `micro` changes the numbers (batch-norm statistics, in-batch losses, dropout). Its default depends on
+    `size` alone, so that a plan trains the same on any machine. `micro=None` means size / 8, rounded up, which keeps up
+    to eight workers busy.
 
-    `shuffle` orders each epoch by (seed, epoch); `drop_last` leaves out the epoch's last step when it would be short.
-    `seed` also seeds every micro-batch.
+    `shuffle` orders each epoch by (seed, epoch). `drop_last` leaves out the epoch's last step if it would be short.
+    `seed` also seeds every micro-batch. Raises PlanError for sizes below 1 and seeds outside 0 to 2**63 - 1.
+
+    Example::
+
+        batch = paceline.Batch(size=512, micro=8)  # samples of all workers together
+        assert batch.num_micro == 64
     """
 
     size: int = 32

@@ -14,19 +14,26 @@ __all__ = ["Compute"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Compute(PlanPart):
-    """`precision` of forward and backward, what to `recompute` in backward, what to `offload` from the device's
-    memory, and whether to `compile` the model.
+    """How a worker computes: `precision`, what to `recompute` in backward, what to `offload`, and whether to `compile`.
 
-    precision "bf16" computes in bf16 and keeps the weights and the optimizer in fp32; "fp64" keeps everything in
-    fp64: slow, the reference that parity compares with.
+    precision "bf16" computes forward and backward in bf16 and keeps weights and optimizer in fp32. "fp64" keeps
+    everything in fp64: slow, the reference that parity compares with.
 
-    recompute "blocks" keeps only the inputs of the model's repeated blocks; "selective" keeps also what is costly to
-    compute in them (matrix products, convolutions, attention, collectives), and computes the cheap rest again.
+    recompute (activation checkpointing; Chen et al. 2016) "blocks" keeps only the inputs of the model's repeated
+    blocks. "selective" also keeps what is costly to compute in them (matrix products, convolutions, attention,
+    collectives), and computes the cheap rest again.
 
-    offload "optimizer" keeps the optimizer's state outside of the device's memory; "all" also parameters and
-    gradients, which come to the device one unit at a time. It is the host's memory, or, for optimizer state, with
-    `offload_path`, files without a name in that directory on each worker's host (best a fast local disk), which are
-    mapped into memory. On the CPU only a path helps, since the host's memory is the device's.
+    offload "optimizer" keeps the optimizer's state outside of the device's memory. "all" also keeps parameters and
+    gradients there, and moves one unit at a time to the device. They lie in the host's memory. With `offload_path`
+    optimizer state lies in unnamed, memory-mapped files in that directory on each worker's host (best a fast local
+    disk). On the CPU only a path helps, since the host's memory is the device's. Nothing moves between workers.
+
+    Raises PlanError for a relative `offload_path`, or one without `offload`.
+
+    Example::
+
+        compute = paceline.Compute(precision="bf16", recompute="selective")
+        assert str(paceline.Plan(compute=compute)) == "compute(precision=bf16,recompute=selective)"
     """
 
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"

@@ -24,22 +24,31 @@ USED_BY = {  # fields that mean something only beside certain values of `on_spik
 class Guard(PlanPart):
     """What to do `on_spike`, and how often replicas compare their weights.
 
-    A spike is a step whose loss, over the whole global batch, is above median + `factor` x spread of the last `window`
-    losses (spread: 1.4826 times the median absolute deviation, and at least 1 % of the median; nothing is judged before
-    half a window is known), or is not finite, or whose gradients are not. It is seen before the optimizer steps.
-    "skip": nobody takes the step, its samples count as used. "stop": the run fails before the step. "rollback": the
-    run goes back to the last snapshot, which every worker keeps in its host's memory, and goes on behind the spike's
-    samples: those since the snapshot are not used again. "none": a step whose gradients are not finite is skipped,
-    nothing else is looked at.
+    A spike is a step whose loss or gradients are not finite, or whose loss over the global batch is too high. Too high
+    means above median + `factor` x spread of the last `window` losses. The spread is 1.4826 times the median absolute
+    deviation, and at least 1 % of the median. Nothing is judged before half a window is known. A spike is seen before
+    the optimizer steps:
 
-    Snapshots are taken `snapshot_every` steps apart. They also outlive the workers: when one of a run with a fixed
-    number of replicas is lost, or the last replica of one where they come and go, all begin again with the newest
-    one, without a look at the disk. None: where a replica
-    is several workers, and so often that it takes at most 1 % of the time, at least 10 steps apart; for "rollback" 100
-    steps apart. A number: under all layouts. 0: never.
+    - "none": a step whose gradients are not finite is skipped, and nothing else is looked at;
+    - "skip": no worker takes the step, and its samples count as used;
+    - "stop": the run fails with BadNumbersError before the step;
+    - "rollback": the run goes back to the last snapshot and continues behind the spike's samples. Samples since the
+      snapshot are not used again.
 
-    `check_every` steps (0: never) all workers compare a digest of their trained weights, bit by bit; one that differs
-    from the majority is named, and gets the majority's state.
+    Snapshots lie in each worker's host's memory, `snapshot_every` steps apart (0: never), and outlive the workers. When
+    a run with a fixed number of replicas loses a worker, all restart from the newest snapshot, without the disk. The
+    same holds for the last replica of an elastic run. None means: if a replica is several workers, as often as costs at
+    most 1 % of the time, at least 10 steps apart; for "rollback" 100 steps apart.
+
+    Every `check_every` steps (0: never) all workers compare a digest of their trained weights, bit by bit. A worker
+    that differs from the majority is named, and receives the majority's state.
+
+    Raises PlanError for values out of range, and for `factor` or `window` beside an `on_spike` without use for them.
+
+    Example::
+
+        guard = paceline.Guard(on_spike="skip", factor=8.0, check_every=100)
+        assert paceline.Plan.parse("guard(on_spike=skip,factor=8.0,check_every=100)").guard == guard
     """
 
     on_spike: Literal["none", "stop", "skip", "rollback"] = "none"

@@ -48,7 +48,15 @@ LAUNCHERS_NOT_BUILT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Program and place. None means "decided when the run starts"."""
+    """Program and place of a run: all that cannot change its numbers. None means "decided when the run starts".
+
+    Times are in seconds. Raises PlanError for values out of range, with the legal ones and the remedy.
+
+    Example::
+
+        job = paceline.Job(program="train.py", workers=4, save_every=100, keep=3)
+        assert job.timeout_s == 600.0
+    """
 
     program: str = ""  # path of a script; "" for paceline.run(fn)
     args: tuple[str, ...] = ()  # the script's own arguments

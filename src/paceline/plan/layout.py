@@ -14,42 +14,53 @@ __all__ = ["Layout"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Layout(PlanPart):
-    """`replicas` copies of the model, each over the product of the other axes' workers; None: as many as there are.
+    """How many `replicas` of the model there are, and over how many workers each one is spread.
 
-    A pair (least, most) makes the run elastic: replicas may be lost, join and leave while it goes on.
+    One replica is spread over the product of the other axes' workers.
 
-    `shard` workers split one replica's state by rows (ZeRO, Rajbhandari et al. 2020, by torch's `fully_shard`), and
-    share its micro-batches. `zero` says what stays whole on each of them, with DeepSpeed's numbers. With P bytes of
-    parameters, G of gradients, O of optimizer state (Adam: O = 2 P) over s workers, and U bytes of the largest unit (a
-    repeated block; what is in no block is one more), one of them holds besides activations
+    `replicas=None`: as many as there are workers for. A pair (least, most) makes the run elastic: replicas may be lost,
+    join and leave. Replicas exchange gradients or weights, as `Plan.sync` says (data parallel).
+
+    `shard` (fully sharded, ZeRO; Rajbhandari et al. 2020, by torch's `fully_shard`): workers split one replica's state
+    by rows and share its micro-batches. `zero` is DeepSpeed's number of what is split. Take P bytes of parameters, G of
+    gradients, O of optimizer state (Adam: O = 2 P), s workers, and U bytes of the largest unit. A unit is a repeated
+    block; what is in no block is one more. Besides activations one worker holds::
 
         zero    between steps    at most, in a step            parameters are gathered    gradients are summed
         1       (P + O) / s      (P + O) / s + P + G           once a step                once a step
         2       (P + O) / s      (P + G + O) / s + P + ~2 U    once a step                after each micro-batch
         3       (P + O) / s      (P + G + O) / s + ~3 U        twice a micro-batch        after each micro-batch
 
-    DeepSpeed's 1 and 2 keep the whole parameters between steps, too; here they go with a step's last backward.
+    DeepSpeed's 1 and 2 keep the whole parameters between steps, too; here they are freed with a step's last backward.
 
-    `tensor` parallel workers split the layers themselves (Shoeybi et al., "Megatron-LM", 2019): each has its heads of
-    every attention, its features of every MLP and its words of the vocabulary, and all of them run the same
-    micro-batches together. Of P, G and O bytes in these layers, one worker holds 1 / tensor; other layers it holds
-    whole. Partial results are summed over them twice a block and forward, and twice in backward. With `sequence` tokens
-    are split between those layers, so that norms, dropout and what they keep for backward are shared out as well.
+    `tensor` (tensor parallel; Shoeybi et al., "Megatron-LM", 2019): workers split the layers themselves. Each has its
+    heads of every attention, its features of every MLP and its words of the vocabulary. All of them run the same
+    micro-batches together. One worker holds 1 / tensor of these layers' P, G and O, and other layers whole. Partial
+    results are all-reduced among them twice a block in forward, and twice in backward. `sequence` also splits tokens
+    between those layers: norms, dropout, and what they keep for backward.
 
-    `stages` workers hold the model's units one after the other, and pass on what each micro-batch becomes in them (a
-    pipeline: Huang et al., "GPipe", 2019). One holds about 1 / stages of P, G and O, and all of them run the same
-    micro-batches. `schedule` says in which order, see `paceline.schedule.pipeline`: with m micro-batches, workers idle
-    for (stages - 1) / (m + stages - 1) of a step under "gpipe" and "1f1b", and for less under "zero-bubble", or under
-    "interleaved" with `stages_per_worker` of 2 or more, where each worker holds several shorter stages.
+    `stages` (pipeline parallel; Huang et al., "GPipe", 2019): workers hold the model's units one after the other, and
+    send each micro-batch's activations to the next stage. One holds about 1 / stages of P, G and O. All of them run the
+    same micro-batches, in the order of `schedule` (see `paceline.schedule.pipeline`). With m micro-batches, workers
+    idle for (stages - 1) / (m + stages - 1) of a step under "gpipe" and "1f1b". They idle less under "zero-bubble".
+    They also idle less under "interleaved" with `stages_per_worker` of 2 or more, where each worker holds several
+    shorter stages.
 
-    `context` workers share each sequence: one holds the whole model and 1 / context of the tokens, and so of what is
-    kept for backward. Attention sees all tokens, by an all-to-all between tokens and heads (Jacobs et al., "DeepSpeed
-    Ulysses", 2023), or, where heads do not divide, with keys and values going round a ring (Liu et al., 2023).
+    `context` (context parallel): workers share each sequence. One holds the whole model and 1 / context of the tokens,
+    and so of what is kept for backward. Attention sees all tokens, by an all-to-all between tokens and heads (Jacobs et
+    al., "DeepSpeed Ulysses", 2023). If heads do not divide, keys and values pass around a ring (Liu et al., 2023).
 
-    `experts` workers hold 1 / experts of the experts of each routed block, and all else whole; each has micro-batches
-    of its own, and its tokens travel to their experts and back (Lepikhin et al., "GShard", 2020): twice in a block's
-    forward, and twice in its backward. No token is dropped. Beside `shard`, rows of all else are split over shard x
-    experts workers, and those of an expert over shard.
+    `experts` (expert parallel): workers hold 1 / experts of the experts of each routed block, and all else whole. Each
+    has its own micro-batches. Tokens travel to their experts and back by all-to-all (Lepikhin et al., "GShard", 2020),
+    twice in a block's forward and twice in its backward. No token is dropped. With `shard`, rows of an expert are split
+    over shard workers, and rows of all else over shard x experts workers.
+
+    Raises PlanError for numbers below 1, and for `zero`, `sequence`, `schedule` or `stages_per_worker` without effect.
+
+    Example::
+
+        layout = paceline.Layout(replicas=2, tensor=4)
+        assert layout.workers_each == 4 and layout.workers == 8
     """
 
     replicas: int | tuple[int, ...] | None = None

@@ -33,7 +33,19 @@ PLUS_OUTSIDE_BRACKETS = re.compile(r"\+(?![^()]*\))")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan(PlanPart):
-    """Layout of a model, agreement of replicas, what travels between them, batch, arithmetic, and bad numbers."""
+    """All that can change a run's numbers or the bytes that it moves: layout, sync, wire, batch, compute, guard.
+
+    Each part has a default, and each field is given by name. A plan is frozen, and prints as Python to paste. Raises
+    PlanError for a value that is not legal, with the legal ones and the remedy. Rules between parts and with the number
+    of workers are checked by `check` and `require`.
+
+    Example::
+
+        plan = paceline.Plan(layout=paceline.Layout(replicas=4), wire=paceline.Cast(dtype="bf16"))
+        assert str(plan) == "replicas=4+cast(dtype=bf16)"
+        assert paceline.Plan.parse(str(plan)) == plan
+        assert plan.check(workers=4) == ()
+    """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
     sync: Sync = dataclasses.field(default_factory=AllReduce)
@@ -104,11 +116,14 @@ class Plan(PlanPart):
         return isinstance(self.sync, ParameterServer) and self.sync.drop > 0
 
     def check(self, *, workers: int | None = None) -> tuple[BrokenRule, ...]:
-        """Return all rules that this plan breaks with so many workers; rules about what is not given hold."""
+        """Return all rules that this plan breaks with `workers` workers, each with its remedy; an empty tuple: none.
+
+        Rules about what is not given hold. Raises nothing.
+        """
         return broken_rules(PlanFacts(plan=self, workers=workers))
 
     def require(self, *, workers: int | None = None) -> None:
-        """Raise one PlanError that lists all broken rules, each with its remedy."""
+        """Raise one PlanError that lists all rules that this plan breaks with `workers` workers, with remedies."""
         broken = self.check(workers=workers)
         if len(broken) == 1:
             raise PlanError(str(broken[0]))

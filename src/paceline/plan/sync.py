@@ -23,13 +23,22 @@ Algorithm: TypeAlias = Literal["auto", "ring", "tree", "halving", "hierarchical"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class AllReduce(PlanPart):
-    """Every replica gets the weighted mean of all gradients, in buckets that travel while backward still runs.
+    """Every replica gets the weighted mean of all gradients, by all-reduce in buckets, while backward still runs.
 
-    `bucket_bytes` counts gradients as they are in memory, before the wire shrinks them. `algorithm` says how a bucket
-    is summed: in a "ring", over two trees ("tree"), by recursive "halving", or "hierarchical": inside each host first.
-    "auto" sums in memory where all workers are on one host, and else takes what it has measured to be the fastest.
-    `op="adasum"` combines the replicas' own gradients in place of adding them up: what they have in common counts once,
-    what they have not adds up.
+    `bucket_bytes` counts gradients in memory, before the wire compresses them. `algorithm` is how a bucket is summed: a
+    "ring", two trees ("tree"), recursive "halving", or "hierarchical" (inside each host first). With n workers "ring"
+    sends 2 (n - 1) / n of the bucket from each. "auto" sums in shared memory if all workers are on one host. Otherwise
+    it takes the fastest by measurement.
+
+    `op="adasum"` combines two replicas' gradients a and b for each parameter as `a (1 - <a,b> / 2|a|²) + b (1 - <a,b> /
+    2|b|²)`, and more of them in a tree (Maleki et al. 2020).
+
+    Raises PlanError for `bucket_bytes` below 1, and for "adasum" with an `algorithm`.
+
+    Example::
+
+        plan = paceline.Plan(sync=paceline.AllReduce(algorithm="ring"))
+        assert str(plan) == "allreduce(algorithm=ring)"
     """
 
     exact_again: ClassVar[bool] = True
@@ -55,20 +64,26 @@ class AllReduce(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ParameterServer(PlanPart):
-    """Parameters and optimizer live on `servers` processes; replicas send them gradients, and get weights.
+    """Parameters and optimizer live on `servers` processes; replicas push gradients to them and pull weights.
 
-    `staleness` says how many updates the weights may have had, at most, between those that a gradient was computed on
-    and those that it is applied to. 0: all replicas share each batch, and every step is one update, as with AllReduce.
-    s: each replica takes a whole batch at a time, and each is one update. None: the same, without a bound.
-    Under all of these replicas may come and go, with `Layout(replicas=(least, most))`; with `drop` they may not.
-    `drop=n` has n backup workers (Chen et al. 2016): an update is made of the shares of a batch that come first, of all
-    replicas but n. What the slowest n have computed is thrown away, and nobody waits for them.
-    `bucket_bytes` counts the gradients that travel together while backward still runs. With `mirrored` each server has
-    a second process beside it, which holds and does the same, and takes its place where it is lost: no step is. The
-    price: the servers' memory and the optimizer's work twice, and each step's sums once more over the network.
+    `staleness` bounds the updates between the weights that a gradient was computed on and those that it is applied to.
+    0: all replicas share each batch, and every step is one update with the losses of one process. s: each replica takes
+    a whole batch at a time, and each batch is one update (bounded staleness). None: the same, without a bound. Replicas
+    may join and leave with `Layout(replicas=(least, most))`, except with `drop`.
 
-    Parameters are whole on one server each, but for the tables of embeddings with `sparse=True`: of these every server
-    has rows, and only those move that a step touches.
+    `drop=n` has n backup workers (Chen et al. 2016). An update is made of the first shares of a batch, from all
+    replicas but n; the gradients of the slowest n are discarded. `mirrored` gives each server a second process that
+    takes its place when it is lost, without a lost step. The price is the servers' memory and the optimizer's work
+    twice, and each step's sums once more over the network. `bucket_bytes` counts the gradients that travel together.
+
+    Each parameter lies whole on one server. Tables of embeddings with `sparse=True` are spread by rows, and only the
+    rows that a step touches move. Raises PlanError for negative numbers, `drop` with `staleness`, and `mirrored` with
+    either.
+
+    Example::
+
+        plan = paceline.Plan(layout=paceline.Layout(replicas=4), sync=paceline.ParameterServer(staleness=6))
+        assert str(plan) == "replicas=4+parameterserver(staleness=6)"
     """
 
     servers: int = 1
@@ -117,10 +132,17 @@ class ParameterServer(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Nesterov(PlanPart):
-    """An outer optimizer for `LocalSGD`: SGD with Nesterov's momentum, on how far the replicas have moved on average.
+    """An outer optimizer for `LocalSGD`: SGD with Nesterov's momentum on the replicas' average move in a round.
 
-    DiLoCo (Douillard et al. 2023) is `LocalSGD(every=500, outer=Nesterov(lr=0.7, momentum=0.9))`. With lr=1 and
-    momentum=0 the weights become the average of the replicas', as without an outer optimizer.
+    With the average move d, m = momentum m + d, and the weights before the round change by lr (momentum m + d). DiLoCo
+    (Douillard et al. 2023) is `LocalSGD(every=500, outer=Nesterov(lr=0.7, momentum=0.9))`. With lr=1 and momentum=0 the
+    weights become the replicas' average, as without an outer optimizer. Each worker keeps m, 4 bytes for each fp32
+    parameter. Raises PlanError for lr of 0 and below, and momentum outside 0 to below 1.
+
+    Example::
+
+        plan = paceline.Plan(sync=paceline.LocalSGD(every=500, outer=paceline.Nesterov(lr=0.7, momentum=0.9)))
+        assert paceline.Plan.parse("localsgd(every=500,outer=nesterov)") == plan
     """
 
     lr: float = 0.7
@@ -136,18 +158,24 @@ class Nesterov(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LocalSGD(PlanPart):
-    """Each replica takes `every` steps by itself, on its share of each global batch; then they agree on weights.
+    """Each replica takes `every` steps by itself, on its share of each global batch; then all agree on weights.
 
-    They become the average of the replicas' weights (McMahan et al. 2017, Stich 2019), weighted by the samples that
-    each has used, or what an `outer` optimizer makes of it. Nothing travels between replicas before that.
+    They become the average of the replicas' weights, weighted by the samples that each has used (McMahan et al. 2017,
+    Stich 2019), or what an `outer` optimizer makes of it (DiLoCo). Nothing travels between replicas before that.
 
-    Streaming (Douillard et al. 2025): with `fragments=n` the parameters are divided into n parts of about the same
-    size, each with a place of its own within the `every` steps; what is agreed about one travels while the next
-    `overlap` steps are taken, and when it lands the share `mixing` of the replica's own weights stays. With
-    `keep_moves` it is what the replica has moved by since then that stays, in full, on top of what was agreed (Shen et
-    al. 2019): no step is lost to an overlap, however long. That takes 4 more bytes for each fp32 parameter under way.
+    Streaming (Douillard et al. 2025): `fragments=n` divides the parameters into n parts of about the same size, each
+    with its own step within the `every` steps. A fragment travels while the next `overlap` steps are taken. When it
+    arrives, the share `mixing` of the replica's own weights stays. With `keep_moves` the replica's own moves since then
+    stay in full, on top of what was agreed (Shen et al. 2019). That takes 4 more bytes for each fp32 parameter under
+    way.
 
-    `algorithm` and `bucket_bytes` say how the sums travel, as in `AllReduce`.
+    `algorithm` and `bucket_bytes` are those of `AllReduce`. Raises PlanError for values out of range, such as `overlap`
+    of `every` and more.
+
+    Example::
+
+        plan = paceline.Plan(sync=paceline.LocalSGD(every=64, fragments=4, overlap=2, mixing=0.5))
+        assert plan.check() == ()
     """
 
     exact_with_fewer: ClassVar[bool] = False
@@ -207,11 +235,17 @@ class LocalSGD(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Gossip(PlanPart):
-    """Each replica takes steps by itself, and every `every` of them mixes its weights with those of a few others.
+    """Each replica takes steps by itself, and after every `every` of them mixes its weights with those of a few others.
 
-    `peers="ring"`: the mean of itself and its two neighbours; "random": of pairs that are drawn anew each time. Every
-    `average_every` steps all take the average of all; where that is needed, earlier. `bucket_bytes` says how that sum
-    travels, as in `AllReduce`.
+    `peers="ring"`: the mean of itself and its two neighbors (D-PSGD; Lian et al. 2017). "random": the mean of pairs
+    that are drawn anew each time. Every `average_every` steps, and before saves, all take the average of all
+    (Gossip-PGA; Chen et al. 2021). `bucket_bytes` is for that sum, as in `AllReduce`. A worker sends its weights to one
+    or two others each time. Raises PlanError for `every` below 1, and `average_every` below `every`.
+
+    Example::
+
+        plan = paceline.Plan(layout=paceline.Layout(replicas=8), sync=paceline.Gossip(peers="random", every=2))
+        assert str(plan) == "replicas=8+gossip(peers=random,every=2)"
     """
 
     exact_with_fewer: ClassVar[bool] = False

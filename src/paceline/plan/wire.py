@@ -19,7 +19,14 @@ __all__ = ["Cast", "Int8", "OneBit", "PowerSGD", "Raw", "Sparse", "TopK", "Wire"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Raw(PlanPart):
-    """Gradients travel as they are."""
+    """Replicas send gradients unchanged: the bytes of their type, 4 for each fp32 number. This is the default.
+
+    It has no fields, and raises PlanError for any that is given.
+
+    Example::
+
+        assert paceline.Plan(wire=paceline.Raw()) == paceline.Plan()
+    """
 
     exact: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
@@ -28,10 +35,15 @@ class Raw(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Cast(PlanPart):
-    """Gradients travel in 16 bits, half of fp32.
+    """Replicas send gradients in 16 bits, rounded to nearest: half of fp32.
 
-    "bf16" keeps the range of fp32; "fp16" keeps more digits, but overflows above 65504. `feedback` sends later what
-    rounding has left behind: 8 bytes of memory for each number.
+    "bf16" keeps the range of fp32; "fp16" keeps more digits, but overflows above 65504. `feedback` adds the rounding
+    error to the next gradients (error feedback), for 8 bytes of memory for each number. Raises PlanError for any other
+    `dtype`, and without one.
+
+    Example::
+
+        assert str(paceline.Plan(wire=paceline.Cast(dtype="bf16"))) == "cast(dtype=bf16)"
     """
 
     exact: ClassVar[bool] = False
@@ -46,9 +58,15 @@ class Cast(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Int8(PlanPart):
-    """Gradients travel in 8 bits with a scale for each 256 of them, rounded up or down by chance; 0.254 of fp32.
+    """Replicas send gradients in 8 bits, with a scale for each 256 of them: 0.254 of fp32.
 
-    `feedback` sends later what rounding has left behind: 8 bytes of memory for each number.
+    Rounding up or down is by chance, and right on average (QSGD; Alistarh et al. 2017). `feedback` adds the rounding
+    error to the next gradients (error feedback), for 8 bytes of memory for each number. Raises PlanError for any other
+    field or type.
+
+    Example::
+
+        assert str(paceline.Plan(wire=paceline.Int8(feedback=False))) == "int8(feedback=false)"
     """
 
     exact: ClassVar[bool] = False
@@ -62,9 +80,14 @@ class Int8(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class OneBit(PlanPart):
-    """The sign of each gradient travels, and the mean magnitude of each 1,024 of them; 1/31 of fp32.
+    """Replicas send the sign of each gradient, and the mean magnitude of each 1,024 of them: 1/31 of fp32.
 
-    What is left behind is sent later: 8 bytes of memory for each number.
+    What is left out is added to the next gradients (error feedback; Seide et al. 2014, Karimireddy et al. 2019), for 8
+    bytes of memory for each number. It has no fields, and raises PlanError for any that is given.
+
+    Example::
+
+        assert str(paceline.Plan(wire=paceline.OneBit())) == "onebit"
     """
 
     exact: ClassVar[bool] = False
@@ -74,9 +97,15 @@ class OneBit(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TopK(PlanPart):
-    """The largest gradients travel, `ratio` of each 65,536, and where they are; `ratio` of fp32.
+    """Replicas send the largest gradients, `ratio` of each 65,536, in bf16 with their positions: `ratio` of fp32.
 
-    What is left behind is sent later: 8 bytes of memory for each number.
+    Each replica sends its own to all others, so with n replicas it is n ratio / 2. What is left out is added to the
+    next gradients (error feedback; Stich et al. 2018), for 8 bytes of memory for each number. Raises PlanError for a
+    `ratio` outside 0 to 1.
+
+    Example::
+
+        assert str(paceline.Plan(wire=paceline.TopK(ratio=0.01))) == "topk(ratio=0.01)"
     """
 
     exact: ClassVar[bool] = False
@@ -93,9 +122,16 @@ class TopK(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PowerSGD(PlanPart):
-    """Of gradients that are matrices one factor of rank `rank` travels in each step, in bf16; all else in bf16.
+    """Replicas send, for gradients that are matrices, one factor of rank `rank` in each step; all in bf16.
 
-    What is left behind is sent later: 8 bytes of memory for each number.
+    For an n x m matrix one step sends n rank numbers and the next m rank (Vogels et al. 2019; alternating factors:
+    Zhang et al. 2023, "ACP-SGD"). Matrices that would shrink by less than a factor of 4 travel whole. What is left out
+    is added to the next gradients (error feedback), for 8 bytes of memory for each number. Raises PlanError for a
+    `rank` below 1.
+
+    Example::
+
+        assert str(paceline.Plan(wire=paceline.PowerSGD(rank=2))) == "powersgd(rank=2)"
     """
 
     exact: ClassVar[bool] = False
@@ -112,7 +148,15 @@ class PowerSGD(PlanPart):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Sparse(PlanPart):
-    """Of gradients of embeddings only the rows travel that the step has touched; all else as it is. Nothing is lost."""
+    """Replicas send, for gradients of embeddings, only the rows that the step has touched; all else unchanged.
+
+    Nothing is rounded or lost: the numbers are those of `Raw`. Each replica sends its rows to all others. It has no
+    fields, and raises PlanError for any that is given.
+
+    Example::
+
+        assert str(paceline.Plan(wire=paceline.Sparse())) == "sparse"
+    """
 
     exact: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False

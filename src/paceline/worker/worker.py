@@ -37,7 +37,25 @@ T = TypeVar("T")
 
 
 class Worker:
-    """One process of a run, normally with one device."""
+    """One process of a run, normally with one device. A training function is given it, and calls everything through it.
+
+    All workers call every public method, in the same order and between steps, unless the method says otherwise. A call
+    that waits for others raises SyncError when a peer is missing for `timeout_s`, or has entered another call. `rank`
+    is this worker's number (int, from 0), `plan` the resolved Plan, `device` the torch.device.
+
+    Example::
+
+        def train(worker):
+            model = worker.prepare(torch.nn.Linear(8, 1))
+            optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+            step = worker.stepper(model, optim, torch.nn.functional.mse_loss)
+            data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+            for batch in worker.batches(data, epochs=2):
+                worker.report(loss=step(batch))
+            return worker.step
+
+        # paceline.run(train, workers=4, plan="batch(size=16)")
+    """
 
     def __init__(self, parts: WorkerParts) -> None:
         """`paceline.worker.build` makes workers; a training function is given one."""
@@ -65,24 +83,30 @@ class Worker:
     ) -> T:
         """Make a model, optimizer, scheduler or other stateful object part of the run; returns the same object.
 
-        A model is converted, moved and wrapped in place as the plan says, and gets worker 0's weights. Prepare models
-        before their optimizers, and optimizers before their schedulers. What has `state_dict` and `load_state_dict`
-        goes into checkpoints under `name` (by default "model", "optimizer", "scheduler", "object", then "model_2", ...)
-        and comes back from them. ValueError where tensors of two names could not be told apart in a checkpoint: a model
-        "gan" beside an optimizer "gan.optim".
+        A model is converted, moved and wrapped in place as the plan says, and receives worker 0's weights. Prepare
+        models before their optimizers, and optimizers before their schedulers. What has `state_dict` and
+        `load_state_dict` goes into checkpoints under `name`, and comes back from them. Default names are "model",
+        "optimizer", "scheduler", "object", then "model_2", ...
 
-        Layouts that cut layers run a model once on a small input. Where it cannot be guessed, `sample` gives it: a
-        batch of two as (x,) or {"input_ids": x}. `cut` names the roles of layers, in place of those that are found:
-        {"layers.*.attn.q": "column", "layers.*.attn.out": "row"}.
+        The other arguments are for layouts that split a model, where what is found must be corrected:
 
-        `units` names the modules that are gathered, recomputed or put on a stage as a whole, in place of the repeated
-        blocks that are found: units=["layers.*", "head"].
+        - `sample`: a batch of two, (x,) or {"input_ids": x}, on which the model runs once (tensor, pipeline parallel);
+        - `cut`: roles of layers for tensor parallel: {"layers.*.attn.q": "column", "layers.*.attn.out": "row"};
+        - `units`: modules that are gathered, recomputed or put on a stage as a whole: ["layers.*", "head"];
+        - `stages`: modules that the stages after the first begin with: ["layers.4", "layers.8"]. By default stages cost
+          about the same;
+        - `tokenwise`: modules that treat each token by itself (context parallel): ["layers.*.moe"];
+        - `experts`: lists of experts (expert parallel): ["layers.*.moe.experts"]. Those with `num_experts` are found.
 
-        Layouts with stages need that input, too, and may be told which modules the stages after the first begin with:
-        stages=["layers.4", "layers.8"]; otherwise they are cut to cost about the same. Layouts that share sequences
-        (context) may be told which modules treat each token by itself though torch does not show it: routed experts,
-        say, tokenwise=["layers.*.moe"]. Layouts that spread experts find those that have `num_experts`, or are lists;
-        others are named: experts=["layers.*.moe.experts"].
+        Raises PlanError if the plan cannot work with the model or optimizer, TypeError for other objects, and
+        ValueError for names whose tensors a checkpoint could not tell apart. Raises CheckpointError if the checkpoint
+        does not fit.
+
+        Example::
+
+            model = worker.prepare(torch.nn.Linear(8, 1))
+            optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
+            schedule = worker.prepare(torch.optim.lr_scheduler.StepLR(optim, step_size=10))
         """
         if isinstance(thing, nn.Module):
             hints = ModelHints(
@@ -124,11 +148,22 @@ class Worker:
         forward: Callable[[Any, Any], Any] | None = None,
         clip_norm: float | None = None,
     ) -> Stepper:
-        """Return `step(batch) -> loss`: forward, backward, agree, clip, commit.
+        """Return `step(batch)`, which runs forward and backward, agrees on gradients, clips, and steps the optimizers.
 
         `loss(output, target)` serves (input, target) batches; `forward(model, micro)` serves everything else. Either
-        returns the mean over the micro-batch, or (sum, count), for example over tokens. `clip_norm` bounds the global
-        norm of the averaged gradient.
+        returns the mean over the micro-batch (0-d), or (sum, count), for example over tokens. `clip_norm` bounds the
+        global norm of the averaged gradient. `step(batch)` returns the loss of the whole global batch: a 0-d float64
+        tensor, equal on all workers. Gradients move between replicas as `Plan.sync` and `Plan.wire` say.
+
+        Raises ValueError for models and optimizers that were not prepared, LBFGS, a `clip_norm` of 0 and below, and
+        unless exactly one of `loss` and `forward` is given. `step(batch)` raises TypeError for other values,
+        RuntimeError for a batch that is over, SyncError, and BadNumbersError.
+
+        Example::
+
+            step = worker.stepper(model, optim, torch.nn.functional.mse_loss, clip_norm=1.0)
+            for batch in worker.batches(dataset):
+                loss = step(batch)
         """
         return make_stepper(
             model,
@@ -154,16 +189,27 @@ class Worker:
         collate_fn: Collate | None = None,
         num_workers: int | None = None,
     ) -> Iterator[StepBatch]:
-        """Yield one item a step: this worker's micro-batches of the global batch, from where the run stands.
+        """Yield one StepBatch a step: this worker's micro-batches of the global batch, from where the run stands.
 
-        `loaders` processes read ahead, `prefetch` micro-batches each (0: this process reads). `name` tells streams
-        apart in checkpoints and the ledger; by default "train", then "train_2", ... Each name has its own order of
-        samples, so a loop `for epoch in range(n): for batch in worker.batches(data)` gets another order in each epoch.
-        Such a loop cannot be resumed rightly in a later epoch: a stream that was finished gives nothing, but the code
-        behind its loop runs again. Use `epochs=n`, and `batch.ends_epoch` for what is done once per epoch.
+        `collate` makes a micro-batch of a list of samples (default: torch's `default_collate`). `loaders` processes
+        read ahead on each worker, `prefetch` micro-batches each (0: this process reads). torch's names work, too:
+        `collate_fn` and `num_workers`. No data moves between workers.
 
-        `collate` makes a micro-batch of a list of samples, as torch's `default_collate` does. torch's own names work,
-        too: `collate_fn` for `collate`, and `num_workers` for `loaders`.
+        `name` tells streams apart in checkpoints and the ledger; by default "train", then "train_2", ... Each name has
+        its own order of samples. So a loop `for epoch in range(n): for batch in worker.batches(data)` gets another
+        order in each epoch. It cannot be resumed in a later epoch: a finished stream gives nothing, but the code behind
+        its loop runs again. Use `epochs=n`, and `batch.ends_epoch` for what is done once per epoch.
+
+        Raises ValueError for numbers out of range, a name that is taken, and an empty dataset. Raises TypeError for
+        what is no dataset, such as an iterator. The loop raises SyncError if an iterable dataset differs between
+        workers.
+
+        Example::
+
+            for batch in worker.batches(dataset, epochs=2, loaders=0):
+                step(batch)
+                if batch.ends_epoch:
+                    worker.save()
         """
         collate = only_one("collate", collate, "collate_fn", collate_fn) or default_collate
         loaders = only_one("loaders", loaders, "num_workers", num_workers) or 0
@@ -188,18 +234,38 @@ class Worker:
         return self._loop.open(source, timeout_s=self._timeout_s)
 
     def backward(self, loss: LossLike) -> None:
-        """Add a micro-batch's gradient, in the plain loop; `loss` is the mean over the micro-batch, or (sum, count).
+        """Add a micro-batch's gradient, in the plain loop.
 
-        Gradients are averaged over all workers when the walk over the batch ends: then clip if you like,
-        `optim.step()`, `optim.zero_grad()`.
+        `loss` is the mean over the micro-batch (0-d), or (sum, count).
+
+        Gradients are averaged over all workers when the loop over the batch ends. Then clip, and call `optim.step()`
+        and `optim.zero_grad()`. Raises RuntimeError outside of a loop over a batch, and SyncError when a peer is lost.
+
+        Example::
+
+            for batch in worker.batches(dataset):
+                for x, y in batch:
+                    worker.backward(torch.nn.functional.mse_loss(model(x), y))
+                optim.step()
+                optim.zero_grad()
         """
         self._loop.executor.backward(loss)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Bound the global norm of the averaged gradients, in the plain loop; returns the norm before, 0-d.
+        """Bound the global norm of the averaged gradients, in the plain loop; returns the norm before clipping (0-d).
 
-        As torch.nn.utils.clip_grad_norm_, for every layout: where layers are cut, a worker's own parts of the gradients
-        do not have the model's norm. Call it between the walk over a batch and `optim.step()`.
+        As torch.nn.utils.clip_grad_norm_, for every layout: workers with parts of the gradients add up their squares.
+        Call it between the loop over a batch and `optim.step()`. Raises ValueError for a `max_norm` of 0 and below, and
+        RuntimeError elsewhere.
+
+        Example::
+
+            for batch in worker.batches(dataset):
+                for x, y in batch:
+                    worker.backward(torch.nn.functional.mse_loss(model(x), y))
+                norm = worker.clip_gradients(1.0)
+                optim.step()
+                optim.zero_grad()
         """
         if max_norm <= 0:
             raise ValueError(f"clip_gradients({max_norm}): the norm must be more than 0")
@@ -216,11 +282,21 @@ class Worker:
         forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
         collate_fn: Collate | None = None,
     ) -> dict[str, float]:
-        """Return exact means over a dataset with len() and [], equal on all workers; nothing is padded or counted
-        twice.
+        """Return exact means over a dataset with len() and [], equal on all workers.
 
-        `measures` maps names to fn(output, target), which returns the mean over a micro-batch or (sum, count); one
+        No sample is padded or counted twice.
+
+        `measures` maps names to fn(output, target), which returns the mean over a micro-batch or (sum, count). One
         function alone is called "loss". `micro` samples are run at once (default: the plan's micro-batch).
+        `forward(model, micro)` returns (output, target) for samples that are not (input, target). The model is in eval
+        mode meanwhile, without gradients. Each worker runs its share; only sums and counts move between workers.
+
+        Raises TypeError for a dataset without len() or [], ValueError for an empty one, and RuntimeError inside a step.
+
+        Example::
+
+            means = worker.evaluate(model, dataset, {"mse": torch.nn.functional.mse_loss})
+            assert means["mse"] >= 0
         """
         self._talk.require_between_steps("worker.evaluate()")
         self._recorder.begin("evaluation", self.step)
@@ -252,14 +328,28 @@ class Worker:
         return results
 
     def report(self, **metrics: float | Tensor) -> None:
-        """Note values for the console and all other sinks, which average a step's values over the workers that report
-        them. Outside of the loop over batches the values are told at once."""
+        """Note values of the latest step for the console, `metrics.jsonl` and the other sinks.
+
+        They average a step's values over the workers that report them; not all need to. Outside of the loop over
+        batches the values are shown at once. Raises TypeError or ValueError for what is no single number.
+
+        Example::
+
+            for batch in worker.batches(dataset):
+                worker.report(loss=step(batch), lr=optim.param_groups[0]["lr"])
+        """
         self._loop.step_log.report(metrics)
 
     def save(self) -> None:
-        """Save a checkpoint of the state after the last committed step; writing goes on in the background.
+        """Save a checkpoint of the state after the last committed step; writing continues in the background.
 
-        Raises RuntimeError, on the first worker, where that has left a loop over dealt batches before its end.
+        Each worker copies its part to memory before this returns. Raises RuntimeError inside a step, and in a loop
+        without common steps (`ParameterServer(staleness=...)`, `drop`). Raises CheckpointError if the save before could
+        not be written, and SyncError when a peer is missing.
+
+        Example::
+
+            worker.save()
         """
         self._talk.require_together("worker.save()")
         if self.is_first and self._loop.mode.has_left:  # it writes; that another one has left does not change its state
@@ -267,12 +357,19 @@ class Worker:
         self._loop.save()
 
     def restore(self, path: str | None = None) -> int:
-        """Continue from a checkpoint: `path`, or the newest complete one of the run directory; returns its step (0:
-        there is none).
+        """Continue from a checkpoint and return its step (0: there is none).
 
-        Objects that are prepared already are filled at once, others when they are prepared. A run directory with
-        checkpoints is continued without this call. Files are compared with their checksums first: where
-        those of `path` are damaged, all workers raise CheckpointError.
+        It is `path`, or the newest complete one of the run directory.
+
+        Prepared objects are filled at once, others when they are prepared. A run directory with checkpoints is
+        continued without this call. Each worker reads the parts that it needs, after a comparison with their checksums.
+        Raises CheckpointError on all workers if files of `path` are damaged or do not fit, and RuntimeError after
+        `worker.batches()`.
+
+        Example::
+
+            step = worker.restore()
+            assert step == worker.step
         """
         if self._loop.streams:
             raise RuntimeError("worker.restore() must come before worker.batches()")
@@ -302,31 +399,62 @@ class Worker:
 
     @property
     def workers(self) -> int:
-        """How many workers take part at present."""
+        """How many workers take part at present, in all replicas."""
         return len(self._agreement.present) or self._group.size
 
     @property
     def replica(self) -> int:
-        """The number of the replica that this worker belongs to."""
+        """The number of the replica that this worker belongs to, from 0."""
         return self.rank // self.plan.layout.workers_each
 
     def average(self, value: Tensor | float) -> Tensor:
-        """Return the mean of a tensor or number over all workers."""
+        """Return the mean of `value` over all workers, equal on all of them, with one all-reduce.
+
+        A tensor must have the same shape on all workers, and the result has that shape; a number gives a 0-d float64
+        tensor. Raises RuntimeError inside a step, and SyncError when a peer is missing.
+
+        Example::
+
+            assert worker.average(2.0).item() == 2.0
+        """
         return self._talk.average(value)
 
     def gather(self, value: T) -> list[T]:
-        """Return every worker's value, in the order of their ranks, on every worker. Values are pickled."""
+        """Return every worker's value, in the order of their ranks, on every worker.
+
+        Values are pickled, and each travels to all workers. Raises RuntimeError inside a step, and SyncError when a
+        peer is missing.
+
+        Example::
+
+            ranks = worker.gather(worker.rank)
+            assert ranks == list(range(worker.workers))
+        """
         return self._talk.gather(value)
 
     def broadcast(self, value: T, *, source: int | None = None) -> T:
-        """Return the value of the worker whose rank is `source` on every worker; None: of the first one (`is_first`).
+        """Return on every worker the value of the worker whose rank is `source`; None: of the first one (`is_first`).
 
-        Values are pickled. Raises ValueError, on all workers, where there is no such worker (any more).
+        The value is pickled, and travels from one worker to all others. Raises ValueError, on all workers, if there is
+        no such worker (any more). Raises RuntimeError inside a step, and SyncError when a peer is missing.
+
+        Example::
+
+            path = worker.broadcast("runs/first" if worker.is_first else None)
         """
         return self._talk.broadcast(value, source=source)
 
     def wait(self) -> None:
-        """Return when all workers have come here."""
+        """Return when all workers have called this. No value moves between them.
+
+        Raises RuntimeError inside a step, and SyncError after `timeout_s` without a peer.
+
+        Example::
+
+            if worker.is_first:
+                ...  # for example: download the data
+            worker.wait()
+        """
         self._talk.wait()
 
     def _prepare_model(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:

@@ -66,10 +66,18 @@ OTHERS: Sequence[tuple[Any, Reduction, int]] = (  # reductions that each worker 
 
 
 def register_backend(name: str = NAME) -> None:
-    """Make `name` a back end of torch.distributed for tensors of the CPU: `init_process_group("paceline")`.
+    """Make `name` a back end of torch.distributed for CPU tensors, in the memory that a host's workers share.
 
-    Programs without other use of Paceline (DDP, fully_shard, DTensor under torchrun) then run their collectives in the
-    shared memory of a host. Repeated calls have no effect.
+    Programs without Paceline (DDP, `fully_shard`, DTensor under torchrun) then reduce, gather and scatter through that
+    memory. Groups whose workers share no memory use gloo, with a warning. Repeated calls have no effect. The call
+    itself raises nothing; failed collectives raise `torch.distributed.DistBackendError`.
+
+    Example::
+
+        import torch.distributed as dist
+
+        paceline.register_backend()
+        assert "paceline" in dist.Backend.backend_list  # so now: dist.init_process_group("paceline")
     """
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(

@@ -20,18 +20,26 @@ __all__ = ["StepBatch", "to_device"]
 
 
 class StepBatch:
-    """This worker's micro-batches of a step. Iterating over it is the plain loop: `for x, y in batch:
-    worker.backward(...)`.
+    """This worker's micro-batches of one step. `step(batch)` takes it; iterating over it is the plain loop.
 
-    `ends_epoch` says whether it is the last of its epoch (None: an iterable dataset does not tell).
+    `step` is the number that the step gets when it is committed. `ends_epoch` says whether it is the last of its epoch
+    (None: unknown for an iterable dataset). `num_samples` counts the real samples of the whole global batch. `num_here`
+    counts those that the step's mean is over: all, or this replica's share where replicas take steps by themselves.
+    `len()` counts the micro-batches of this worker, which may be none. It can be iterated again (for a second
+    optimizer): the data is kept.
 
-    `step` is the number that the step gets when it is committed, `num_samples` counts the real samples of the whole
-    global batch, `num_here` those that the step's mean is over: where replicas take steps by themselves, this one's
-    share of them, else all. `len()` counts the micro-batches of this worker, which may be none. It can be walked over
-    again (for a second optimizer); the data is kept.
+    If a replica is split over several workers, all of them run the same number of micro-batches. A loop may then have
+    void ones at its end, which are run for the other workers and count for nothing; `is_void` is true meanwhile.
 
-    Where a replica is split over several workers, all of them run as many micro-batches: a walk may have void ones at
-    its end, which are run for the others' sake and count for nothing. `is_void` tells while one is under way.
+    Raises TypeError for `x, y = batch`, and RuntimeError if it is read after the loop has taken the next batch.
+
+    Example::
+
+        for batch in worker.batches(dataset):
+            for x, y in batch:  # on the worker's device
+                worker.backward(torch.nn.functional.mse_loss(model(x), y))
+            optim.step()
+            optim.zero_grad()
     """
 
     def __init__(

@@ -24,9 +24,9 @@ __all__ = ["Stepper", "make_stepper", "pair_loss"]
 class Stepper:
     """Made by `worker.stepper`; call it with each batch. All workers must call it, with the batch they were given.
 
-    Returns the loss of the whole global batch as a 0-d tensor, equal on all workers. When gradients are not finite on
-    any worker, or the plan's guard sees a spike, no worker takes the step, which is told. After a call `grad_norm`
-    holds the global norm before clipping, where clipping is on.
+    Returns the loss of the whole global batch as a 0-d float64 tensor, equal on all workers. If gradients are not
+    finite on any worker, or the plan's guard sees a spike, no worker takes the step, and an event reports it. After a
+    call `grad_norm` holds the global norm before clipping, if clipping is on.
     """
 
     def __init__(
