@@ -71,8 +71,8 @@ def run(
 ) -> T:
     """Run `function(worker)` on every worker of a job, and return worker 0's value.
 
-    An elastic run returns the value of the first worker that is present at its end. Inside a worker, and under torchrun,
-    srun or mpirun, the call becomes that worker. It then returns its own value, and exits if a peer has failed.
+    An elastic run returns the value of the first worker that is present at its end. Inside a worker, and under
+    torchrun, srun or mpirun, the call becomes that worker. It then returns its own value, and exits if a peer has failed.
     On the other hosts of a job with several hosts it returns None.
 
     Example::
@@ -80,8 +80,8 @@ def run(
         def start(train):
             return paceline.run(train, workers=4, plan="replicas=4+batch(size=64)", run_dir="runs/first")
 
-    Every parameter but `plan` is a field of `Job`. None means that the script does not set it: then the command's value,
-    or the default in brackets, counts. What the command sets wins over the script.
+    Every parameter but `plan` is a field of `Job`. None means that the script does not set it: then the command's
+    value, or the default in brackets, counts. What the command sets wins over the script.
 
     :param function: called as `function(worker)` on every worker; functions of notebook cells work.
     :param plan: what is computed: a `Plan`, or its text.
@@ -99,7 +99,7 @@ def run(
     :param token_file: file with the job's secret token, which is read from PACELINE_TOKEN otherwise.
     :param launcher: "local", or "inline": worker 0 runs in this process, for pdb ("local").
     :param timeout_s: seconds that a worker waits for its peers before the run fails (600).
-    :param silence_s: seconds without a message after which a host, and in elastic runs a worker, counts as lost (10).
+    :param silence_s: seconds of silence after which a host, and in elastic runs a worker, counts as lost (10).
     :param patience_s: seconds that an elastic run with too few replicas waits for more before it saves and ends (60).
     :param grace_s: seconds after SIGTERM in which workers finish the step, save and leave (30).
     :param balance: give persistently slower workers fewer micro-batches of each step (False).
