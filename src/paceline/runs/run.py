@@ -72,8 +72,8 @@ def run(
     """Run `function(worker)` on every worker of a job, and return worker 0's value.
 
     An elastic run returns the value of the first worker that is present at its end. Inside a worker, and under
-    torchrun, srun or mpirun, the call becomes that worker. It then returns its own value, and exits if a peer has failed.
-    On the other hosts of a job with several hosts it returns None.
+    torchrun, srun or mpirun, the call becomes that worker. It then returns its own value, and exits
+    if a peer has failed. On the other hosts of a job with several hosts it returns None.
 
     Example::
 
