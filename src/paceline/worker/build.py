@@ -25,10 +25,13 @@ from paceline.worker.membership.join_run import WorkerContext
 from paceline.worker.membership.worker_collectives import WorkerCollectives
 from paceline.worker.parts import WorkerParts
 from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.checkpointing import CheckpointedObjects
+from paceline.worker.state.checkpoint_saving import CheckpointSaver
 from paceline.worker.state.codec_state import CodecState
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
 from paceline.worker.state.prepared_models import PreparedModels
+from paceline.worker.state.prepared_objects import PreparedObjects
+from paceline.worker.state.resumed_state import ResumedState
+from paceline.worker.state.run_state import Carrier, RunState, StateContents, describe_run
 from paceline.worker.state.state_dict import StateRegistry
 from paceline.worker.step.gradient_pass import StepExecutor
 from paceline.worker.worker import Worker
@@ -96,9 +99,14 @@ class _Builder:
         models = self._models(executor, servers, tables)
         registry = StateRegistry(self._device)
         codec_state = CodecState(self._plan.wire, models=models, registry=registry, axes=place.axes)
-        prepared = self._prepared(executor, registry, models, codec_state)
-        guard = self._numerical_guard(executor, registry, codec_state)
-        memory_checkpointer = self._memory_checkpointer(prepared, codec_state)
+        contents = StateContents(registry, codec_state)
+        resumed = self._resumed(contents)
+        saver = self._saver(contents, resumed, models)
+        prepared = PreparedObjects(
+            self._plan, registry, resumed=resumed, buffers=executor.buffers, emit=self._files.emit
+        )
+        guard = self._numerical_guard(contents)
+        memory_checkpointer = self._memory_checkpointer(contents, saver)
         self._loop = TrainingLoop(
             self._plan,
             self._mode,
@@ -107,19 +115,30 @@ class _Builder:
             executor=executor,
             models=models,
             prepared=prepared,
+            resumed=resumed,
+            saver=saver,
             codec_state=codec_state,
             numerical_guard=guard,
             memory_checkpointer=memory_checkpointer,
             files=self._files,
         )
+        describe_run(
+            contents,
+            losses=executor.losses,
+            streams=self._loop.between.positions,
+            attempt=self._files.attempt,
+            loop=self._loop,
+            guard=guard,
+            memory_checkpointer=memory_checkpointer,
+        )
         place.attach(
             ElasticState(
                 place=place,
                 loop=self._loop,
-                prepared=prepared,
-                memories=codec_state,
-                guarding=guard,
-                vaulting=memory_checkpointer,
+                contents=contents,
+                resumed=resumed,
+                saver=saver,
+                memory_checkpointer=memory_checkpointer,
             )
         )
         return WorkerParts(
@@ -137,7 +156,9 @@ class _Builder:
             tables=tables,
             models=models,
             codec_state=codec_state,
+            resumed=resumed,
             prepared=prepared,
+            saver=saver,
             numerical_guard=guard,
             memory_checkpointer=memory_checkpointer,
             loop=self._loop,
@@ -183,62 +204,55 @@ class _Builder:
             worker_rank=self._rank,
         )
 
-    def _prepared(
-        self, executor: StepExecutor, registry: StateRegistry, models: PreparedModels, codec_state: CodecState
-    ) -> CheckpointedObjects:
-        place = self._place
-        return CheckpointedObjects(
-            self._plan,
-            registry,
-            group=place.group,
-            agreement=place.agreement,
-            device=self._device,
-            buffers=executor.buffers,
-            losses=executor.losses,
+    def _resumed(self, contents: StateContents) -> ResumedState:
+        return ResumedState(
+            contents,
+            plan=self._plan,
+            group=self._place.group,
+            agreement=self._place.agreement,
+            axes=self._place.axes,
             files=self._files,
-            axes=place.axes,
-            memories=codec_state,
-            store=place.shared,
+            timeout_s=self._timeout_s,
+        )
+
+    def _saver(self, contents: StateContents, resumed: ResumedState, models: PreparedModels) -> CheckpointSaver:
+        return CheckpointSaver(
+            self._plan,
+            contents,
+            resumed=resumed,
+            group=self._place.group,
+            axes=self._place.axes,
+            files=self._files,
+            store=self._place.shared,
             timeout_s=self._timeout_s,
             states_here=models.states_here,
         )
 
-    def _numerical_guard(
-        self, executor: StepExecutor, registry: StateRegistry, codec_state: CodecState
-    ) -> NumericalGuard:
+    def _numerical_guard(self, contents: StateContents) -> NumericalGuard:
         comparison = ReplicaComparison(
             worker_rank=self._rank,
             host=self._host,
             group=self._own.axes.expert_replica_group,
             together=self._place.agreement.run,
-            registry=registry,
+            registry=contents.registry,
             files=self._files,
         )
-        return NumericalGuard(
-            self._plan.guard,
-            losses=executor.losses,
-            registry=registry,
-            files=self._files,
-            comparison=comparison,
-            forget=codec_state.drop_error_feedback,
-        )
+        return NumericalGuard(self._plan.guard, contents=contents, files=self._files, comparison=comparison)
 
-    def _memory_checkpointer(self, prepared: CheckpointedObjects, codec_state: CodecState) -> MemoryCheckpointer:
+    def _memory_checkpointer(self, contents: StateContents, saver: CheckpointSaver) -> MemoryCheckpointer:
         place, plan = self._place, self._plan
 
         def state() -> dict[str, Any]:
-            loop = self._loop
-            found = prepared.capture(step=loop.step, cursors=loop.cursors, parts={"loop": loop}, worker=self._rank)
-            return found.to_dict()
+            return RunState.capture(contents, Carrier.MEMORY, step=self._loop.step, worker=self._rank).to_dict()
 
         return MemoryCheckpointer(
             place.memory_checkpoint if plan.keeps_snapshots else None,
             plan.guard,
-            is_split=place.axes.is_split or codec_state.is_kept or plan.is_local,
+            is_split=place.axes.is_split or contents.codecs.is_kept or plan.is_local,
             group=place.group,
             together=place.agreement.run,
             state=state,
-            done=prepared.release,
+            done=saver.release,
             host=self._host,
             free_bytes=free_bytes,
             emit=self._files.emit,

@@ -18,7 +18,7 @@ class WorkerLifecycle:
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
         self._agreement, self._group = parts.place.agreement, parts.place.group
-        self._loop, self._prepared, self._files = parts.loop, parts.prepared, parts.files
+        self._loop, self._resumed, self._saver, self._files = parts.loop, parts.resumed, parts.saver, parts.files
 
     @property
     def step(self) -> int:
@@ -29,15 +29,14 @@ class WorkerLifecycle:
         """Go on from a memory checkpoint, or else from the run directory's newest checkpoint, if there is one."""
         if begins_with is not None:
             state = RunState.from_dict(read_state(begins_with))
-            self._prepared.recall(state, is_own=state.worker == self._parts.rank)
-            state.restore({"loop": self._loop})
-            self._loop.begin_at(self._prepared.step)
+            self._resumed.recall(state, is_own=state.worker == self._parts.rank)
+            self._loop.begin_at(self._resumed.step)
         elif self._files.may_resume:
-            self._prepared.open(None)
-            self._loop.begin_at(self._prepared.step)
-        self._files.begin(None if self._agreement.is_newcomer else self._prepared.origin())
-        if self.step and not self._prepared.is_recalled:  # of that the supervisor has told
-            self._files.emit(Note(text=f"resumed from step {self.step} ({self._prepared.source})"))
+            self._resumed.open(None)
+            self._loop.begin_at(self._resumed.step)
+        self._files.begin(None if self._agreement.is_newcomer else self._resumed.origin())
+        if self.step and not self._resumed.is_recalled:  # of that the supervisor has told
+            self._files.emit(Note(text=f"resumed from step {self.step} ({self._resumed.source})"))
 
     def end(self) -> None:
         """Finish the run after the user's function has returned: last checkpoint, events, files; all workers."""
@@ -49,37 +48,37 @@ class WorkerLifecycle:
         self._agreement.rejoin_group()
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
             self._agreement.run(self._save_last)
-        self._prepared.close()
+        self._saver.close()
         if self._files.capture is not None:
-            self._files.capture.weights(self._prepared.registry.models, self._parts.models.whole)
+            self._files.capture.weights(self._parts.prepared.registry.models, self._parts.models.whole)
         self._finish()
 
     def _save_last(self) -> None:
         """Save the state of the end, where it is not saved yet; an operation of all workers."""
-        prepared, loop = self._prepared, self._loop
+        resumed, saver, loop = self._resumed, self._saver, self._loop
         self._group.barrier()  # a worker that is still in a step finds this one here, and not in another sum
-        prepared.wait()  # for a save before the one of the end
+        saver.wait()  # for a save before the one of the end
         # A loop that was stopped has saved, unless the worker that wrote that was lost since. Any other loop is saved
         # again where its last step was saved already: code after the loop may have changed the state.
-        is_newer = prepared.is_recalled or self.step > prepared.step
-        lacks = is_newer and prepared.saved_at != self.step
+        is_newer = resumed.is_recalled or self.step > resumed.step
+        lacks = is_newer and saver.saved_at != self.step
         if loop.streams and self._files.saves_at_end and not loop.mode.has_left:
-            gathered = self._parts.codec_state.gather(keeps=prepared.writes)
+            gathered = self._parts.codec_state.gather(keeps=saver.writes)
             if lacks or not loop.between.is_stopped:
                 loop.save(gathered)
-        prepared.wait(is_end=True)  # the last worker to end has seen all writers' messages
+        saver.wait(is_end=True)  # the last worker to end has seen all writers' messages
 
     def leave(self) -> None:
         """End this worker cleanly, while the run may go on without it."""
         self._loop.step_log.leave()
-        self._prepared.close(is_left=True)
+        self._saver.close(is_left=True)
         self._finish()
 
     def _finish(self) -> None:
         parts = self._parts
         if parts.servers is not None:
             parts.servers.close(others_stay=self._agreement.is_dismissed)
-        held = self._prepared.registry.num_bytes
+        held = parts.prepared.registry.num_bytes
         self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(parts.device), state_bytes=held)
 
     def blames_server(self, error: BaseException) -> bool:
@@ -100,4 +99,4 @@ class WorkerLifecycle:
         if self._parts.servers is not None:
             self._parts.servers.close(at_once=True)  # this process may live on, and they would with it
         self._parts.numerical_guard.abandon()
-        self._prepared.abandon()
+        self._saver.abandon()

@@ -14,10 +14,12 @@ from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.membership.join_run import WorkerContext
 from paceline.worker.membership.worker_collectives import WorkerCollectives
 from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.checkpointing import CheckpointedObjects
+from paceline.worker.state.checkpoint_saving import CheckpointSaver
 from paceline.worker.state.codec_state import CodecState
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
 from paceline.worker.state.prepared_models import PreparedModels
+from paceline.worker.state.prepared_objects import PreparedObjects
+from paceline.worker.state.resumed_state import ResumedState
 
 if TYPE_CHECKING:
     from paceline.sync.parameter_server.client import ServerClient
@@ -45,7 +47,9 @@ class WorkerParts:
     tables: EmbeddingTables | None
     models: PreparedModels
     codec_state: CodecState
-    prepared: CheckpointedObjects
+    resumed: ResumedState
+    prepared: PreparedObjects
+    saver: CheckpointSaver
     numerical_guard: NumericalGuard
     memory_checkpointer: MemoryCheckpointer
     loop: TrainingLoop

@@ -65,7 +65,7 @@ class Worker:
         self._group, self._agreement, self._recorder = parts.place.group, parts.place.agreement, parts.place.recorder
         self._shards, self._talk = parts.shards, parts.collectives
         self._servers, self._tables, self._models = parts.servers, parts.tables, parts.models
-        self._memories, self._prepared = parts.codec_state, parts.prepared
+        self._memories, self._prepared, self._resumed = parts.codec_state, parts.prepared, parts.resumed
         self._numerical_guard, self._memory_checkpointer = parts.numerical_guard, parts.memory_checkpointer
         self._loop = parts.loop
 
@@ -373,15 +373,15 @@ class Worker:
         """
         if self._loop.streams:
             raise RuntimeError("worker.restore() must come before worker.batches()")
-        if self._prepared.is_recalled:
+        if self._resumed.is_recalled:
             self._say(f"worker.restore() changes nothing: the run goes on from memory, after step {self.step}")
             return self.step
-        self._prepared.open(path)
-        self._prepared.refill()
-        self._loop.begin_at(self._prepared.step)
-        self._files.begin(self._prepared.origin())
+        self._resumed.open(path)
+        self._resumed.refill()
+        self._loop.begin_at(self._resumed.step)
+        self._files.begin(self._resumed.origin())
         if self.step:
-            self._files.emit(Note(text=f"restored step {self.step} ({self._prepared.source})"))
+            self._files.emit(Note(text=f"restored step {self.step} ({self._resumed.source})"))
         return self.step
 
     def __repr__(self) -> str:

@@ -61,7 +61,7 @@ def train(worker):
         worker.report(seen=float(step(batch)))
         strike("loop", worker.step)
         if worker.step % 3 == 1:
-            worker._prepared.wait()  # until the checkpoint is complete, where one is being saved
+            worker._parts.saver.wait()  # until the checkpoint is complete, where one is being saved
             strike("saved", worker.step)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.comm.group import SingleWorkerGroup
 from paceline.errors import CheckpointError
-from paceline.worker.state.snapshot import Snapshot
+from paceline.worker.state.run_state import Carrier, RunState, StateContents
 from paceline.worker.state.state_dict import StateRegistry, load_model
 
 
@@ -116,11 +117,13 @@ def test_a_snapshot_has_a_tensor_as_extra_state_and_buffers_as_they_were() -> No
     registry = StateRegistry()
     registry.models["model"] = model = used()
     odd: Any = model["odd"]
-    snapshot = Snapshot.take(registry, step=1)
+    no_codecs: Any = mock.Mock()
+    contents = StateContents(registry, no_codecs)
+    snapshot = RunState.capture(contents, Carrier.ROLLBACK, step=1).copied(contents)
     for _ in range(2):
         odd.scale.zero_()
         odd.kept = None
-        snapshot.put_back(registry)
+        snapshot.roll_back(contents)
         assert (odd.scale.tolist(), odd.get_buffer("kept").tolist()) == ([3.0, 3.0], [1.0, 1.0])
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from forked import WorkersFailed, World
 from paceline.checkpoint import async_writer as writer_module
 from paceline.comm.elastic.generation_group import ElasticGroup
-from paceline.worker.state import background_call, checkpointing
+from paceline.worker.state import background_call, checkpoint_saving, resumed_state
 
 LIMIT_S = 30.0
 ENOUGH = 3  # times that the others hear of it before it is done
@@ -70,7 +70,7 @@ def test_a_save_that_takes_long_is_no_hang(
 ) -> None:
     told = tmp_path / "told"
     monkeypatch.setattr(writer_module, "_fill", held_until(told, writer_module._fill))
-    monkeypatch.setattr(checkpointing, "total", telling(told, checkpointing.total))
+    monkeypatch.setattr(checkpoint_saving, "total", telling(told, checkpoint_saving.total))
     first, second = world(train, 2, **job)
     assert first == second == list(range(1, job.get("max_steps", 4) + 1))
     assert (world.run_dir / "checkpoints" / f"step_{first[-1]:08d}").exists()
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_is_verified_for_long_is_no_hang(
 ) -> None:
     world(train, 2, max_steps=2)
     told = tmp_path / "told"
-    monkeypatch.setattr(checkpointing, "find", held_until(told, checkpointing.find))
+    monkeypatch.setattr(resumed_state, "find", held_until(told, resumed_state.find))
     monkeypatch.setattr(ElasticGroup, "broadcast_object", telling(told, ElasticGroup.broadcast_object))
     assert world(train, 2)[0] == [3, 4]
 
@@ -90,6 +90,6 @@ def test_what_goes_wrong_beside_the_others_is_raised(world: World, monkeypatch: 
     def wrong(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("in the thread")
 
-    monkeypatch.setattr(checkpointing, "find", wrong)
+    monkeypatch.setattr(resumed_state, "find", wrong)
     with pytest.raises(WorkersFailed, match="ZeroDivisionError: in the thread"):
         world(train, 2)

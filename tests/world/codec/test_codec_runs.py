@@ -124,13 +124,13 @@ def test_another_number_of_replicas_shares_out_what_was_held_back(world: World) 
 def test_only_who_writes_keeps_what_all_have_still_to_send(world: World) -> None:
     def kept(worker: Any) -> set[int]:
         """Of how many tensors a save is, beside the state."""
-        found, save = set[int](), worker._prepared.save
+        found, save = set[int](), worker._parts.saver.save
 
         def noting(*, gathered: GatheredCodecState, **about: Any) -> None:
             found.add(len(gathered.tensors))
             save(gathered=gathered, **about)
 
-        worker._prepared.save = noting
+        worker._parts.saver.save = noting
         train(worker)
         return found
 

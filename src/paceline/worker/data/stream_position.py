@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.errors import CheckpointError
 from paceline.plan import Batch
 from paceline.schedule.sample_order import mix
 
-__all__ = ["SampleOrder", "StreamPosition", "resume_position", "stream_seed"]
+__all__ = ["SampleOrder", "StreamPosition", "StreamPositions", "resume_position", "stream_seed"]
 
 PLAIN_STREAM = "train"  # the default name: its seed is the plan's
 
@@ -73,6 +73,27 @@ class StreamPosition:
         """For a checkpoint: plain values."""
         told = {} if self.of is None else dataclasses.asdict(self.of)
         return {"epoch": self.epoch, "position": self.position, **told}
+
+
+class StreamPositions:
+    """Where all streams stand: those that are open, and those that a run goes on with but has not opened yet."""
+
+    def __init__(self, opened: Callable[[], Mapping[str, StreamPosition]]) -> None:
+        self._opened = opened
+        self._saved: Mapping[str, Any] = {}
+
+    def saved(self, stream: str) -> StreamPosition:
+        """Where a stream begins that is about to be opened."""
+        found = self._saved.get(stream)
+        return StreamPosition.from_plain(found) if found else StreamPosition()
+
+    def plain(self) -> dict[str, Any]:
+        """For a checkpoint: plain values by the names of the streams."""
+        return {**self._saved, **{name: position.plain() for name, position in self._opened().items()}}
+
+    def fill(self, state: Mapping[str, Any]) -> None:
+        """Take over what `plain` gave."""
+        self._saved = state
 
 
 def stream_seed(batch: Batch, stream: str) -> int:

@@ -9,7 +9,7 @@ large models do (PaLM, Chowdhery et al. 2022, section 5.1). The ledger says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,8 @@ from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import SampleOrder, StreamPosition
 from paceline.worker.health.replica_comparison import ReplicaComparison
 from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.snapshot import Snapshot
-from paceline.worker.state.state_dict import StateRegistry
-from paceline.worker.step.loss_spikes import LossSpike, LossSpikeDetector
+from paceline.worker.state.run_state import Carrier, RunState, StateContents
+from paceline.worker.step.loss_spikes import LossSpike
 
 __all__ = ["NumericalGuard"]
 
@@ -44,19 +43,14 @@ class NumericalGuard:
         self,
         guard: Guard,
         *,
-        losses: LossSpikeDetector,
-        registry: StateRegistry,
+        contents: StateContents,
         files: RunFiles,
         comparison: ReplicaComparison,
-        forget: Callable[[], None],
     ) -> None:
-        """`forget()` drops what the wire has still to send."""
-        self._forget = forget
-        self._guard, self._losses, self._registry, self._files = guard, losses, registry, files
+        self._guard, self._contents, self._files = guard, contents, files
         self._comparison = comparison
-        self._snapshot: Snapshot | None = None
+        self._snapshot: RunState | None = None
         self._names: tuple[Any, ...] = ()  # what is in it
-        self._known: dict[str, Any] = {}  # of losses, when it was taken
         self._starts: dict[str, StreamPlace] = {}  # where each stream stood
         self._kept_at = 0  # step of the last snapshot, or of the last rollback
         self._num_rollbacks = 0  # to this snapshot
@@ -113,14 +107,14 @@ class NumericalGuard:
             return False
         places = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
         self._starts = {**places, **self._starts}  # a stream that was opened since
-        registry = self._registry
+        registry = self._contents.registry
         names = (*registry.models, *registry.objects, registry.held_names())
         is_due = step - self._kept_at >= self._guard.rollback_every
         if self._snapshot is not None and not is_due and names == self._names:
             return False
-        self._snapshot = Snapshot.take(registry, step=step, instead_of=self._snapshot)
-        self._names, self._known = names, self._losses.plain()
-        self._starts = places
+        state = RunState.capture(self._contents, Carrier.ROLLBACK, step=step)
+        self._snapshot = state.copied(self._contents, instead_of=self._snapshot)
+        self._names, self._starts = names, places
         self._kept_at, self._num_rollbacks = step, 0
         return True
 
@@ -135,9 +129,7 @@ class NumericalGuard:
         snapshot = self._snapshot
         if not self._goes_back or snapshot is None:
             return
-        snapshot.put_back(self._registry)
-        self._forget()
-        self._losses.fill(self._known)
+        snapshot.roll_back(self._contents)
         if self._is_noted:
             return
         self._is_noted = True
@@ -164,15 +156,13 @@ class NumericalGuard:
         return {
             "snapshot": self._snapshot,
             "names": self._names,
-            "known": self._known,
             "starts": self._starts,
             "counts": (self._kept_at, self._num_rollbacks, self._compared_at),
         }
 
     def fill(self, state: Mapping[str, Any]) -> None:
         """Take over what `plain` gave elsewhere."""
-        self._snapshot, self._names, self._known = state["snapshot"], state["names"], state["known"]
-        self._starts = state["starts"]
+        self._snapshot, self._names, self._starts = state["snapshot"], state["names"], state["starts"]
         self._kept_at, self._num_rollbacks, self._compared_at = state["counts"]
 
     def begin(self, step: int) -> None:

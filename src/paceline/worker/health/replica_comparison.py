@@ -24,7 +24,7 @@ from paceline.events import WeightsDiffer
 from paceline.worker.health.weight_digest import WeightDigester, combined_digest
 from paceline.worker.membership.consensus import RunTogether
 from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.snapshot import named_tensors, restore_tensors
+from paceline.worker.state.local_tensors import named_tensors, optimizer_layouts, restore_tensors
 from paceline.worker.state.state_dict import StateRegistry
 
 __all__ = ["ReplicaComparison", "ReplicaMismatch", "WeightReport", "majority_verdict"]
@@ -108,7 +108,8 @@ class ReplicaComparison:
         if finding.source is None:
             raise BadNumbersError(_no_majority(who, names[finding.first], step=step, since_step=since_step))
         if state is not None:
-            restore_tensors(self._registry, *state)
+            tensors, plain = state
+            restore_tensors(self._registry, tensors, optimizer_layouts(self._registry), plain)
 
     def _compared(
         self,

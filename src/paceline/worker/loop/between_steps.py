@@ -14,15 +14,17 @@ from paceline.plan import Plan
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.data.stream_position import StreamPosition
+from paceline.worker.data.stream_position import StreamPosition, StreamPositions
 from paceline.worker.health.numerical_guard import NumericalGuard
 from paceline.worker.loop.step_log import StepLog
 from paceline.worker.loop.wire_advisor import WireAdvisor
 from paceline.worker.membership.join_run import WorkerContext
 from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.checkpointing import CheckpointedObjects
+from paceline.worker.state.checkpoint_saving import CheckpointSaver
 from paceline.worker.state.codec_state import CodecState, GatheredCodecState
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
+from paceline.worker.state.prepared_objects import PreparedObjects
+from paceline.worker.state.resumed_state import ResumedState
 
 __all__ = ["BetweenSteps"]
 
@@ -38,16 +40,20 @@ class BetweenSteps:
         log: StepLog,
         advisor: WireAdvisor,
         shards: ShardedModels,
-        prepared: CheckpointedObjects,
+        prepared: PreparedObjects,
+        resumed: ResumedState,
+        saver: CheckpointSaver,
         codec_state: CodecState,
         numerical_guard: NumericalGuard,
         memory_checkpointer: MemoryCheckpointer,
         files: RunFiles,
     ) -> None:
         self.log, self.streams, self.prepared = log, dict[str, BatchStream](), prepared
+        self.positions = StreamPositions(lambda: self.cursors)
         self.saved_at_step = -1
         self.is_stopped = False  # by max_steps
         self._plan, self._files, self._advisor, self._shards = plan, files, advisor, shards
+        self._resumed, self._saver = resumed, saver
         self._codec_state, self._numerical_guard, self._memory_checkpointer = (
             codec_state,
             numerical_guard,
@@ -102,11 +108,11 @@ class BetweenSteps:
         is_save_due = self._came_by(self._files.is_save_due)
         self._numerical_guard.compare(self.log.step, is_save_due=is_save_due)
         if is_save_due:
-            self._agreement.run(self.prepared.wait)  # else the writer might wait alone, and the others in a step
+            self._agreement.run(self._saver.wait)  # else the writer might wait alone, and the others in a step
         if is_save_due and self.saved_at_step != self.log.step:
             self.save()
         elif self._files.saves_regularly:
-            self.prepared.warm()
+            self._saver.warm()
 
     def _came_by(self, is_due: Callable[[int], bool]) -> bool:
         """Whether something was due at one of the steps since all had equal weights the last time before now."""
@@ -150,10 +156,10 @@ class BetweenSteps:
         """
         if is_saved is None:
             is_saved = self._came_by(self._files.is_save_due)
-        prepared = self.prepared
-        is_newer = prepared.is_recalled or prepared.has_taken_over or self.log.step > prepared.step
+        resumed, saver = self._resumed, self._saver
+        is_newer = resumed.is_recalled or saver.has_taken_over or self.log.step > resumed.step
         if self._files.saves_at_end and not self.is_stopped and awaits_save:
-            self._agreement.run(prepared.wait)
+            self._agreement.run(saver.wait)
         if self._files.saves_at_end and not self.is_stopped and is_newer and not is_saved:
             self.save()
         self.is_stopped = True
@@ -166,7 +172,7 @@ class BetweenSteps:
         """
 
         def gather() -> GatheredCodecState:
-            return self._codec_state.gather(keeps=is_writer or self.prepared.writes)  # the writer may change meanwhile
+            return self._codec_state.gather(keeps=is_writer or self._saver.writes)  # the writer may change meanwhile
 
         step = self.log.step
         self._shards.close()
@@ -176,8 +182,8 @@ class BetweenSteps:
         if gathered is None:
             gathered = self._agreement.run(gather) if self._codec_state.is_kept else GatheredCodecState()
         if is_writer and self._agreement.has_changed:
-            self.prepared.has_taken_over = True
-        self.prepared.save(step=self.log.step, cursors=self.cursors, gathered=gathered, is_writer=is_writer)
+            self._saver.has_taken_over = True
+        self._saver.save(step=self.log.step, gathered=gathered, is_writer=is_writer)
 
     def plain(self) -> dict[str, Any]:
         """The counts, for a newcomer."""

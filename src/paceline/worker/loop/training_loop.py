@@ -27,10 +27,12 @@ from paceline.worker.loop.step_log import StepLog
 from paceline.worker.loop.step_mode import StepMode, StepScope, StepTaker
 from paceline.worker.loop.wire_advisor import WireAdvisor
 from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.checkpointing import CheckpointedObjects
+from paceline.worker.state.checkpoint_saving import CheckpointSaver
 from paceline.worker.state.codec_state import CodecState, GatheredCodecState
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
 from paceline.worker.state.prepared_models import PreparedModels
+from paceline.worker.state.prepared_objects import PreparedObjects
+from paceline.worker.state.resumed_state import ResumedState
 from paceline.worker.step.gradient_pass import StepExecutor, StepInvalidated, StepOutcome
 
 if TYPE_CHECKING:
@@ -51,7 +53,9 @@ class TrainingLoop:
         everybody: WorkerGroup,
         executor: StepExecutor,
         models: PreparedModels,
-        prepared: CheckpointedObjects,
+        prepared: PreparedObjects,
+        resumed: ResumedState,
+        saver: CheckpointSaver,
         codec_state: CodecState,
         numerical_guard: NumericalGuard,
         memory_checkpointer: MemoryCheckpointer,
@@ -78,6 +82,8 @@ class TrainingLoop:
             advisor=WireAdvisor(plan, place=place, models=models, emit=files.emit),
             shards=executor.shards,
             prepared=prepared,
+            resumed=resumed,
+            saver=saver,
             codec_state=codec_state,
             numerical_guard=numerical_guard,
             memory_checkpointer=memory_checkpointer,
@@ -85,7 +91,7 @@ class TrainingLoop:
         )
         self.mode.attach(self.between)
         self._plan, self._files, self._models = plan, files, models
-        self._prepared, self._numerical_guard = prepared, numerical_guard
+        self._prepared, self._resumed, self._numerical_guard = prepared, resumed, numerical_guard
         self._is_stepping = False
         place.agreement.come_by(self.mode.before_operation)
         self._group, self._agreement, self._recorder = place.group, place.agreement, place.recorder
@@ -114,7 +120,7 @@ class TrainingLoop:
         stream = BatchStream(
             source,
             self._plan.batch,
-            cursor=self._prepared.cursor(source.name),
+            cursor=self.between.positions.saved(source.name),
             group=self._group,
             walk=self._plain_pass,
             together=self._agreement.run,
@@ -125,7 +131,7 @@ class TrainingLoop:
         )
         self.streams[source.name] = stream
         self.mode.opened()
-        self._prepared.begin_training()
+        self._resumed.begin_training()
         self._say_what_goes_on(stream)
         self._files.ledger.opened(source.name, **stream.about(), **self.mode.about_stream())
         last_step = stream.last_step(self.step)

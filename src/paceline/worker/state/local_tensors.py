@@ -1,9 +1,11 @@
-"""A copy of everything that is prepared, in the host's memory: taken between two steps, and put back between two."""
+"""The tensors of prepared objects as they are on this worker: collected by name, and put back at the same place.
+
+What one worker has fits any worker at the same place of a replica as it is, so nothing is sent or regrouped here.
+Checkpoints on disk are for any layout; see `state_dict` for those.
+"""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,43 +17,18 @@ from paceline.comm.remote_tensors import is_remote, remote_tensor
 from paceline.comm.sharded_tensors import DTensorLayout, local_part
 from paceline.errors import CheckpointError
 from paceline.parallel.offload.memory import OffloadMemory
-from paceline.worker.data import random_state
 from paceline.worker.state.state_dict import StateRegistry, load_object, load_optimizer, set_extra
 from paceline.worker.state.tensor_source import InMemoryTensors
 from paceline.worker.step.model_buffers import persistent_buffers
 
-__all__ = ["Snapshot", "fill_model", "fill_optimizer", "named_tensors", "optimizer_spreads", "restore_tensors"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state after `step`. Another worker of the run can use it as well."""
-
-    step: int
-    tensors: Mapping[str, Tensor]  # on the CPU
-    plain: Mapping[str, Any]
-    random: dict[str, Any]
-
-    @staticmethod
-    def take(registry: StateRegistry, *, step: int, instead_of: Snapshot | None = None) -> Snapshot:
-        """Copy the present state; `instead_of` is not needed any more, and its memory is used again."""
-        room = instead_of.tensors if instead_of is not None else {}
-        live = named_tensors(registry, with_caches=True)
-        elsewhere = {f"{prefix}.state.": one.memory for prefix, one in registry.offloaded.items()}
-        tensors: dict[str, Tensor] = {}
-        for name, value in live.items():
-            memory = next((one for start, one in elsewhere.items() if name.startswith(start)), None)
-            tensors[name] = _copied(value, room.get(name), memory)
-        return Snapshot(step, tensors, copy.deepcopy(registry.plain()), random_state.capture_random_state())
-
-    def put_back(self, registry: StateRegistry) -> None:
-        """Make the state what it was; the snapshot stays as it is. Parameter groups that optimizers were given since
-        remain, without any state."""
-        plain, present = copy.deepcopy(dict(self.plain)), registry.plain()["optimizers"]
-        for name, saved in plain["optimizers"].items():
-            saved["groups"] += present.get(name, saved)["groups"][len(saved["groups"]) :]
-        restore_tensors(registry, self.tensors, plain)
-        random_state.restore_random_state(self.random)
+__all__ = [
+    "copy_tensors",
+    "fill_model",
+    "fill_optimizer",
+    "named_tensors",
+    "optimizer_layouts",
+    "restore_tensors",
+]
 
 
 def named_tensors(registry: StateRegistry, *, with_caches: bool) -> dict[str, Tensor]:
@@ -69,18 +46,37 @@ def named_tensors(registry: StateRegistry, *, with_caches: bool) -> dict[str, Te
     return {name: local_part(value) for name, value in found.items() if not value.is_meta and not is_remote(value)}
 
 
-def optimizer_spreads(registry: StateRegistry) -> dict[str, DTensorLayout]:
-    """How those of the optimizers' tensors lie on the workers that are split: `named_tensors` has only what is here."""
+def optimizer_layouts(registry: StateRegistry) -> dict[str, DTensorLayout]:
+    """Return the layouts of the optimizers' DTensors, of which `named_tensors` has only the local parts."""
     found = ((name, DTensorLayout.of(value)) for name, value in _optimizer_tensors(registry).items())
-    return {name: spread for name, spread in found if spread is not None}
+    return {name: layout for name, layout in found if layout is not None}
+
+
+def copy_tensors(
+    registry: StateRegistry, tensors: Mapping[str, Tensor], *, instead_of: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Copy live tensors to the CPU, into the memory of `instead_of` where names and shapes fit.
+
+    A copy of offloaded state lies where that state lies: in the host's memory or on its disk.
+    """
+    offloaded = {f"{prefix}.state.": one.memory for prefix, one in registry.offloaded.items()}
+    found: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        memory = next((one for start, one in offloaded.items() if name.startswith(start)), None)
+        found[name] = _copied(value, instead_of.get(name), memory)
+    return found
 
 
 @torch.no_grad()
-def restore_tensors(registry: StateRegistry, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+def restore_tensors(
+    registry: StateRegistry,
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, DTensorLayout],
+    plain: Mapping[str, Any],
+) -> None:
     """Overwrite everything that is prepared; nothing keeps a reference to `tensors`."""
     for name in registry.models:
         fill_model(name, registry, tensors, plain)
-    spreads = optimizer_spreads(registry)
     for name in registry.optimizers:
         # torch takes over the tensors that it is given where type and device fit.
         state = f"{name}.state."
@@ -90,7 +86,7 @@ def restore_tensors(registry: StateRegistry, tensors: Mapping[str, Tensor], plai
             for key, value in tensors.items()
             if key.startswith(state)
         }
-        fill_optimizer(name, registry, own, plain, spreads)
+        fill_optimizer(name, registry, own, layouts, plain)
     for name, thing in registry.objects.items():
         load_object(name, thing, plain)
 
@@ -119,11 +115,11 @@ def fill_optimizer(
     name: str,
     registry: StateRegistry,
     tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, DTensorLayout],
     plain: Mapping[str, Any],
-    spreads: Mapping[str, DTensorLayout],
 ) -> None:
     """Give an optimizer the state that a worker at the same place had; it may keep `tensors` for its own."""
-    received = InMemoryTensors(tensors, spreads, prefix=f"{name}.state.", parameters=registry.parameters())
+    received = InMemoryTensors(tensors, layouts, prefix=f"{name}.state.", parameters=registry.parameters())
     load_optimizer(name, registry.optimizers[name], registry, plain, received, SingleWorkerGroup())
 
 
@@ -180,7 +176,7 @@ def _is_cache(module: nn.Module, key: str) -> bool:
 
 
 def _copied(value: Tensor, room: Tensor | None, memory: OffloadMemory | None) -> Tensor:
-    """A copy on the CPU, in the room of another one where that fits; of what is offloaded, beside it."""
+    """A copy on the CPU, in the memory `room` of an older copy where that fits."""
     value = value.detach()
     if room is None or room.shape != value.shape or room.dtype != value.dtype:
         if memory is None or not value.dim():

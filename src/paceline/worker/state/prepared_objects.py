@@ -1,0 +1,132 @@
+"""The objects that a worker has prepared: each is registered under a name, and filled from the state of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.comm.sharded_tensors import TensorSlice
+from paceline.events import Event, Warned
+from paceline.parallel.offload.memory import memory_for, why_no_disk
+from paceline.parallel.offload.optimizer_state import OffloadedState
+from paceline.plan import Plan
+from paceline.sync.local.weight_averaging import WeightAveraging
+from paceline.worker.state.optimizer_check import require_own_parameters, require_possible_steps
+from paceline.worker.state.resumed_state import ResumedState
+from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.topology.parallel_groups import StateOwner
+
+__all__ = ["PreparedObjects"]
+
+OUTER_OPTIMIZER = "outer_optimizer"  # under which the one between replicas is stored
+
+
+class PreparedObjects:
+    """Registers models, optimizers and other objects, and has each filled as soon as it is registered."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        registry: StateRegistry,
+        *,
+        resumed: ResumedState,
+        buffers: BufferAverager,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.registry = registry
+        self._plan, self._resumed, self._buffers, self._emit = plan, resumed, buffers, emit
+        self._outer: list[str] = []  # names of the optimizers between replicas
+
+    def model(
+        self,
+        model: nn.Module,
+        name: str | None,
+        *,
+        cuts: Mapping[str, TensorSlice],
+        homes: Mapping[str, StateOwner],
+        tables: Collection[str] = (),
+    ) -> str:
+        """Register a model that has been placed, fill it, and make it equal everywhere; returns its name.
+
+        `cuts`: what is here of its parameters that are split. `homes`: the worker that stores each of its tensors,
+        where workers have different ones. `tables`: parameters that a newcomer need not be sent, since servers have
+        them.
+        """
+        self._refuse_known(model)
+        full_name = self.registry.name_for("model", name)
+        self.registry.models[full_name] = model
+        self.registry.cuts.update((f"{full_name}.{key}", cut) for key, cut in cuts.items())
+        self.registry.homes.update((f"{full_name}.{key}", home) for key, home in homes.items())
+        self.registry.tables.update(f"{full_name}.{key}" for key in tables)
+        self._resumed.fill_model(full_name)
+        self._buffers.add(model)
+        return full_name
+
+    def is_fresh(self, model: nn.Module, name: str | None) -> bool:
+        """Whether a model that is going to be prepared begins with its own weights, not with those of a state."""
+        self._refuse_known(model)
+        return not self._resumed.has_model(self.registry.name_for("model", name))
+
+    def _refuse_known(self, model: nn.Module) -> None:
+        if any(model is known for known in self.registry.models.values()):
+            raise ValueError(f"this {type(model).__name__} is prepared already; prepare each model once")
+
+    def optimizer(self, optimizer: Optimizer, name: str | None) -> None:
+        """Register an optimizer, and fill it."""
+        require_own_parameters(optimizer, self.registry)
+        require_possible_steps(optimizer, self.registry, self._plan)
+        full_name = self.registry.name_for("optimizer", name)
+        self.registry.optimizers[full_name] = optimizer
+        if self._plan.compute.offload != "none":
+            self._offload(full_name, optimizer)
+        self._resumed.fill_optimizer(full_name)
+
+    def _offload(self, name: str, optimizer: Optimizer) -> None:
+        """Keep an optimizer's state where the plan says. Raises PlanError where there is no room."""
+        compute = self._plan.compute
+        self.registry.offloaded[name] = OffloadedState(optimizer, memory_for(compute))
+        warning = why_no_disk(compute)
+        if warning is not None and len(self.registry.offloaded) == 1:
+            self._emit(Warned(text=warning))
+
+    def other(self, thing: Any, name: str | None) -> None:
+        """Register a scheduler or another stateful object, and fill it."""
+        is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+        full_name = self.registry.name_for("scheduler" if is_scheduler else "object", name)
+        self.registry.objects[full_name] = thing
+        self._resumed.fill_object(full_name)
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the user's optimizers hold."""
+        found = (one for name, one in self.registry.optimizers.items() if name not in self._outer)
+        return [parameter for one in found for group in one.param_groups for parameter in group["params"]]
+
+    def agreeing(self, agreeing: Sequence[WeightAveraging]) -> None:
+        """Register what averages weights between replicas, with the outer optimizers, in place of what did before."""
+        registry = self.registry
+        known: dict[str, dict[str, Any]] = {}
+        for name in self._outer:
+            known.update((registry.stand_ins[id(p)], held) for p, held in registry.optimizers.pop(name).state.items())
+        is_first, self._outer = not self._outer, []
+        registry.stand_ins = {id(anchor): name for one in agreeing for name, anchor in one.anchors}
+        for number, one in enumerate(agreeing, 1):
+            if one.optimizer is None:
+                continue
+            name = OUTER_OPTIMIZER if len(agreeing) == 1 else f"{OUTER_OPTIMIZER}_{number}_of_{len(agreeing)}"
+            registry.optimizers[name] = one.optimizer
+            self._outer.append(name)
+            one.optimizer.state.update({p: known[key] for key, p in one.anchors if key in known})
+            if is_first and self._resumed.has_optimizer(name):
+                self._fill_outer(name, one.optimizer)
+
+    def _fill_outer(self, name: str, optimizer: Optimizer) -> None:
+        """Fill an outer optimizer. Its options stay those of the plan."""
+        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._resumed.fill_optimizer(name)
+        for group, of_plan in zip(optimizer.param_groups, options, strict=True):
+            group.update(of_plan)
