@@ -12,7 +12,7 @@ from paceline.codec.cast import HALF, CastCodec
 from paceline.codec.error_feedback import ErrorFeedback
 from paceline.codec.int8 import Int8Codec
 from paceline.codec.one_bit import OneBitCodec
-from paceline.codec.power_sgd import PowerSGDCodec
+from paceline.codec.powersgd import PowerSGDCodec
 from paceline.codec.raw import RawCodec
 from paceline.codec.sparse import SparseCodec
 from paceline.codec.top_k import TopKCodec

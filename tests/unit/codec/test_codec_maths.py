@@ -12,7 +12,7 @@ from paceline.codec.byte_packing import bits_of, signs_in
 from paceline.codec.error_feedback import ErrorFeedback
 from paceline.codec.int8 import Int8Codec
 from paceline.codec.one_bit import OneBitCodec
-from paceline.codec.power_sgd import PowerSGDCodec
+from paceline.codec.powersgd import PowerSGDCodec
 from paceline.codec.sparse import SparseCodec
 from paceline.codec.top_k import TopKCodec
 
