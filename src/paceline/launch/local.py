@@ -104,7 +104,7 @@ def launch(
         stack.callback(node_role.close)
         retained.host_index, node_role.replication = node_role.host_index, replication
         if isinstance(node_role, Coordinator):
-            node_role.judge = judge
+            node_role.decide_restarts(judge)
         if on_joined is not None:
             run_dir = _notify_joined(node_role, on_joined)
         run_dir = run_dir.absolute()

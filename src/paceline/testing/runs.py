@@ -23,7 +23,7 @@ from paceline.checkpoint.checkpoint_dir import find
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.environment import FAULTS, child_environment
 from paceline.errors import LaunchError, PlanError
-from paceline.launch.coordinator.restart import WAITS
+from paceline.launch.coordinator.restart_decision import WAITS
 from paceline.plan import Plan
 from paceline.testing import network_namespaces
 from paceline.testing.disk import Disk, complete, mounted, tear

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.coordinator.coordinator import STOP_S
+from paceline.launch.coordinator.job_end import STOP_S
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.local import launch
 from paceline.plan.job import Job

@@ -14,7 +14,7 @@ import pytest
 from fake_hosts import WELL, HeadAndMember, ended, told
 from paceline.elastic.membership_messages import TOO_FEW
 from paceline.events import WorkerLost
-from paceline.launch.coordinator.coordinator import GATHER_S, REPORT_S, STOP_S, TERMINATE_S
+from paceline.launch.coordinator.job_end import FAILURE_REPORTS_S, REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.coordinator.remote_hosts import SILENCE_S
 from paceline.launch.job.outcome import JobOutcome
 
@@ -41,10 +41,10 @@ def test_the_job_has_finished_when_all_workers_of_all_hosts_have(both: HeadAndMe
 def test_after_a_failure_the_others_have_a_moment_and_are_ended(both: HeadAndMember) -> None:
     now = time.monotonic()
     both.head.exited(ended(1, 1))
-    both.head.tick(now + GATHER_S / 2)
+    both.head.tick(now + FAILURE_REPORTS_S / 2)
     assert both.local_workers.told == []
-    both.head.tick(now + GATHER_S + 0.5)
-    both.head.tick(now + GATHER_S + 0.6)
+    both.head.tick(now + FAILURE_REPORTS_S + 0.5)
+    both.head.tick(now + FAILURE_REPORTS_S + 0.6)
     assert both.local_workers.told == [("terminate", TERMINATE_S)]
     assert told(both.member) == {"op": "stop", "grace_s": TERMINATE_S}
 
@@ -163,7 +163,7 @@ def test_a_member_that_talks_nonsense_is_lost_and_the_head_goes_on(
     both.say(**message)
     assert len(both.said) == 1
     assert both.said[0].startswith("host b (10.0.0.2) was lost: it said something that makes no sense")
-    both.head.tick(time.monotonic() + GATHER_S + 1)
+    both.head.tick(time.monotonic() + FAILURE_REPORTS_S + 1)
     assert both.local_workers.told == [("terminate", TERMINATE_S)]
 
 
@@ -224,7 +224,7 @@ def test_a_worker_that_is_lost_behind_the_training_has_failed_and_the_others_com
         both.loop.turn(1.0)
     else:
         both.say(op="exited", exit=dataclasses.asdict(ended(2, None, host="b", signal=9)))
-    both.head.tick(time.monotonic() + 2 * GATHER_S)
+    both.head.tick(time.monotonic() + 2 * FAILURE_REPORTS_S)
     assert both.local_workers.told == [] and not [event for event in both.events if isinstance(event, WorkerLost)]
     for worker in (0, 1):
         both.head.exited(ended(worker))
@@ -237,7 +237,7 @@ def test_an_error_behind_the_training_ends_the_others_as_any_error_does(both: He
     both.begin(least=1, most=3)
     come_to_the_end(both, 0, 1, 2)
     both.head.exited(ended(0, 1))
-    both.head.tick(time.monotonic() + 2 * GATHER_S)
+    both.head.tick(time.monotonic() + 2 * FAILURE_REPORTS_S)
     assert both.local_workers.told == [("terminate", TERMINATE_S)]
 
 

@@ -13,7 +13,7 @@ import pytest
 from fake_hosts import MemberAndHead, ended, heard, told
 from paceline.elastic.lease import clock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
-from paceline.launch.coordinator.coordinator import STOP_S, TERMINATE_S
+from paceline.launch.coordinator.job_end import STOP_S, TERMINATE_S
 from paceline.launch.coordinator.remote_hosts import SILENCE_S
 from paceline.launch.job.outcome import JobOutcome
 

@@ -25,7 +25,7 @@ def test_ranks_are_contiguous_even_and_complete(hosts: int, more: int) -> None:
 
 @pytest.mark.parametrize(("workers", "hosts"), [(1, 2), (0, 1), (3, 0)])
 def test_no_host_stays_without_a_worker(workers: int, hosts: int) -> None:
-    with pytest.raises(ValueError, match=f"{workers} workers cannot be placed to {hosts} hosts"):
+    with pytest.raises(ValueError, match=f"{workers} workers cannot be placed on {hosts} hosts"):
         ranks_by_host(workers, hosts)
 
 

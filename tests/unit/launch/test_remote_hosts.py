@@ -15,7 +15,7 @@ from fake_hosts import HeadAndMember, ended, heard
 from paceline.elastic.membership_messages import PREEMPTED
 from paceline.events import WorkerJoined, WorkerLost
 from paceline.launch.coordinator import elastic_controller
-from paceline.launch.coordinator.coordinator import STOP_S
+from paceline.launch.coordinator.job_end import STOP_S
 from paceline.launch.coordinator.remote_hosts import RemoteHost
 from paceline.launch.job.outcome import lost_worker
 

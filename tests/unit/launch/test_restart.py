@@ -13,7 +13,7 @@ import pytest
 from fake_hosts import PretendedCrew, ended
 from paceline.events import Event
 from paceline.launch.coordinator.coordinator import Coordinator
-from paceline.launch.coordinator.restart import GONE_S
+from paceline.launch.coordinator.restart_decision import GONE_S
 from paceline.launch.job.outcome import RecoverableLoss
 from paceline.launch.job.restart_plan import RemainingHost
 from paceline.plan.job import Job
@@ -138,7 +138,7 @@ def test_a_lost_server_has_all_begin_again_though_nothing_is_in_memory(one: OneH
 
 
 def test_a_lost_server_ends_a_run_that_nobody_can_begin_again(one: OneHost) -> None:
-    one.head.judge = lambda _: None
+    one.head.decide_restarts(lambda _: None)
     one.head.request(2, {"op": "unserved", "cause": SERVER})
     one.local_workers.have_all_ended = True
     for worker in range(4):

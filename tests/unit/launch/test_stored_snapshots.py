@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.launch.coordinator.restart import RestartRequirement
+from paceline.launch.coordinator.restart_decision import RestartRequirement
 from paceline.launch.job.outcome import JobOutcome, RecoverableLoss
 from paceline.launch.job.restart_plan import (
     RemainingHost,

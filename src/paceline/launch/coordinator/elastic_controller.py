@@ -160,6 +160,14 @@ class ElasticController:
         """Go on with this many replicas; raise ValueError if the plan does not allow it."""
         self._do(self._membership.resize(replicas, time.monotonic()))
 
+    def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out the user command `paceline resize`, and return the answer to it."""
+        try:
+            self.resize(int(request["replicas"]))
+        except ValueError as error:
+            return {"error": str(error)}
+        return {"says": f"it will have {request['replicas']} replicas"}
+
     def grow(self, slots: int) -> int:
         """A host joined with room for `slots` workers; return by how many replicas the run grows."""
         before = self._membership.target

@@ -17,7 +17,7 @@ from paceline.elastic.heartbeats import heartbeat_interval_s
 from paceline.elastic.lease import clock, head_silence_s
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event
-from paceline.launch.coordinator.coordinator import REPORT_S, STOP_S, TERMINATE_S
+from paceline.launch.coordinator.job_end import REPORT_S, STOP_S, TERMINATE_S
 from paceline.launch.coordinator.remote_hosts import FAREWELL_S, SILENCE_S
 from paceline.launch.fork.local_workers import LocalWorkers
 from paceline.launch.io.event_loop import MessageStream

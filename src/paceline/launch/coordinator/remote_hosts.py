@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from paceline.elastic.membership_messages import PREEMPTED
 from paceline.launch.fork.local_workers import LocalWorkers
 from paceline.launch.io.event_loop import MessageStream
-from paceline.launch.job.outcome import WorkerExit, lost_worker
+from paceline.launch.job.outcome import JobOutcome, WorkerExit, lost_worker
 from paceline.launch.job.placement import HostSlots
 from paceline.launch.job.restart_plan import RemainingHost
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
@@ -222,6 +223,25 @@ class RemoteHosts:
         self._slots.close(remote_host.index)
         self._released.append(remote_host.link)  # closed here, it could lose the message
         remote_host.link.send(message)
+
+    def release_leavers(self, now: float, *, grace_s: float, say: Callable[[str], None]) -> bool:
+        """Release leaving hosts whose workers have left, and kill workers that exceed the grace time; return whether
+        any host was released.
+        """
+        is_any_released = False
+        for remote_host in self:
+            if remote_host.leave_by is None:
+                continue
+            if not self.workers_of(remote_host):
+                reason = f"host {remote_host.host} was asked to leave, and the run goes on without it"
+                outcome = JobOutcome(state="stopped", exit_code=PREEMPTED, reason=reason)
+                self.release(remote_host, {"op": "end", "outcome": outcome.to_json()})
+                is_any_released = True
+            elif now >= remote_host.leave_by:
+                remote_host.leave_by = now + grace_s  # until their ends are reported
+                say(f"the workers on {remote_host.name} have not left within {grace_s:.0f} s: they are ended")
+                remote_host.link.send({"op": "kill"})
+        return is_any_released
 
     def assign_neighbors(self, address: str, own: SnapshotReplication) -> None:
         """Say to each host where copies of what it has in memory go: to the next one. The head has this address."""

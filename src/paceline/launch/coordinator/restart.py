@@ -1,174 +1,157 @@
-"""Decides how all workers restart after a loss: when that is safe, on which hosts, or that the job ends instead.
+"""Carries out a restart of all workers after a loss: ends them on all hosts, waits until it is safe, then decides.
 
-First every process must be gone on all hosts, because the new workers use the same memory. A lost host cannot confirm
-that: if its workers could go on by themselves, the coordinator waits until their lease has ended. Each host then
-reports the snapshots it has in memory. If the remaining hosts have too little room, a host that joins within the job's
-patience replaces the lost one, whose snapshots are in its neighbor's memory.
-
-The module also words the coordinator's messages about hosts, workers and the next start.
+Workers can restart if their state outlives them: in the hosts' memory, or, after the loss of a parameter server, in
+checkpoints. The rules are in `RestartDecision`; this module applies them as time passes and hosts report.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from paceline.checkpoint.checkpoint_dir import find
-from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit, verdict
-from paceline.launch.job.restart_plan import RemainingHost, RestartPlan, workers_that_fit
+from paceline.elastic.lease import UnreachableHosts
+from paceline.elastic.membership_messages import TOO_FEW
+from paceline.launch.coordinator.job_end import TERMINATE_S, JobEnd
+from paceline.launch.coordinator.remote_hosts import COORDINATOR_INDEX, RemoteHosts
+from paceline.launch.coordinator.restart_decision import RestartDecision, RestartRequirement, next_time
+from paceline.launch.fork.local_workers import LocalWorkers
+from paceline.launch.job.outcome import JobOutcome, RecoverableLoss, lost_worker
+from paceline.launch.job.restart_plan import RemainingHost, RestartPlan
+from paceline.plan.job import Job
 
-__all__ = [
-    "GONE_S",
-    "WAITS",
-    "RestartDecision",
-    "RestartRequirement",
-    "have_text",
-    "leave_text",
-    "more_text",
-    "next_time",
-]
-
-GONE_S = 4.0  # after SIGKILL: workers that are still there then are given up, and there is no restart beside them
-WAITS = "for another host (start the same command there), which takes the lost one's place"
+__all__ = ["Admission", "JobRestart"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RestartRequirement:
-    """How many workers a restart needs."""
+class Admission(Protocol):
+    """The listening socket at which other hosts joined; later hosts are admitted or refused here."""
 
-    most: int  # the number with which the run began
-    workers_each: int | None  # workers of each elastic replica; None: the number of replicas is fixed
-    least: int  # fewest elastic replicas
+    def tick(self, now: float) -> None: ...
 
-    @property
-    def at_least(self) -> int:
-        return self.most if self.workers_each is None else min(self.most, self.least * self.workers_each)
-
-    def fit(self, hosts: Sequence[RemainingHost]) -> int:
-        """Return how many workers restart on these hosts; 0 if there is too little room."""
-        workers = workers_that_fit(hosts, most=self.most, workers_each=self.workers_each)
-        return workers if workers >= self.at_least else 0
+    def close(self, *, keep_listening: bool = False) -> socket.socket | None: ...
 
 
-class RestartDecision:
-    """Collects which hosts remain; `outcome` says what follows for the job once that is known."""
+class JobRestart:
+    """Restarts all workers of a job, or ends the job if that is impossible."""
 
     def __init__(
         self,
-        needs: RestartRequirement,
+        job: Job,
+        job_end: JobEnd,
+        remote_hosts: RemoteHosts,
         *,
-        given_up: JobOutcome | None,
-        patience_s: float,
-        judge: Callable[[JobOutcome], RestartPlan | None] | None,
+        unreachable: UnreachableHosts,
+        admission: Admission | None,
+        run_dir: str,
+        ranks: Sequence[int],
+        slots: int,
         say: Callable[[str], None],
+        restart_plan: RestartPlan | None,
     ) -> None:
-        """`given_up` is the outcome of an elastic run that no remaining replica can continue. `judge` may still refuse
-        a restart.
-        """
-        self._needs, self._given_up, self._judge, self._say = needs, given_up, judge, say
-        self._patience_s = patience_s
-        self.gone_by = time.monotonic() + GONE_S
-        self._lost_at = time.time()
-        self._wait_until: float | None = None
-        self._has_said_early = False
-        self._left: dict[int, RemainingHost] = {}
+        """`ranks` and `slots` are those of the coordinator's host. `restart_plan` is that of the previous restart."""
+        self.judge: Callable[[JobOutcome], RestartPlan | None] | None = None  # may still refuse a restart
+        self.is_possible = restart_plan is not None and restart_plan.keeps  # the workers' state outlives them
+        self._job, self._job_end, self._remote_hosts, self._unreachable = job, job_end, remote_hosts, unreachable
+        self._admission, self._run_dir, self._say = admission, run_dir, say
+        self._ranks, self._slots = tuple(ranks), slots
+        self._local_workers: LocalWorkers | None = None
+        self._has_lost_server = False  # a parameter server was lost
+        self._requirement = RestartRequirement(
+            most=job.workers or 0 if restart_plan is None else restart_plan.most,
+            workers_each=None if restart_plan is None else restart_plan.workers_each,
+            least=1 if restart_plan is None else restart_plan.least,
+        )
+        self._decision: RestartDecision | None = None  # set while all workers are ended for a restart
+
+    def lead(self, local_workers: LocalWorkers) -> None:
+        """Take over this host's local workers."""
+        self._local_workers = local_workers
+
+    def become_elastic(self, *, workers_each: int, least: int) -> None:
+        """The run has replicas of `workers_each` workers, at least `least` of them."""
+        self._requirement = dataclasses.replace(self._requirement, workers_each=workers_each, least=least)
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether every process is gone, and a host that joins is welcome."""
-        return self._wait_until is not None
+    def is_under_way(self) -> bool:
+        """Whether all workers have been ended for a restart."""
+        return self._decision is not None
 
-    def has_heard_of(self, host_index: int) -> bool:
-        return host_index in self._left
+    @property
+    def is_waiting_for_host(self) -> bool:
+        """Whether every process has ended, and a host that joins is welcome."""
+        return self._decision is not None and self._decision.is_waiting
 
-    def hear(self, left: RemainingHost) -> None:
-        """A host has ended its workers and reports its snapshots."""
-        self._left[left.index] = left
-
-    def keep_only(self, host_indices: Collection[int]) -> None:
-        """Forget the snapshots of all hosts but these: the others are lost."""
-        self._left = {index: left for index, left in self._left.items() if index in host_indices}
-
-    def is_too_early(self, busy_until: float, now: float) -> bool:
-        """Return whether unreachable hosts may still be taking steps of this run, which they may until `busy_until`."""
-        if now < busy_until and not self._has_said_early:
-            self._has_said_early = True
-            self._say(
-                f"all that the run had may still be at work where nothing is heard: waiting {busy_until - now:.0f} s, "
-                "until it has ended by itself"
-            )
-        return now < busy_until
-
-    def outcome(self, exits: Mapping[int, WorkerExit], *, is_clean: bool, now: float) -> JobOutcome | None:
-        """Return how the attempt ends, with a `restart_plan` if all restart; None if that cannot be said yet.
-
-        `is_clean`: every process is gone.
-        """
-        ended = [exits[worker] for worker in sorted(exits)]
-        outcome = self._given_up or verdict(ended, keeps_state=True)
-        recoverable_loss = outcome.recoverable_loss
-        plain = dataclasses.replace(outcome, recoverable_loss=None)
-        if recoverable_loss is None or not is_clean or any((one.error or {}).get("kind") == STUCK for one in ended):
-            return plain
-        hosts = tuple(self._left[index] for index in sorted(self._left))
-        workers = self._needs.fit(hosts)
-        if not workers:
-            return self._waited(hosts, plain, now)
-        recoverable_loss = dataclasses.replace(
-            recoverable_loss,
-            workers=workers,
-            workers_each=self._needs.workers_each,
-            least=self._needs.least,
-            hosts=hosts,
-            lost_at=self._lost_at,
+    def begin(self, given_up: JobOutcome | None = None) -> None:
+        """End all workers to restart them; `given_up` is the outcome if they cannot."""
+        self._decision = RestartDecision(
+            self._requirement, given_up=given_up, patience_s=self._job.patience_s, judge=self.judge, say=self._say
         )
-        outcome = dataclasses.replace(outcome, recoverable_loss=recoverable_loss)
-        if self._judge is None:
-            return outcome
-        restart_plan = self._judge(outcome)
-        if restart_plan is None:  # restarts brought no progress, and another would bring none either
-            return plain if self._given_up else dataclasses.replace(plain, exit_code=1, reason="")
-        return dataclasses.replace(outcome, restart_plan=restart_plan)
+        self._job_end.kill_for_restart()
 
-    def _waited(self, hosts: Sequence[RemainingHost], plain: JobOutcome, now: float) -> JobOutcome | None:
-        """Too little room: wait for another host for a limited time."""
-        slots, needed = sum(host.slots for host in hosts), self._needs.at_least
-        if self._wait_until is None:
-            self._wait_until = now + self._patience_s
-            self._say(
-                f"the hosts that are left have room for {slots} of the {needed} workers: waiting up to "
-                f"{self._patience_s:.0f} s {WAITS}"
-            )
-        if now < self._wait_until:
-            return None
-        self._say(f"no host has come within {self._patience_s:.0f} s in place of the lost one: the run ends")
-        return plain
+    def begin_after_server_loss(self, worker: int, host: str, cause: str) -> None:
+        """A parameter server was lost with state that only it had: restart all from the newest checkpoint."""
+        message = f"{cause}: {next_time(Path(self._run_dir))}"
+        failure = lost_worker(worker, host=host, pid=0, kind="ServerLost", message=message, names_workers=True)
+        recoverable_loss = RecoverableLoss(causes=(cause,), lost=(), keeps=self.is_possible)
+        self._has_lost_server = True
+        self.is_possible = True  # from checkpoints on disk
+        self.begin(JobOutcome(state="failed", exit_code=1, failures=(failure,), recoverable_loss=recoverable_loss))
 
+    def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
+        """No replica with the run's state is left: restart all workers if possible, else end the job."""
+        given_up = JobOutcome(state="stopped", exit_code=TOO_FEW, reason=reason)
+        if self._job_end.exits.has_failures:  # a worker's own program failed, and the other losses followed from it
+            self._job_end.terminate(TERMINATE_S)
+            return
+        if self.is_possible and self._job_end.leave_by is None:
+            recoverable_loss = RecoverableLoss(causes=tuple(causes), lost=tuple(lost))
+            given_up = dataclasses.replace(given_up, recoverable_loss=recoverable_loss)
+        elif time.monotonic() >= self._unreachable.busy_until():
+            self._say(f"{reason}: {next_time(Path(self._run_dir))}")
+            self._job_end.finish(given_up)
+            return
+        # Without state in memory this only waits until no lost host can still take steps.
+        self.begin(given_up)
 
-def next_time(run_dir: Path) -> str:
-    """Say what the same command will do after a run that ended with too few workers, without saving."""
-    step = find(run_dir / "checkpoints").step
-    if step:
-        return f"run the same command again to go on from the newest checkpoint, of step {step}"
-    return "nothing was saved; run the same command again to begin at step 1"
+    def host_has_ended_workers(self, remaining: RemainingHost) -> None:
+        """Another host has ended all its workers, so that all can restart."""
+        if self._decision is not None:
+            self._decision.hear(remaining)
 
+    def tick(self, now: float) -> None:
+        """End the attempt once every process has ended on all hosts and no lost host can still take steps."""
+        if self._decision is not None:
+            self._advance(self._decision, now)
 
-def more_text(replicas: int) -> str:
-    """Return "2 more replicas"."""
-    return f"{replicas} more replica{'s' if replicas > 1 else ''}"
-
-
-def leave_text(workers: Sequence[int]) -> str:
-    """Return "workers 1, 2 leave between two steps, ", the beginning of a sentence; "" where there are none."""
-    if not workers:
-        return ""
-    who = f"worker {workers[0]} leaves" if len(workers) == 1 else f"workers {', '.join(map(str, workers))} leave"
-    return f"{who} between two steps, "
-
-
-def have_text(workers: Collection[int]) -> str:
-    """Return "workers 1, 2 have", or "worker 1 has"."""
-    names = ", ".join(map(str, sorted(workers)))
-    return f"worker {names} has" if len(workers) == 1 else f"workers {names} have"
+    def _advance(self, decision: RestartDecision, now: float) -> None:
+        remote_hosts, exits = self._remote_hosts, self._job_end.exits
+        late = [remote_host for remote_host in remote_hosts if not decision.has_heard_of(remote_host.index)]
+        have_local_ended = self._local_workers is None or self._local_workers.have_all_ended
+        if (late or exits.missing or not have_local_ended) and now < decision.gone_by:
+            return
+        if not decision.is_waiting:  # while waiting for a host, a late one has only just joined
+            for remote_host in late:
+                remote_hosts.lose(remote_host, "it was told to end its workers and did not report their ends")
+        have_ended = not exits.missing and (self._local_workers is None or self._local_workers.have_all_ended)
+        decision.keep_only({COORDINATOR_INDEX, *(remote_host.index for remote_host in remote_hosts)})
+        snapshots = () if self._local_workers is None else self._local_workers.snapshots
+        decision.hear(
+            RemainingHost(index=COORDINATOR_INDEX, slots=self._slots, workers=self._ranks, snapshots=snapshots)
+        )
+        if exits.stopped is not None:
+            self._job_end.finish(exits.stopped)
+            return
+        outcome: JobOutcome | None = None
+        if not decision.is_too_early(self._unreachable.busy_until(anywhere=self._has_lost_server), now):
+            outcome = decision.outcome(exits.by_worker, is_clean=have_ended and self.is_possible, now=now)
+        if outcome is None:
+            remote_hosts.tick(now, silence_s=self._job.silence_s)
+            if self._admission is not None:
+                self._admission.tick(now)
+            return
+        if not outcome.may_restart and outcome.exit_code == TOO_FEW:
+            self._say(f"{outcome.reason}: {next_time(Path(self._run_dir))}")
+        self._job_end.finish(outcome)
