@@ -104,7 +104,7 @@ def test_a_silent_host_is_lost_after_the_jobs_silence_and_its_workers_have_faile
         both.head.tick(now + 3)
         assert both.said == []
         both.head.tick(now + 5)
-        assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 4 s"]
+        assert both.said == ["host b (10.0.0.2) was lost: it sent nothing for 4 s"]
         both.head.exited(ended(0, None, sent_by_us=True))
         both.head.exited(ended(1, None, sent_by_us=True))
         assert both.state() == "failed"
@@ -120,7 +120,7 @@ def test_a_host_that_has_not_spoken_yet_has_longer_for_it_prepares_its_directory
         both.head.tick(now + SILENCE_S - 1)
         assert both.said == []
         both.head.tick(now + SILENCE_S + 1)
-        assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 15 s"]
+        assert both.said == ["host b (10.0.0.2) was lost: it sent nothing for 15 s"]
 
 
 def test_a_host_lost_after_its_workers_ended_well_is_no_failure(both: HeadAndMember) -> None:
@@ -162,7 +162,7 @@ def test_a_member_that_talks_nonsense_is_lost_and_the_head_goes_on(
 ) -> None:
     both.say(**message)
     assert len(both.said) == 1
-    assert both.said[0].startswith("host b (10.0.0.2) was lost: it said something that makes no sense")
+    assert both.said[0].startswith("host b (10.0.0.2) was lost: it sent an invalid message")
     both.head.tick(time.monotonic() + FAILURE_REPORTS_S + 1)
     assert both.local_workers.told == [("terminate", TERMINATE_S)]
 

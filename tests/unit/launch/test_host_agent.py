@@ -40,7 +40,7 @@ def test_a_silent_head_is_lost_and_the_workers_are_ended(pair: MemberAndHead) ->
     assert pair.local_workers.told == []
     pair.member.tick(now + SILENCE_S + 1)
     assert pair.local_workers.told == [("terminate", TERMINATE_S)]
-    assert pair.said == ["the head a (10.0.0.1) was lost: it said nothing for 15 s"]
+    assert pair.said == ["the coordinator a (10.0.0.1) was lost: it sent nothing for 15 s"]
     pair.local_workers.alive.clear()
     pair.member.exited(ended(2, None, sent_by_us=True))
     pair.member.tick(now + SILENCE_S + 2)
@@ -59,7 +59,7 @@ def test_after_its_first_answer_a_silent_head_is_lost_half_as_late_again_as_it_w
         pair.member.tick(now + 5)
         assert pair.said == []
         pair.member.tick(now + 7)
-        assert pair.said == ["the head a (10.0.0.1) was lost: it said nothing for 6 s"]
+        assert pair.said == ["the coordinator a (10.0.0.1) was lost: it sent nothing for 6 s"]
 
 
 def test_workers_are_told_how_long_they_may_go_on_counted_from_the_word_that_the_head_has_answered(

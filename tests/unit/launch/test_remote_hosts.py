@@ -154,7 +154,7 @@ def test_who_is_silent_with_its_host_is_lost_with_it_and_started_elsewhere_once(
     silence(both, clock, c, until=clock.now + 14.0)
     assert "start" not in both.ops(), "nobody is started on a host that is lost"
     assert [message["worker"] for message in heard(to_c) if message["op"] == "start"] == [2]
-    assert "host b (10.0.0.2) was lost: it said nothing for 10 s" in both.said
+    assert "host b (10.0.0.2) was lost: it sent nothing for 10 s" in both.said
     (lost,) = [event for event in both.events if isinstance(event, WorkerLost)]
     assert lost.rank == 2 and lost.reason in both.said
 

@@ -112,7 +112,7 @@ def test_a_job_on_several_hosts_needs_a_token(port: int, monkeypatch: pytest.Mon
 def test_what_differs_is_named_with_both_values() -> None:
     assert mismatch({"workers": 2, "plan": "a"}, {"workers": 2, "plan": "a"}) == ""
     assert mismatch({"workers": 2, "plan": "a"}, {"plan": "b"}) == (
-        "plan: 'a' on the head, 'b' here, workers: 2 on the head, None here"
+        "plan: 'a' on the coordinator's host, 'b' here, workers: 2 on the coordinator's host, None here"
     )
 
 

@@ -96,7 +96,7 @@ def test_where_no_host_comes_the_job_ends_as_it_would_have(both: HeadAndMember) 
     both.head.tick(time.monotonic() + 61)
     assert both.head.outcome is not None
     assert (both.head.outcome.exit_code, both.head.outcome.may_restart) == (TOO_FEW, False)
-    assert both.said[-2] == "no host has come within 60 s in place of the lost one: the run ends"
+    assert both.said[-2] == "no host has joined within 60 s in place of the lost one: the run ends"
     assert both.said[-1].startswith("host b (10.0.0.2) was lost: ") and "run the same command again" in both.said[-1]
 
 
@@ -177,7 +177,7 @@ def test_while_a_lost_host_may_go_on_by_itself_nobody_begins_again(keeps: bool) 
         limit_s = lost_s(SILENCE_S, GRACE_S)
         both.head.tick(began + limit_s - 1)
         assert both.head.outcome is None
-        assert both.said[-1].startswith("all that the run had may still be at work where nothing is heard: waiting ")
+        assert both.said[-1].startswith("workers on unreachable hosts may still be taking steps: waiting ")
         assert both.head.refusal() == ("the run is about to end", True)
         both.head.tick(began + limit_s + 1)
         assert both.head.outcome is not None and both.head.outcome.exit_code == TOO_FEW
@@ -194,7 +194,7 @@ def test_a_host_that_says_nothing_is_waited_for_from_its_last_word_on() -> None:
         word = both.remote_host.link.last_received
         both.remote_host.link.last_received -= SILENCE_S + 1
         both.head.tick(time.monotonic())
-        assert both.said == ["host b (10.0.0.2) was lost: it said nothing for 60 s"]
+        assert both.said == ["host b (10.0.0.2) was lost: it sent nothing for 60 s"]
         end_successors(both)
         both.head.tick(word - SILENCE_S - 1 + lost_s(SILENCE_S, GRACE_S) + 0.5)
         assert both.head.outcome is not None and both.head.outcome.recoverable_loss is not None
@@ -240,7 +240,7 @@ def test_an_elastic_run_with_too_little_room_ends_unless_the_lost_host_comes_bac
         both.head.tick(time.monotonic() + 31)
         assert both.head.outcome is not None
         assert (both.head.outcome.exit_code, both.head.outcome.may_restart) == (TOO_FEW, False)
-        assert "no host has come within 30 s in place of the lost one: the run ends" in both.said
+        assert "no host has joined within 30 s in place of the lost one: the run ends" in both.said
 
 
 def test_a_member_ends_its_workers_and_says_what_it_has() -> None:

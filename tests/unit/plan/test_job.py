@@ -48,7 +48,7 @@ ASSIGNMENT = Assignment(
         ({"launcher": "slurm"}, "Job(launcher='slurm') is not built yet. Use launcher='local'"),
         ({"launcher": "lokal"}, "Job.launcher is 'lokal'; it must be 'local' or 'inline'. Did you mean 'local'?"),
         ({"show": "none"}, "Job.show is 'none'; it must be 'first' or 'all'."),
-        ({"hosts": 2}, "A job on 2 hosts needs a meeting point"),
+        ({"hosts": 2}, "A job on 2 hosts needs a rendezvous address"),
         ({"hosts": 2, "head": "node1"}, "Job.head is 'node1'; it must be HOST:PORT"),
         ({"hosts": 3, "head": "node1:1", "workers": 2}, "2 workers cannot fill 3 hosts: use workers=3 or more"),
         ({"hosts": 2, "head": "node1:1", "launcher": "inline"}, "use hosts=1, or launcher='local'"),
@@ -128,7 +128,7 @@ def test_an_absolute_program_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_changes_win_and_are_merged_before_the_job_is_checked(tmp_path: Path) -> None:
     path = write(tmp_path / "job.toml", "hosts = 2\nworkers = 2")
-    with pytest.raises(PlanError, match="needs a meeting point"):
+    with pytest.raises(PlanError, match="needs a rendezvous address"):
         read_job_file(path)
     job, _, given = read_job_file(path, {"head": "node1:29500", "workers": 8})
     assert (job.hosts, job.head, job.workers) == (2, "node1:29500", 8)

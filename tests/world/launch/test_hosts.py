@@ -175,8 +175,8 @@ def test_another_job_is_refused_with_both_values(start: Any) -> None:
     left = start("left", workers=3, plan="replicas=3")
     code, _, said = start("right", workers=4, plan="replicas=3").result()
     assert code == REFUSED
-    assert "workers: 3 on the head, 4 here" in said[-1]
-    assert "workers: 3 on the head, 4 here" in left.hear("refused host right")
+    assert "workers: 3 on the coordinator's host, 4 here" in said[-1]
+    assert "workers: 3 on the coordinator's host, 4 here" in left.hear("refused host right")
     right = start("right", workers=3, plan="replicas=3")
     assert (left.result()[0], right.result()[0]) == (0, 0)
 
@@ -208,8 +208,8 @@ def test_a_member_whose_head_is_lost_ends_its_workers_and_says_so(start: Any, pi
     assert left.left(limit_s=GONE_S) == []
     assert outcome is not None
     assert (code, outcome.state) == (76, "failed")
-    assert any(text.startswith("the head left (10.77.0.1) was lost: ") for text in said)
-    assert outcome.failures[0].error is not None and "the head left" in outcome.failures[0].error["message"]
+    assert any(text.startswith("the coordinator left (10.77.0.1) was lost: ") for text in said)
+    assert outcome.failures[0].error is not None and "the coordinator left" in outcome.failures[0].error["message"]
 
 
 @pytest.mark.parametrize("where", ["left", "right"])
@@ -255,7 +255,7 @@ def test_a_host_that_stays_alone_gives_up_and_says_what_it_waited_for(name: str,
     assert code == REFUSED
     expected = {
         "left": "waiting at 10.77.0.1:29471 for 1 more host; here: left",
-        "right": "connecting to the head at 10.77.0.1:29471; last try: Connection refused",
+        "right": "connecting to the coordinator at 10.77.0.1:29471; last try: Connection refused",
     }
     assert expected[name] in said[-1]
     assert "Start the same command on all 2 hosts" in said[-1]

@@ -53,8 +53,8 @@ class HostAdmission:
         name = terms.at[0]
         if self._address.startswith("127.") and name not in ("localhost", self._address):
             say(
-                f"{name} means {self._address} on this host, which no other machine reaches: if nobody comes, "
-                "use an address of this host's network as head"
+                f"{name} means {self._address} on this host, which no other machine reaches: if no host "
+                "joins, use an address of this host's network as head"
             )
 
     @property
@@ -109,8 +109,8 @@ class HostAdmission:
         place = {"host_index": remote_host.index, "ranks": sorted(remote_host.workers), "slots": remote_host.slots}
         run = {"attempt": self._terms.attempt, "run_dir": self._terms.run_dir}
         snapshot_addresses = [[index, *at] for index, at in self.snapshot_addresses.items()]
-        head = f"{self._terms.host} ({self._address})"
-        remote_host.link.send({"op": "welcome", "head": head, **place, **run, "doors": snapshot_addresses})
+        coordinator = f"{self._terms.host} ({self._address})"
+        remote_host.link.send({"op": "welcome", "head": coordinator, **place, **run, "doors": snapshot_addresses})
 
     @property
     def snapshot_addresses(self) -> dict[int, HostAddress]:
@@ -127,7 +127,7 @@ class HostAdmission:
     def give_up(self, reason: str) -> None:
         """Refuse the hosts that came, with the reason."""
         for remote_host in self._remote_hosts:
-            remote_host.link.send({"op": "refused", "reason": f"the head gave up: {reason}", "again": False})
+            remote_host.link.send({"op": "refused", "reason": f"the coordinator gave up: {reason}", "again": False})
             remote_host.link.flush(FAREWELL_S)
             remote_host.link.close()
         self.close()
@@ -160,22 +160,22 @@ class HostAdmission:
                 self._coordinator.remote_hosts.lose(remote_host, str(error))
             elif remote_host is not None:
                 self._remote_hosts.remove(remote_host)
-                self._say(f"{remote_host.name} has left again: {error}")
+                self._say(f"{remote_host.name} has left: {error}")
 
         link = MessageStream(sock, self._loop, on_message=said, on_close=closed)
         self._unnamed.add(link)
 
     def _on_hello(self, link: MessageStream, address: str, message: Mapping[str, Any]) -> RemoteHost | None:
         """Admit a host that was started for this job; tell any other why it is refused."""
-        job, who = message.get("job"), f"host {message.get('host')} ({address})"
+        job, name = message.get("job"), f"host {message.get('host')} ({address})"
         different = mismatch(self._terms.essentials, job if isinstance(job, dict) else {})
         if different:
-            self._turn_away(link, who, f"it was started for another job ({different})", may_retry=False)
+            self._turn_away(link, name, f"it was started for another job ({different})", may_retry=False)
             return None
         refusal = self._coordinator.refusal() if self._coordinator is not None else ("it is about to begin", True)
         if self.complete and refusal is not None:
             reason, may_retry = refusal
-            self._turn_away(link, who, f"the run has all its hosts, and {reason}", may_retry=may_retry)
+            self._turn_away(link, name, f"the run has all its hosts, and {reason}", may_retry=may_retry)
             return None
         remote_host = RemoteHost(
             link=link,
@@ -189,7 +189,7 @@ class HostAdmission:
         )
         if self._coordinator is None and self._restart_plan is not None:
             if not self._reclaims_place(remote_host, message.get("host_index"), self._restart_plan):
-                self._turn_away(link, who, "all are about to begin again after a loss", may_retry=True)
+                self._turn_away(link, name, "all workers are about to restart after a loss", may_retry=True)
                 return None
             self._remote_hosts.append(remote_host)
         elif self._coordinator is None:
@@ -209,9 +209,9 @@ class HostAdmission:
         remote_host.workers = set(restart_plan.ranks[host_index])
         return True
 
-    def _turn_away(self, link: MessageStream, who: str, reason: str, *, may_retry: bool) -> None:
+    def _turn_away(self, link: MessageStream, name: str, reason: str, *, may_retry: bool) -> None:
         link.send({"op": "refused", "reason": reason, "again": may_retry})
         link.close()
-        if f"{who}{reason}" not in self._turned_away:
-            self._turned_away.add(f"{who}{reason}")
-            self._say(f"refused {who}: {reason}")
+        if f"{name}{reason}" not in self._turned_away:
+            self._turned_away.add(f"{name}{reason}")
+            self._say(f"refused {name}: {reason}")

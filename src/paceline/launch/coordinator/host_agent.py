@@ -144,7 +144,7 @@ class HostAgent:
 
     def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse a user command: only the coordinator answers commands."""
-        return {"error": f"the head of this run is {self._coordinator}: use the command there"}
+        return {"error": f"the coordinator of this run is {self._coordinator}: use the command there"}
 
     def tick(self, now: float) -> None:
         if self._local_workers is None or self.outcome is not None:
@@ -155,7 +155,7 @@ class HostAgent:
         # The coordinator prepares the run's record first.
         limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)
         if not self._coordinator_loss and now - self._link.last_received > limit_s:
-            self.coordinator_lost(f"it said nothing for {limit_s:.0f} s")
+            self.coordinator_lost(f"it sent nothing for {limit_s:.0f} s")
         if self._is_restarting and self._local_workers.have_all_ended:
             self._is_restarting = False
             slots = 0 if self._cannot_fork else self.slots
@@ -183,13 +183,13 @@ class HostAgent:
         try:
             self._serve(self._local_workers, message)
         except (KeyError, TypeError, ValueError) as error:
-            self.coordinator_lost(f"it said something that makes no sense ({type(error).__name__}: {error})")
+            self.coordinator_lost(f"it sent an invalid message ({type(error).__name__}: {error})")
 
     def coordinator_lost(self, reason: str) -> None:
         """The coordinator is lost: make the workers save and leave if the whole job can, then end them."""
         if self.outcome is not None or self._coordinator_loss:
             return
-        self._coordinator_loss = f"the head {self._coordinator} was lost: {reason}"
+        self._coordinator_loss = f"the coordinator {self._coordinator} was lost: {reason}"
         self._link.close()
         self._exits = [ended for ended in self._exits if not _is_old_news(ended)]
         self._say(self._coordinator_loss)

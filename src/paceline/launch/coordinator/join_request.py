@@ -48,13 +48,13 @@ class JoinRequest:
     def progress(self) -> str:
         """What is being waited for, as a sentence."""
         if self._link is None:
-            return f"connecting to the head at {self._terms.point}"
-        return f"waiting with the head at {self._terms.point} for the other hosts"
+            return f"connecting to the coordinator at {self._terms.point}"
+        return f"waiting with the coordinator at {self._terms.point} for the other hosts"
 
     def tick(self, now: float) -> None:
         self._call.tick(now)
         if self._link is not None and self.member is None and now - self._link.last_received > SILENCE_S:
-            self._fail(f"the head said nothing for {SILENCE_S:.0f} s")
+            self._fail(f"the coordinator sent nothing for {SILENCE_S:.0f} s")
 
     def close(self) -> None:
         """Close the connection unless a `HostAgent` has taken it over."""
@@ -91,7 +91,7 @@ class JoinRequest:
         elif message.get("op") == "welcome":
             self._become_member(message)
         elif message.get("op") != "ping":
-            self._fail(f"the head said {message.get('op')!r} where a welcome was due", final=True)
+            self._fail(f"the coordinator sent {message.get('op')!r} instead of a welcome", final=True)
 
     def _become_member(self, message: Mapping[str, Any]) -> None:
         if self._link is None:
@@ -112,13 +112,13 @@ class JoinRequest:
                 snapshot_addresses={int(index): (str(host), int(port)) for index, host, port in message["doors"]},
             )
         except (KeyError, TypeError, ValueError) as error:
-            self._fail(f"the head's welcome makes no sense ({type(error).__name__}: {error})", final=True)
+            self._fail(f"the coordinator's welcome is invalid ({type(error).__name__}: {error})", final=True)
 
     def _closed(self, error: Exception) -> None:
         if self.member is not None:
             self.member.coordinator_lost(str(error))
         else:
-            self._fail(f"the head has gone: {error}")
+            self._fail(f"the coordinator is lost: {error}")
 
     def _fail(self, reason: str, final: bool = False) -> None:
         if self.failed:
@@ -160,7 +160,10 @@ class JobTerms:
         }
 
 
-def mismatch(head: Mapping[str, Any], host: Mapping[str, Any]) -> str:
+def mismatch(coordinator: Mapping[str, Any], host: Mapping[str, Any]) -> str:
     """Name the terms that differ, with both values; "" if all agree."""
-    names = sorted(name for name in head.keys() | host.keys() if head.get(name) != host.get(name))
-    return ", ".join(f"{name}: {head.get(name)!r} on the head, {host.get(name)!r} here" for name in names)
+    ours, theirs = coordinator, host
+    names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    return ", ".join(
+        f"{name}: {ours.get(name)!r} on the coordinator's host, {theirs.get(name)!r} here" for name in names
+    )

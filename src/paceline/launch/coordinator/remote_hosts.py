@@ -244,7 +244,9 @@ class RemoteHosts:
         return is_any_released
 
     def assign_neighbors(self, address: str, own: SnapshotReplication) -> None:
-        """Say to each host where copies of what it has in memory go: to the next one. The head has this address."""
+        """Tell each host its neighbor, the next host by index, which receives copies of its snapshots. `address` is that of
+        the coordinator's host.
+        """
         at = {
             remote_host.index: (remote_host.address, remote_host.port) for remote_host in self if remote_host.port
         } | {COORDINATOR_INDEX: (address, own.port)}
@@ -262,7 +264,7 @@ class RemoteHosts:
             remote_host.link.send(message)
 
     def farewell(self, message: Mapping[str, Any]) -> None:
-        """Say the last word, and see that it is on its way."""
+        """Send a last message to all hosts, and wait until it is on its way."""
         self.broadcast(message)
         for remote_host in self:
             remote_host.link.flush(FAREWELL_S)
@@ -281,7 +283,7 @@ class RemoteHosts:
             limit_s = silence_s if remote_host.has_spoken else max(silence_s, SILENCE_S)
             if now - remote_host.link.last_received > limit_s:
                 self.lose(
-                    remote_host, f"it said nothing for {limit_s:.0f} s", silent_s=now - remote_host.link.last_received
+                    remote_host, f"it sent nothing for {limit_s:.0f} s", silent_s=now - remote_host.link.last_received
                 )
         self._quiet.intersection_update(self._remote_hosts)
 
@@ -293,7 +295,7 @@ class RemoteHosts:
         try:
             self._serve(remote_host, message)
         except (KeyError, TypeError, ValueError) as error:
-            self.lose(remote_host, f"it said something that makes no sense ({type(error).__name__}: {error})")
+            self.lose(remote_host, f"it sent an invalid message ({type(error).__name__}: {error})")
 
     def lose(self, remote_host: RemoteHost, reason: str, *, kind: str = "HostLost", silent_s: float = 0.0) -> None:
         """Remove a host that is lost, and report its workers as lost."""

@@ -84,7 +84,7 @@ def join_hosts(
         )
     if job.head is None:
         raise LaunchError(
-            f"A job on {job.hosts} hosts needs a meeting point: use head='HOST:PORT' (--head), the same on every host."
+            f"A job on {job.hosts} hosts needs a rendezvous address: use head='HOST:PORT' (--head), the same on every host."
         )
     token = environment.token(job)
     at = head_address(job.head)
@@ -203,7 +203,7 @@ class _Rendezvous:
             raise LaunchError(f"This host cannot join the job at {point}: {join_request.failed}")
         again_at = time.monotonic() + RETRY_S
         while time.monotonic() < again_at:
-            self._patience.turn(f"connecting to the head at {point}; last try: {join_request.failed}")
+            self._patience.turn(f"connecting to the coordinator at {point}; last try: {join_request.failed}")
         return None
 
 

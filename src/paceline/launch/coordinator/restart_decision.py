@@ -96,8 +96,8 @@ class RestartDecision:
         if now < busy_until and not self._has_said_early:
             self._has_said_early = True
             self._say(
-                f"all that the run had may still be at work where nothing is heard: waiting {busy_until - now:.0f} s, "
-                "until it has ended by itself"
+                f"workers on unreachable hosts may still be taking steps: waiting {busy_until - now:.0f} s, until they "
+                "have ended by themselves"
             )
         return now < busy_until
 
@@ -143,12 +143,12 @@ class RestartDecision:
             )
         if now < self._wait_until:
             return None
-        self._say(f"no host has come within {self._patience_s:.0f} s in place of the lost one: the run ends")
+        self._say(f"no host has joined within {self._patience_s:.0f} s in place of the lost one: the run ends")
         return plain
 
 
 def next_time(run_dir: Path) -> str:
-    """Say what the same command will do after a run that ended with too few workers, without saving."""
+    """Return what the same command will do after a run that ended with too few workers, without saving."""
     step = find(run_dir / "checkpoints").step
     if step:
         return f"run the same command again to go on from the newest checkpoint, of step {step}"
@@ -164,8 +164,8 @@ def leave_text(workers: Sequence[int]) -> str:
     """Return "workers 1, 2 leave between two steps, ", the beginning of a sentence; "" where there are none."""
     if not workers:
         return ""
-    who = f"worker {workers[0]} leaves" if len(workers) == 1 else f"workers {', '.join(map(str, workers))} leave"
-    return f"{who} between two steps, "
+    subject = f"worker {workers[0]} leaves" if len(workers) == 1 else f"workers {', '.join(map(str, workers))} leave"
+    return f"{subject} between two steps, "
 
 
 def have_text(workers: Collection[int]) -> str:

@@ -100,7 +100,7 @@ class SnapshotConnection:
         except OSError as error:
             self._lost(error.strerror or str(error))
         except (ValueError, KeyError, TypeError, EOFError) as error:
-            self._lost(f"it said something that makes no sense ({type(error).__name__}: {error})")
+            self._lost(f"it sent an invalid message ({type(error).__name__}: {error})")
         self.work_s += time.thread_time() - began
 
     def _write(self) -> None:

@@ -270,7 +270,7 @@ class _NeighborSender:
 
     def _heard(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
         if self._in_flight is None or self._connection is None or int(message["worker"]) != self._in_flight[0]:
-            raise ValueError(f"nobody has asked for {message}")
+            raise ValueError(f"an answer without a request: {message}")
         worker, began, worked_s = self._in_flight
         self._in_flight = None
         slot = self._memory_checkpoints.newest_of(worker)
@@ -345,10 +345,12 @@ class _SnapshotFetch:
 
     def _fail(self, reason: str) -> None:
         if self._workers:
-            who = ", ".join(map(str, sorted(self._workers)))
+            ranks = ", ".join(map(str, sorted(self._workers)))
             self._workers.clear()
             self.close()
-            self._failed(f"the state of worker {who} after step {self._step} did not come from {self._at[0]}: {reason}")
+            self._failed(
+                f"the state of worker {ranks} after step {self._step} did not come from {self._at[0]}: {reason}"
+            )
 
 
 def _send(connection: SnapshotConnection, worker: int, slot: SnapshotSlot, token: bytes) -> bool:
