@@ -106,7 +106,8 @@ class Job:
     def _check_hosts(self) -> None:
         if self.hosts > 1 and self.head is None:
             raise PlanError(
-                f"A job on {self.hosts} hosts needs a rendezvous address: use head='HOST:PORT' (--head), the same on all."
+                f"A job on {self.hosts} hosts needs a rendezvous address: use head='HOST:PORT' (--head), "
+                "the same on all."
             )
         if self.hosts > 1 and self.launcher == "inline":
             raise PlanError(

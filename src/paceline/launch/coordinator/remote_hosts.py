@@ -244,8 +244,9 @@ class RemoteHosts:
         return is_any_released
 
     def assign_neighbors(self, address: str, own: SnapshotReplication) -> None:
-        """Tell each host its neighbor, the next host by index, which receives copies of its snapshots. `address` is that of
-        the coordinator's host.
+        """Tell each host its neighbor, the next host by index, which receives copies of its snapshots.
+
+        `address` is that of the coordinator's host.
         """
         at = {
             remote_host.index: (remote_host.address, remote_host.port) for remote_host in self if remote_host.port

@@ -84,7 +84,8 @@ def join_hosts(
         )
     if job.head is None:
         raise LaunchError(
-            f"A job on {job.hosts} hosts needs a rendezvous address: use head='HOST:PORT' (--head), the same on every host."
+            f"A job on {job.hosts} hosts needs a rendezvous address: use head='HOST:PORT' (--head), the "
+            "same on every host."
         )
     token = environment.token(job)
     at = head_address(job.head)
