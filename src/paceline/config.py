@@ -1,4 +1,4 @@
-"""Reads configuration into frozen dataclasses, from TOML, dotted overrides and short text; and writes them as text.
+"""Reads configuration into frozen dataclasses, from TOML and short text; and writes them as text or plain data.
 
 The dataclasses are the only description of what can be set. Everything here follows their annotations, which may be
 made of bool, int, float, str, None, Literal, tuple[T, ...], dataclasses, and unions of these. A union of dataclasses
@@ -20,7 +20,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote
@@ -28,10 +28,11 @@ from urllib.parse import quote, unquote
 from paceline.errors import PlanError
 
 __all__ = [
+    "KIND",
     "annotations_of",
-    "apply",
     "check_fields",
     "choices",
+    "convert_value",
     "describe",
     "load_toml",
     "non_defaults",
@@ -42,11 +43,12 @@ __all__ = [
     "suggest",
     "to_python",
     "to_short",
+    "to_table",
+    "to_word",
     "unknown_name",
 ]
 
 T = TypeVar("T")
-_Setting = tuple[list[str], str]  # the names along a dotted path, and the text of the value at its end
 
 KIND = "kind"  # the key that names the class where an annotation allows several
 UNION = typing.get_origin(Literal[0] | None)  # what a union with a Literal is; all others are types.UnionType
@@ -75,27 +77,31 @@ def read(cls: type[T], table: Mapping[str, Any], *, path: str = "") -> T:
     for name, value in table.items():
         if name not in annotations:
             raise unknown_name(cls, name, value, path=path)
-        values[name] = _converted(value, annotations[name], path=_join(path, name), owner=cls, name=name)
+        values[name] = convert_value(value, annotations[name], path=_join(path, name), owner=cls, name=name)
     require_all(cls, values, path=path)
     return cls(**values)
 
 
-def apply(obj: T, *overrides: str) -> T:
-    """Return `obj` with overrides such as "plan.batch.size=64" applied, in order; the leading "plan." may be left out.
-
-    Fields of one dataclass change together, so that the order of overrides that need each other does not matter.
-    """
-    root = type(obj).__name__.lower()
-    settings: list[_Setting] = []
-    for override in overrides:
-        dotted, equals, text = override.partition("=")
-        if not equals:
-            raise PlanError(f"{override!r} sets nothing: write it as name=value, for example {root}.name=value.")
-        names = dotted.strip().split(".")
-        if len(names) > 1 and names[0] == root:
-            names = names[1:]
-        settings.append((names, text.strip()))
-    return _changed(obj, settings, path=root)
+def convert_value(value: Any, annotation: Any, *, path: str, owner: type, name: str) -> Any:
+    """Return a value as the annotation wants it: a dataclass for a table or short form, a tuple for an array."""
+    kinds = choices(annotation)
+    if kinds and isinstance(value, str):
+        return read_short(value, annotation, path=path)
+    if kinds and isinstance(value, Mapping):
+        table = dict(value)
+        kind = table.pop(KIND, next(iter(kinds)) if len(kinds) == 1 else None)
+        if kind is None:
+            raise PlanError(f"{path} does not say which kind it is: add {KIND} = {' or '.join(map(repr, kinds))}.")
+        if not isinstance(kind, str):
+            raise PlanError(f"{path}.{KIND} is {kind!r}; it must be {' or '.join(map(repr, kinds))}.")
+        return read(_chosen(kind, annotation, path=f"{path}.{KIND}", value=kind), table, path=path)
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(value, PurePath) and str in _alternatives(annotation):
+        value = str(value)
+    if not _fits(value, annotation):
+        raise _misfit(value, annotation, path=path, owner=owner, name=name)
+    return float(value) if isinstance(value, int) and _wants_float(annotation) else value
 
 
 def parse_value(text: str, annotation: Any, *, path: str, owner: type | None = None, name: str = "") -> Any:
@@ -207,9 +213,35 @@ def non_defaults(obj: Any) -> dict[str, Any]:
 
 def to_short(obj: Any) -> str:
     """Return the short form of a dataclass, defaults left out: "cast(dtype=bf16)"; `read_short` reads it back."""
-    fields = ",".join(f"{name}={_word(value)}" for name, value in non_defaults(obj).items())
+    fields = ",".join(f"{name}={to_word(value)}" for name, value in non_defaults(obj).items())
     name = type(obj).__name__.lower()
     return f"{name}({fields})" if fields else name
+
+
+def to_word(value: object) -> str:
+    """Return a field's value as it stands in a short form: letters, digits and ".-_" only, safe in a file name.
+
+    Any other character of a text is written as in a URL, "%2F" for "/".
+    """
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "-".join(map(str, value))
+    if dataclasses.is_dataclass(value):
+        return to_short(value)
+    return repr(value).replace("+", "") if isinstance(value, float) else quote(str(value), safe="")
+
+
+def to_table(obj: Any) -> dict[str, Any]:
+    """Return a dataclass as plain data for JSON, all fields of it; `read` makes the same one again."""
+    table: dict[str, Any] = {}
+    for name, annotation in annotations_of(type(obj)).items():
+        value = getattr(obj, name)
+        if dataclasses.is_dataclass(value):
+            kind = {KIND: type(value).__name__} if len(choices(annotation)) > 1 else {}
+            value = kind | to_table(value)
+        table[name] = value
+    return table
 
 
 def to_python(obj: Any) -> str:
@@ -242,64 +274,6 @@ def describe(annotation: Any) -> str:
         else:
             said.append(words.get(option) or option.__name__)
     return said[0] if len(said) == 1 else f"{', '.join(said[:-1])} or {said[-1]}"
-
-
-def _changed(obj: T, settings: Sequence[_Setting], *, path: str) -> T:
-    """Return `obj` with all settings made; it is checked once, when all of its fields have their new values."""
-    annotations = annotations_of(type(obj))
-    values: dict[str, Any] = {}
-    inner: dict[str, list[_Setting]] = {}  # of fields' own fields; those to be made yet
-    for (name, *rest), text in settings:
-        if name not in annotations:
-            raise unknown_name(type(obj), name, text, path=path)
-        here = _join(path, name)
-        current = values.get(name, getattr(obj, name))
-        if rest:
-            _require_field(current, rest[0], text, annotations[name], path=here)
-            inner.setdefault(name, []).append((rest, text))
-            continue
-        if name in inner:  # the new value takes its place, but what makes no sense is not dropped silently
-            _changed(current, inner.pop(name), path=here)
-        values[name] = parse_value(text, annotations[name], path=here, owner=type(obj), name=name)
-    for name, own in inner.items():
-        values[name] = _changed(values.get(name, getattr(obj, name)), own, path=_join(path, name))
-    return dataclasses.replace(obj, **values) if values else obj  # type: ignore[type-var]  # a dataclass, as every caller of it says
-
-
-def _require_field(value: Any, name: str, text: str, annotation: Any, *, path: str) -> None:
-    """Raise PlanError where `value`, at `path`, has no fields, or only another kind of it has a field `name`."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        raise PlanError(f"{path} is {value!r}, which has no fields: write {path}=value.")
-    if name in annotations_of(type(value)):
-        return
-    others = [other.__name__ for other in choices(annotation).values() if name in annotations_of(other)]
-    if others:
-        raise PlanError(
-            f"{path} is {type(value).__name__}, which has no field {name!r}; {others[0]} has: "
-            f"use {path}={others[0].lower()}({name}={text})."
-        )
-
-
-def _converted(value: Any, annotation: Any, *, path: str, owner: type, name: str) -> Any:
-    """Return a value as the annotation wants it: a dataclass for a table or short form, a tuple for an array."""
-    kinds = choices(annotation)
-    if kinds and isinstance(value, str):
-        return read_short(value, annotation, path=path)
-    if kinds and isinstance(value, Mapping):
-        table = dict(value)
-        kind = table.pop(KIND, next(iter(kinds)) if len(kinds) == 1 else None)
-        if kind is None:
-            raise PlanError(f"{path} does not say which kind it is: add {KIND} = {' or '.join(map(repr, kinds))}.")
-        if not isinstance(kind, str):
-            raise PlanError(f"{path}.{KIND} is {kind!r}; it must be {' or '.join(map(repr, kinds))}.")
-        return read(_chosen(kind, annotation, path=f"{path}.{KIND}", value=kind), table, path=path)
-    if isinstance(value, list):
-        value = tuple(value)
-    if isinstance(value, PurePath) and str in _alternatives(annotation):
-        value = str(value)
-    if not _fits(value, annotation):
-        raise _misfit(value, annotation, path=path, owner=owner, name=name)
-    return float(value) if isinstance(value, int) and _wants_float(annotation) else value
 
 
 def _chosen(name: str, annotation: Any, *, path: str, value: object) -> type:
@@ -369,18 +343,6 @@ def _nested_names(cls: type, path: str) -> list[str]:
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _word(value: object) -> str:
-    """A field's value in a short form: letters, digits and ".-_" only, so that the whole is safe in a file name; what
-    else is in a text is written as in a URL, "%2F" for "/"."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "-".join(map(str, value))
-    if dataclasses.is_dataclass(value):
-        return to_short(value)
-    return repr(value).replace("+", "") if isinstance(value, float) else quote(str(value), safe="")
 
 
 def _folded(name: str) -> str:

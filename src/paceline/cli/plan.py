@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline import config
+from paceline import config, settings
 from paceline.cli.arguments import Commands, add_command
 from paceline.errors import PlanError
-from paceline.plan import AllReduce, Batch, Compute, ParameterServer, Plan
+from paceline.plan import AllReduce, Batch, CommandPlan, Compute, ParameterServer, Plan
 from paceline.schedule.allreduce.build import ALGORITHMS, build, num_chunks_of
 from paceline.schedule.allreduce.diagram import draw
 from paceline.schedule.micro_batches import deal
@@ -86,14 +86,13 @@ def run(arguments: argparse.Namespace) -> int:
         return check_script(
             Path(arguments.text),
             args=arguments.script_args,
-            plan=None if arguments.plan is None else Plan.parse(arguments.plan),
-            overrides=arguments.overrides,
+            plan=CommandPlan.of(None if arguments.plan is None else Plan.parse(arguments.plan), arguments.overrides),
             workers=_workers(arguments.workers),
             is_short=arguments.check,
         )
     if arguments.plan is not None:
         raise config.PlanError(f"--plan goes with a script; without one, write: paceline plan {arguments.plan!r}.")
-    plan = config.apply(Plan.parse(arguments.text), *arguments.overrides)
+    plan = settings.apply(Plan.parse(arguments.text), *arguments.overrides)
     workers = _workers(arguments.workers) or plan.layout.workers or 1
     broken = plan.check(workers=workers)
     if not arguments.check:
@@ -166,8 +165,7 @@ def check_script(
     script: Path,
     *,
     args: Sequence[str],
-    plan: Plan | None,
-    overrides: Sequence[str],
+    plan: CommandPlan,
     workers: int | None,
     is_short: bool,
 ) -> int:
@@ -176,7 +174,7 @@ def check_script(
         raise PlanError(f"There is no script {script}.")
     from paceline.worker.script_inspection import inspect_script
 
-    found = inspect_script(script, args=args, plan=plan, overrides=overrides, workers=workers)
+    found = inspect_script(script, args=args, plan=plan, workers=workers)
     if not is_short:
         print(f"plan     {found.plan}")
         print(f"python   {found.plan!r}")

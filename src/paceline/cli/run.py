@@ -7,17 +7,14 @@ help.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import typing
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline import config
 from paceline.cli.arguments import Commands, Parser, add_command
 from paceline.errors import PlanError
-from paceline.plan import Job, Plan, read_job_file
+from paceline.plan import CommandPlan, Job, Plan, read_job_file
 from paceline.plan.script_scan import workers_of_script
 
 __all__ = ["OPTIONS", "add", "run", "show_dry_run"]
@@ -119,18 +116,18 @@ def add_job_options(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job, or show it with --dry-run; returns the run's exit status."""
-    job, plan, given, overrides = job_of(arguments)
+    job, plan, given = job_of(arguments)
     if arguments.dry_run:
         from paceline.cli.run import show_dry_run
 
-        return show_dry_run(job, plan=plan, overrides=overrides)
+        return show_dry_run(job, plan=plan)
     from paceline.runs.run import start
 
-    return start(job, plan=plan, overrides=overrides, given=given, command_started=arguments.command_started)
+    return start(job, plan=plan, given=given, command_started=arguments.command_started)
 
 
-def job_of(arguments: argparse.Namespace) -> tuple[Job, Plan | None, tuple[str, ...], tuple[str, ...]]:
-    """Return the job, the plan that command or job file give, the Job fields that they set, the plan's overrides."""
+def job_of(arguments: argparse.Namespace) -> tuple[Job, CommandPlan, tuple[str, ...]]:
+    """Return what command and job file say: the job, the plan, and the names of the Job fields that they set."""
     fields = config.annotations_of(Job)
     changes: dict[str, Any] = {}
     for name in OPTIONS:
@@ -149,11 +146,7 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, Plan | None, tuple[str, 
     job, plan, given = _read_program(Path(arguments.program), changes)
     if arguments.plan is not None:
         plan = Plan.parse(arguments.plan)
-    if plan is not None:
-        config.apply(plan, *overrides)  # a mistake in them is found before anything starts
-    else:
-        _refuse_impossible(overrides)
-    return job, plan, given, overrides
+    return job, CommandPlan.of(plan, overrides), given
 
 
 def _read_program(path: Path, changes: dict[str, Any]) -> tuple[Job, Plan | None, tuple[str, ...]]:
@@ -179,48 +172,6 @@ def _is_for_plan(override: str) -> bool:
     return override.partition("=")[0].strip().partition(".")[0] == "plan"
 
 
-def _refuse_impossible(overrides: Iterable[str]) -> None:
-    """Raise PlanError for what no plan takes. The plan that they change is the script's, which only workers read."""
-    parts = config.annotations_of(Plan)
-    by_part: dict[str, list[str]] = {}
-    for override in overrides:
-        dotted, _, text = override.partition("=")
-        _, part, field, *_ = *map(str.strip, dotted.split(".")), "", ""
-        kinds = [kind for kind in config.choices(parts.get(part)).values() if field in config.annotations_of(kind)]
-        if kinds and type(getattr(Plan(), part)) not in kinds:  # a part of several kinds: the script says which
-            annotation = config.annotations_of(kinds[0])[field]
-            config.parse_value(text, annotation, path=dotted.strip(), owner=kinds[0], name=field)
-        else:
-            by_part.setdefault(part, []).append(override)
-    for part, own in by_part.items():
-        try:
-            config.apply(Plan(), *own)
-        except PlanError:
-            if not any(_takes(plan, own) for plan in _plans_beside(part)):
-                raise
-
-
-def _plans_beside(part: str) -> Iterator[Plan]:
-    """The default plan with another value in one field of a part: some overrides are of use only beside such a one."""
-    default = getattr(Plan(), part, None)
-    if not dataclasses.is_dataclass(default) or isinstance(default, type):
-        return
-    for name, annotation in config.annotations_of(type(default)).items():
-        value = getattr(default, name)
-        others = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
-        for other in (value + 1,) if type(value) is int else others:
-            with contextlib.suppress(PlanError):
-                yield dataclasses.replace(Plan(), **{part: dataclasses.replace(default, **{name: other})})
-
-
-def _takes(plan: Plan, overrides: Iterable[str]) -> bool:
-    try:
-        config.apply(plan, *overrides)
-    except PlanError:
-        return False
-    return True
-
-
 def _job_override(override: str, fields: dict[str, Any]) -> tuple[str, Any]:
     """Return the Job field that an override such as "keep=5" or "job.keep=5" sets, and its value."""
     dotted, equals, text = override.partition("=")
@@ -240,21 +191,20 @@ def _flag(field: dataclasses.Field[Any]) -> str:
     return f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
 
 
-def show_dry_run(job: Job, *, plan: Plan | None, overrides: tuple[str, ...]) -> int:
+def show_dry_run(job: Job, *, plan: CommandPlan) -> int:
     """Print it and return 0; raises PlanError where the plan cannot work on the job's workers."""
     print(f"job    {config.to_python(job)}")
     workers = job.workers
-    if plan is None:
-        print("plan   the script's own" + (f", with {', '.join(overrides)}" if overrides else ""))
+    if plan.whole is None:
+        print("plan   the script's own" + (f", with {plan.settings_text}" if plan.settings else ""))
         if workers is None:
-            workers = workers_of_script(Path(job.program), overrides, args=job.args, say=print)
+            workers = workers_of_script(Path(job.program), plan.settings, args=job.args, say=print)
     else:
-        plan = config.apply(plan, *overrides)
-        workers = workers or plan.layout.workers or 1
-        plan.require(workers=workers)
-        plan = plan.resolve(workers)
-        print(f"plan   {plan}")
-        print(f"       {plan!r}")
+        workers = workers or plan.whole.layout.workers or 1
+        plan.whole.require(workers=workers)
+        resolved = plan.whole.resolve(workers)
+        print(f"plan   {resolved}")
+        print(f"       {resolved!r}")
     for line in _start_text(job, workers):
         print(f"start  {line}")
     return 0

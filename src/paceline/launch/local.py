@@ -24,6 +24,7 @@ from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.launch.supervisor import GuardedObserver, Observer, Supervisor
+from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import Job
 
 __all__ = ["launch", "prestart"]
@@ -37,8 +38,7 @@ def prestart() -> WarmParent:
 def launch(
     job: Job,
     *,
-    plan: str | None = None,
-    overrides: Sequence[str] = (),
+    plan: CommandPlan | None = None,
     given: Sequence[str] = (),
     program: Path | None = None,
     run_dir: Path,
@@ -119,7 +119,6 @@ def launch(
             attempt=node_role.attempt,
             command_started=command_started,
             plan=plan,
-            overrides=overrides,
             given=given,
             begins_at=None if restart_plan is None else restart_plan.begins_at,
         )

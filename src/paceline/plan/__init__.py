@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.plan.batch import Batch
+from paceline.plan.command_plan import CommandPlan, read_plan
 from paceline.plan.compute import Compute
 from paceline.plan.guard import Guard
 from paceline.plan.job import Assignment, Job, read_job_file
@@ -18,6 +19,7 @@ __all__ = [
     "Batch",
     "BrokenRule",
     "Cast",
+    "CommandPlan",
     "Compute",
     "Gossip",
     "Guard",
@@ -37,4 +39,5 @@ __all__ = [
     "TopK",
     "Wire",
     "read_job_file",
+    "read_plan",
 ]

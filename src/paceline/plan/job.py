@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from paceline import config
 from paceline.errors import PlanError
+from paceline.plan.command_plan import CommandPlan, read_plan
 from paceline.plan.plan import Plan
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "assignment_to_json",
     "head_address",
     "read_job_file",
-    "read_plan",
 ]
 
 # Launchers that are known but not built yet: what to use until they are.
@@ -149,8 +149,7 @@ class Assignment:
     channel_fd: int  # inherited socket to the supervisor's board; -1 where there is none
     command_started: float  # time.time() when the user's command began
     job: Job
-    plan: str | None = None  # --plan or the job file's plan, as text; overrides the script's
-    overrides: tuple[str, ...] = ()  # --set plan.wire.dtype=fp16, applied to whichever plan is used
+    plan: CommandPlan = dataclasses.field(default_factory=CommandPlan)  # of --plan, job file and --set
     given: tuple[str, ...] = ()  # Job fields that the command or job file set: they win over the script's
     snapshot_fds: tuple[
         int, ...
@@ -173,12 +172,15 @@ def head_address(head: str) -> tuple[str, int]:
 
 def assignment_to_json(assignment: Assignment) -> str:
     """Return one line of JSON that `assignment_from_json` reads back."""
-    return json.dumps(dataclasses.asdict(assignment))
+    return json.dumps(config.to_table(assignment) | {"plan": assignment.plan.to_table()})
 
 
 def assignment_from_json(text: str) -> Assignment:
     """Read an assignment; PlanError where a field is missing, unknown or wrong, ValueError where it is not JSON."""
-    return config.read(Assignment, json.loads(text), path="assignment")
+    table = json.loads(text)
+    if "plan" in table:
+        table["plan"] = CommandPlan.from_table(table["plan"])
+    return config.read(Assignment, table, path="assignment")
 
 
 def read_job_file(path: Path, changes: Mapping[str, Any] | None = None) -> tuple[Job, Plan | None, tuple[str, ...]]:
@@ -198,12 +200,3 @@ def read_job_file(path: Path, changes: Mapping[str, Any] | None = None) -> tuple
         return config.read(Job, table), plan, tuple(table)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
-
-
-def read_plan(value: object) -> Plan:
-    """Return the plan that a configuration value means: one line of text, or a table of parts."""
-    if isinstance(value, str):
-        return Plan.parse(value)
-    if isinstance(value, Mapping):
-        return config.read(Plan, value, path="plan")
-    raise PlanError(f"plan is {value!r}; it must be a table, or one line of text such as 'replicas=2'.")

@@ -16,6 +16,7 @@ from paceline import config
 from paceline.errors import PlanError
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
+from paceline.settings import Setting, with_settings
 
 __all__ = ["workers_of_script"]
 
@@ -23,11 +24,11 @@ CALLS = ("paceline.run", "run")
 
 
 def workers_of_script(
-    script: Path, overrides: Sequence[str] = (), *, args: Sequence[str] = (), say: Callable[[str], None]
+    script: Path, settings: Sequence[Setting] = (), *, args: Sequence[str] = (), say: Callable[[str], None]
 ) -> int | None:
     """Return how many workers the script begins with; None where it leaves that open, or cannot be read.
 
-    `overrides` change its plan (`plan.layout.replicas=2-4`); `args` are the script's own, for the command that is to be
+    `settings` change its plan (`plan.layout.replicas=2-4`); `args` are the script's own, for the command that is to be
     typed. PlanError where it computes the number, or the layout that says it; a plan of which nothing can be seen here
     may want no number, so that is only said.
     """
@@ -48,9 +49,9 @@ def workers_of_script(
             f"{script} computes how many workers it wants ({computed}), and workers are started before it runs. "
             f"Say with how many to begin: {command}"
         ) from None
-    own = [override for override in overrides if override.partition("=")[0].strip().startswith("plan.layout")]
+    own = [setting for setting in settings if setting.names[0] == "layout"]
     if own:
-        layout = config.apply(Plan(layout=layout or Layout()), *own).layout
+        layout = with_settings(Plan(layout=layout or Layout()), own).layout
     elif layout is None and "plan" in given and not text.is_none(given["plan"]):
         say(
             f"{script} computes its plan ({ast.unparse(given['plan'])}), so how many workers it wants is unknown here: "

@@ -31,7 +31,7 @@ from paceline.monitor.records.failure import Failure, explain, root_cause
 from paceline.monitor.records.processes import this_host
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
-from paceline.plan import Job, Plan
+from paceline.plan import CommandPlan, Job, Plan
 
 __all__ = ["Attempt", "begin_record", "error_from_failures", "qualified_name", "run_started", "wait_for_orphans"]
 
@@ -51,8 +51,7 @@ class Attempt:
         self,
         job: Job,
         *,
-        plan: Plan | None,
-        overrides: Sequence[str] = (),
+        plan: CommandPlan | None = None,
         given: Sequence[str] = (),
         command_started: float,
         follow: bool = False,
@@ -66,7 +65,7 @@ class Attempt:
         the previous attempt were lost, and all restart in this way; `asked` is the job as the user started it.
         """
         self.job = job
-        self._plan, self._overrides, self._given = plan, tuple(overrides), tuple(given)
+        self._plan, self._given = plan or CommandPlan(), tuple(given)
         self._command_started = command_started
         self._follow, self._function = follow, function
         self._restart_plan, self.asked = restart_plan, asked or job
@@ -101,8 +100,7 @@ class Attempt:
         try:
             outcome = launch(
                 self.job,
-                plan=None if self._plan is None else str(self._plan),
-                overrides=self._overrides,
+                plan=self._plan,
                 given=self._given,
                 run_dir=self.run_dir,
                 attempt=next_attempt(self.run_dir)
@@ -145,7 +143,6 @@ class Attempt:
         return Attempt(
             dataclasses.replace(job, run_dir=str(self.run_dir)),
             plan=self._plan,
-            overrides=self._overrides,
             given=given,
             command_started=begins_by.lost_at,
             function=self._function,
@@ -204,7 +201,7 @@ class Attempt:
             self._let_orphans_end()
         workers = self.job.workers or 1
         if self.is_head:
-            self._record = begin_record(self.run_dir, self.job, workers=workers, plan=self._plan)
+            self._record = begin_record(self.run_dir, self.job, workers=workers, plan=self._plan.whole)
             if self._record.attempt != self.number:
                 raise PlanError(f"{str(self.run_dir)!r} was used by another run meanwhile: start the job again.")
         with writing(self.directory):
@@ -274,7 +271,7 @@ class Attempt:
     @property
     def _may_balance(self) -> bool:
         """Whether slower workers could be given less work, as far as is known here: the plan may be in the script."""
-        plan = self._plan
+        plan = self._plan.whole
         return not self.job.balance and (plan is None or (plan.layout.workers_each == 1 and not plan.is_asynchronous))
 
     def _end(self, outcome: JobOutcome, failures: tuple[Failure, ...]) -> int:
@@ -300,7 +297,7 @@ class Attempt:
 
         program = self.directory / "program.pkl"
         temporary = program.with_name(f".{program.name}.{this_host()}.{os.getpid()}")  # hosts may share the directory
-        temporary.write_bytes(cloudpickle.dumps((function, self._plan, dict(fields))))
+        temporary.write_bytes(cloudpickle.dumps((function, dict(fields))))
         temporary.replace(program)
 
 

@@ -19,7 +19,7 @@ from paceline import config, environment
 from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import PlanError, WorkerError, WorkersLostError
 from paceline.launch.local import prestart
-from paceline.plan import Job, Plan
+from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.plan.script_scan import workers_of_script
 from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
 from paceline.runs.monitor_thread import monitoring_thread, note_end, note_failure, note_left, reporting_thread
@@ -125,7 +125,7 @@ def run(
     if not isinstance(plan, (Plan, str, type(None))):
         raise TypeError(f"paceline.run(plan={plan!r}): give a Plan, or its text")
     wanted = config.read(Job, fields)
-    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    chosen = None if plan is None else read_plan(plan)
     own = environment.assignment()
     if own is not None:
         from paceline.worker.session import has_run, run_worker  # inside a worker torch is there already
@@ -145,8 +145,7 @@ def run(
 def start(
     job: Job,
     *,
-    plan: Plan | None = None,
-    overrides: Sequence[str] = (),
+    plan: CommandPlan,
     given: Sequence[str] = (),
     command_started: float,
 ) -> int:
@@ -160,12 +159,11 @@ def start(
         )
     warm = prestart()
     try:
-        settled = _settled(job, plan, overrides, script=Path(job.program))
+        settled = _settled(job, plan, script=Path(job.program))
         wait_for_orphans(settled, say=_tell)
         attempt = Attempt(
             settled,
             plan=plan,
-            overrides=overrides,
             given=given,
             command_started=command_started,
             follow=job.run_dir is None,
@@ -180,10 +178,11 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
     """Be the supervisor of workers that run a function of this process."""
     started = time.time()
     with prestart() as warm:
-        settled = _settled(job, plan, (), script=_own_script())
+        own_plan = CommandPlan(whole=plan)
+        settled = _settled(job, own_plan, script=_own_script())
         wait_for_orphans(settled, say=_tell)
         attempt = Attempt(
-            settled, plan=plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
+            settled, plan=own_plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
         )
         try:
             attempt, outcome = run_with_restarts(attempt, warm)
@@ -212,7 +211,8 @@ def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | 
         _tell(f"workers={job.workers} is not used: {world.source} started {world.workers} workers")
 
     def choose() -> tuple[Path, int]:
-        settled = _settled(dataclasses.replace(job, workers=world.workers), plan, (), script=_own_script())
+        asked = dataclasses.replace(job, workers=world.workers)
+        settled = _settled(asked, CommandPlan(whole=plan), script=_own_script())
         directory = Path(str(settled.run_dir))
         return directory, begin_record(directory, settled, workers=world.workers, plan=plan).attempt
 
@@ -301,17 +301,16 @@ def _tell(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-def _settled(job: Job, plan: Plan | None, overrides: Sequence[str], *, script: Path | None) -> Job:
+def _settled(job: Job, plan: CommandPlan, *, script: Path | None) -> Job:
     """The job with its number of workers and its run directory filled in."""
     workers = job.workers
-    if workers is None and plan is not None:
-        workers = plan.layout.workers
+    if workers is None and plan.whole is not None:
+        workers = plan.whole.layout.workers
     if workers is None and script is not None and job.program:
-        workers = workers_of_script(script, overrides, args=job.args, say=_tell)
+        workers = workers_of_script(script, plan.settings, args=job.args, say=_tell)
     settled = dataclasses.replace(job, workers=workers or job.hosts)
-    if plan is not None:
-        resolved = config.apply(plan, *overrides) if overrides else plan
-        resolved.require(workers=settled.workers)
+    if plan.whole is not None:
+        plan.whole.require(workers=settled.workers)
     if settled.run_dir is None:
         settled = dataclasses.replace(settled, run_dir=str(_new_run_dir(script)))
     return settled

@@ -16,7 +16,7 @@ from paceline.plan.job import Assignment
 from paceline.worker.membership.consensus import CleanExit
 from paceline.worker.record.error_report import write_error
 from paceline.worker.record.flight_recording import dump_stacks_on_signal
-from paceline.worker.session import has_run, merge_plan, run_worker
+from paceline.worker.session import has_run, run_worker
 
 __all__ = ["work"]
 
@@ -71,17 +71,15 @@ def _run_script(assignment: Assignment) -> None:
 def _run_function(assignment: Assignment) -> None:
     """Run the function that paceline.run(fn) was called with; its value goes back to the caller through a file."""
     program = Path(assignment.run_dir) / f"attempt_{assignment.attempt}" / "program.pkl"
-    function, plan, fields = cloudpickle.loads(
-        program.read_bytes()
-    )  # written by the caller's own process, on this host
+    function, fields = cloudpickle.loads(program.read_bytes())  # written by the caller's own process, on this host
     value: Any = None
     try:
-        value = run_worker(function, assignment, plan=plan, fields=fields)
+        value = run_worker(function, assignment, fields=fields)
     except SystemExit as stop:
         if stop.code or isinstance(stop, CleanExit):  # who leaves before the end returns nothing
             raise
     # In an elastic run nobody knows who will be the first at its end: the caller takes the value of whoever is.
-    if assignment.rank == 0 or merge_plan(assignment, plan).layout.is_elastic:
+    if assignment.rank == 0 or assignment.plan.over(None).layout.is_elastic:
         result = Path(assignment.worker_dir) / "result.pkl"
         pickled = cloudpickle.dumps(value)
         with writing(result):

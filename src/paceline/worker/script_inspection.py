@@ -30,7 +30,7 @@ from paceline.parallel.check.remarks import Remark, remarks
 from paceline.parallel.meta.fake_weights import fake_weights, filled_weights
 from paceline.parallel.precision import convert
 from paceline.parallel.sample_input import as_sample, guess_sample
-from paceline.plan import Job, Plan
+from paceline.plan import CommandPlan, Job, Plan, read_plan
 
 __all__ = ["InspectionReport", "InspectionWorker", "inspect_script"]
 
@@ -52,9 +52,7 @@ class InspectionReport:
     )  # by model
 
 
-def inspect_script(
-    script: Path, *, args: Sequence[str], plan: Plan | None, overrides: Sequence[str], workers: int | None
-) -> InspectionReport:
+def inspect_script(script: Path, *, args: Sequence[str], plan: CommandPlan, workers: int | None) -> InspectionReport:
     """Run `script` as far as it prepares, and return what was found.
 
     `plan` and `workers` are the command's, which count before the script's own. Raises PlanError where the script never
@@ -62,11 +60,11 @@ def inspect_script(
     """
     try:
         with fake_weights():
-            return _run(script, args, plan=plan, overrides=overrides, workers=workers, fill=filled_weights)
+            return _run(script, args, plan=plan, workers=workers, fill=filled_weights)
     except PlanError:
         raise
     except Exception as error:  # the user's code, which is run again: an error that stays comes out there
-        found = _run(script, args, plan=plan, overrides=overrides, workers=workers, fill=None)
+        found = _run(script, args, plan=plan, workers=workers, fill=None)
         first = str(error).strip().partition("\n")[0]
         what = (
             f"its weights were made for this look, since without them the script raises {type(error).__name__}: {first}"
@@ -175,8 +173,7 @@ def _run(
     script: Path,
     args: Sequence[str],
     *,
-    plan: Plan | None,
-    overrides: Sequence[str],
+    plan: CommandPlan,
     workers: int | None,
     fill: Callable[[nn.Module], Any] | None,
 ) -> InspectionReport:
@@ -185,8 +182,9 @@ def _run(
     command_plan = plan
 
     def run(function: Callable[[Any], Any], *, plan: Plan | str | None = None, **job: Any) -> NoReturn:
-        own = command_plan.layout.workers if command_plan is not None else None
-        findings = _findings(command_plan or plan, overrides, workers or own or job.get("workers"))
+        wanted = command_plan.over(None if plan is None else read_plan(plan))
+        own = wanted.layout.workers if command_plan.whole is not None else None
+        findings = _findings(wanted, workers or own or job.get("workers"))
         seen.append(findings)
         config.read(Job, {key: value for key, value in job.items() if value is not None})
         looker = InspectionWorker(findings, fill=fill)
@@ -205,13 +203,11 @@ def _run(
     return seen[0]
 
 
-def _findings(plan: Plan | str | None, overrides: Sequence[str], workers: int | None) -> InspectionReport:
+def _findings(plan: Plan, workers: int | None) -> InspectionReport:
     """The plan as it would be on so many workers, and every rule that it breaks."""
-    wanted = Plan.parse(plan) if isinstance(plan, str) else plan or Plan()
-    wanted = config.apply(wanted, *overrides) if overrides else wanted
-    count = workers or wanted.layout.workers or wanted.layout.workers_each
-    findings = InspectionReport(plan=wanted.resolve(count), workers=count)
-    for rule in wanted.check(workers=count):
+    count = workers or plan.layout.workers or plan.layout.workers_each
+    findings = InspectionReport(plan=plan.resolve(count), workers=count)
+    for rule in plan.check(workers=count):
         findings.refusals.append(Reason(module="plan", what=rule.says, remedy=rule.fix))
     return findings
 

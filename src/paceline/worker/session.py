@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from paceline import config, environment
+from paceline import environment
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import PlanError, SyncError
@@ -35,7 +35,7 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.topology.device import choose_device, why_gpus_are_idle
 from paceline.worker.worker import Worker
 
-__all__ = ["has_run", "merge_job", "merge_plan", "run_worker"]
+__all__ = ["has_run", "merge_job", "run_worker"]
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def run_worker(
     Raises Leaving, with the exit status, where all have saved and this worker is to end.
     """
     job = merge_job(assignment, fields or {})
-    chosen = merge_plan(assignment, plan)
+    chosen = assignment.plan.over(plan)
     files = RunFiles(assignment, job)
     _workers_run.add(assignment.worker_dir)
     lifecycle: WorkerLifecycle | None = None
@@ -158,12 +158,6 @@ def merge_job(assignment: Assignment, fields: Mapping[str, Any]) -> Job:
     return dataclasses.replace(assignment.job, **free)
 
 
-def merge_plan(assignment: Assignment, plan: Plan | None) -> Plan:
-    """The command's plan, or the script's, or the default, with the command's overrides."""
-    chosen = Plan.parse(assignment.plan) if assignment.plan is not None else plan or Plan()
-    return config.apply(chosen, *assignment.overrides)
-
-
 PLACE_FIELDS = (
     "program",
     "args",
@@ -200,7 +194,7 @@ def _say_what_is_not_used(
         for name, value in fields.items()
         if name in assignment.given and not _is_same(name, value, getattr(assignment.job, name))
     ]
-    if plan is not None and assignment.plan is not None and Plan.parse(assignment.plan) != plan:
+    if plan is not None and assignment.plan.whole not in (None, plan):
         idle.append(f"plan={str(plan)!r}")
     if idle:
         files.emit(

@@ -18,7 +18,7 @@ from paceline.cli.arguments import Parser, split_script
 from paceline.cli.parity.request import ParityRequest
 from paceline.cli.run import OPTIONS
 from paceline.errors import CheckpointError, LaunchError, PlanError
-from paceline.plan import Batch, Cast, Job, Layout, Plan
+from paceline.plan import Batch, Cast, CommandPlan, Job, Layout, Plan
 
 Record = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -179,7 +179,7 @@ def test_options_may_stand_on_both_sides_and_the_rest_is_the_scripts(script: str
     assert (job.workers, job.keep, job.program) == (2, 4, "train.py")
     assert job.args == ("--lr", "0.1", "data", "--workers", "9", "--")
     assert keywords["given"] == ("program", "workers", "keep", "args")
-    assert keywords["plan"] is None
+    assert keywords["plan"] == CommandPlan()
     assert keywords["command_started"] > 0
 
 
@@ -196,8 +196,7 @@ def test_plan_and_overrides_reach_the_run(script: str, started: Record) -> None:
     ]
     cli.main(["run", script, "--plan", "cast(dtype=bf16)", *overrides])
     (((job,), keywords),) = started
-    assert keywords["plan"] == Plan(wire=Cast(dtype="bf16"))
-    assert keywords["overrides"] == ("plan.batch.size=64", "plan.wire.dtype=fp16")
+    assert keywords["plan"].whole == Plan(wire=Cast(dtype="fp16"), batch=Batch(size=64))
     assert (job.keep, job.show) == (5, "all")
     assert keywords["given"] == ("program", "keep", "show")
 
@@ -207,14 +206,14 @@ def test_a_job_file_is_changed_by_the_command(tmp_path: Path, script: str, start
     cli.main(["run", "job.toml", "--head", "node1:29500", "--keep", "5", "--lr", "1"])
     (((job,), keywords),) = started
     assert job == Job(program="train.py", args=("--lr", "1"), hosts=2, head="node1:29500", keep=5)
-    assert keywords["plan"] == Plan(batch=Batch(size=64))
+    assert keywords["plan"].whole == Plan(batch=Batch(size=64))
     assert set(keywords["given"]) == {"program", "args", "hosts", "head", "keep"}
 
 
 def test_the_commands_plan_wins_over_the_job_files(tmp_path: Path, script: str, started: Record) -> None:
     (tmp_path / "job.toml").write_text('program = "train.py"\nplan = "batch(size=64)"\n')
     cli.main(["run", "job.toml", "--plan", "replicas=2"])
-    assert started[0][1]["plan"] == Plan(layout=Layout(replicas=2))
+    assert started[0][1]["plan"].whole == Plan(layout=Layout(replicas=2))
 
 
 @pytest.mark.parametrize(
@@ -529,7 +528,7 @@ def test_an_override_that_the_script_s_plan_may_take_is_left_to_it(
     overrides: list[str], script: str, started: Record
 ) -> None:
     assert cli.main(["run", script, *(word for text in overrides for word in ("--set", text))]) == 7
-    assert list(started[0][1]["overrides"]) == overrides
+    assert started[0][1]["plan"].settings_text == ", ".join(overrides)
 
 
 def test_an_export_refuses_a_folders_options_for_a_file_and_tells_the_folders_that_it_makes(

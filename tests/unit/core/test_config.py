@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import config
+from paceline import config, settings
 from paceline.errors import PlanError
 
 
@@ -118,7 +118,7 @@ def test_a_constructor_checks_types_like_the_reader() -> None:
 
 
 def test_overrides_change_nested_fields_in_order() -> None:
-    tray = config.apply(
+    tray = settings.apply(
         Tray(), "tray.spare.minutes=4", "spare.sugar=true", "drink=coffee(origin=Peru)", "drink.origin=Togo"
     )
     assert tray == Tray(spare=Tea(minutes=4, sugar=True), drink=Coffee(origin="Togo"))
@@ -126,29 +126,29 @@ def test_overrides_change_nested_fields_in_order() -> None:
 
 def test_overrides_that_need_each_other_may_come_in_any_order() -> None:
     with pytest.raises(PlanError, match="need a table"):
-        config.apply(Tray(), "seats=6")
-    assert config.apply(Tray(), "seats=6", "table=long").seats == 6
+        settings.apply(Tray(), "seats=6")
+    assert settings.apply(Tray(), "seats=6", "table=long").seats == 6
 
 
 def test_overrides_of_one_part_that_need_each_other_may_come_in_any_order() -> None:
     with pytest.raises(PlanError, match="without heat"):
-        config.apply(Kitchen(), "kettle.minutes=4")
+        settings.apply(Kitchen(), "kettle.minutes=4")
     wanted = ["kettle.minutes=4", "seats=3", "kettle.heat=gas"]
     for overrides in (wanted, wanted[::-1]):
-        assert config.apply(Kitchen(), *overrides) == Kitchen(kettle=Kettle(heat="gas", minutes=4), seats=3)
+        assert settings.apply(Kitchen(), *overrides) == Kitchen(kettle=Kettle(heat="gas", minutes=4), seats=3)
 
 
 def test_an_override_whose_part_is_replaced_by_a_later_one_is_checked_all_the_same() -> None:
-    assert config.apply(Tray(), "spare.grams=3", "spare=tea(sugar=true)").spare == Tea(sugar=True)
+    assert settings.apply(Tray(), "spare.grams=3", "spare=tea(sugar=true)").spare == Tea(sugar=True)
     with pytest.raises(PlanError, match=r"tray\.spare\.gramms: Tea has no field"):
-        config.apply(Tray(), "spare.gramms=3", "spare=tea(sugar=true)")
+        settings.apply(Tray(), "spare.gramms=3", "spare=tea(sugar=true)")
 
 
 def test_an_override_leaves_the_original_alone() -> None:
     before = Tray()
-    config.apply(before, "seats=2")
+    settings.apply(before, "seats=2")
     assert before == Tray()
-    assert config.apply(before) is before
+    assert settings.apply(before) is before
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_an_override_leaves_the_original_alone() -> None:
 )
 def test_a_wrong_override_says_what_to_write(override: str, says: str) -> None:
     with pytest.raises(PlanError) as caught:
-        config.apply(Tray(), override)
+        settings.apply(Tray(), override)
     assert says in str(caught.value)
 
 

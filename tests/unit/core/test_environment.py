@@ -12,7 +12,7 @@ import pytest
 
 from paceline import environment
 from paceline.errors import LaunchError
-from paceline.plan import Assignment, Job
+from paceline.plan import Assignment, CommandPlan, Job
 
 SECRET = "0123456789abcdef0123456789abcdef"
 ASSIGNMENT = Assignment(
@@ -191,6 +191,7 @@ def test_the_users_own_thread_count_wins(clean: pytest.MonkeyPatch) -> None:
 
 
 def test_an_assignment_keeps_every_field_on_its_way_through_the_environment() -> None:
-    full = dataclasses.replace(ASSIGNMENT, plan="replicas=2", overrides=("plan.batch.size=4",), given=("workers",))
+    plan = CommandPlan.of(None, ["plan.batch.size=4"])
+    full = dataclasses.replace(ASSIGNMENT, plan=plan, given=("workers",))
     environment.enter(full)
     assert environment.assignment() == full

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.launch.job.placement import assign, assignment_template, ranks_by_host, slots_per_host
-from paceline.plan.job import Job
+from paceline.plan import CommandPlan, Job, Layout, Plan
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -31,6 +31,7 @@ def test_no_host_stays_without_a_worker(workers: int, hosts: int) -> None:
 
 def test_each_worker_of_a_host_is_told_its_place() -> None:
     job = Job(workers=5, hosts=2, head="node1:29500")
+    plan = CommandPlan(whole=Plan(layout=Layout(replicas=5)))
     alike = assignment_template(
         job,
         host="b",
@@ -40,15 +41,13 @@ def test_each_worker_of_a_host_is_told_its_place() -> None:
         run_dir=Path("/runs/r"),
         attempt=3,
         command_started=1.5,
-        plan="replicas=5",
+        plan=plan,
     )
     told = assign(alike, ranks_by_host(5, 2)[1])
     assert [(one.rank, one.local_rank, one.local_workers, one.workers) for one in told] == [(3, 0, 2, 5), (4, 1, 2, 5)]
     assert {(one.host, one.host_index, one.hosts, one.address) for one in told} == {("b", 1, 2, "10.0.0.2")}
     assert told[1].worker_dir == "/runs/r/attempt_3/worker_4"
-    assert {(one.attempt, one.command_started, one.plan, one.channel_fd) for one in told} == {
-        (3, 1.5, "replicas=5", -1)
-    }
+    assert {(one.attempt, one.command_started, one.plan, one.channel_fd) for one in told} == {(3, 1.5, plan, -1)}
 
 
 def test_the_number_of_workers_has_to_be_known() -> None:

@@ -19,7 +19,7 @@ from paceline.parallel.check.model_check import check_model
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.meta.fake_weights import fake_weights, filled_weights
 from paceline.parallel.offload.optimizer_state import PIECE_BYTES, brought_bytes
-from paceline.plan import Layout, Plan
+from paceline.plan import CommandPlan, Layout, Plan
 from paceline.worker.script_inspection import InspectionReport, InspectionWorker, inspect_script
 from paceline.worker.worker import Worker
 
@@ -88,7 +88,7 @@ def look(tmp_path: Path, text: str, plan: str | None = None, *, workers: int | N
     script = tmp_path / "train.py"
     script.write_text(MODELS + text)
     parsed = None if plan is None else Plan.parse(plan)
-    return inspect_script(script, args=(), plan=parsed, overrides=(), workers=workers)
+    return inspect_script(script, args=(), plan=CommandPlan(whole=parsed), workers=workers)
 
 
 def told(found: InspectionReport) -> dict[str, str]:

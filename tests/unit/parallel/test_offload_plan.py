@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import config
+from paceline import config, settings
 from paceline.errors import PlanError
 from paceline.parallel.offload.memory import HostMemory, MappedMemory, memory_for, refuse_useless, why_no_disk
 from paceline.plan import Compute, Layout, Plan
@@ -29,8 +29,8 @@ def test_a_path_may_be_written_as_it_is() -> None:
     wanted = Compute(offload="optimizer", offload_path="/fast/disk 2")
     assert Plan.parse("compute(offload=optimizer,offload_path=/fast/disk 2)").compute == wanted
     assert config.read(Plan, {"compute": {"offload": "optimizer", "offload_path": "/fast/disk 2"}}).compute == wanted
-    settings = ["plan.compute.offload_path=/fast/disk 2", "plan.compute.offload=optimizer"]
-    assert config.apply(Plan(), *settings).compute == wanted
+    overrides = ["plan.compute.offload_path=/fast/disk 2", "plan.compute.offload=optimizer"]
+    assert settings.apply(Plan(), *overrides).compute == wanted
 
 
 @pytest.mark.parametrize("path", ["", "disk", "./disk"])

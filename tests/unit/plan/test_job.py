@@ -12,7 +12,7 @@ import pytest
 import paceline
 import paceline.errors
 from paceline.errors import PacelineError, PlanError
-from paceline.plan import Assignment, Batch, Cast, Job, Layout, Plan, read_job_file
+from paceline.plan import Assignment, Batch, Cast, CommandPlan, Job, Layout, Plan, read_job_file
 from paceline.plan.job import assignment_from_json, assignment_to_json, head_address
 from paceline.runs.run import run
 
@@ -31,8 +31,7 @@ ASSIGNMENT = Assignment(
     channel_fd=7,
     command_started=1234.5,
     job=Job(program="train.py", args=("--lr", "1"), hosts=2, head="node1:29500", timeout_s=3.0),
-    plan="replicas=4",
-    overrides=("plan.batch.size=64",),
+    plan=CommandPlan.of(Plan(layout=Layout(replicas=4)), ["plan.batch.size=64", "plan.wire=cast(dtype=bf16)"]),
     given=("hosts", "head"),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import json
 import pickle
 import re
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import config
 from paceline.errors import PlanError
 from paceline.plan import (
     AllReduce,
@@ -93,6 +95,11 @@ def test_the_text_reads_back_and_is_a_safe_file_name(plan: Plan) -> None:
 @given(plans)
 def test_the_repr_is_python_that_makes_the_plan(plan: Plan) -> None:
     assert eval(repr(plan)) == plan
+
+
+@given(plans)
+def test_the_data_of_a_plan_reads_back(plan: Plan) -> None:
+    assert config.read(Plan, json.loads(json.dumps(config.to_table(plan)))) == plan
 
 
 @given(plans)

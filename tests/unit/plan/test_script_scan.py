@@ -8,8 +8,9 @@ import pytest
 
 from paceline.cli.run import show_dry_run
 from paceline.errors import PlanError
-from paceline.plan import Job
+from paceline.plan import CommandPlan, Job, Plan
 from paceline.plan.script_scan import workers_of_script
+from paceline.settings import settings_of
 
 ELASTIC = "Plan(layout=Layout(replicas=(2, 4), shard=2), batch=Batch(size=b))"
 
@@ -18,7 +19,8 @@ def asked(tmp_path: Path, text: str, *overrides: str) -> tuple[int | None, list[
     said: list[str] = []
     script = tmp_path / "train.py"
     script.write_text(text)
-    return workers_of_script(script, overrides, args=("--lr", "0.1"), say=said.append), said
+    settings = settings_of(Plan(), overrides)
+    return workers_of_script(script, settings, args=("--lr", "0.1"), say=said.append), said
 
 
 @pytest.mark.parametrize(
@@ -93,5 +95,5 @@ def test_overrides_of_the_layout_count(tmp_path: Path, text: str, workers: int) 
 
 def test_a_dry_run_knows_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(f"paceline.run(train, plan={ELASTIC})")
-    assert show_dry_run(Job(program=str(tmp_path / "train.py")), plan=None, overrides=()) == 0
+    assert show_dry_run(Job(program=str(tmp_path / "train.py")), plan=CommandPlan()) == 0
     assert "start  8 workers on this host" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from paceline import config
+from paceline import settings
 from paceline.cli.arguments import Parser
 from paceline.cli.drill import run
 from paceline.cli.drill.command import add
@@ -520,15 +520,15 @@ def test_the_drill_turns_the_guard_on_for_faults_that_it_is_to_see() -> None:
     plan = Plan()
     assert guard_overrides(Programme.parse(KILL), plan) == ()
     (flips,) = guard_overrides(Programme.parse("flip:worker=1,step=2"), plan)
-    assert config.apply(plan, flips).guard == Guard(check_every=1)
+    assert settings.apply(plan, flips).guard == Guard(check_every=1)
     (both,) = guard_overrides(Programme.parse("flip:worker=1,step=2; nan:worker=0,step=3"), plan)
-    found = config.apply(plan, both).guard
+    found = settings.apply(plan, both).guard
     assert (found.on_spike, found.window, found.check_every) == ("skip", 8, 1)
     (often,) = guard_overrides(Programme.parse(KILL), Plan(layout=Layout(shard=2)), snapshot_every=3)
-    assert config.apply(plan, often).guard == Guard(snapshot_every=3)
+    assert settings.apply(plan, often).guard == Guard(snapshot_every=3)
     own = Plan(guard=Guard(on_spike="rollback", check_every=1))
     (kept,) = guard_overrides(Programme.parse("nan:worker=0,step=3"), own)
-    assert config.apply(own, kept).guard.on_spike == "rollback"
+    assert settings.apply(own, kept).guard.on_spike == "rollback"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline import config, environment
+from paceline import environment, settings
 from paceline.cli.parity.compare import CaptureReader, compare
 from paceline.cli.parity.report import FAILED, REFUSED, FailedTrial, ParityVerdict, Tolerance, print_report
 from paceline.cli.parity.request import ParityRequest
@@ -28,7 +28,7 @@ from paceline.errors import PlanError, WorkerError
 from paceline.events import WorkerStarted, decode
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.local import prestart
-from paceline.plan import Job, Plan
+from paceline.plan import CommandPlan, Job, Plan
 from paceline.runs.attempt import Attempt, error_from_failures
 
 __all__ = ["ParityTrial", "main_parity", "trials"]
@@ -64,7 +64,7 @@ class ParityTrial:
         """What a reference runs; of other trials, and of the script's own plan, their name."""
         if self.plan is None or not self.is_reference:
             return self.name
-        return str(config.apply(self.plan, *self.overrides(float64=float64)))
+        return str(settings.apply(self.plan, *self.overrides(float64=float64)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ def trials(request: ParityRequest) -> tuple[list[ParityTrial], list[tuple[Plan, 
         if plan is not None:  # the script's own is not known yet
             try:
                 for trial in rows:
-                    changed = config.apply(plan, *trial.overrides(float64=request.float64))
+                    changed = settings.apply(plan, *trial.overrides(float64=request.float64))
                     changed.resolve(trial.workers).require(workers=trial.workers)
             except PlanError as error:
                 refused.append((plan, error))
@@ -172,7 +172,7 @@ def _fitting(plan: Plan | None, counts: Sequence[int]) -> Sequence[int]:
 def _require(plan: Plan, request: ParityRequest) -> None:
     """Raise PlanError where a plan that only the script knew cannot work on all the numbers of workers."""
     for workers in request.workers:
-        config.apply(plan, "plan.layout=layout()").resolve(workers).require(workers=workers)
+        settings.apply(plan, "plan.layout=layout()").resolve(workers).require(workers=workers)
 
 
 def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: WarmParent) -> FinishedTrial:
@@ -198,8 +198,7 @@ def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: Warm
     job = Job(**fields, threads=threads)  # threads: not among what the command decides, the script's own number wins
     attempt = Attempt(
         job,
-        plan=trial.plan,
-        overrides=trial.overrides(float64=request.float64),
+        plan=CommandPlan.of(trial.plan, trial.overrides(float64=request.float64)),
         given=tuple(fields),
         command_started=time.time(),
     )

@@ -136,7 +136,7 @@ class JobTerms:
 
     job: Job  # as it starts now: after a restart perhaps with fewer workers
     asked: Job  # as this host's user started it
-    plan: str | None
+    plan: str  # what command and job file say of it, as text
     attempt: int
     run_dir: str  # as this host's user wrote it
     host: str  # this host's name
@@ -156,7 +156,7 @@ class JobTerms:
             "program": Path(self.job.program).name or "(a function)",
             "workers": self.asked.workers,
             "hosts": self.asked.hosts,
-            "plan": self.plan or "(the script's)",
+            "plan": self.plan,
         }
 
 

@@ -32,6 +32,7 @@ from paceline.launch.io.signals import StopSignals
 from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
+from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import Job, head_address
 
 __all__ = ["MAX_RENDEZVOUS_S", "RetainedHostState", "join_hosts"]
@@ -47,7 +48,7 @@ LOOPBACK = "127.0.0.1"
 def join_hosts(
     job: Job,
     *,
-    plan: str | None,
+    plan: CommandPlan | None,
     attempt: int,
     run_dir: str,
     loop: EventLoop,
@@ -90,7 +91,14 @@ def join_hosts(
     token = environment.token(job)
     at = head_address(job.head)
     terms = JobTerms(
-        job=job, asked=asked or job, plan=plan, attempt=attempt, run_dir=run_dir, host=host, token=token, at=at
+        job=job,
+        asked=asked or job,
+        plan=str(plan or CommandPlan()),
+        attempt=attempt,
+        run_dir=run_dir,
+        host=host,
+        token=token,
+        at=at,
     )
     timeout = _RendezvousTimeout(
         terms, loop, say, signals, limit_s=RESTART_RENDEZVOUS_S if restart_plan is not None else MAX_RENDEZVOUS_S

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import Assignment, Job
 from paceline.schedule import micro_batches
 
@@ -36,8 +37,7 @@ def assignment_template(
     run_dir: Path,
     attempt: int,
     command_started: float,
-    plan: str | None = None,
-    overrides: Sequence[str] = (),
+    plan: CommandPlan | None = None,
     given: Sequence[str] = (),
     begins_at: int | None = None,
 ) -> Assignment:
@@ -59,8 +59,7 @@ def assignment_template(
         channel_fd=-1,
         command_started=command_started,
         job=job,
-        plan=plan,
-        overrides=tuple(overrides),
+        plan=plan or CommandPlan(),
         given=tuple(given),
         begins_at=begins_at,
     )

@@ -1,0 +1,114 @@
+"""The plan that a run is started with: which of command, job file and script says what.
+
+All text is read here, before anything starts, or where the script calls `paceline.run`. From then on the plan travels
+as data: a supervisor sends its `CommandPlan` to each worker in the assignment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline import config
+from paceline.errors import PlanError
+from paceline.plan.plan import Plan
+from paceline.settings import Setting, setting_from_table, setting_to_table, settings_of, with_settings
+
+__all__ = ["CommandPlan", "read_plan"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CommandPlan:
+    """What command and job file say: a whole plan, which wins over the script's, or only some values of it.
+
+    With a whole plan the values of `--set` are in it. Without one they are settings for the plan of the script.
+    """
+
+    whole: Plan | None = None
+    settings: tuple[Setting, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan | None, overrides: Iterable[str] = ()) -> CommandPlan:
+        """Read overrides such as "plan.batch.size=64" of a plan; None: of the script's, which only workers run.
+
+        Raises PlanError for what the plan, or any plan, does not take.
+        """
+        settings = settings_of(plan or Plan(), overrides)
+        if plan is not None:
+            return cls(whole=with_settings(plan, settings))
+        _refuse_impossible(settings)
+        return cls(settings=settings)
+
+    def over(self, script: Plan | None) -> Plan:
+        """Return the plan of the run, where the script's own call has this plan; the command's word wins."""
+        return self.whole if self.whole is not None else with_settings(script or Plan(), self.settings)
+
+    @property
+    def settings_text(self) -> str:
+        """The settings as one line of text: "plan.batch.size=64, plan.wire.dtype=fp16"."""
+        return ", ".join(f"plan.{setting}" for setting in self.settings)
+
+    def __str__(self) -> str:
+        if self.whole is not None:
+            return str(self.whole)
+        return f"(the script's), with {self.settings_text}" if self.settings else "(the script's)"
+
+    def to_table(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        whole = None if self.whole is None else config.to_table(self.whole)
+        return {"whole": whole, "settings": [setting_to_table(setting) for setting in self.settings]}
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> CommandPlan:
+        """Read what `to_table` wrote; every value is checked."""
+        whole = None if table["whole"] is None else config.read(Plan, table["whole"], path="plan")
+        return cls(whole=whole, settings=tuple(setting_from_table(Plan, each) for each in table["settings"]))
+
+
+def read_plan(value: object) -> Plan:
+    """Return the plan that a value means: a Plan, one line of text, or a table of parts."""
+    if isinstance(value, Plan):
+        return value
+    if isinstance(value, str):
+        return Plan.parse(value)
+    if isinstance(value, Mapping):
+        return config.read(Plan, value, path="plan")
+    raise PlanError(f"plan is {value!r}; it must be a table, or one line of text such as 'replicas=2'.")
+
+
+def _refuse_impossible(settings: Iterable[Setting]) -> None:
+    """Raise PlanError for what no plan takes. The plan that they change is the script's, which only workers read."""
+    by_part: dict[str, list[Setting]] = {}
+    for setting in settings:
+        part, *rest = setting.names
+        if rest and rest[0] not in config.annotations_of(type(getattr(Plan(), part))):
+            continue  # a part of several kinds: the script says which
+        by_part.setdefault(part, []).append(setting)
+    for part, own in by_part.items():
+        try:
+            with_settings(Plan(), own)
+        except PlanError:
+            if not any(_takes(plan, own) for plan in _plans_beside(part)):
+                raise
+
+
+def _plans_beside(part: str) -> Iterator[Plan]:
+    """The default plan with another value in one field of a part: some settings are of use only beside such a one."""
+    default = getattr(Plan(), part)
+    for name, annotation in config.annotations_of(type(default)).items():
+        value = getattr(default, name)
+        others = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+        for other in (value + 1,) if type(value) is int else others:
+            with contextlib.suppress(PlanError):
+                yield dataclasses.replace(Plan(), **{part: dataclasses.replace(default, **{name: other})})
+
+
+def _takes(plan: Plan, settings: Sequence[Setting]) -> bool:
+    try:
+        with_settings(plan, settings)
+    except PlanError:
+        return False
+    return True
