@@ -479,7 +479,7 @@ RULES = (
         broken_when=_backups_are_elastic,
         says=lambda facts: (
             f"ParameterServer(drop={_drop(facts)}) with {facts.plan.layout!r}: how many replicas a step may do without "
-            "is counted from those who began, who cannot come and go yet."
+            "is counted from the replicas that began, so their number must be fixed."
         ),
         fix=lambda facts: "Use drop=0, or replicas=n in place of the pair.",
     ),
