@@ -1,4 +1,4 @@
-"""Batch says how many samples make one step, and the pieces they are cut into."""
+"""Batch says how many samples make one step, and the micro-batches they are divided into."""
 
 from __future__ import annotations
 

@@ -31,11 +31,13 @@ class CommandPlan:
     settings: tuple[Setting, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan | None, overrides: Iterable[str] = ()) -> CommandPlan:
+    def of(cls, plan: Plan | None, overrides: Sequence[str] = ()) -> CommandPlan:
         """Read overrides such as "plan.batch.size=64" of a plan; None: of the script's, which only workers run.
 
         Raises PlanError for what the plan, or any plan, does not take.
         """
+        if not overrides:
+            return cls(whole=plan)
         settings = settings_of(plan or Plan(), overrides)
         if plan is not None:
             return cls(whole=with_settings(plan, settings))

@@ -1,4 +1,4 @@
-"""A Job is everything about a run that cannot change its numbers; an Assignment is what one worker of it is told.
+"""A Job is everything about a run that cannot change its numbers; an Assignment is what one worker of it receives.
 
 A job file is a Job in TOML, and may hold its plan: as one line of text or as tables.
 
@@ -133,7 +133,7 @@ ERROR_SPARE = ".error.spare"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What one worker is told by whoever started it. Travels as JSON, holds no secrets."""
+    """What a supervisor or an external launcher gives one worker. Travels as JSON, holds no secrets."""
 
     rank: int
     workers: int

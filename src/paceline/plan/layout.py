@@ -1,4 +1,4 @@
-"""Layout says how many copies of the model there are, and how one copy is spread over workers."""
+"""Layout: how many replicas of the model there are (data parallel), and how workers split one replica."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Layout"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Layout(PlanPart):
-    """How many `replicas` of the model there are, and over how many workers each one is spread.
+    """How many `replicas` of the model there are, and how many workers split each one.
 
-    One replica is spread over the product of the other axes' workers.
+    One replica has the product of the other axes' workers.
 
     `replicas=None`: as many as there are workers for. A pair (least, most) makes the run elastic: replicas may be lost,
     join and leave. Replicas exchange gradients or weights, as `Plan.sync` says (data parallel).
 
     `shard` (fully sharded, ZeRO; Rajbhandari et al. 2020, by torch's `fully_shard`): workers split one replica's state
-    by rows and share its micro-batches. `zero` is DeepSpeed's number of what is split. Take P bytes of parameters, G of
+    by rows and split its micro-batches. `zero` is DeepSpeed's number of what is split. Take P bytes of parameters, G of
     gradients, O of optimizer state (Adam: O = 2 P), s workers, and U bytes of the largest unit. A unit is a repeated
     block; what is in no block is one more. Besides activations one worker holds::
 
@@ -46,7 +46,7 @@ class Layout(PlanPart):
     They also idle less under "interleaved" with `stages_per_worker` of 2 or more, where each worker holds several
     shorter stages.
 
-    `context` (context parallel): workers share each sequence. One holds the whole model and 1 / context of the tokens,
+    `context` (context parallel): workers split each sequence. One holds the whole model and 1 / context of the tokens,
     and so of what is kept for backward. Attention sees all tokens, by an all-to-all between tokens and heads (Jacobs et
     al., "DeepSpeed Ulysses", 2023). If heads do not divide, keys and values pass around a ring (Liu et al., 2023).
 
@@ -93,10 +93,10 @@ class Layout(PlanPart):
                 "leave zero out."
             )
         if self.tensor < 1:
-            raise PlanError(f"Layout.tensor is {self.tensor}; it must be at least 1: no layer is cut.")
+            raise PlanError(f"Layout.tensor is {self.tensor}; it must be at least 1: no layer is split.")
         if self.sequence and self.tensor == 1:
             raise PlanError(
-                "Layout.sequence is True, but tensor=1 cuts nothing: use Layout(tensor=n, sequence=True), or leave "
+                "Layout.sequence is True, but tensor=1 splits nothing: use Layout(tensor=n, sequence=True), or leave "
                 "sequence out."
             )
         self._check_stages()
@@ -111,7 +111,7 @@ class Layout(PlanPart):
 
     def _check_stages(self) -> None:
         if self.stages < 1:
-            raise PlanError(f"Layout.stages is {self.stages}; it must be at least 1: the model is not cut.")
+            raise PlanError(f"Layout.stages is {self.stages}; it must be at least 1: the model is one stage.")
         if self.stages_per_worker < 1:
             raise PlanError(f"Layout.stages_per_worker is {self.stages_per_worker}; it must be at least 1.")
         if self.stages == 1 and (self.schedule != "1f1b" or self.stages_per_worker > 1):

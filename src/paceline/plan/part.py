@@ -1,8 +1,7 @@
-"""What all parts of a Plan share: they name what they refuse, and print themselves as Python to paste.
+"""What all parts of a Plan have in common: they name what they refuse, and print themselves as Python to paste.
 
-Words of the plan that are not built yet: each is refused by name, and the message says what to use now.
-
-Building one of them removes its row here and adds a field or a legal value.
+Settings that are planned but not built yet are refused by name, with what to use now. Building one of them removes its
+row here and adds a field or a legal value.
 """
 
 from __future__ import annotations

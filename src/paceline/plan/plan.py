@@ -20,14 +20,17 @@ from paceline.plan.batch import Batch
 from paceline.plan.compute import Compute
 from paceline.plan.guard import Guard
 from paceline.plan.layout import Layout
+from paceline.plan.layout_rules import LAYOUT_RULES
 from paceline.plan.part import PlanPart
 from paceline.plan.rules import BrokenRule, PlanFacts, broken_rules
 from paceline.plan.sync import AllReduce, Gossip, LocalSGD, ParameterServer, Sync
+from paceline.plan.sync_rules import SYNC_RULES
 from paceline.plan.wire import Raw, Wire
 
-__all__ = ["Plan"]
+__all__ = ["RULES", "Plan"]
 
 DEFAULT = "default"
+RULES = (*LAYOUT_RULES, *SYNC_RULES)
 PLUS_OUTSIDE_BRACKETS = re.compile(r"\+(?![^()]*\))")
 
 
@@ -107,7 +110,7 @@ class Plan(PlanPart):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether each replica asks by itself for its next batch, or share of one, and some need not wait for all."""
+        """Whether each replica gets its next batch, or share of one, by itself, and some need not wait for all."""
         return isinstance(self.sync, ParameterServer) and (self.sync.staleness != 0 or self.has_backup_workers)
 
     @property
@@ -120,7 +123,7 @@ class Plan(PlanPart):
 
         Rules about what is not given hold. Raises nothing.
         """
-        return broken_rules(PlanFacts(plan=self, workers=workers))
+        return broken_rules(PlanFacts(plan=self, workers=workers), RULES)
 
     def require(self, *, workers: int | None = None) -> None:
         """Raise one PlanError that lists all rules that this plan breaks with `workers` workers, with remedies."""

@@ -67,7 +67,7 @@ class ParameterServer(PlanPart):
     """Parameters and optimizer live on `servers` processes; replicas push gradients to them and pull weights.
 
     `staleness` bounds the updates between the weights that a gradient was computed on and those that it is applied to.
-    0: all replicas share each batch, and every step is one update with the losses of one process. s: each replica takes
+    0: all replicas split each batch, and every step is one update with the losses of one process. s: each replica takes
     a whole batch at a time, and each batch is one update (bounded staleness). None: the same, without a bound. Replicas
     may join and leave with `Layout(replicas=(least, most))`, except with `drop`.
 
@@ -76,7 +76,7 @@ class ParameterServer(PlanPart):
     takes its place when it is lost, without a lost step. The price is the servers' memory and the optimizer's work
     twice, and each step's sums once more over the network. `bucket_bytes` counts the gradients that travel together.
 
-    Each parameter lies whole on one server. Tables of embeddings with `sparse=True` are spread by rows, and only the
+    Each parameter lies whole on one server. Tables of embeddings with `sparse=True` are split by rows, and only the
     rows that a step touches move. Raises PlanError for negative numbers, `drop` with `staleness`, and `mirrored` with
     either.
 
@@ -121,7 +121,7 @@ class ParameterServer(PlanPart):
 
     @property
     def exact_with_fewer(self) -> bool:
-        """Where replicas do not wait for all, losses depend on who was fast, undisturbed as well."""
+        """Where replicas do not wait for all, losses depend on which was fast, even without a fault."""
         return self.staleness == 0 and not self.drop
 
     @property

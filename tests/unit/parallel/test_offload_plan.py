@@ -47,9 +47,9 @@ def test_a_path_that_nothing_would_use_is_refused() -> None:
 @pytest.mark.parametrize(
     ("layout", "rule"),
     [
-        (Layout(replicas=(1, 2)), "streaming-replicas-stay"),
+        (Layout(replicas=(1, 2)), "streaming-needs-fixed-replicas"),
         (Layout(shard=2, zero=2), "streaming-keeps-nothing-gathered"),
-        (Layout(tensor=2), "streaming-layers-are-whole"),
+        (Layout(tensor=2), "streaming-needs-whole-layers"),
     ],
 )
 def test_parameters_stream_only_where_nothing_holds_them(layout: Layout, rule: str) -> None:
