@@ -40,6 +40,7 @@ __all__ = [
 EXACT = Compute(precision="fp64")
 BATCH = Batch(size=16, micro=3)  # 6 micro-batches; the last step of an epoch has 1
 RESUME = Batch(size=16, micro=4)
+ROWS, HELD_OUT = 34, 14  # three steps in an epoch, the last one of two rows; micro-batches of both, the last one uneven
 WORDS, LENGTH, WIDTH, INNER = 47, 8, 16, 61  # words and inner features divide among no number of workers
 
 
@@ -116,17 +117,17 @@ def by_stepper(worker: Any, *, drop: float = 0.1, epochs: int = 2) -> dict[str, 
     model, optim = prepared(worker, drop=drop)
     step = worker.stepper(model, optim, next_word, clip_norm=0.5)
     losses, norms = [], []
-    for batch in worker.batches(Text(), epochs=epochs):
+    for batch in worker.batches(Text(ROWS), epochs=epochs):
         losses.append(float(step(batch)))
         norms.append(float(step.grad_norm))
-    found = worker.evaluate(model, Text(23), next_word)
+    found = worker.evaluate(model, Text(HELD_OUT), next_word)
     return {"losses": losses, "norms": norms, "evaluated": found["loss"], "seen": float(model.seen)}
 
 
 def by_plain_loop(worker: Any, *, drop: float = 0.1) -> dict[str, Any]:
     model, optim = prepared(worker, drop=drop)
     losses, norms = [], []
-    for batch in worker.batches(Text(), epochs=2):
+    for batch in worker.batches(Text(ROWS), epochs=2):
         total = 0.0
         for x, y in batch:
             loss = next_word(model(x), y)
@@ -139,7 +140,7 @@ def by_plain_loop(worker: Any, *, drop: float = 0.1) -> dict[str, Any]:
         # Each of those who cut layers, or share sequences, has the same micro-batches as the others.
         layout = worker.plan.layout
         losses.append(float(worker.average(total)) * worker.workers / (layout.tensor * layout.context))
-    found = worker.evaluate(model, Text(23), next_word)
+    found = worker.evaluate(model, Text(HELD_OUT), next_word)
     return {"losses": losses, "norms": norms, "evaluated": found["loss"], "seen": float(model.seen)}
 
 

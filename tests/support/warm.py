@@ -23,11 +23,11 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
+import lasting
 import leaks
 import warm_source
 from warm_source import MARKS, SEARCHED, STATUS
@@ -35,7 +35,7 @@ from warm_source import MARKS, SEARCHED, STATUS
 if TYPE_CHECKING:
     from paceline.testing.network_namespaces import NamespaceHost
 
-__all__ = ["Process", "Running", "Subprocess", "ask", "can_start", "close", "run", "shell_path", "start"]
+__all__ = ["Process", "Running", "Subprocess", "ask", "can_start", "close", "interpreter", "run", "shell_path", "start"]
 
 MODULES = ("paceline", warm_source.TORCHRUN)
 # Looked at when Python or torch is loaded: with another value of these a program has to be loaded anew.
@@ -122,7 +122,7 @@ class _Source:
     @classmethod
     def begin(cls) -> _Source:
         ours, theirs = socket.socketpair()
-        door, address = socket.socket(socket.AF_UNIX), f"\0paceline-tests-{uuid.uuid4().hex}"  # a name without a file
+        door, address = socket.socket(socket.AF_UNIX), str(lasting.folder("warm") / "door")  # for all networks
         door.bind(address)
         door.listen()
         fds = [theirs.fileno(), door.fileno()]
@@ -213,10 +213,19 @@ def run(words: Sequence[str], *, timeout: float, **options: Any) -> subprocess.C
 def shell_path(folder: Path) -> str:
     """Write programs `python` and `paceline` that start commands as `start` does, and return a PATH that begins with
     them: for the lines of a shell."""
+    folder.mkdir()
+    interpreter(folder)
+    return os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+
+
+def interpreter(folder: Path) -> Path:
+    """Write these programs, and return the path of `python`: for launchers that start workers by it.
+
+    What is started is a fork that receives the signals of the process that a launcher knows, and ends with it.
+    """
     source = _source()
     loaded = {name: source.environment.get(name) for name in _read_early(source.environment)}
     given = f"address={source.address!r}, python={sys.executable!r}, early={loaded!r}"
-    folder.mkdir()
     for name, words in (("python", []), ("paceline", ["-m", "paceline"])):
         program = folder / name
         program.write_text(
@@ -224,7 +233,7 @@ def shell_path(folder: Path) -> str:
             f"import warm_client\nwarm_client.main([*{words!r}, *sys.argv[1:]], {given})\n"
         )
         program.chmod(0o755)
-    return os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+    return folder / "python"
 
 
 def _source() -> _Source:

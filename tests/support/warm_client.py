@@ -1,4 +1,4 @@
-"""Stands for `python` and `paceline` in a PATH of tests: has a command forked from the warm process, and is its shadow.
+"""Stands for `python` and `paceline` of a shell or a launcher: has them forked by the warm process, as their shadow.
 
 The interpreter that runs this has loaded neither site nor packages: it is there in some ten milliseconds.
 """
@@ -25,19 +25,22 @@ def main(words: Sequence[str], *, address: str, python: str, early: Mapping[str,
     `address`: of the warm process. `early`: what it was loaded with; a command for which these variables have other
     values, or which is no script and no `-m paceline`, is started as it is.
     """
+    words = words[1:] if words[:1] == ["-u"] else words  # torchrun's: the streams that tests look at are flushed
     can_fork = bool(words) and (words[0].endswith(".py") or list(words[:2]) == ["-m", "paceline"])
     if not can_fork or any(os.environ.get(name) != value for name, value in early.items()):
         os.execv(python, [python, *words])
     told, tells = os.pipe()
+    life, _ = os.pipe()  # closed at this end by this process's death, which is the program's
     request = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "own_session": False}
-    data = json.dumps({**request, "host": None}).encode()
+    data = json.dumps({**request, "host": None, "spaces_of": os.getpid()}).encode()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
-        socket.send_fds(sock, [struct.pack("I", len(data))], [0, 1, 2, tells])
+        socket.send_fds(sock, [struct.pack("I", len(data))], [0, 1, 2, tells, life])
         sock.sendall(data)
         os.close(tells)
+        os.close(life)
         pid = _next(told)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, lambda number, _: os.kill(pid, number))
     code = os.waitstatus_to_exitcode(_next(told))
     if code < 0:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import runpy
@@ -41,6 +42,7 @@ TORCHRUN = "torch.distributed.run"  # starts interpreters, and is none of Paceli
 SEARCHED = "PYTHONPATH"  # the one variable read early that may differ: it is known what Python does with it
 STATUS = struct.Struct("i")  # of what is told of a program: its number, and later its end
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # linux/sched.h
+F_SETSIG = 10  # linux/fcntl.h
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
 
 _places: dict[str, int] = {}  # addresses of MARKS in this process, and in all that are forked from it
@@ -85,8 +87,10 @@ def serve(sock: socket.socket, door: socket.socket | None = None) -> dict[str, A
                 for fd in (*told.values(), files[3]):
                     os.close(fd)
                 _take_streams(files[:3])
+                for life in files[4:]:
+                    _end_with(life)
                 return request
-            for fd in files[:3]:
+            for fd in (*files[:3], *files[4:]):
                 os.close(fd)
             told[pid] = files[3]
             _tell(files[3], pid)
@@ -107,8 +111,18 @@ def _tell(fd: int, number: int) -> None:
         os.write(fd, STATUS.pack(number))
 
 
+def _end_with(life: int) -> None:
+    """Have the kernel kill this process when the other end of a pipe is closed, as it is by the death of its holder."""
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        if os.read(life, 1) == b"":
+            os.kill(os.getpid(), signal.SIGKILL)  # closed before it was looked at
+
+
 def _received(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    head, files, _, _ = socket.recv_fds(sock, 4, 4)
+    head, files, _, _ = socket.recv_fds(sock, 4, 5)
     if not head:
         return None, []
     (length,) = struct.unpack("I", head)
@@ -131,6 +145,8 @@ def become(request: Mapping[str, Any]) -> None:
         os.setsid()
     if request["host"]:
         _enter(*request["host"])
+    if request.get("spaces_of"):
+        _enter_spaces_of(request["spaces_of"])
     _take_environment(request["environment"])
     os.chdir(request["folder"])
     words: list[str] = request["words"]
@@ -217,6 +233,17 @@ def _enter(namespace: str, name: str, hosts_file: str) -> None:
     call("mount", b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
     call("mount", hosts_file.encode(), b"/etc/hosts", None, ctypes.c_ulong(MS_BIND), None)
     socket.sethostname(name)
+
+
+def _enter_spaces_of(pid: int) -> None:
+    """Be on the host of another process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in ("net", "uts", "mnt"):
+        theirs, ours = f"/proc/{pid}/ns/{name}", f"/proc/self/ns/{name}"
+        if os.readlink(theirs) != os.readlink(ours):
+            with open(theirs) as space:
+                if libc.setns(space.fileno(), 0) != 0:
+                    raise OSError(ctypes.get_errno(), f"setns to {theirs}")
 
 
 def _take_environment(variables: Mapping[str, str]) -> None:

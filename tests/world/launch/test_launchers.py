@@ -1,4 +1,8 @@
-"""The same unchanged program under torchrun, mpirun and srun: the same losses, a whole run directory, a clear end."""
+"""The same unchanged program under torchrun, mpirun and srun: the same losses, a whole run directory, a clear end.
+
+Where jobs train the same they are started as users start them; how they fail and stop is shown with a `python` that is
+forked (`warm.interpreter`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from network_hosts import NamespaceHost, two_hosts
 from programs import (
     PACELINE,
@@ -39,6 +44,22 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 @pytest.fixture
 def train(tmp_path: Path) -> Path:
     return write_program(tmp_path)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    return str(warm.interpreter(tmp_path))
+
+
+@pytest.fixture
+def torchrun(python: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("PYTHON_EXEC", python)  # torchrun's own variable
+    return TORCHRUN
+
+
+@pytest.fixture
+def mpirun(python: str) -> list[str]:
+    return [*MPIRUN[:-1], python]
 
 
 @pytest.fixture(scope="module")
@@ -100,34 +121,37 @@ def test_an_engine_trains_the_same_and_its_workers_may_run_again(
     assert record(tmp_path / "again")["state"] == "finished"
 
 
-@pytest.mark.parametrize("words", [TORCHRUN, MPIRUN], ids=["torchrun", "mpirun"])
-def test_a_failing_worker_ends_the_job(words: list[str], train: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_a_failing_worker_ends_the_job(
+    launcher: str, train: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    words: list[str] = request.getfixturevalue(launcher)
     code, output = run(*words, train, "--fail", "1:5", "--epochs", "100000", environment=AS_ROOT)
     ended = time.time()
     assert_failed(the_run(tmp_path), code, output, ended)
 
 
-def test_worlds_that_disagree_are_an_error_that_names_both(train: Path, tmp_path: Path) -> None:
+def test_worlds_that_disagree_are_an_error_that_names_both(mpirun: list[str], train: Path, tmp_path: Path) -> None:
     one = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    code, output = run(*MPIRUN, train, environment=AS_ROOT | one)
+    code, output = run(*mpirun, train, environment=AS_ROOT | one)
     assert code != 0
     assert "torchrun: worker 1 of 4" in output and "PACELINE_WORLD" in output
     assert re.search(r"openmpi: worker [01] of 2", output), "mpirun ends the other one, perhaps before it has spoken"
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_command_itself_is_not_for_engines_to_multiply(train: Path, tmp_path: Path) -> None:
-    code, output = run(*MPIRUN, "-m", "paceline", "run", train, environment=AS_ROOT)
+def test_the_command_itself_is_not_for_engines_to_multiply(mpirun: list[str], train: Path, tmp_path: Path) -> None:
+    code, output = run(*mpirun, "-m", "paceline", "run", train, environment=AS_ROOT)
     assert code == 2
     assert "openmpi started this command 2 times" in output and "--hosts 2" in output
     assert not (tmp_path / "runs").exists()
 
 
-def test_sigterm_to_mpirun_stops_the_run_in_good_order(train: Path, tmp_path: Path) -> None:
+def test_sigterm_to_mpirun_stops_the_run_in_good_order(mpirun: list[str], train: Path, tmp_path: Path) -> None:
     """It leaves a quarter of a second: the record says at once that the run is stopped, saved or not."""
     with closing(Announcements(tmp_path / "pipe")) as pipe:
         options = ["--epochs", "100000", "--tell", pipe.path]
-        with command(*MPIRUN, train, *options, environment=AS_ROOT) as program:
+        with command(*mpirun, train, *options, environment=AS_ROOT) as program:
             program.told(pipe, 2)
             program.process.terminate()
             code, output = program.end()
@@ -142,8 +166,9 @@ def test_sigterm_to_mpirun_stops_the_run_in_good_order(train: Path, tmp_path: Pa
 
 @needs_slurm
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_srun_trains_the_same(nodes: int, cluster: Cluster, train: Path, tmp_path: Path) -> None:
-    words = cluster.srun(f"-N{nodes}", "-n2", "--export=ALL", sys.executable, str(train))
+def test_srun_trains_the_same(nodes: int, cluster: Cluster, python: str, train: Path, tmp_path: Path) -> None:
+    started = sys.executable if nodes == 2 else python
+    words = cluster.srun(f"-N{nodes}", "-n2", "--export=ALL", started, str(train))
     code, output = run(*words, environment=cluster.environment | (TOKEN if nodes == 2 else {}))
     assert code == 0, output
     run_dir = the_run(tmp_path)
@@ -153,8 +178,8 @@ def test_srun_trains_the_same(nodes: int, cluster: Cluster, train: Path, tmp_pat
 
 
 @needs_slurm
-def test_srun_over_two_nodes_needs_a_token(cluster: Cluster, train: Path, tmp_path: Path) -> None:
-    code, output = run(*cluster.srun("-N2", "-n2", sys.executable, str(train)), environment=cluster.environment)
+def test_srun_over_two_nodes_needs_a_token(cluster: Cluster, python: str, train: Path, tmp_path: Path) -> None:
+    code, output = run(*cluster.srun("-N2", "-n2", python, str(train)), environment=cluster.environment)
     assert code != 0
     assert "The job has no token" in output
     assert not (tmp_path / "runs").exists()
@@ -162,16 +187,18 @@ def test_srun_over_two_nodes_needs_a_token(cluster: Cluster, train: Path, tmp_pa
 
 @needs_slurm
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_failing_worker_ends_a_slurm_job(nodes: int, cluster: Cluster, train: Path, tmp_path: Path) -> None:
-    words = cluster.srun(f"-N{nodes}", "-n2", sys.executable, str(train), "--fail", "1:5", "--epochs", "100000")
+def test_a_failing_worker_ends_a_slurm_job(
+    nodes: int, cluster: Cluster, python: str, train: Path, tmp_path: Path
+) -> None:
+    words = cluster.srun(f"-N{nodes}", "-n2", python, str(train), "--fail", "1:5", "--epochs", "100000")
     code, output = run(*words, environment=cluster.environment | TOKEN)
     ended = time.time()
     assert_failed(the_run(tmp_path), code, output, ended)
 
 
 @needs_slurm
-def test_slurm_starts_the_command_once_on_each_node(cluster: Cluster, train: Path, tmp_path: Path) -> None:
-    words = [*PACELINE, "run", str(train), "--workers", "4", "--hosts", "2", "--head", "n2:29517"]
+def test_slurm_starts_the_command_once_on_each_node(cluster: Cluster, python: str, train: Path, tmp_path: Path) -> None:
+    words = [python, *PACELINE[1:], "run", str(train), "--workers", "4", "--hosts", "2", "--head", "n2:29517"]
     started = cluster.srun("-N2", "--ntasks-per-node=1", *words)
     code, output = run(*started, environment=cluster.environment | TOKEN)
     assert code == 0, output

@@ -1,4 +1,7 @@
-"""Asked to leave under torchrun, mpirun, srun, or in a world made by hand: a step is finished, all save and exit 75."""
+"""Asked to leave under torchrun, mpirun, srun, or in a world made by hand: a step is finished, all save and exit 75.
+
+The launchers start a `python` that is forked (`warm.interpreter`); `test_launchers` has them start what users do.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import warm
 from network_hosts import NamespaceHost, free_port, two_hosts
 from paceline.monitor.audit.audit import audit
 from programs import (
@@ -36,9 +40,25 @@ from slurm_cluster import Cluster, needs_slurm, slurm_cluster
 
 PREEMPTED = 75
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", "2"]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TOKEN = {"PACELINE_TOKEN": "0123456789abcdef0123456789abcdef"}
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    return str(warm.interpreter(tmp_path))
+
+
+@pytest.fixture
+def torchrun(python: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("PYTHON_EXEC", python)  # torchrun's own variable
+    return TORCHRUN
+
+
+@pytest.fixture
+def mpirun(python: str) -> list[str]:
+    return [*MPIRUN, python]
 
 
 @pytest.fixture
@@ -97,21 +117,24 @@ def assert_goes_on(run_dir: Path, code: int, output: str, *, after: int) -> None
     assert audit(run_dir).verdict == "clean"
 
 
-@pytest.mark.parametrize("words, asked", [(TORCHRUN, {5: 1}), (MPIRUN, {5: 0, 7: 1})], ids=["torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher, asked", [("torchrun", {5: 1}), ("mpirun", {5: 0, 7: 1})])
 def test_sigterm_to_any_one_worker_has_all_finish_the_step_save_and_leave(
-    words: list[str], asked: dict[int, int], train: Path, tmp_path: Path
+    launcher: str, asked: dict[int, int], train: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Each start is asked at one of these steps, by one of the workers."""
+    words: list[str] = request.getfixturevalue(launcher)
     again = [*words, train, "--ask", *(f"{worker}:{step}:SIGTERM" for step, worker in asked.items())]
     for number in range(len(asked)):
         code, output = run(*again, environment=AS_ROOT)
-        assert code == (1 if words is TORCHRUN else PREEMPTED), output  # torchrun's own exit code is 1 for everything
+        assert code == (1 if launcher == "torchrun" else PREEMPTED), (
+            output
+        )  # torchrun's own exit code is 1 for everything
         assert_preempted(tmp_path / "run", at_steps=[*asked][: number + 1])
     assert_goes_on(tmp_path / "run", *run_alone(train, max(asked)), after=max(asked))
 
 
-def test_sigterm_to_torchrun_which_passes_it_on_to_all(train: Path, tmp_path: Path) -> None:
-    with asked_while_running([*TORCHRUN, train], tmp_path) as program:
+def test_sigterm_to_torchrun_which_passes_it_on_to_all(torchrun: list[str], train: Path, tmp_path: Path) -> None:
+    with asked_while_running([*torchrun, train], tmp_path) as program:
         program.process.terminate()
         code, output = program.end()
     assert code != 0
@@ -120,9 +143,11 @@ def test_sigterm_to_torchrun_which_passes_it_on_to_all(train: Path, tmp_path: Pa
     assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)
 
 
-def test_a_signal_of_ones_choice_to_mpirun_which_passes_it_on_to_all(train: Path, tmp_path: Path) -> None:
+def test_a_signal_of_ones_choice_to_mpirun_which_passes_it_on_to_all(
+    mpirun: list[str], train: Path, tmp_path: Path
+) -> None:
     environment = AS_ROOT | {"PACELINE_NOTICE": "USR1"}
-    with asked_while_running([*MPIRUN, train], tmp_path, environment=environment) as program:
+    with asked_while_running([*mpirun, train], tmp_path, environment=environment) as program:
         program.process.send_signal(signal.SIGUSR1)
         code, output = program.end()
     assert code == PREEMPTED, output
@@ -130,14 +155,14 @@ def test_a_signal_of_ones_choice_to_mpirun_which_passes_it_on_to_all(train: Path
     assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)
 
 
-def test_in_a_world_made_by_hand_each_worker_exits_with_75(train: Path, tmp_path: Path) -> None:
-    assert by_hand(train, "--ask", "1:5:SIGTERM") == [PREEMPTED, PREEMPTED]
+def test_in_a_world_made_by_hand_each_worker_exits_with_75(python: str, train: Path, tmp_path: Path) -> None:
+    assert by_hand(python, train, "--ask", "1:5:SIGTERM") == [PREEMPTED, PREEMPTED]
     saved = assert_preempted(tmp_path / "run", at_steps=[5])
     assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)
 
 
-def test_a_step_without_an_end_is_ended_by_the_grace_time(train: Path, tmp_path: Path) -> None:
-    words = [*TORCHRUN, train, "--ask", "1:5:SIGTERM", "--hang", "--grace", "2"]
+def test_a_step_without_an_end_is_ended_by_the_grace_time(torchrun: list[str], train: Path, tmp_path: Path) -> None:
+    words = [*torchrun, train, "--ask", "1:5:SIGTERM", "--hang", "--grace", "2"]
     code, output = run(*words)
     assert code != 0
     assert "was asked to leave by SIGTERM, and did not come to the end of its step and save within 2 s" in output
@@ -159,11 +184,11 @@ def run_alone(train: Path, saved: int) -> tuple[int, str]:
     return run(sys.executable, train, "--steps", str(max(saved + 2, STEPS)))
 
 
-def by_hand(train: Path, *arguments: str) -> list[int]:
+def by_hand(python: str, train: Path, *arguments: str) -> list[int]:
     """The exit codes of two workers that were told where they are in variables."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     workers = [
-        subprocess.Popen([sys.executable, str(train), *arguments], env=child_environment() | place | {"RANK": rank})
+        subprocess.Popen([python, str(train), *arguments], env=child_environment() | place | {"RANK": rank})
         for rank in "01"
     ]
     try:
@@ -191,10 +216,12 @@ def cluster(hosts: list[NamespaceHost], tmp_path_factory: pytest.TempPathFactory
 
 @needs_slurm
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
-def test_what_slurm_sends_to_a_step_over_two_nodes(name: str, cluster: Cluster, train: Path, tmp_path: Path) -> None:
+def test_what_slurm_sends_to_a_step_over_two_nodes(
+    name: str, cluster: Cluster, python: str, train: Path, tmp_path: Path
+) -> None:
     """SIGUSR1 as by `--signal=USR1@60`; SIGTERM as at the end of the time, KillWait seconds before SIGKILL."""
     environment = cluster.environment | TOKEN
-    words = cluster.srun("-N2", "-n2", "--job-name=notice", sys.executable, str(train))
+    words = cluster.srun("-N2", "-n2", "--job-name=notice", python, str(train))
     with asked_while_running(words, tmp_path, environment=environment) as program:
         cancel = [*cluster.login, "scancel", f"--signal={name}", "--name=notice"]
         subprocess.run(cancel, env=os.environ | environment, check=True, timeout=30)
