@@ -73,7 +73,7 @@ def train(
         optim.step()
         losses.append(total if len(batch) else float("nan"))
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return {"losses": losses, "state": state, "sent": worker._models.wire_bytes()}
+    return {"losses": losses, "state": state, "sent": worker._models.reducers.wire_bytes()}
 
 
 def plan_of(sync: Any, replicas: int, **parts: Any) -> Plan:

@@ -225,7 +225,7 @@ class _Builder:
             files=self._files,
             store=self._place.shared,
             timeout_s=self._timeout_s,
-            states_here=models.states_here,
+            states_here=models.reducers.states_here,
         )
 
     def _numerical_guard(self, contents: StateContents) -> NumericalGuard:

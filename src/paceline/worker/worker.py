@@ -319,7 +319,7 @@ class Worker:
                     forward=forward,
                     axes=who.axes,
                     shards=self._shards,
-                    staged=self._models.staged(model),
+                    staged=self._models.layout.stages(model),
                 )
 
         results = measure() if self._loop.mode.is_apart else self._talk.together(measure)
@@ -458,10 +458,10 @@ class Worker:
         self._talk.wait()
 
     def _prepare_model(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:
-        self._models.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
+        self._models.layout.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
         cuts, homes, tables = (
-            self._models.slices(model),
-            self._models.homes(model),
+            self._models.layout.slices(model),
+            self._models.layout.owners(model),
             server_table_names(model, self._tables),
         )
         self._models.add(model, self._prepared.model(model, name, cuts=cuts, homes=homes, tables=tables))

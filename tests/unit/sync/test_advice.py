@@ -113,9 +113,10 @@ class Run:
             axes=SimpleNamespace(replica_group=self.replica_group),
             link=lambda _: table,
         )
-        models: Any = SimpleNamespace(
+        reducers = SimpleNamespace(
             wire_seconds=lambda: (self.waited_s, self.encoding_s), largest_bucket=lambda: [(256, 256)]
         )
+        models: Any = SimpleNamespace(reducers=reducers)
         self._advising = WireAdvisor(plan, place=place, models=models, emit=self.told.append)
 
     def take(self, num_steps: int, *, step_s: float, waited_s: float, encoding_s: float, sent: int) -> list[str]:

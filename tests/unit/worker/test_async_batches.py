@@ -26,7 +26,7 @@ class Pretended:
         self.is_newcomer = False
         self.cursor = SimpleNamespace(epoch=0, position=0)
         self.source = SimpleNamespace(name="train")
-        self.agreement = self.recorder = self.turns = self.ledger = self
+        self.agreement = self.recorder = self.reducers = self.async_gradients = self.ledger = self
 
     def __getattr__(self, name: str) -> Any:
         def call(*_: Any, **__: Any) -> Any:

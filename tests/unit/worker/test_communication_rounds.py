@@ -64,7 +64,7 @@ class Replica:
             axes=cast("Any", SimpleNamespace(is_split=False, expert_replica_group=seat)),
             agreement=cast("Any", self),
             by_itself=ReplicaVote(cast("Any", self)),
-            models=cast("Any", SimpleNamespace(stepped=lambda: None)),
+            models=cast("Any", SimpleNamespace(reducers=SimpleNamespace(stepped=lambda: None))),
             weights_changed=lambda: None,
         )
         self.rounds._agreeing = cast("Any", [self])

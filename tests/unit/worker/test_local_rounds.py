@@ -35,7 +35,7 @@ class Replica:
             axes=cast("Any", None),
             agreement=cast("Any", self.agreement),
             by_itself=ReplicaVote(cast("Any", self.agreement)),
-            models=cast("Any", SimpleNamespace(stepped=lambda: None)),
+            models=cast("Any", SimpleNamespace(reducers=SimpleNamespace(stepped=lambda: None))),
             weights_changed=lambda: None,
         )
         dealt = {owner: MICROS[part.start : part.stop] for owner, part in enumerate(deal(len(MICROS), 4))}

@@ -24,7 +24,7 @@ def here(worker: Any, model: Any, optim: Any) -> dict[str, Tensor]:
     step = worker.stepper(model, optim, next_word)
     for batch in worker.batches(Text(), epochs=2):
         step(batch)
-    parts = worker._models.slices(model)
+    parts = worker._models.layout.slices(model)
     return {name: p.detach().clone() for name, p in model.named_parameters() if name not in parts and not p.is_meta}
 
 
@@ -75,7 +75,7 @@ def owed(worker: Any, *, takes_steps: bool) -> tuple[dict[str, Tensor], dict[str
         if not takes_steps:
             break
         step(batch)
-    gradients = worker._models.sum_over([model])
+    gradients = worker._models.reducers.sum_over([model])
     own = gradients.memory().copied().own
     stored = {name: [one.clone() for one in values] for name, values in gradients.gathered_own(keeps=True).items()}
     assert all(torch.equal(gradients.memory().own[name], value) for name, value in own.items()), "it is only told"

@@ -65,7 +65,7 @@ def train(
         loss = float(step(batch))
         losses[worker.step] = loss
     state = {name: local_part(value).clone() for name, value in model.state_dict().items()}
-    held = {about: gradients.memory().copied().own for about, gradients in worker._models.sums()}
+    held = {about: gradients.memory().copied().own for about, gradients in worker._models.reducers.sums()}
     return {"losses": losses, "state": state, "held": held}
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(world: World, tmp_pat
 def test_so_it_does_where_each_worker_has_the_factors_of_its_part_of_a_layer(world: World, tmp_path: Any) -> None:
     def factors(worker: Any) -> tuple[dict[int, float], dict[str, Tensor]]:
         losses = train(worker)["losses"]
-        memory = next(iter(worker._models.sums()))[1].memory()
+        memory = next(iter(worker._models.reducers.sums()))[1].memory()
         common = {f"{name} {side}": one.clone() for name, named in memory.common.items() for side, one in named.items()}
         return losses, common
 
@@ -109,7 +109,7 @@ def test_another_number_of_replicas_shares_out_what_was_held_back(world: World) 
         for _ in worker.batches(Text(), epochs=3):
             break
         assert callable(step)
-        return dict(next(iter(worker._models.sums()))[1].memory().own)
+        return dict(next(iter(worker._models.reducers.sums()))[1].memory().own)
 
     before = world(train, 2, plan_of(OneBit()), max_steps=5)
     held = {name: before[0]["held"]["model"][name] + value for name, value in before[1]["held"]["model"].items()}
@@ -157,7 +157,7 @@ def test_a_step_that_is_not_taken_leaves_what_is_held_back(world: World) -> None
         kept: list[dict[str, Tensor]] = []
         for batch in worker.batches(Text(), epochs=1):
             step(batch)
-            own = worker._models.sum_over([model]).memory().own
+            own = worker._models.reducers.sum_over([model]).memory().own
             kept.append({name: value.clone() for name, value in own.items()})
         assert all(torch.equal(kept[2][name], value) == broken for name, value in kept[1].items())
         return kept[1]
@@ -251,7 +251,7 @@ def test_who_begins_again_with_another_replicas_snapshot_does_not_send_what_that
 
         def look() -> None:
             if worker.step == 3:
-                memories.append(next(iter(worker._models.sums()))[1].memory().copied())
+                memories.append(next(iter(worker._models.reducers.sums()))[1].memory().copied())
 
         with began_with(worker, state):
             train(worker, before_step=look)
@@ -270,7 +270,7 @@ def test_a_rollback_drops_what_was_still_to_be_sent(world: World) -> None:
         held: list[bool] = []
 
         def look() -> None:
-            gradients = next(iter(worker._models.sums()), (None, None))[1]
+            gradients = next(iter(worker._models.reducers.sums()), (None, None))[1]
             held.append(gradients is not None and bool(gradients.memory().own))
 
         train(worker, before_step=look, spike_after=10)

@@ -70,7 +70,10 @@ def test_nothing_is_kept_of_parameters_whose_rows_were_split(world: World) -> No
     def run(worker: Any) -> None:
         model, _ = prepared(worker)
         known = {id(parameter) for parameter in model.parameters()}
-        assert worker._models._parts and worker._models._parts | worker._models._partial <= known
+        assert (
+            worker._models.layout.split_ids
+            and worker._models.layout.split_ids | worker._models.layout.partial_ids <= known
+        )
 
     world(run, 4, plan_of(Layout(shard=2, tensor=2, sequence=True)))
 

@@ -76,7 +76,7 @@ def first_step(worker: Any) -> tuple[list[tuple[float, float]], float | None]:
     for batch in worker.batches(Text(), epochs=1):
         step(batch)
         break
-    gradients = worker._models.sum_over([model])
+    gradients = worker._models.reducers.sum_over([model])
     return [(part.weight, part.square) for part in gradients.parts], gradients.measured_square
 
 
@@ -122,7 +122,7 @@ def test_later_in_training_only_some_steps_are_measured(world: World) -> None:
         found: list[int] = []
         for batch in worker.batches(Text(), epochs=10):
             step(batch)
-            if worker._models.sum_over([model]).parts:
+            if worker._models.reducers.sum_over([model]).parts:
                 found.append(batch.step)
         return found
 

@@ -82,14 +82,14 @@ class AsyncBatches:
         an operation."""
         self._everybody.barrier()  # until it is over, somebody may be in the loop
         if self._is_behind:
-            self._models.turns.refresh()
+            self._models.reducers.async_gradients.refresh()
             self._is_behind = False
 
     def leave(self) -> None:
         """This replica takes no more batches of the loop under way, if there is one, and has the weights of now."""
         if self._turn_of is None:
             return
-        name, gradients = self._turn_of[0].source.name, self._models.turns
+        name, gradients = self._turn_of[0].source.name, self._models.reducers.async_gradients
         is_taken = self._step_log.is_committed(name)  # else weights are as new as the batch, or an error is on its way
         self._turn_of, self.has_left, self._is_behind = None, True, True
         self._step_log.leave(name)
@@ -102,7 +102,7 @@ class AsyncBatches:
 
     def stand(self) -> None:
         """Count as done all batches that are, where nobody has one in hand."""
-        self._stand(self._models.turns.stand())
+        self._stand(self._models.reducers.async_gradients.stand())
 
     def batches(self, stream: BatchStream) -> Iterator[StepBatch]:
         """Yield the batches of a stream that this worker is dealt, until there are no more for anybody.
@@ -116,7 +116,7 @@ class AsyncBatches:
                 "there are places where nobody has one in hand. Have one loop after the other, or use staleness=0 and "
                 "drop=0"
             )
-        gradients = self._models.turns
+        gradients = self._models.reducers.async_gradients
         dealt = self._begin(stream, gradients)
         if dealt is None:
             return

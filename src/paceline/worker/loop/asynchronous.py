@@ -66,8 +66,8 @@ class Asynchronous(StepMode):
 
     def before_commit(self, batch: StepBatch) -> None:
         """Give the step back to the servers first: after that no other worker takes it."""
-        self._models.turns.pass_over()
-        batch.behind = self._models.turns.behind
+        self._models.reducers.async_gradients.pass_over()
+        batch.behind = self._models.reducers.async_gradients.behind
 
     @property
     def is_apart(self) -> bool:

@@ -115,7 +115,7 @@ class CommunicationRounds:
         if ids == self._trained:
             return ()
         self._trained = ids
-        self._agreeing = self._models.agree_by(self._made, ids)
+        self._agreeing = self._models.reducers.average_by(self._made, ids)
         for model in self._models:
             if any(id(parameter) in ids for parameter in model.parameters()):
                 self._buffers.add(model)
@@ -136,7 +136,7 @@ class CommunicationRounds:
                 sync=sync,
                 wire=self._plan.wire,
                 seed=mix(self._plan.batch.seed, number) >> 1,
-                holders=self._models.holders(),
+                holders=self._models.reducers.holders(),
             )
             for number, some in enumerate(fragments_of(parameters, sync.fragments))
         ]
@@ -152,7 +152,7 @@ class CommunicationRounds:
     def stepped(self, batch: StepBatch) -> None:
         """This replica has taken a step of its own, which waits for the round's end."""
         self.loop_point = LoopPoint.STEPPED
-        self._models.stepped()
+        self._models.reducers.stepped()
         self._note(batch)
 
     def stepped_again(self, batch: StepBatch) -> None:
@@ -248,7 +248,7 @@ class CommunicationRounds:
         if not self.is_open:
             yield
             return
-        live = [local_part(anchored) for anchored in self._models.agreed_on()]
+        live = [local_part(anchored) for anchored in self._models.reducers.averaged()]
         live += [buffer for buffer in self._buffers.floating() if not buffer.is_meta]
         kept = [tensor.clone() for tensor in live]
         try:

@@ -36,7 +36,7 @@ class GossipRounds(CommunicationRounds):
             sync=sync,
             wire=wire,
             seed=seed,
-            holders=self._models.holders(),
+            holders=self._models.reducers.holders(),
         )
         self._gossiping = [made]
         return self._gossiping

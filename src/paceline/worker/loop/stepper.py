@@ -131,7 +131,7 @@ def make_stepper(
         raise ValueError("a stepper over several models needs forward=fn(models, micro)")
     else:
         loss_of = pair_loss(models[0], cast("Callable[[Any, Any], Any]", loss))
-    gradients = prepared_models.sum_over(models)
+    gradients = prepared_models.reducers.sum_over(models)
     for one in optimizers:
         strangers = sum(not gradients.has(p) for group in one.param_groups for p in group["params"])
         if strangers:

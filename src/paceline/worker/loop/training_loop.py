@@ -67,8 +67,8 @@ class TrainingLoop:
         self.mode = mode(plan, scope, everybody=everybody, models=models, files=files, executor=executor)
         self.step_log = StepLog(
             files,
-            models.num_bytes_sent,
-            models.wire_bytes,
+            models.reducers.num_bytes_sent,
+            models.reducers.wire_bytes,
             is_elastic=plan.layout.is_elastic,
             add_work=place.recorder.add_work,
             counts=place.axes.counts,
@@ -196,7 +196,7 @@ class TrainingLoop:
                 "and in the loop over batches: loss = step(batch)"
             )
         self.mode.check_plain_loop()
-        gradients = self._models.sum_over(models)
+        gradients = self._models.reducers.sum_over(models)
         return self._timed_pass(
             batch, gradients, lambda: self.executor.run(batch, gradients), names_unused=len(models) == 1
         )
@@ -336,7 +336,7 @@ class TrainingLoop:
 
     def members_changed(self) -> None:
         """Forget what was made for the old ones."""
-        self._models.members_changed()
+        self._models.reducers.members_changed()
         self.mode.members_changed()
 
     def plain(self) -> dict[str, Any]:

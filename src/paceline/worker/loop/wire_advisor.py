@@ -46,7 +46,7 @@ class WireAdvisor:
         self._last = done
         if not is_new or not isinstance(sync, AllReduce) or sync.op != "mean" or self._place.group.index != 0:
             return
-        waited_s, encoding_s = self._models.wire_seconds()
+        waited_s, encoding_s = self._models.reducers.wire_seconds()
         before, self._before = self._before, (waited_s, encoding_s)
         if self._place.axes.replica_group.size != self._replicas:
             self._replicas = self._place.axes.replica_group.size
@@ -99,7 +99,7 @@ class WireAdvisor:
 
     def _priced(self) -> dict[str, WireCost]:
         """What other wires would cost, of those that the plan may have."""
-        shapes, prices = self._models.largest_bucket(), dict[str, WireCost]()
+        shapes, prices = self._models.reducers.largest_bucket(), dict[str, WireCost]()
         for wire in ALTERNATIVES:
             if shapes and not dataclasses.replace(self._plan, wire=wire).check():
                 prices[repr(wire)] = priced(wire, shapes, replicas=self._replicas)

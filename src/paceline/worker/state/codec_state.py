@@ -65,7 +65,7 @@ class CodecState:
             return GatheredCodecState()
         registry, parameters = self._registry, self._registry.parameters()
         tensors, cuts, homes = dict[str, Tensor](), dict[str, TensorSlice](), dict[str, StateOwner]()
-        for about, gradients in self._models.sums():
+        for about, gradients in self._models.reducers.sums():
             for name, parts in gradients.gathered_own(keeps=keeps).items():
                 for number, part in enumerate(parts):
                     key = _key(about, OWN, str(number), name)
@@ -90,7 +90,7 @@ class CodecState:
             names = filter(is_codec_state, checkpoint.names)
             told = [(key, checkpoint.shape(key), checkpoint.dtype(key)) for key in names]
         listed = group.broadcast_object(told)
-        parameters, found, has_word = self._registry.parameters(), _Found(), self._models.has_word()
+        parameters, found, has_word = self._registry.parameters(), _Found(), self._models.reducers.has_word()
         counts: dict[tuple[str, str], int] = {}  # how many replicas have stored theirs
         for key, _, _ in listed:
             about, kind, _, name = _parts(key)
@@ -111,7 +111,7 @@ class CodecState:
                 continue
             if not has_word(parameter):
                 continue
-            index, size = self._models.replica_of(parameter)
+            index, size = self._models.reducers.replica_of(parameter)
             if counts[about, name] != size or int(which) == index:
                 part = local_part(part_like(whole, parameter, self._registry.cuts.get(name)))
                 share = part.to(parameter.device) / (1 if counts[about, name] == size else size)
@@ -122,7 +122,7 @@ class CodecState:
     def here(self, *, with_own: bool) -> dict[str, Tensor]:
         """What is remembered here, live: for memory that outlives this worker; without its own, for a newcomer."""
         tensors: dict[str, Tensor] = {}
-        for about, gradients in self._models.sums():
+        for about, gradients in self._models.reducers.sums():
             memory = gradients.memory()
             for name, named in memory.common.items():
                 tensors.update((_key(about, COMMON, side, name), tensor) for side, tensor in named.items())
@@ -149,7 +149,7 @@ class CodecState:
 
     def drop_error_feedback(self) -> None:
         """Steps are undone: what they have left to be sent is dropped, on all replicas alike."""
-        for _, gradients in self._models.sums():
+        for _, gradients in self._models.reducers.sums():
             gradients.remember(CodecMemory({}, gradients.memory().copied().common))
 
     def _part_of(self, name: str) -> tuple[str, StateOwner | None]:
@@ -167,7 +167,7 @@ class CodecState:
         return part, found if part else home
 
     def _remember(self, found: _Found) -> None:
-        self._models.remember(
+        self._models.reducers.remember(
             {
                 about: CodecMemory(found.own.get(about, {}), found.common.get(about, {}))
                 for about in {*found.own, *found.common}
