@@ -32,7 +32,7 @@ from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.prepared_objects import PreparedObjects
 from paceline.worker.state.resumed_state import ResumedState
 from paceline.worker.state.run_state import Carrier, RunState, StateContents, describe_run
-from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.step.gradient_pass import StepExecutor
 from paceline.worker.worker import Worker
 

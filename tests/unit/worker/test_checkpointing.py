@@ -14,8 +14,9 @@ from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.comm.group import SingleWorkerGroup
 from paceline.errors import CheckpointError
+from paceline.worker.state.checkpoint_loading import load_model
 from paceline.worker.state.run_state import Carrier, RunState, StateContents
-from paceline.worker.state.state_dict import StateRegistry, load_model
+from paceline.worker.state.state_registry import StateRegistry
 
 
 class TwoNames(nn.Module):

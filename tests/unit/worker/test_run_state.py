@@ -18,7 +18,7 @@ from paceline.checkpoint.reader import open_checkpoint
 from paceline.comm.memory_checkpoint import MemoryCheckpoint
 from paceline.worker.state.memory_checkpointing import read_state, write_state
 from paceline.worker.state.run_state import Carrier, RunState, StateContents, When, describe_run
-from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.state.state_registry import StateRegistry
 
 
 class Sampler:

@@ -26,7 +26,8 @@ from paceline.parallel.apply import place
 from paceline.plan import Batch, Cast, Compute, Plan
 from paceline.worker.data.data_loading import StepItems
 from paceline.worker.record.error_report import is_peer_failure
-from paceline.worker.state.state_dict import StateRegistry, load_optimizer
+from paceline.worker.state.checkpoint_loading import load_optimizer
+from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.step.model_buffers import BufferAverager
 
 SMALL = Plan(batch=Batch(size=16, micro=4))

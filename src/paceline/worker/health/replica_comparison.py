@@ -25,7 +25,7 @@ from paceline.worker.health.weight_digest import WeightDigester, combined_digest
 from paceline.worker.membership.consensus import RunTogether
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.state.local_tensors import named_tensors, optimizer_layouts, restore_tensors
-from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.state.state_registry import StateRegistry
 
 __all__ = ["ReplicaComparison", "ReplicaMismatch", "WeightReport", "majority_verdict"]
 

@@ -25,7 +25,7 @@ from paceline.worker.state.checkpoint_shards import CheckpointShardWriter
 from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.state.resumed_state import ResumedState
 from paceline.worker.state.run_state import OBJECTS, Carrier, RunState, StateContents
-from paceline.worker.state.state_dict import merge_replica_states
+from paceline.worker.state.state_registry import merge_replica_states
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 __all__ = ["CheckpointSaver"]

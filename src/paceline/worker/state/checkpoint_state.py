@@ -9,9 +9,10 @@ from pathlib import Path
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.comm.group import WorkerGroup
 from paceline.worker.membership.consensus import RunTogether
+from paceline.worker.state.checkpoint_loading import load_model, load_optimizer
 from paceline.worker.state.codec_state import CodecState, is_codec_state
 from paceline.worker.state.run_state import OBJECTS, RunState
-from paceline.worker.state.state_dict import StateRegistry, load_model, load_optimizer
+from paceline.worker.state.state_registry import StateRegistry
 
 __all__ = ["CheckpointState", "SharedCheckpoint"]
 

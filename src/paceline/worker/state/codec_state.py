@@ -26,7 +26,7 @@ from paceline.comm.sharded_tensors import TensorSlice, as_local_of, is_sharded, 
 from paceline.plan import Wire
 from paceline.sync.allreduce.codec_memory import CodecMemory
 from paceline.worker.state.prepared_models import PreparedModels
-from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
 
 __all__ = ["CodecState", "GatheredCodecState", "is_codec_state"]

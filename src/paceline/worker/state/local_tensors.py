@@ -1,7 +1,7 @@
 """The tensors of prepared objects as they are on this worker: collected by name, and put back at the same place.
 
 What one worker has fits any worker at the same place of a replica as it is, so nothing is sent or regrouped here.
-Checkpoints on disk are for any layout; see `state_dict` for those.
+Checkpoints on disk are for any layout; see `checkpoint_loading` for those.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from paceline.comm.remote_tensors import is_remote, remote_tensor
 from paceline.comm.sharded_tensors import DTensorLayout, local_part
 from paceline.errors import CheckpointError
 from paceline.parallel.offload.memory import OffloadMemory
-from paceline.worker.state.state_dict import StateRegistry, load_object, load_optimizer, set_extra
+from paceline.worker.state.checkpoint_loading import load_object, load_optimizer, set_extra
+from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.state.tensor_source import InMemoryTensors
 from paceline.worker.step.model_buffers import persistent_buffers
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from paceline.errors import PlanError
 from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_whole_parameters
 from paceline.plan import ParameterServer, Plan
-from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.state.state_registry import StateRegistry
 
 __all__ = ["require_own_parameters", "require_possible_steps"]
 

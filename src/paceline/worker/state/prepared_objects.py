@@ -17,7 +17,7 @@ from paceline.plan import Plan
 from paceline.sync.local.weight_averaging import WeightAveraging
 from paceline.worker.state.optimizer_check import require_own_parameters, require_possible_steps
 from paceline.worker.state.resumed_state import ResumedState
-from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.topology.parallel_groups import StateOwner
 

@@ -19,9 +19,9 @@ from paceline.worker.membership.consensus import Consensus
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.record.sample_ledger import ResumeOrigin
 from paceline.worker.state.background_call import BackgroundCall, poll_s
+from paceline.worker.state.checkpoint_loading import load_object, restore_learning_rates
 from paceline.worker.state.checkpoint_state import CheckpointState, SharedCheckpoint
 from paceline.worker.state.run_state import OBJECTS, RunState, StateContents, When
-from paceline.worker.state.state_dict import load_object, restore_learning_rates
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 __all__ = ["ResumedState"]

@@ -33,7 +33,7 @@ from paceline.worker.state.local_tensors import (
     optimizer_layouts,
     restore_tensors,
 )
-from paceline.worker.state.state_dict import StateRegistry
+from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.topology.parallel_groups import StateOwner
 
 __all__ = ["Carrier", "RunState", "StateContents", "StateEntry", "StatePart", "When", "describe_run"]
