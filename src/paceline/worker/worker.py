@@ -459,12 +459,12 @@ class Worker:
 
     def _prepare_model(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:
         self._models.layout.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
-        cuts, homes, tables = (
+        slices, owners, tables = (
             self._models.layout.slices(model),
             self._models.layout.owners(model),
             server_table_names(model, self._tables),
         )
-        self._models.add(model, self._prepared.model(model, name, cuts=cuts, homes=homes, tables=tables))
+        self._models.add(model, self._prepared.model(model, name, slices=slices, owners=owners, tables=tables))
 
     def _say(self, text: str) -> None:
         if self.is_first:

@@ -64,7 +64,7 @@ class LocalRounds(StepMode):
         trained = self._between.prepared.trained()
         agreeing = self._rounds.prepare(trained)
         if agreeing:
-            self._between.prepared.agreeing(agreeing)
+            self._between.prepared.register_averaging(agreeing)
 
     def open(self, stream: BatchStream) -> Iterator[StepBatch]:
         """Yield the stream's batches; what needs equal weights is done where no round is open."""

@@ -1,4 +1,4 @@
-"""A long look that one worker takes beside what it does together with the others."""
+"""A long call that one worker makes in the background, while it keeps answering the others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["POLL_S", "BackgroundCall", "poll_s"]
 
 T = TypeVar("T")
 
-POLL_S = 1.0  # a worker with something long to do beside the others tells them so often that it is not done
+POLL_S = 1.0  # how often a worker with a long call reports to the others that it is not done
 
 
 def poll_s(timeout_s: float) -> float:
-    """How long a worker may keep the others waiting for one such word, where they wait `timeout_s` for anything."""
+    """How long a worker may keep the others waiting for one such report, where `timeout_s` is their limit."""
     return min(POLL_S, timeout_s / 4)
 
 
@@ -27,11 +27,11 @@ class BackgroundCall(Generic[T]):
         threading.Thread(target=self._call, args=(function,), name=name, daemon=True).start()
 
     def is_done(self, timeout_s: float) -> bool:
-        """Wait so long at most; returns whether the function has come to its end."""
+        """Wait so long at most; returns whether the function has ended."""
         return bool(concurrent.futures.wait([self._future], timeout_s).done)
 
     def result(self) -> T:
-        """What the function has returned; what it has raised is raised."""
+        """Return what the function returned, or raise what it raised."""
         return self._future.result()
 
     def _call(self, function: Callable[[], T]) -> None:

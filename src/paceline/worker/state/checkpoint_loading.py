@@ -33,16 +33,16 @@ def load_model(
     plain: Mapping[str, Any],
     checkpoint: Checkpoint | None,
     group: WorkerGroup,
-    cuts: Mapping[str, TensorSlice],
-    homes: Mapping[str, StateOwner],
+    slices: Mapping[str, TensorSlice],
+    owners: Mapping[str, StateOwner],
     *,
     device: torch.device = CPU,
 ) -> None:
     """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it.
 
-    Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its part; of one of
-    which workers have different tensors (`homes`), those that have this one. Persistent buffers that are None here, and
-    had been filled there, are made on `device`. Raises CheckpointError where the checkpoint is of another model.
+    Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its part. Of one of
+    which workers have different tensors (`owners`), the owners keep it. Persistent buffers that are None here, and were
+    filled in the checkpoint, are made on `device`. Raises CheckpointError where the checkpoint is of another model.
     """
     forms, old = group.broadcast_object(None if checkpoint is None else _checkpoint_contents(name, model, checkpoint))
     _make_buffers(model, forms, device)
@@ -50,22 +50,22 @@ def load_model(
     extra = {**{key.removeprefix(f"{name}."): value for key, value in old.items()}, **plain["extra"].get(name, {})}
     _require_extra(name, present, extra)
     wanted = {f"{name}.{key}": value for key, value in tensors.items()}
-    split = {key: value for key, value in wanted.items() if is_sharded(value) or key in cuts or key in homes}
+    split = {key: value for key, value in wanted.items() if is_sharded(value) or key in slices or key in owners}
     if checkpoint is not None:
         shapes = {
-            key: value.new_empty(whole_shape(value, cuts.get(key)), device="meta") for key, value in split.items()
+            key: value.new_empty(whole_shape(value, slices.get(key)), device="meta") for key, value in split.items()
         }
         checkpoint.tie(_tied_names(name, model, wanted))
         checkpoint.require({**wanted, **shapes, **old}, prefix=f"{name}.")
         checkpoint.load_into({key: value for key, value in wanted.items() if key not in split})
     set_extra(model, extra)
     for key, target in split.items():
-        shape = whole_shape(target, cuts.get(key))
+        shape = whole_shape(target, slices.get(key))
         complete = _broadcast_tensor(key, checkpoint, group, shape=shape, dtype=target.dtype)
         if not target.is_meta:
-            fill_local(target, complete, cuts.get(key))
-    if not homes.keys().isdisjoint(split):
-        return  # what no checkpoint holds was made equal when the model was cut
+            fill_local(target, complete, slices.get(key))
+    if not owners.keys().isdisjoint(split):
+        return  # what no checkpoint holds was made equal when the model was split
     own = {id(parameter) for key, parameter in model.named_parameters() if f"{name}.{key}" in split}
     send_from_first([t for t in (*model.parameters(), *model.buffers()) if id(t) not in own], group)
 
@@ -150,13 +150,13 @@ def load_optimizer(
     order = {parameter: number for number, parameter in enumerate(itertools.chain(*present))}
     state: dict[int, dict[str, Any]] = {order[key]: dict(values) for key, values in saved["values"].items()}
     held = [p for options in optimizer.param_groups for p in options["params"]]
-    split = {names[id(p)]: p for p in held if is_sharded(p) or names[id(p)] in registry.cuts}
+    split = {names[id(p)]: p for p in held if is_sharded(p) or names[id(p)] in registry.slices}
     absent = {names[id(p)] for p in held if p.is_meta}
-    is_parted = any(names[id(p)] in registry.homes for p in held)
+    is_parted = any(names[id(p)] in registry.owners for p in held)
     state = {key: values for key, values in state.items() if not held[key].is_meta}
     offloaded, by_name = registry.offloaded.get(name), {names[id(p)]: p for p in held}
     one_by_one = offloaded is not None or is_parted
-    for key, tensor in _optimizer_tensors(name, checkpoint, group, split, registry.cuts, one_by_one=one_by_one):
+    for key, tensor in _optimizer_tensors(name, checkpoint, group, split, registry.slices, one_by_one=one_by_one):
         parameter, entry = _key_parts(name, key)
         if parameter in absent:
             continue
@@ -177,7 +177,7 @@ def _optimizer_tensors(
     checkpoint: TensorSource | None,
     group: WorkerGroup,
     split: Mapping[str, Tensor],
-    cuts: Mapping[str, TensorSlice],
+    slices: Mapping[str, TensorSlice],
     *,
     one_by_one: bool,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -185,15 +185,15 @@ def _optimizer_tensors(
     names, only what is here. `one_by_one`: never all of them at a time."""
     is_here = isinstance(checkpoint, InMemoryTensors)  # whose tensors are local parts already
     if one_by_one or (split and not is_here):
-        told: list[tuple[str, torch.Size, torch.dtype]] | None = None
+        contents: list[tuple[str, torch.Size, torch.dtype]] | None = None
         if checkpoint is not None:
             keys = [key for key in checkpoint.names if key.startswith(f"{name}.state.")]
-            told = [(key, checkpoint.shape(key), checkpoint.dtype(key)) for key in keys]
-        for key, shape, dtype in group.broadcast_object(told):
+            contents = [(key, checkpoint.shape(key), checkpoint.dtype(key)) for key in keys]
+        for key, shape, dtype in group.broadcast_object(contents):
             complete = _broadcast_tensor(key, checkpoint, group, shape=shape, dtype=dtype)
             owner = _key_parts(name, key)[0]
             if owner in split and complete.dim() and not is_here:
-                complete = part_like(complete, split[owner], cuts.get(owner))
+                complete = part_like(complete, split[owner], slices.get(owner))
             yield key, complete
         return
     loaded: dict[str, Tensor] = {}

@@ -85,9 +85,9 @@ class CheckpointSaver:
             "torch": torch.__version__,
         }
         plain: dict[str, Any] = dict(state.plain)
-        homes = self._contents.registry.homes
-        if homes:
-            places = {name: self._axes.place_of(home) for name, home in homes.items()}
+        owners = self._contents.registry.owners
+        if owners:
+            places = {name: self._axes.place_of(owner) for name, owner in owners.items()}
             plain[OBJECTS] = merge_replica_states(self._axes.parted.gather_objects(plain[OBJECTS]), places)
         self._opened().save(state.step, state.tensors, state.slices, state.owners, plain, about)
 
@@ -100,7 +100,7 @@ class CheckpointSaver:
         """Once, after a step has made the optimizers' state: get the memory for saves in the background."""
         if self.writes and not self._opened().is_warm:
             registry = self._contents.registry
-            self._opened().warm(registry.tensors(), registry.tensor_cuts(), registry.tensor_homes())
+            self._opened().warm(registry.tensors(), registry.tensor_slices(), registry.tensor_owners())
 
     def _opened(self) -> CheckpointShardWriter:
         if self._writer is None:

@@ -1,10 +1,11 @@
 """Which worker writes what of a checkpoint: one worker all of it, or each worker of the first replica what it holds.
 
-The writers of one checkpoint exchange short messages over the key-value store. Where the supervisor has gone, they use
+The writers of one checkpoint exchange short messages over the key-value store. Where the supervisor is lost, they use
 files. The store is preferred because it works on a full disk. But it belongs to the supervisor, and workers whose
-supervisor was killed save before they leave. A worker that finds the store gone writes down what it has said, since
-others may not have read it, and goes on with files in the run's directory, which the writers share anyway. All workers
-lose the store together, so all come to the files. A worker with nothing left to say still has to look now and then.
+supervisor was killed save before they leave. A worker that finds the store lost writes its newest messages to files,
+since others may not have read them. It goes on with files in the run's directory, which the writers share anyway. All
+workers lose the store together, so all come to the files. A worker with nothing left to send still has to look now and
+then.
 """
 
 from __future__ import annotations
@@ -64,24 +65,24 @@ class CheckpointShardWriter:
         return self._writer is not None
 
     def warm(
-        self, tensors: Mapping[str, Tensor], cuts: Mapping[str, TensorSlice], homes: Mapping[str, StateOwner]
+        self, tensors: Mapping[str, Tensor], slices: Mapping[str, TensorSlice], owners: Mapping[str, StateOwner]
     ) -> None:
         """Get memory for saves in the background."""
-        self._opened().warm(self._mine(tensors, cuts, homes)[0])
+        self._opened().warm(self._mine(tensors, slices, owners)[0])
 
     def save(
         self,
         step: int,
         tensors: Mapping[str, Tensor],
-        cuts: Mapping[str, TensorSlice],
-        homes: Mapping[str, StateOwner],
+        slices: Mapping[str, TensorSlice],
+        owners: Mapping[str, StateOwner],
         state: Mapping[str, Any],
         about: Mapping[str, Any],
     ) -> None:
-        """Copy what this worker writes, and return; `cuts` are of tensors that are smaller than the whole, `homes` say
-        who writes whole ones (else the first does), `state` and `about` are the first one's word."""
+        """Copy what this worker writes, and return. `slices` are of tensors that are smaller than the whole. `owners`
+        name the workers that write whole ones (else the first does); `state` and `about` are those of the first."""
         writer = self._opened()
-        mine, where = self._mine(tensors, cuts, homes)
+        mine, where = self._mine(tensors, slices, owners)
         if isinstance(writer, AsyncWriter):
             writer.save(step, mine, state, about, where=where)
         else:
@@ -117,59 +118,59 @@ class CheckpointShardWriter:
         return self._writer
 
     def _mine(
-        self, tensors: Mapping[str, Tensor], cuts: Mapping[str, TensorSlice], homes: Mapping[str, StateOwner]
+        self, tensors: Mapping[str, Tensor], slices: Mapping[str, TensorSlice], owners: Mapping[str, StateOwner]
     ) -> tuple[dict[str, Tensor], dict[str, TensorRegion]]:
-        """What this worker writes: its pieces of split tensors, and whole ones of which it is the home.
+        """What this worker writes: its pieces of split tensors, and whole ones that it owns.
 
-        Workers along an axis on which a tensor is not split hold the same of it: the home has the word.
+        Workers along an axis on which a tensor is not split hold the same of it: its owner writes it.
         """
         if self._parts is None:
             return dict(tensors), {}
         mine: dict[str, Tensor] = {}
         where: dict[str, TensorRegion] = {}
         for name, tensor in tensors.items():
-            home = homes.get(name) or StateOwner(tensor=None if name in cuts else 0)
-            if not self._axes.is_at(home):
+            owner = owners.get(name) or StateOwner(tensor=None if name in slices else 0)
+            if not self._axes.is_at(owner):
                 continue
             try:
-                found = boxes(tensor, cuts.get(name))
+                found = boxes(tensor, slices.get(name))
             except ValueError as error:
                 raise CheckpointError(f"cannot store {name}: {error}") from None
-            if found is None and self._is_first(home):
+            if found is None and self._is_first(owner):
                 mine[name] = local_part(tensor)
-            has_part = home.tensor in (None, self._axes.tensor.index)
+            has_part = owner.tensor in (None, self._axes.tensor.index)
             for number, box in enumerate(found or () if has_part else ()):
                 key = piece_key(name, number)
                 mine[key], where[key] = box.part, TensorRegion(name, box.shape, box.offsets)
         return mine, where
 
-    def _is_first(self, home: StateOwner) -> bool:
-        """Whether this worker has the word on what is whole."""
+    def _is_first(self, owner: StateOwner) -> bool:
+        """Whether this worker writes what is whole."""
         axes = self._axes
         same = axes.shard_group if axes.expert_rows is None else axes.expert_rows.group  # their rows are of one tensor
-        at = (home.expert or 0, home.tensor or 0)
+        at = (owner.expert or 0, owner.tensor or 0)
         return same.index == 0 and at == (axes.experts.index, axes.tensor.index)
 
 
 T = TypeVar("T")
 
-NOT_HEARD = 2  # of the newest texts: of the save under way, and of the one before
+KEPT = 2  # newest messages: of the save under way, and of the one before
 
 
 class WriterMessages:
-    """One writer's mail. `prefix` is that of its keys in the store; `folder`, in which nothing else is, need not be
-    there."""
+    """The messages of one writer. `prefix` is that of its keys in the store; `folder` is for files, and need not exist
+    yet."""
 
     def __init__(self, store: dist.Store, *, prefix: str, folder: Path) -> None:
         self._store, self._prefix, self._folder = store, prefix, folder
         self._has_store = True
-        self._said: dict[str, str] = {}  # the newest
+        self._sent: dict[str, str] = {}  # the newest
 
     def put(self, name: str, text: str) -> None:
         """Leave a text under a name, in place of an earlier one; OSError where there are only files, and no room."""
-        self._said[name] = text
-        for old in list(self._said)[:-NOT_HEARD]:
-            del self._said[old]
+        self._sent[name] = text
+        for old in list(self._sent)[:-KEPT]:
+            del self._sent[old]
         self._on_store(lambda: self._store.set(self._key(name), text))
         if not self._has_store:
             self._write(name, text)
@@ -186,7 +187,7 @@ class WriterMessages:
 
     def forget(self, name: str) -> None:
         """Drop what was put under a name, if anything was."""
-        self._said.pop(name, None)
+        self._sent.pop(name, None)
         self._on_store(lambda: self._store.delete_key(self._key(name)))
         if not self._has_store:
             self._file(name).unlink(missing_ok=True)
@@ -197,7 +198,7 @@ class WriterMessages:
             try:
                 return ask()
             except ChannelClosed:
-                for name, text in self._said.items():
+                for name, text in self._sent.items():
                     self._write(name, text)  # where there is no room, this is tried again
                 self._has_store = False
         return None

@@ -49,7 +49,7 @@ class CheckpointState(RunState):
         model, plain = registry.models[name], self.plain[OBJECTS]
         self.files.fill(
             lambda source, group: load_model(
-                name, model, plain, source, group, registry.cuts, registry.homes, device=registry.device
+                name, model, plain, source, group, registry.slices, registry.owners, device=registry.device
             )
         )
 

@@ -1,4 +1,4 @@
-"""Tables of which parameter servers have the rows, as a worker prepares them: which they are, who may train them."""
+"""Embedding tables whose rows lie on parameter servers: which they are, and which optimizers may train them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["require_row_updates", "server_table_names"]
 
 
 def server_table_names(model: nn.Module, tables: EmbeddingTables | None) -> frozenset[str]:
-    """Return the names of a model's parameters of which the servers will have the rows; none without servers."""
+    """Return the names of the embedding tables whose rows will lie on the servers; none without servers."""
     named = model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, one in named if tables is not None and one in tables)
 
 
 def require_row_updates(optimizer: Optimizer, tables: EmbeddingTables | None, names: Mapping[int, str]) -> None:
-    """Raise PlanError where an optimizer holds a table that it cannot have by rows. `names` are by ids."""
+    """Raise PlanError where an optimizer holds a table that it cannot update row by row. `names` are by ids."""
     for group in optimizer.param_groups if tables is not None else ():
         table = next((one for one in group["params"] if one in tables), None)
         why = None if table is None else why_not_by_rows(optimizer, table)

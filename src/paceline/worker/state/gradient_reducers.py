@@ -210,7 +210,7 @@ class GradientReducers:
             gradients.remember(memories.get(title, CodecMemory({}, {})))
             self._remembered.pop(title, None)
 
-    # Who has which part of a gradient.
+    # Which worker has which part of a gradient.
 
     def replica_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return (index, size): this worker's place among those that reduce the gradient of a parameter."""

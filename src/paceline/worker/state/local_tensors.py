@@ -81,7 +81,7 @@ def restore_tensors(
     for name in registry.optimizers:
         # torch takes over the tensors that it is given where type and device fit.
         state = f"{name}.state."
-        keeps = name in registry.offloaded  # what is offloaded is copied home, one by one
+        keeps = name in registry.offloaded  # what is offloaded is copied to where it lies, one by one
         own = {
             key: value if keeps and value.dim() else value.clone()
             for key, value in tensors.items()
@@ -96,7 +96,7 @@ def restore_tensors(
 def fill_model(name: str, registry: StateRegistry, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
     """Overwrite a model by what a worker at the same place of a replica had here (`named_tensors`).
 
-    Raises CheckpointError where that was another model, or cut otherwise.
+    Raises CheckpointError where that was another model, or split otherwise.
     """
     model = registry.models[name]
     for key, parameter in model.named_parameters():
@@ -173,7 +173,7 @@ def _full_name(prefix: str, path: str, key: str) -> str:
 
 
 def _is_cache(module: nn.Module, key: str) -> bool:
-    return key in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]: torch tells it nowhere else
+    return key in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]: torch has it nowhere else
 
 
 def _copied(value: Tensor, room: Tensor | None, memory: OffloadMemory | None) -> Tensor:

@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 SHARE = 0.01  # of the time, at most
-LEAST = 10  # steps from one to the next, where nobody says
-FIRST = 2  # steps before the first one, where nobody says: then the optimizers have their state, and a step its time
+LEAST = 10  # steps from one to the next, where the plan does not say
+FIRST = 2  # before the first one: by then optimizers have their state, and steps take what they will
 ROOM = 0.5  # of the memory that is free, for both slots of all workers
 ALIGNED = 64
 N = TypeVar("N", int, float)
@@ -54,18 +54,18 @@ N = TypeVar("N", int, float)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """What one worker says of a snapshot."""
+    """What one worker reports of a snapshot."""
 
     host: str
     seconds: float  # that the copying has taken
     step_s: float  # a step, since the one before
     num_bytes: int
     free_bytes: int | None  # of the host's memory; None: not known
-    held_bytes: int = 0  # that its slots have already: from before all began again
-    refusal: str = ""  # why it could not
+    held_bytes: int = 0  # that its slots have already, from before a restart
+    refusal: str = ""  # why it could not be taken
     travel_s: float = 0.0  # that the one before took to the next host
-    work_s: float = 0.0  # and kept a core of its host busy
-    is_late: bool = False  # and it has not arrived yet
+    work_s: float = 0.0  # for which it kept a core of its host busy
+    is_late: bool = False  # it has not arrived yet
 
 
 class MemoryCheckpointer:
@@ -87,8 +87,8 @@ class MemoryCheckpointer:
         report_snapshot: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`state()` is everything that this worker has, live, and `done()` comes when it was read; `is_split`: it
-        differs from other workers'. `report_snapshot()` tells the supervisor that one more snapshot counts.
+        """`state()` returns everything that this worker has, live, and `done()` is called when it was read. `is_split`:
+        it differs from other workers'. `report_snapshot()` reports to the supervisor that one more snapshot counts.
         """
         self._every = guard.snapshot_every or LEAST
         self._is_measured = guard.snapshot_every is None
@@ -96,14 +96,14 @@ class MemoryCheckpointer:
         self._is_on = memory_checkpoint is not None and guard.snapshot_every != 0
         self._is_unused = (
             memory_checkpoint is None and bool(guard.snapshot_every) and not self._follows
-        )  # and that was not told
-        self._vault, self._is_split = memory_checkpoint, is_split
+        )  # and that was not reported yet
+        self._checkpoint, self._is_split = memory_checkpoint, is_split
         self._group, self._together, self._state, self._done, self._host = group, together, state, done, host
         self._free_bytes, self._emit, self._report_snapshot, self._clock = free_bytes, emit, report_snapshot, clock
         self._kept_at = 0  # the step of the newest one, or with which this start began
         self._has_kept = False
         self._not_before = 0  # this step: the last one was still on its way to the next host
-        self._has_said_late = False
+        self._has_noted_late = False
         self._seen_at = clock()  # when this was asked last
         self._timed_since: tuple[int, float] | None = None  # a step, and when it was over: nothing but steps came since
 
@@ -115,7 +115,7 @@ class MemoryCheckpointer:
     @property
     def _writes(self) -> bool:
         """Whether this worker's copy is wanted. A host whose system has no such memory gives none."""
-        return self._vault is not None and (self._is_split or self._group.index == 0)
+        return self._checkpoint is not None and (self._is_split or self._group.index == 0)
 
     def plain(self) -> dict[str, Any]:
         """For a newcomer, which has to come to the same snapshots."""
@@ -139,7 +139,7 @@ class MemoryCheckpointer:
         """Between two steps: take a snapshot, where one is due. `is_rollback_kept`: one for rollbacks was taken now."""
         now = self._clock()
         last_s, self._seen_at = now - self._seen_at, now
-        self._tell_unused()
+        self._note_unused()
         if not self._is_on:
             return
         if not self._is_due(step, is_rollback_kept):
@@ -153,7 +153,7 @@ class MemoryCheckpointer:
         self._seen_at = self._clock()
         self._timed_since = step, self._seen_at
 
-    def _tell_unused(self) -> None:
+    def _note_unused(self) -> None:
         if self._is_unused and self._group.index == 0:
             text = "snapshots outlive workers where Paceline's own supervisor starts them"
             self._emit(Note(text=f"Guard(snapshot_every={self._every}) is not used: {text}"))
@@ -166,28 +166,28 @@ class MemoryCheckpointer:
         return step - self._kept_at >= first and step >= self._not_before
 
     def _has_arrived(self, step: int) -> bool:
-        """Whether the last snapshots of all are where they are to go; where not, this one is left out."""
+        """Whether the last snapshots of all workers are on the next host; where not, this one is left out."""
         if not self._has_kept:
             return True
-        is_late = self._vault is not None and not self._vault.is_replicated
+        is_late = self._checkpoint is not None and not self._checkpoint.is_replicated
         own = SnapshotReport(self._host, 0.0, 0.0, 0, None, is_late=is_late)
-        told: list[SnapshotReport] = self._together(lambda: self._group.gather_objects(own))
-        if not any(one.is_late for one in told):
+        reports: list[SnapshotReport] = self._together(lambda: self._group.gather_objects(own))
+        if not any(one.is_late for one in reports):
             return True
         self._not_before = step + max(1, self._every // 4)
-        if self._group.index == 0 and not self._has_said_late:
-            who = ", ".join(dict.fromkeys(one.host for one in told if one.is_late))
+        if self._group.index == 0 and not self._has_noted_late:
+            hosts = ", ".join(dict.fromkeys(one.host for one in reports if one.is_late))
             self._emit(
                 Note(
                     text=f"no snapshot in memory after step {step}: the last one, of step {self._kept_at}, is still on "
-                    f"its way from host {who} to the next one; the same will not be said again"
+                    f"its way from host {hosts} to the next one; this is reported once"
                 )
             )
-        self._has_said_late = True
+        self._has_noted_late = True
         return False
 
     def _take(self, step: int, step_s: float) -> None:
-        memory_checkpoint = self._vault if self._writes else None
+        memory_checkpoint = self._checkpoint if self._writes else None
         state = self._state() if memory_checkpoint is not None else {}
         num_bytes = state_bytes(state) if memory_checkpoint is not None else 0
         if not self._has_kept and not self._have_room(memory_checkpoint, num_bytes):
@@ -206,28 +206,28 @@ class MemoryCheckpointer:
         own = SnapshotReport(self._host, self._clock() - began, step_s, num_bytes, None, refusal=why)
         if replication_status is not None:
             own = dataclasses.replace(own, travel_s=replication_status.took_s, work_s=replication_status.work_s)
-        told: list[SnapshotReport] = self._together(lambda: self._group.gather_objects(own))
-        if not self._go_on(told):
+        reports: list[SnapshotReport] = self._together(lambda: self._group.gather_objects(own))
+        if not self._go_on(reports):
             return
         if slot is not None and mark is not None:
             slot.commit(mark)
             if self._report_snapshot is not None:
                 self._report_snapshot()
         if self._is_measured:
-            self._every = snapshot_interval(told)
+            self._every = snapshot_interval(reports)
         if self._group.index == 0:
             self._emit(
                 StateKept(
                     step=step,
                     every=self._every,
-                    seconds=max(one.seconds for one in told),
-                    num_bytes=max(room_by_host(told).values()),
-                    travel_s=max(one.travel_s for one in told),
+                    seconds=max(one.seconds for one in reports),
+                    num_bytes=max(room_by_host(reports).values()),
+                    travel_s=max(one.travel_s for one in reports),
                 )
             )
 
     def _have_room(self, memory_checkpoint: MemoryCheckpoint | None, num_bytes: int) -> bool:
-        """Before the first one: whether all hosts bear both slots; gets the memory."""
+        """Before the first one: reserve the memory of both slots. Returns whether all hosts have it."""
         held = sum(slot.num_bytes for slot in memory_checkpoint.slots) if memory_checkpoint is not None else 0
         own = SnapshotReport(self._host, 0.0, 0.0, num_bytes, self._free_bytes(), held)
         if not self._go_on(self._together(lambda: self._group.gather_objects(own))):
@@ -241,41 +241,41 @@ class MemoryCheckpointer:
         own = dataclasses.replace(own, refusal=why, free_bytes=None)
         return self._go_on(self._together(lambda: self._group.gather_objects(own)))
 
-    def _go_on(self, told: Sequence[SnapshotReport]) -> bool:
-        why = why_no_snapshots(told)
+    def _go_on(self, reports: Sequence[SnapshotReport]) -> bool:
+        why = why_no_snapshots(reports)
         if why:
             self._is_on = False
-            self._give_back()
+            self._free_slots()
             if self._group.index == 0:
                 text = f"no snapshots in memory, so a lost worker takes the run back to its newest checkpoint: {why}"
                 self._emit(Note(text=text))
         return not why
 
-    def _give_back(self) -> None:
-        """Nothing will be written any more: what holds no snapshot is memory for others."""
-        for slot in self._vault.slots if self._vault is not None else ():
+    def _free_slots(self) -> None:
+        """Nothing will be written any more: return the memory of slots that hold no snapshot."""
+        for slot in self._checkpoint.slots if self._checkpoint is not None else ():
             if slot.mark is None:
                 slot.give_back()
 
 
-def snapshot_interval(told: Sequence[SnapshotReport]) -> int:
-    """Return after how many steps the next snapshot is due, by what all say of this one.
+def snapshot_interval(reports: Sequence[SnapshotReport]) -> int:
+    """Return after how many steps the next snapshot is due, by the reports of all workers on this one.
 
-    What goes to the next host keeps a core busy here, and as long there.
+    Replication keeps a core busy here, and another one on the next host for as long.
     """
-    step_s = max(min(one.step_s for one in told), 1e-9)
-    work_s = 2 * max(_by_host(told, lambda one: one.work_s).values())
-    return max(LEAST, math.ceil((max(one.seconds for one in told) + work_s) / (SHARE * step_s)))
+    step_s = max(min(one.step_s for one in reports), 1e-9)
+    work_s = 2 * max(_by_host(reports, lambda one: one.work_s).values())
+    return max(LEAST, math.ceil((max(one.seconds for one in reports) + work_s) / (SHARE * step_s)))
 
 
-def why_no_snapshots(told: Sequence[SnapshotReport]) -> str:
-    """Return why there can be no snapshots, in words; "" where there can."""
-    for one in told:
+def why_no_snapshots(reports: Sequence[SnapshotReport]) -> str:
+    """Return why there can be no snapshots; "" where there can."""
+    for one in reports:
         if one.refusal:
             return f"host {one.host} does not give {one.refusal}"
-    rooms, held = room_by_host(told), _with_anothers(_by_host(told, lambda one: one.held_bytes))
+    rooms, held = room_by_host(reports), _with_anothers(_by_host(reports, lambda one: one.held_bytes))
     for host, num_bytes in rooms.items():
-        free = min((one.free_bytes for one in told if one.host == host and one.free_bytes is not None), default=None)
+        free = min((one.free_bytes for one in reports if one.host == host and one.free_bytes is not None), default=None)
         if free is not None:
             free += held[host]
         if free is not None and num_bytes > ROOM * free:
@@ -287,10 +287,10 @@ def why_no_snapshots(told: Sequence[SnapshotReport]) -> str:
     return ""
 
 
-def room_by_host(told: Sequence[SnapshotReport]) -> dict[str, int]:
+def room_by_host(reports: Sequence[SnapshotReport]) -> dict[str, int]:
     """Return the bytes of each host's memory that snapshots take: two of its own workers, and, where there are several
     hosts, two of another one's, whichever that is."""
-    return {host: 2 * both for host, both in _with_anothers(_by_host(told, lambda one: one.num_bytes)).items()}
+    return {host: 2 * both for host, both in _with_anothers(_by_host(reports, lambda one: one.num_bytes)).items()}
 
 
 def _with_anothers(own: Mapping[str, int]) -> dict[str, int]:
@@ -301,15 +301,15 @@ def _with_anothers(own: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def _by_host(told: Sequence[SnapshotReport], value: Callable[[SnapshotReport], N]) -> dict[str, N]:
+def _by_host(reports: Sequence[SnapshotReport], value: Callable[[SnapshotReport], N]) -> dict[str, N]:
     """Sums over the workers of each host."""
     found: dict[str, N] = {}
-    for one in told:
+    for one in reports:
         found[one.host] = found[one.host] + value(one) if one.host in found else value(one)
     return found
 
 
-# What is in a slot: the tensors one behind the other, then a description of where they are, and everything else.
+# What is in a slot: the tensors one after the other, then an index of where they are, and all plain values.
 
 
 def state_bytes(state: Mapping[str, Any]) -> int:
@@ -335,7 +335,7 @@ def write_state(slot: SnapshotSlot, state: Mapping[str, Any], *, step: int, is_f
 
 
 def read_state(slot: SnapshotSlot) -> dict[str, Any]:
-    """Return the state that a slot holds; its tensors are read one by one, when they are asked for.
+    """Return the state that a slot holds; its tensors are read one by one, when they are used.
 
     Raises CheckpointError where the slot holds nothing that counts.
     """
@@ -377,5 +377,5 @@ def _room(tensor: Tensor) -> int:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor of the CPU."""
-    raw: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()  # a buffer, which its type does not say
+    raw: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()  # a buffer, which its type stub lacks
     return memoryview(raw)

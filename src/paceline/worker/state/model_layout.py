@@ -1,4 +1,4 @@
-"""How the plan's layout is applied to a model, and who of a replica holds what of it afterwards.
+"""How the plan's layout is applied to a model, and which worker of a replica holds what of it afterwards.
 
 A whole model comes in. Tensor, expert and context parallelism change its layers, pipeline parallelism keeps this
 worker's stages, and ZeRO splits the rows of what is left. All of it is found out on the whole model, before anything
@@ -48,7 +48,7 @@ __all__ = ["ModelLayout"]
 
 
 class ModelLayout:
-    """Applies a plan's layout to the models of one worker, and knows who has which part of them."""
+    """Applies a plan's layout to the models of one worker, and knows which worker has which part of them."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ModelLayout:
         note: Callable[[str], None],
         tables: EmbeddingTables | None = None,
     ) -> None:
-        """`together` does an operation of the whole run; `note` is told how a model is split, in words. `tables`: the
+        """`together` does an operation of the whole run; `note` gets a text on how a model is split. `tables`: the
         models' embedding tables on parameter servers."""
         self._plan, self._group, self._axes, self._shards, self._recorder = plan, group, axes, shards, recorder
         self._together, self._note, self._tables = together, note, tables
@@ -126,9 +126,9 @@ class ModelLayout:
             self._apply_context_parallel(model, found.context, axes.context_parallel_group, tensor_ops=ops)
         if found.stages is not None and axes.link is not None:
             self._apply_pipeline(model, found.stages, axes.link, device=device)
-        gone = before - {id(parameter) for parameter in model.parameters()}
+        left = before - {id(parameter) for parameter in model.parameters()}
         for known in (self.split_ids, self.partial_ids, self._expert_ids):
-            known.difference_update(gone)  # another parameter may get the number
+            known.difference_update(left)  # another parameter may get the number
 
     @property
     def _changes_layers(self) -> bool:
@@ -283,7 +283,7 @@ class ModelLayout:
         found = [(one.name, one.module) for one in self._experts.get(model, ())]
         return [pair for pair in found if any(not parameter.is_meta for parameter in pair[1].parameters())]
 
-    # Who has what of it.
+    # Which worker has what of it.
 
     def splits(self, model: nn.Module) -> Iterator[tuple[Mapping[str, ParameterSplit], RecordedTensorGroup]]:
         """Yield how parameters of a model are split, by name, and the group whose workers hold the parts."""

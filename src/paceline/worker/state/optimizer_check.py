@@ -1,4 +1,4 @@
-"""Refuses optimizers whose steps would differ under a plan, because no worker has all that they look at."""
+"""Refuses optimizers whose steps would differ under a plan, because no worker has all that they compute with."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
     """
     names = registry.parameter_names()
     held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    cut = next((name for name in held if name in registry.cuts), None)
+    split = next((name for name in held if name in registry.slices), None)
     layout, name = plan.layout, type(optimizer).__name__
-    if cut is not None and needs_whole_parameters(optimizer):
+    if split is not None and needs_whole_parameters(optimizer):
         axes = " and ".join(axis for axis in ("tensor", "experts") if getattr(layout, axis) > 1)
         raise PlanError(
             f"{name} looks at parameters as a whole (norms, rows and columns, products), but "
-            f"under {layout!r} each worker has only a part of {cut}, and would take other steps. Use shard or "
+            f"under {layout!r} each worker has only a part of {split}, and would take other steps. Use shard or "
             f"stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
         )
-    why = _why_not_all(held, cut, registry, plan)
+    why = _why_not_all(held, split, registry, plan)
     if why is not None and needs_all_parameters(optimizer):
         raise PlanError(
             f"{name}, as it was made here, looks at all its parameters together (their norm, or how far all have "
@@ -53,14 +53,14 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
         )
 
 
-def _why_not_all(held: Sequence[str], cut: str | None, registry: StateRegistry, plan: Plan) -> str | None:
-    """Why no optimizer's step sees all its parameters, which are `held`; None: each step does. `cut`: one of which this
-    worker has only a part."""
+def _why_not_all(held: Sequence[str], split: str | None, registry: StateRegistry, plan: Plan) -> str | None:
+    """Why no optimizer's step has all its parameters, which are `held`; None: each step has. `split`: one of which
+    this worker has only a part."""
     sync, layout = plan.sync, plan.layout
-    if cut is not None:
-        return f"under {layout!r} each worker has only a part of {cut}"
-    homes = (registry.homes[name] for name in held if name in registry.homes)
-    if any(home.expert not in (None, 0) for home in homes):
+    if split is not None:
+        return f"under {layout!r} each worker has only a part of {split}"
+    owners = (registry.owners[name] for name in held if name in registry.owners)
+    if any(owner.expert not in (None, 0) for owner in owners):
         return f"under Layout(experts={layout.experts}) each worker has only its own experts"
     if layout.stages > 1:
         return f"under Layout(stages={layout.stages}) each stage has only its own"

@@ -52,7 +52,7 @@ class PreparedModels:
         generation: Callable[[], int] = lambda: 0,
         worker_rank: int = 0,
     ) -> None:
-        """`together` does an operation of the whole run; `note` is told how a model is split, in words. `servers`:
+        """`together` does an operation of the whole run; `note` gets a text on how a model is split. `servers`:
         where the plan has some, and the models' `tables` on them; `generation()` returns that of the members."""
         self._plan, self._axes, self._tables = plan, axes, tables
         self._names: dict[nn.Module, str] = {}

@@ -47,21 +47,21 @@ class PreparedObjects:
         model: nn.Module,
         name: str | None,
         *,
-        cuts: Mapping[str, TensorSlice],
-        homes: Mapping[str, StateOwner],
+        slices: Mapping[str, TensorSlice],
+        owners: Mapping[str, StateOwner],
         tables: Collection[str] = (),
     ) -> str:
         """Register a model that has been placed, fill it, and make it equal everywhere; returns its name.
 
-        `cuts`: what is here of its parameters that are split. `homes`: the worker that stores each of its tensors,
+        `slices`: what is here of its parameters that are split. `owners`: the worker that stores each of its tensors,
         where workers have different ones. `tables`: parameters that a newcomer need not be sent, since servers have
         them.
         """
         self._refuse_known(model)
         full_name = self.registry.name_for("model", name)
         self.registry.models[full_name] = model
-        self.registry.cuts.update((f"{full_name}.{key}", cut) for key, cut in cuts.items())
-        self.registry.homes.update((f"{full_name}.{key}", home) for key, home in homes.items())
+        self.registry.slices.update((f"{full_name}.{key}", part) for key, part in slices.items())
+        self.registry.owners.update((f"{full_name}.{key}", owner) for key, owner in owners.items())
         self.registry.tables.update(f"{full_name}.{key}" for key in tables)
         self._resumed.fill_model(full_name)
         self._buffers.add(model)
@@ -106,18 +106,18 @@ class PreparedObjects:
         found = (one for name, one in self.registry.optimizers.items() if name not in self._outer)
         return [parameter for one in found for group in one.param_groups for parameter in group["params"]]
 
-    def agreeing(self, agreeing: Sequence[WeightAveraging]) -> None:
+    def register_averaging(self, averaging: Sequence[WeightAveraging]) -> None:
         """Register what averages weights between replicas, with the outer optimizers, in place of what did before."""
         registry = self.registry
         known: dict[str, dict[str, Any]] = {}
         for name in self._outer:
             known.update((registry.stand_ins[id(p)], held) for p, held in registry.optimizers.pop(name).state.items())
         is_first, self._outer = not self._outer, []
-        registry.stand_ins = {id(anchor): name for one in agreeing for name, anchor in one.anchors}
-        for number, one in enumerate(agreeing, 1):
+        registry.stand_ins = {id(anchor): name for one in averaging for name, anchor in one.anchors}
+        for number, one in enumerate(averaging, 1):
             if one.optimizer is None:
                 continue
-            name = OUTER_OPTIMIZER if len(agreeing) == 1 else f"{OUTER_OPTIMIZER}_{number}_of_{len(agreeing)}"
+            name = OUTER_OPTIMIZER if len(averaging) == 1 else f"{OUTER_OPTIMIZER}_{number}_of_{len(averaging)}"
             registry.optimizers[name] = one.optimizer
             self._outer.append(name)
             one.optimizer.state.update({p: known[key] for key, p in one.anchors if key in known})

@@ -26,8 +26,8 @@ from paceline.worker.topology.parallel_groups import ParallelGroups
 
 __all__ = ["ResumedState"]
 
-# What all workers learn of a checkpoint: step, path, whether it is of this run directory, plain values. A text says
-# why it cannot be used; None: there is none.
+# What all workers learn of a checkpoint: step, path, whether it is of this run directory, plain values. A text is
+# the reason why it cannot be used; None: there is none.
 _Found = tuple[int, str, bool, dict[str, Any]] | str | None
 
 
@@ -72,7 +72,7 @@ class ResumedState:
         call: BackgroundCall[_Found] | None = None
 
         def look() -> _Found:
-            """Worker 0 reads all of a checkpoint to verify it; meanwhile it tells the others that it is at work."""
+            """Worker 0 reads all of a checkpoint to verify it, and reports to the others meanwhile."""
             nonlocal call
             found: _Found = None
             is_known = False

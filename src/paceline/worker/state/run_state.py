@@ -60,7 +60,7 @@ class When(enum.Enum):
 
 
 class StatePart(Protocol):
-    """A collaborator of the worker that has plain values of its own: counters of the loop, say."""
+    """A collaborator of the worker that has plain values of its own, such as the counters of the loop."""
 
     def plain(self) -> Any: ...
 
@@ -180,8 +180,8 @@ class RunState:
                 step=step,
                 tensors={**registry.tensors(), **codecs.tensors},
                 plain=plain,
-                slices={**registry.tensor_cuts(), **codecs.cuts},
-                owners={**registry.tensor_homes(), **codecs.homes},
+                slices={**registry.tensor_slices(), **codecs.slices},
+                owners={**registry.tensor_owners(), **codecs.owners},
             )
         tensors = named_tensors(registry, with_caches=True)
         if carrier is not Carrier.ROLLBACK:  # a rollback drops error feedback, which is of steps that are undone

@@ -35,13 +35,12 @@ class StateRegistry:
         self.optimizers: dict[str, Optimizer] = {}
         self.offloaded: dict[str, OffloadedState] = {}  # of optimizers whose state lies elsewhere
         self.objects: dict[str, Any] = {}  # schedulers and everything else with state_dict / load_state_dict
-        self.homes: dict[str, StateOwner] = {}  # by full name, of models of which workers have different tensors
-        self.stand_ins: dict[
-            int, str
-        ] = {}  # ids of tensors that optimizers hold in place of parameters, and the names of these
-        self.cuts: dict[
-            str, TensorSlice
-        ] = {}  # by a parameter's full name: what this worker holds of it, where it is cut
+        # By full name, of models of which workers have different tensors: the worker that stores each.
+        self.owners: dict[str, StateOwner] = {}
+        # By a parameter's full name: what this worker holds of it, where it is split.
+        self.slices: dict[str, TensorSlice] = {}
+        # ids of tensors that optimizers hold in place of parameters, and the names of these.
+        self.stand_ins: dict[int, str] = {}
         self.tables: set[str] = set()  # full names of parameters of which servers have the rows, once they are there
 
     def name_for(self, kind: str, wanted: str | None) -> str:
@@ -59,8 +58,7 @@ class StateRegistry:
         return name
 
     def _refuse_alike(self, kind: str, name: str) -> None:
-        """Raise ValueError where, by their names, tensors of something new and of something known may be taken for each
-        other's."""
+        """Raise ValueError where the tensors of something new and of something known could have the same names."""
         starts = {"model": f"{name}.", "optimizer": f"{name}.state."}
         known = {one: f"{one}." for one in self.models} | {one: f"{one}.state." for one in self.optimizers}
         for other, start in known.items() if kind in starts else ():
@@ -80,8 +78,8 @@ class StateRegistry:
                 )
 
     def parameter_names(self) -> dict[int, str]:
-        """id of a parameter, or of what stands in for it, -> its full name, over all models; a tied one has its first
-        name."""
+        """Return the full names of parameters, over all models, by their ids or those of their stand-ins. A tied one
+        has its first name."""
         names = {**self.stand_ins}
         for prefix, model in self.models.items():
             for name, parameter in model.named_parameters():
@@ -118,28 +116,29 @@ class StateRegistry:
                         found[f"{prefix}.state.{parameter_name(parameter, parameters, prefix)}.{key}"] = value
         return found
 
-    def tensor_homes(self) -> dict[str, StateOwner]:
-        """Which workers of a replica have the word on which of its tensors; those of an optimizer go with their
-        parameters."""
-        found = dict(self.homes)
+    def tensor_owners(self) -> dict[str, StateOwner]:
+        """Which worker of a replica stores each of its tensors; those of an optimizer go with their parameters."""
+        found = dict(self.owners)
         parameters = self.parameter_names()
-        for prefix, optimizer in self.optimizers.items() if self.homes else ():
+        for prefix, optimizer in self.optimizers.items() if self.owners else ():
             for parameter, state in optimizer.state.items():
                 name = parameter_name(parameter, parameters, prefix)
-                found.update((f"{prefix}.state.{name}.{key}", self.homes[name]) for key in state if name in self.homes)
+                found.update(
+                    (f"{prefix}.state.{name}.{key}", self.owners[name]) for key in state if name in self.owners
+                )
         return found
 
-    def tensor_cuts(self) -> dict[str, TensorSlice]:
-        """What this worker holds of those of `tensors` that are smaller than the whole: parameters that are cut, and
-        what optimizers keep in their shape. CheckpointError where an optimizer keeps anything else for them."""
-        found = dict(self.cuts)
+    def tensor_slices(self) -> dict[str, TensorSlice]:
+        """What this worker holds of those of `tensors` that are smaller than the whole: parameters that are split,
+        and what optimizers keep in their shape. CheckpointError where an optimizer keeps anything else for them."""
+        found = dict(self.slices)
         parameters = self.parameter_names()
-        for prefix, optimizer in self.optimizers.items() if self.cuts else ():
+        for prefix, optimizer in self.optimizers.items() if self.slices else ():
             for parameter, state in optimizer.state.items():
                 name = parameter_name(parameter, parameters, prefix)
-                for key, value in state.items() if name in self.cuts else ():
+                for key, value in state.items() if name in self.slices else ():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        found[f"{prefix}.state.{name}.{key}"] = self.cuts[name]
+                        found[f"{prefix}.state.{name}.{key}"] = self.slices[name]
                     elif isinstance(value, Tensor) and value.dim():
                         raise CheckpointError(
                             f"cannot store {key} of {name}: {prefix} keeps it in the shape {list(value.shape)}, and "

@@ -1,4 +1,4 @@
-"""The tensors of an optimizer's state, from another worker or from before: read like a checkpoint, but from memory."""
+"""Where the tensors of a run's state are read from: a checkpoint, or the memory of a worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorSource(Protocol):
 
 
 class InMemoryTensors:
-    """Local parts by name, on the CPU or on this worker's device; those of `spreads` are given out as DTensors.
+    """Local parts by name, on the CPU or on this worker's device; those with a layout are returned as DTensors.
 
     `parameters` are by their full names; `prefix` comes before them in the names of the tensors, and the entry behind.
     """
@@ -35,12 +35,12 @@ class InMemoryTensors:
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        spreads: Mapping[str, DTensorLayout],
+        layouts: Mapping[str, DTensorLayout],
         *,
         prefix: str,
         parameters: Mapping[str, Tensor],
     ) -> None:
-        self._tensors, self._spreads, self._prefix, self._parameters = tensors, spreads, prefix, parameters
+        self._tensors, self._layouts, self._prefix, self._parameters = tensors, layouts, prefix, parameters
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,16 +52,16 @@ class InMemoryTensors:
 
     def shape(self, name: str) -> torch.Size:
         """The shape of a tensor, of one that is split that of the whole."""
-        spread = self._spreads.get(name)
-        return self._tensors[name].shape if spread is None else torch.Size(spread.shape)
+        layout = self._layouts.get(name)
+        return self._tensors[name].shape if layout is None else torch.Size(layout.shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor."""
         return self._tensors[name].dtype
 
     def _whole(self, name: str) -> Tensor:
-        spread = self._spreads.get(name)
-        if spread is None:
+        layout = self._layouts.get(name)
+        if layout is None:
             return self._tensors[name]
         owner = name.removeprefix(self._prefix).rpartition(".")[0]
-        return spread.wrap(self._tensors[name], like=self._parameters[owner])
+        return layout.wrap(self._tensors[name], like=self._parameters[owner])
