@@ -43,13 +43,13 @@ def named_tensors(registry: StateRegistry, *, with_caches: bool) -> dict[str, Te
             for path, module, key, buffer in _buffers(model)
             if with_caches or not _is_cache(module, key)
         )
-    found.update(_optimizer_tensors(registry))
+    found.update(registry.optimizer_tensors())
     return {name: local_part(value) for name, value in found.items() if not value.is_meta and not is_remote(value)}
 
 
 def optimizer_layouts(registry: StateRegistry) -> dict[str, DTensorLayout]:
     """Return the layouts of the optimizers' DTensors, of which `named_tensors` has only the local parts."""
-    found = ((name, DTensorLayout.of(value)) for name, value in _optimizer_tensors(registry).items())
+    found = ((name, DTensorLayout.of(value)) for name, value in registry.optimizer_tensors().items())
     return {name: layout for name, layout in found if layout is not None}
 
 
@@ -152,11 +152,6 @@ def _fill_buffers(prefix: str, model: nn.Module, tensors: Mapping[str, Tensor], 
         name = f"{prefix}.{path}"
         if name in tensors and getattr(module, key) is None:
             setattr(module, key, tensors[name].to(device, copy=True))
-
-
-def _optimizer_tensors(registry: StateRegistry) -> dict[str, Tensor]:
-    states = tuple(f"{prefix}.state." for prefix in registry.optimizers)
-    return {name: value for name, value in registry.tensors().items() if name.startswith(states)}
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:

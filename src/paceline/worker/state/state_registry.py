@@ -108,6 +108,12 @@ class StateRegistry:
             found.update(
                 (name, value) for name, value in of_model.items() if not value.is_meta and not is_remote(value)
             )
+        found.update(self.optimizer_tensors())
+        return found
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The tensors of all optimizers' state that are here."""
+        found: dict[str, Tensor] = {}
         parameters = self.parameter_names()
         for prefix, optimizer in self.optimizers.items():
             for parameter, state in optimizer.state.items():
