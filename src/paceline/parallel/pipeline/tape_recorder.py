@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from paceline.parallel.meta.meta_device import (
 from paceline.parallel.meta.tensor_tree import TensorSpec, held, map_tensors, tensors_in
 from paceline.parallel.model_units import ModelUnit, replaced_forward
 from paceline.parallel.pipeline.forward_hooks import HookCall, call_hooks, has_hooks, silenced_hooks
+from paceline.parallel.pipeline.operation_trial import RecordingRefused, first_line, try_operation
 from paceline.parallel.pipeline.random_draws import GeneratorState, draws, may_draw
 from paceline.parallel.pipeline.tape import RandomDraw, Tape
 from paceline.parallel.pipeline.tape_builder import EVERY_STAGE, TapeBuilder, where
@@ -83,13 +83,13 @@ def _recorded(
 ) -> tuple[Tape | None, TapeBuilder]:
     """Run the forward once; the tape is None if it cannot go on. `hooked`: modules inside units whose hooks hand
     something out."""
-    of_units = {module for unit in units for module in unit.module.modules()}
-    root = [module for module in model.modules() if module not in of_units]
+    unit_modules = {module for unit in units for module in unit.module.modules()}
+    root = [module for module in model.modules() if module not in unit_modules]
     put_back, generators = attributes(model.modules()), GeneratorState(device)
     tape = None
     try:
         with (
-            swapped(of_units, absent),
+            swapped(unit_modules, absent),
             swapped(root, lambda t: absent(t) if _is_parameter(t) else t.clone()),
         ):
             notes = TapeBuilder(model, units, root)
@@ -100,20 +100,12 @@ def _recorded(
                         result = forward(micro)
                     notes.may_draw |= generators.has_moved()  # what units draw is undone
                     tape = notes.tape(result)
-            except _RecordingRefused as error:
+            except RecordingRefused as error:
                 notes.refusals.append(error.reason)
     finally:
         put_back()
         generators.put_back()
     return tape, notes
-
-
-class _RecordingRefused(Exception):
-    """The recording cannot go on."""
-
-    def __init__(self, *, module: str, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.reason = Reason(module=module, what=what, remedy=remedy)
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -191,7 +183,10 @@ class _TapeRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         args, kwargs = map_tensors((args, kwargs), self._notes.stand_in)
         self._note_draw(func, args, kwargs, owner)
-        out, changed = self._tried(func, args, kwargs, name)
+        place = f"at {where()}, {self._notes.between()},"
+        out, changed = try_operation(
+            func, args, kwargs, name=name, place=place, after=self._after(), device=self._device
+        )
         out = self._as_given(out, given)
         if may_draw(name) and not changed:  # an inactive dropout returns its argument, but may become active
             out = map_tensors(out, lambda made: self._apart(made) if any(made is one for one in given) else made)
@@ -240,50 +235,9 @@ class _TapeRecorder(TorchFunctionMode):
         placeholder = self._notes.stand_in(tensor)
         return TensorSpec.of(placeholder).seen(held(placeholder).clone())
 
-    def _tried(self, func: Callable[..., Any], args: Any, kwargs: Any, name: str) -> tuple[Any, dict[int, Tensor]]:
-        """Run an operation between units on the meta device, or else on invented numbers."""
-        place = f"at {where()}, {self._notes.between()},"
-        if name == "__set__" and isinstance(args[1], Tensor):
-            raise _RecordingRefused(
-                module=self._after(),
-                what=f"an attribute of a tensor (such as .data) is set {place} which other stages would not see.",
-                remedy="Use an operation in place, such as copy_(), or do it inside a unit.",
-            )
-        reason: BaseException | None = None
-        if not torch.is_autocast_enabled(self._device.type):
-            try:
-                return on_meta(func, args, kwargs)
-            except USER_ERRORS as error:
-                reason = error
-        try:
-            out, changed = on_invented_values(func, args, kwargs, device=self._device)
-        except USER_ERRORS as error:
-            raise _RecordingRefused(
-                module=self._after(),
-                what=f"{name}() {place} cannot be run to see what it returns: {_first_line(error)}.",
-                remedy="Do this inside a module that is a unit.",
-            ) from error
-        if reason is not None and (not (tensors_in(out) or changed) or self._depends_on_contents(func, args, kwargs)):
-            raise _RecordingRefused(
-                module=self._after(),
-                what=f"{name}() {place} asks for the contents of what a unit made, which only the stage that has the "
-                "unit has.",
-                remedy="Do this inside a module that is a unit, or leave it out of the forward.",
-            )
-        return out, changed
-
     def _after(self) -> str:
         """Return the last unit called, to help to find the place; else the model."""
         return self._notes.newest() or type(self._model).__name__
-
-    def _depends_on_contents(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Return whether the shapes of the result depend on the numbers."""
-        shapes = set()
-        for fill in (None, -1.0, 0.0, 1.0):
-            with suppress(*USER_ERRORS):  # the operation may not accept these numbers
-                out, _ = on_invented_values(func, args, kwargs, device=self._device, fill=fill)
-                shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(out)))
-        return len(shapes) > 1
 
     def _note_draw(self, func: Callable[..., Any], args: Any, kwargs: Any, owner: int) -> None:
         name = getattr(func, "__name__", "")
@@ -355,10 +309,10 @@ class _TapeRecorder(TorchFunctionMode):
         try:
             call_hooks(unit.module, hook_outputs)
         except USER_ERRORS as error:
-            raise _RecordingRefused(
+            raise RecordingRefused(
                 module=unit.name,
                 what=f"a forward hook inside {unit.name} hands out what stages without {unit.name} need, and cannot be "
-                f"called there, with the module and its output alone ({_first_line(error)}).",
+                f"called there, with the module and its output alone ({first_line(error)}).",
                 remedy=f"Return the value from {unit.name} instead.",
             ) from error
 
@@ -394,12 +348,12 @@ class _TapeRecorder(TorchFunctionMode):
         try:
             out, changed, left, hook_outputs = self._run_for_real(place, forward, args, kwargs)
         except USER_ERRORS as error:
-            said = f" on tensors without contents ({_first_line(reason)}) or" if reason else ""
+            said = f" on tensors without contents ({first_line(reason)}) or" if reason else ""
             name = self._notes.units[place].name
-            raise _RecordingRefused(
+            raise RecordingRefused(
                 module=name,
                 what=f"{name} ({type(module).__name__}) cannot be run alone, to see what it returns,{said} on "
-                f"invented numbers ({_first_line(error)}).",
+                f"invented numbers ({first_line(error)}).",
                 remedy="Name a module around it as a unit, or one inside it.",
             ) from error
         finally:
@@ -487,8 +441,3 @@ class _ModuleCallWatcher:
 
 def _name_inside(module: nn.Module, inner: nn.Module) -> str:
     return next((name for name, found in module.named_modules() if found is inner), "")
-
-
-def _first_line(error: BaseException | None) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
