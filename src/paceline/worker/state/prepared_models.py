@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.parallel.tensor.plan import ParameterSplit
     from paceline.sync.parameter_server.client import ServerClient
     from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
-    from paceline.worker.step.pipeline_stages import PipelinePass
+    from paceline.worker.step.pipeline_stages import PipelineModel, PipelinePass
 
 __all__ = ["PreparedModels"]
 
@@ -129,9 +129,8 @@ class PreparedModels:
             )
         from paceline.worker.step.pipeline_stages import PipelinePass
 
-        stages = self.layout.stages(models[0])
-        assert stages is not None, "with stages, preparing a model has partitioned it"
-        return PipelinePass(stages, loss_of)
+        # With stages, preparing a model has partitioned it.
+        return PipelinePass(cast("PipelineModel", self.layout.stages(models[0])), loss_of)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse parameters that nobody averages: those of models, or of parts of them, that were not there at
