@@ -49,8 +49,8 @@ def test_a_killed_server_has_all_begin_again_from_the_newest_checkpoint(tmp_path
     run = trained(tmp_path / "a", killed, plan=PLAN, pause_s=0.05)
     assert_unharmed(run)
     said = re.search(
-        r"parameter server 1 \(pid \d+ on \S+\) (?:killed by signal 9|was lost) after step 7: all 4 workers start again "
-        r"from the checkpoint of step (\d) on disk: (\d) steps? (is|are) done again",
+        r"parameter server 1 \(pid \d+ on \S+\) (?:killed by signal 9|was lost) after step 7: "
+        r"all 4 workers start again from the checkpoint of step (\d) on disk: (\d) steps? (is|are) done again",
         run.output,
     )
     assert said is not None and int(said[1]) + int(said[2]) == 7, run.output
