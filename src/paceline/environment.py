@@ -56,7 +56,7 @@ def detect() -> World | None:
 
 
 def enter(assignment: Assignment) -> None:
-    """Make this process the worker of `assignment`: `assignment()` and `detect()` tell it, though not in children."""
+    """Make this process the worker of `assignment`: `assignment()` and `detect()` return it, not in its children."""
     os.environ[OWN_ASSIGNMENT] = assignment_to_json(assignment)
     os.environ[OWN_PID] = str(os.getpid())
 
@@ -68,7 +68,7 @@ def leave() -> None:
 
 
 def assignment() -> Assignment | None:
-    """Return what this process was told by `enter`; None in every other process, also in children of a worker."""
+    """Return the assignment of `enter`; None in every other process, also in children of a worker."""
     if os.environ.get(OWN_PID) != str(os.getpid()):
         return None
     try:

@@ -4,7 +4,7 @@
       PlanError         the plan or the job cannot work; found before anything starts      (also a ValueError)
       LaunchError       workers could not be started, or could not find each other
       WorkerError       a worker failed: which one, where, when, and its own traceback
-        WorkersLostError  workers were only taken away: the same command goes on         (also a SystemExit)
+        WorkersLostError  workers were only lost: the same command goes on               (also a SystemExit)
       SyncError         workers could not agree: which are missing, or which calls differ
       CheckpointError   a checkpoint could not be written or read
       RunFileError      a file of the run (ledger, events, metrics, ...) could not be written
@@ -56,7 +56,7 @@ class PacelineError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """One thing that stands against a plan; `module` is a name in the model, or that of a part of the plan."""
+    """One reason why a plan cannot work; `module` is a name in the model, or that of a part of the plan."""
 
     module: str
     what: str  # a sentence, with the values
@@ -87,11 +87,11 @@ class PlanError(PacelineError, ValueError):
 
     @classmethod
     def listing(cls, headline: str, reasons: Sequence[Reason]) -> PlanError:
-        """Return the error that tells all `reasons`, each once, behind a headline."""
-        told = tuple(dict.fromkeys(reasons))
-        texts = list(map(str, told))
+        """Return the error that lists all `reasons`, each once, after a headline."""
+        distinct = tuple(dict.fromkeys(reasons))
+        texts = list(map(str, distinct))
         listed = f" {texts[0]}" if len(texts) == 1 else "".join(f"\n  - {text}" for text in texts)
-        return cls(f"{headline}:{listed}", reasons=told)
+        return cls(f"{headline}:{listed}", reasons=distinct)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _plan_error, (str(self), self.reasons)
@@ -259,7 +259,7 @@ class RunFileError(PacelineError):
 
     @classmethod
     def about(cls, path: Path, error: OSError) -> RunFileError:
-        """Return the error that tells of `path` what the system said."""
+        """Return the error for `path` with the system's reason and a remedy."""
         reason = error.strerror or str(error)
         remedy = "Look at the disk and the rights there, or use another run_dir"
         if error.errno in DISK_FULL:

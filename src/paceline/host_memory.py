@@ -31,7 +31,7 @@ def oom_likely(
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """Return the least of the machine's memory and the limits of this process's control groups; None where not told.
+    """Return the least of the machine's memory and the limits of this process's control groups; None if unknown.
 
     `root` is where `proc` and `sys` are found; tests build their own.
     """
@@ -40,7 +40,7 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def free_bytes(root: Path = ROOT) -> int | None:
-    """Return how much memory this process can still get, by the machine and its control groups; None where not told.
+    """Return how much memory this process can still get, by the machine and its control groups; None if unknown.
 
     What the kernel keeps of files, and would give up, counts as free.
     """
@@ -57,7 +57,7 @@ def free_bytes(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """Return how many processes the kernel has killed for memory, here and machine-wide; None where it does not say."""
+    """Return how many processes the kernel has killed for memory, here and machine-wide; None if unknown."""
     counts = [_field(root / "proc/vmstat", "oom_kill")]
     for group in _groups(root):
         counts += [_field(group / "memory.events", "oom_kill"), _field(group / "memory.oom_control", "oom_kill")]
@@ -112,5 +112,5 @@ def _field(path: Path, name: str) -> int | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii")
-    except OSError:  # not this kind of kernel, or not allowed to look: the answer is "not told"
+    except OSError:  # not this kind of kernel, or not allowed to look: the value is unknown
         return ""

@@ -1,8 +1,8 @@
-"""The `paceline` command: runs a sub-command, and turns what went wrong into one message and an exit status.
+"""The `paceline` command: runs a sub-command, and turns errors into one message and an exit status.
 
-Exit status: 0 done, 1 the run (or a proof) failed, 2 the command, job or plan cannot work, 130 interrupted. Each
-sub-command is a file with `add(commands)`, which declares its arguments and must stay cheap, and `run(arguments)`,
-which imports what it needs and returns the exit status.
+Exit status: 0 done, 1 the run (or a proof) failed, 2 the command, job or plan cannot work, 130 interrupted. The files
+beside this one declare sub-commands and their arguments in `add(commands)`, which must import little. Each sub-command
+sets a function `run(arguments)`, which imports what it needs and returns the exit status.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from paceline.cli import audit, export, logs, plan, report, resize, run, status, stop
+from paceline.cli import existing_runs, export, plan, run
 from paceline.cli.arguments import Commands, Parser, split_script
 from paceline.cli.drill import command as drill
 from paceline.cli.parity import command as parity
@@ -22,7 +22,7 @@ from paceline.errors import LaunchError, PacelineError, PlanError
 __all__ = ["main"]
 
 STARTS_A_SCRIPT = ("run", "parity", "drill")  # and a script has arguments of its own
-COMMANDS = (run, plan, parity, drill, status, logs, stop, resize, report, audit, export)
+COMMANDS = (run, plan, parity, drill, existing_runs, export)
 
 EXAMPLES = """\
 examples:
@@ -32,11 +32,11 @@ examples:
   paceline run train.py --workers 8 --hosts 2 --head node1:29500 --token-file token
                                                            the same command on each of 2 hosts
   paceline plan "replicas=4+batch(size=64)"                is this plan sound, and what does it mean?
-  paceline plan train.py --check --plan "tensor=4"         can this script's models be cut so?
+  paceline plan train.py --check --plan "tensor=4"         can this script's models be split so?
   paceline parity train.py --workers 1,2,4                 the same loss on 1, 2 and 4 workers?
   paceline status runs/train-20260101-120000               how is it going?
 
-`paceline COMMAND --help` tells more about a command.
+`paceline COMMAND --help` describes a command.
 """
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(words)
         arguments.script_args, arguments.command_started = script_args, command_started
         exit_status: int = arguments.run(arguments)
-        sys.stdout.flush()  # here, where a reader that has gone is understood
+        sys.stdout.flush()  # here, where a closed reader is handled
         return exit_status
     except (PlanError, LaunchError) as error:
         print(f"paceline: {error}", file=sys.stderr)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("paceline: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has gone (`paceline logs RUN | head`); keep the exit quiet, too
+    except BrokenPipeError:  # the reader of our output has ended (`paceline logs RUN | head`); exit quietly
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -32,7 +32,7 @@ EXAMPLES = """\
   paceline plan                                            the plan of defaults
   paceline plan "replicas=4+cast(dtype=bf16)"
   paceline plan "batch(size=64,micro=4)" --workers 3 --set plan.compute.precision=bf16
-  paceline plan "allreduce(algorithm=tree)" --workers 5 --draw      who sends what to whom, round by round
+  paceline plan "allreduce(algorithm=tree)" --workers 5 --draw      what each worker sends to which, round by round
   paceline plan train.py --check --plan "tensor=4"         what of the script's models cannot be cut so, and why
 
 With a script, it is run in this process up to its first loop over batches, with models that have no memory of their

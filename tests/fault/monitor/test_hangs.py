@@ -46,7 +46,7 @@ ENVIRONMENT = {
 BEFORE = 5  # steps of the program that are told before it hangs
 SILENCE_S = 30.0  # of the program
 
-ENDED_S = 100.0  # an engine takes up to 30 s to end whom it has asked to
+ENDED_S = 100.0  # an engine takes up to 30 s to end the processes that it has asked to end
 STILL_S = 60.0  # until a run stands still
 LOOK_S = 0.02  # nothing tells when a file grows
 

@@ -1,4 +1,4 @@
-"""Loops, links and the door: bytes come through whole, strangers do not come through at all."""
+"""The event loop, message streams and token authentication: bytes arrive whole, strangers are refused."""
 
 from __future__ import annotations
 
@@ -126,16 +126,16 @@ def test_a_socket_that_a_callback_closed_is_not_served_in_the_same_turn(loop: Ev
 
 
 class Entrance:
-    """A door on loopback, and what comes through it."""
+    """A listener on loopback, and the connections that it admits."""
 
     def __init__(self, loop: EventLoop) -> None:
         self.loop, self.said, self.proved = loop, list[str](), list[socket.socket]()
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.door = AuthenticatedListener(listener, TOKEN, loop, on_proved=self.proved.append, say=self.said.append)
+        self.listener = AuthenticatedListener(listener, TOKEN, loop, on_proved=self.proved.append, say=self.said.append)
 
     def close(self) -> None:
-        self.door.close()
+        self.listener.close()
         for sock in self.proved:
             sock.close()
 
@@ -146,7 +146,7 @@ def entrance(loop: EventLoop) -> Iterator[Entrance]:
         yield made
 
 
-def test_the_door_opens_for_the_token(loop: EventLoop, entrance: Entrance) -> None:
+def test_the_token_admits_a_connection(loop: EventLoop, entrance: Entrance) -> None:
     proved: list[socket.socket] = []
     sock = socket.create_connection(entrance.address)
     TokenExchange(
@@ -177,9 +177,9 @@ def test_who_says_nothing_is_sent_away_in_time(loop: EventLoop, entrance: Entran
     with socket.create_connection(entrance.address) as sock:
         sock.settimeout(10)
         loop.turn(1.0)
-        entrance.door.tick(time.monotonic() + HANDSHAKE_TIMEOUT_S / 2)
+        entrance.listener.tick(time.monotonic() + HANDSHAKE_TIMEOUT_S / 2)
         assert entrance.said == []
-        entrance.door.tick(time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        entrance.listener.tick(time.monotonic() + HANDSHAKE_TIMEOUT_S)
         assert len(sock.recv(1000)) == 40  # the greeting
         assert sock.recv(1000) == b""
     assert entrance.said == ["refused a connection from 127.0.0.1: it did not prove the job's token within 5 s"]
@@ -194,11 +194,11 @@ def test_a_crowd_of_strangers_is_kept_small_and_told_in_few_words(loop: EventLoo
     assert entrance.said == [f"refused a connection from 127.0.0.1: {reason}"] * MAX_REPORTED
     for sock in crowd:
         sock.close()
-    entrance.door.close()
+    entrance.listener.close()
     assert entrance.said[-1] == "refused 10 connections from 127.0.0.1 in all"
 
 
-def test_a_heads_door_that_speaks_another_language_is_a_final_no(loop: EventLoop) -> None:
+def test_a_listener_that_speaks_another_protocol_is_a_final_refusal(loop: EventLoop) -> None:
     refused: list[tuple[str, bool]] = []
     ours, theirs = socket.socketpair()
     with theirs:

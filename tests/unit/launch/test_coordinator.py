@@ -1,4 +1,4 @@
-"""What the head decides, without a process: a pretended crew, a pretended member, a pretended clock."""
+"""What the coordinator decides, without a process: fake local workers, a fake remote host, a fake clock."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Scene:
             self.controller.heard(worker, {"op": "ready", "generation": 1, "step": 0})
         self.killed.clear()
 
-    # What crews do.
+    # What local workers do.
 
     def start(self, coming: Any, **_: Any) -> None: ...
 

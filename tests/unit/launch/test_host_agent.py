@@ -1,4 +1,4 @@
-"""What the other hosts do, without a process: a pretended crew, a pretended head."""
+"""What the other hosts do, without a process: fake local workers, a fake coordinator."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_nobody_has_a_place_on_a_host_that_is_gone() -> None:
     assert placed(slots, 2) == [0]
 
 
-def test_a_host_that_can_start_no_more_keeps_whom_it_has_and_gets_nobody() -> None:
+def test_a_host_that_can_start_no_more_keeps_its_workers_and_gets_no_others() -> None:
     slots = made((2, [0, 1]), (3, [2]))
     slots.shut(0)
     assert [slots.host_of(worker) for worker in range(3)] == [0, 0, 1]

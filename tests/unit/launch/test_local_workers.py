@@ -1,4 +1,4 @@
-"""The workers of one host, with a pretended warm parent: who is forked, as what, and what is told of it."""
+"""The workers of one host, with a fake warm parent: which are forked, as what, and what is reported of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from paceline.launch.job.placement import assign, assignment_template
 from paceline.plan.job import Assignment, Job
 
 
-class PretendedParent:
-    """Notes whom it is to fork; `says` is its word."""
+class FakeParent:
+    """Records which workers it is to fork; `says` passes on its messages."""
 
     def __init__(self) -> None:
         self.has_files = True
@@ -71,10 +71,10 @@ class Notes:
 
 
 class Scene:
-    """A crew that begins with the workers `ranks` of a job of 4 on 2 hosts."""
+    """Local workers that begin with the ranks `ranks` of a job of 4 on 2 hosts."""
 
     def __init__(self, run_dir: Path, *ranks: int, begins_at: int | None = None) -> None:
-        self.loop, self.parent, self.notes = EventLoop(), PretendedParent(), Notes()
+        self.loop, self.parent, self.notes = EventLoop(), FakeParent(), Notes()
         about: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "attempt": 1, "command_started": 0.0}
         job = Job(workers=4, hosts=2, head="a:29500")
         alike = assignment_template(job, host_index=1, slots=2, run_dir=run_dir, begins_at=begins_at, **about)
@@ -124,7 +124,7 @@ def test_who_comes_later_begins_with_what_the_others_send_not_with_what_they_beg
         assert scene.parent.forked[-1].begins_at is None
 
 
-def test_a_crew_is_gone_when_also_those_have_ended_that_were_killed_one_by_one(began: Scene) -> None:
+def test_all_have_ended_once_those_killed_one_by_one_have_ended_too(began: Scene) -> None:
     def says(op: str, worker: int) -> None:
         about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1} if op == "exited" else {}
         began.parent.says({"op": op, "worker": worker, "pid": 10 + worker, **about})
@@ -177,7 +177,7 @@ def test_a_host_whose_warm_parent_is_lost_says_that_it_can_start_nobody_before_i
     began.parent.ends("was killed by signal 9")
     assert began.notes.heard == ["barren", (2, "WarmParentLost"), (3, "WarmParentLost")]
     began.local_workers.add(2, workers=4, incarnation=1)
-    assert len(began.notes.heard) == 3, "whoever asks has to be done with asking"
+    assert len(began.notes.heard) == 3, "no loss is reported in the middle of a decision"
     began.local_workers.tick(0.0)
     assert began.notes.heard[3:] == [(2, "WarmParentLost")]
     assert len(began.forked) == 2
@@ -262,7 +262,7 @@ def test_a_replica_that_cannot_be_started_is_lost_once_and_nobody_of_it_is_waite
     assert began.notes.heard == [(4, "NotStarted")]
 
 
-def test_when_the_warm_parent_is_lost_nobody_is_told_twice_whom_the_head_has_ended_with_another_one(
+def test_when_the_warm_parent_is_lost_no_worker_is_reported_twice(
     began: Scene,
 ) -> None:
     began.notes.on_exit = lambda ended: began.local_workers.kill_worker(5 - ended.worker)  # type: ignore[method-assign]  # as above

@@ -65,14 +65,14 @@ HOST_LOST = lost_worker(2, host="b", pid=7, kind="HostLost", message="gone")
         ([KILLED, lost_worker(2, host="a", pid=7, kind=STUCK, message="it does not end", sent_by_us=True)], 1),
     ],
 )
-def test_who_was_only_taken_away_may_come_again_and_what_a_program_does_to_itself_is_its_own(
+def test_workers_that_were_only_lost_may_restart_and_a_programs_own_crash_is_a_failure(
     exits: list[WorkerExit], exit_code: int
 ) -> None:
     outcome = verdict([WELL, *exits])
     assert (outcome.state, outcome.exit_code, outcome.failures) == ("failed", exit_code, tuple(exits))
 
 
-def test_the_error_of_lost_workers_survives_pickling_and_ends_whoever_does_not_catch_it() -> None:
+def test_the_error_of_lost_workers_survives_pickling_and_ends_a_script_that_does_not_catch_it() -> None:
     about = {"worker": 1, "host": "a", "step": 3, "exit_code": None, "traceback": ""}
     error = pickle.loads(pickle.dumps(WorkersLostError("worker 1 was killed", code=76, **about)))
     assert isinstance(error, WorkerError) and isinstance(error, SystemExit)

@@ -15,9 +15,9 @@ from paceline.plan import CommandPlan, Job, Layout, Plan
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_ranks_are_contiguous_even_and_complete(hosts: int, more: int) -> None:
     workers = hosts + more - 1
-    dealt = ranks_by_host(workers, hosts)
-    assert [rank for ranks in dealt for rank in ranks] == list(range(workers))
-    sizes = [len(ranks) for ranks in dealt]
+    placed = ranks_by_host(workers, hosts)
+    assert [rank for ranks in placed for rank in ranks] == list(range(workers))
+    sizes = [len(ranks) for ranks in placed]
     assert len(sizes) == hosts
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)

@@ -1,4 +1,4 @@
-"""What the head does with hosts that come while the run goes on, and with those that go."""
+"""What the coordinator does with hosts that join or leave while the run goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def both() -> Iterator[HeadAndMember]:
 
 
 class Clock:
-    """What the head's part for elastic runs takes for the time."""
+    """The clock of the elastic controller."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
@@ -133,7 +133,7 @@ def test_who_is_lost_with_its_host_is_started_where_slots_are_spare(both: HeadAn
 
 
 def silence(both: HeadAndMember, clock: Clock, *heard_of: RemoteHost, until: float) -> None:
-    """Time passes, and of everybody but these hosts and the head's own workers nothing is heard."""
+    """Time passes, and nothing is received but from these hosts and the coordinator's own workers."""
     while clock.now < until:
         clock.now += 0.5
         for remote_host in heard_of:

@@ -56,7 +56,7 @@ def test_one_host_meets_nobody() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_whoever_comes_first_is_the_head_and_numbers_the_attempt(host: str, port: int, token_file: str) -> None:
+def test_the_first_host_is_the_coordinator_and_numbers_the_attempt(host: str, port: int, token_file: str) -> None:
     if host == "[::1]" and not _has_ipv6():
         pytest.skip("this machine has no IPv6 loopback")
     fields: dict[str, Any] = {"head": f"{host}:{port}", "token_file": token_file, "hosts": 3}

@@ -1,4 +1,4 @@
-"""When nobody of an elastic run is left who could go on: the head has all begin again, or ends the run as ever."""
+"""When no replica of an elastic run can go on: the coordinator restarts all workers, or ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All begin again on several hosts: what the head waits for, what it asks of the others, and what they answer."""
+"""All workers restart on several hosts: what the coordinator waits for and requests, and what the hosts answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOCK = (StoredSnapshot(worker=2, step=10), StoredSnapshot(worker=0, step=10, is
 
 @pytest.fixture
 def both() -> Iterator[HeadAndMember]:
-    """Workers 0 and 1 on the head, worker 2 on another host, at work, with snapshots in memory."""
+    """Workers 0 and 1 on the coordinator's host, worker 2 on another host, running, with snapshots in memory."""
     with closing(HeadAndMember(patience_s=60.0)) as made:
         for worker in range(3):
             made.notice(worker, "begun")
@@ -33,7 +33,7 @@ def both() -> Iterator[HeadAndMember]:
 
 
 def lose_host(both: HeadAndMember) -> None:
-    """The other host is lost, and the head's own workers have been ended."""
+    """The other host is lost, and the coordinator's own workers have been ended."""
     both.member.close()
     both.loop.turn(1.0)
     assert both.local_workers.told[-1] == "kill"

@@ -33,7 +33,7 @@ def steps(
     micro: int = MICRO,
     drop: bool = False,
 ) -> Iterator[tuple[int, int, Line]]:
-    """Yield (worker, step, line) of a correct run: each step's micro-batches are dealt to the workers in turn."""
+    """Yield (worker, step, line) of a correct run: each step's micro-batches are given to the workers in turn."""
     per_epoch = samples // batch if drop else -(-samples // batch)
     for step in range(first, last + 1):
         epoch, place = divmod(step - 1, per_epoch)

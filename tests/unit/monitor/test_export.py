@@ -106,7 +106,7 @@ def told(directory: Path, attempt: int, worker: int, steps: range, loss: float) 
         file.write('{"event": "StepDone", "ti')
 
 
-def test_rows_that_a_killed_supervisor_did_not_write_come_from_the_events_of_whoever_took_the_steps_last(
+def test_rows_that_a_killed_supervisor_did_not_write_come_from_the_newest_attempts_events(
     tmp_path: Path,
 ) -> None:
     for worker in (0, 1):

@@ -1,4 +1,4 @@
-"""The ledger books each second of each worker's place once, and charges incidents with what they cost."""
+"""Each second of each worker's place counts in one account, and incidents are charged with what they cost."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def log(records: Sequence[Record], told: Mapping[int, Sequence[StepTime]], **fie
 
 
 def assert_whole(ledger: GoodputLedger, *, places: float) -> None:
-    """Nothing is booked twice and nothing is left out."""
+    """No time is counted twice and none is left out."""
     assert sum(ledger.worker_s.values()) == pytest.approx(places)
     assert sum(ledger.wall_s.values()) == pytest.approx(ledger.duration_s)
     assert sum(map(sum, ledger.timeline.accounts.values())) == pytest.approx(places - ledger.worker_s["down"])
@@ -131,8 +131,8 @@ def test_the_last_save_and_evaluation_come_after_the_last_step() -> None:
     records = [started(2.0, 0), record(5.0, evaluated, 0), record(6.8, saved, 0), finished(7.0, 0, 1)]
     ledger = goodput_ledger([log(records, {0: steps(1, 1, 2.0)}, workers=1, ended=7.5)])
     assert_whole(ledger, places=7.5)
-    booked = {account: ledger.worker_s[account] for account in ("evaluation", "checkpoint", "idle")}
-    assert booked == pytest.approx({"evaluation": 2.0, "checkpoint": 1.5, "idle": 1.0})
+    counted = {account: ledger.worker_s[account] for account in ("evaluation", "checkpoint", "idle")}
+    assert counted == pytest.approx({"evaluation": 2.0, "checkpoint": 1.5, "idle": 1.0})
 
 
 def loss_of_worker_1(*, joined_at: float = 9.0) -> AttemptLog:
@@ -341,7 +341,7 @@ def test_a_worker_that_was_added_later_has_a_place_from_then_on() -> None:
     assert ledger.workers[1]["start_up"] == pytest.approx(2.05)
 
 
-def test_a_running_run_is_booked_up_to_now_and_one_that_never_started_is_start_up() -> None:
+def test_a_running_run_counts_up_to_now_and_one_that_never_started_is_start_up() -> None:
     running = goodput_ledger([log([started(2.0, 0)], {0: steps(1, 3, 2.0)}, workers=1, ended=6.0, state="running")])
     assert_whole(running, places=6.0)
     assert running.incidents == ()
@@ -453,7 +453,7 @@ def test_weights_that_were_healed_are_an_incident() -> None:
     assert_whole(ledger, places=16.0)
 
 
-def test_workers_of_other_hosts_are_named_and_not_booked_and_their_losses_are_told(tmp_path: Path) -> None:
+def test_workers_of_other_hosts_are_named_and_not_counted_and_their_losses_are_reported(tmp_path: Path) -> None:
     RunRecord.begin_attempt(tmp_path, job={}, workers=4)
     for worker in (0, 1):  # 2 and 3 are elsewhere
         place = tmp_path / "attempt_1" / f"worker_{worker}"
@@ -521,7 +521,7 @@ def any_attempt(draw: random.Random, attempt: int, began: float) -> AttemptLog:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_the_books_add_up_to_the_wall_time(seed: int) -> None:
+def test_whatever_happens_the_accounts_add_up_to_the_wall_time(seed: int) -> None:
     draw = random.Random(seed)
     attempts, began = list[AttemptLog](), 0.0
     for attempt in range(draw.randrange(1, 4)):
@@ -533,5 +533,5 @@ def test_whatever_happens_the_books_add_up_to_the_wall_time(seed: int) -> None:
         for worker in range(2):  # these have a place from the beginning; it may be given up before the end
             assert sum(book.workers[worker].values()) <= book.wall_s + 1e-9
         assert all(seconds >= -1e-9 for accounts in book.workers.values() for seconds in accounts.values())
-    booked = sum(map(sum, ledger.timeline.accounts.values()))
-    assert booked == pytest.approx(sum(ledger.worker_s.values()) - ledger.worker_s["down"], rel=1e-6, abs=1e-6)
+    counted = sum(map(sum, ledger.timeline.accounts.values()))
+    assert counted == pytest.approx(sum(ledger.worker_s.values()) - ledger.worker_s["down"], rel=1e-6, abs=1e-6)

@@ -1,4 +1,4 @@
-"""A ring says what a worker does; the detector says who keeps whom waiting, once it is time, and never before."""
+"""A flight record shows what a worker does; the detector names those that others wait for, once it is time."""
 
 from __future__ import annotations
 

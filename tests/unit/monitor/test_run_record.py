@@ -231,7 +231,7 @@ def test_status_tells_who_takes_part_after_a_loss(run: Path, capsys: pytest.Capt
     successor.close()
 
 
-def test_a_supervisor_that_died_without_a_word_is_lost(
+def test_a_killed_supervisor_that_wrote_no_end_is_lost(
     run: Path, supervisor: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status(run).state == "running"

@@ -308,7 +308,7 @@ def test_a_sink_that_cannot_write_is_given_up_and_the_run_goes_on(workers: Worke
         watch.poll()
     facts = watch.finish("finished", 0)
     watch.poll()  # too late, and harmless
-    assert (facts["steps"], facts["exit_code"]) == (3, 1), "the run is whole, but its books are not"
+    assert (facts["steps"], facts["exit_code"]) == (3, 1), "the run is whole, but its files are not"
     shown = stream.getvalue()
     assert shown.count("metrics.jsonl could not be written: Is a directory. Look at the disk and the rights") == 1
     assert (

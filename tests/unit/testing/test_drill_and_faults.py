@@ -274,7 +274,7 @@ def test_where_replicas_do_not_wait_no_losses_are_compared_and_nothing_else_is_f
     ):
         with pytest.raises(AssertionError, match=says):
             assert_unharmed(broken, told())
-    assert "its batch is dealt again" in promise(Fault.parse(KILL), plan)
+    assert "its batch is handed out again" in promise(Fault.parse(KILL), plan)
 
 
 def test_losses_may_differ_more_where_a_replica_is_lost_that_had_still_to_send() -> None:

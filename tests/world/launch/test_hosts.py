@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-# Connects to the head, says what a browser would, and prints all that comes back.
+# Connects to the coordinator, sends what a browser would, and prints all that comes back.
 NONSENSE = f"""
 import socket, sys
 with socket.create_connection(("{ADDRESSES["left"]}", {PORT}), timeout=10) as sock:
@@ -116,7 +116,7 @@ def start(net: Net, tmp_path: Path) -> Iterator[Any]:
 
 def test_two_hosts_find_who_is_who(start: Any, pipe: Announcements) -> None:
     args = [f"*:tell={pipe.path}"]
-    supervisors = [start("right", *args), start("left", *args)]  # who comes first is not always the head
+    supervisors = [start("right", *args), start("left", *args)]  # the first to start is not always the coordinator
     told = {one["rank"]: one for one in pipe.take(3)}
     left, right = [0, "left", ADDRESSES["left"]], [1, "right", ADDRESSES["right"]]
     assert [told[rank]["host"] for rank in range(3)] == [left, left, right]
@@ -133,7 +133,7 @@ def test_two_hosts_find_who_is_who(start: Any, pipe: Announcements) -> None:
 
 
 def test_a_failure_anywhere_is_told_everywhere(start: Any) -> None:
-    args = ["2:raise", "*:wait"]  # they wait for each other over the board of the head
+    args = ["2:raise", "*:wait"]  # they wait for each other in the key-value store of the coordinator
     supervisors = [start("left", *args), start("right", *args)]
     for supervisor in supervisors:
         code, outcome, _ = supervisor.result(limit_s=30)
@@ -263,7 +263,7 @@ def test_a_host_that_stays_alone_gives_up_and_says_what_it_waited_for(name: str,
 
 def test_ctrl_c_while_hosts_are_waited_for_leaves_nothing(start: Any) -> None:
     left = start("left")
-    right = start("right", workers=2)  # is refused: so we know that the head is there
+    right = start("right", workers=2)  # is refused: so we know that the coordinator is there
     assert right.result()[0] == REFUSED
     left.process.send_signal(signal.SIGINT)
     code, outcome, _ = left.result(limit_s=GONE_S)

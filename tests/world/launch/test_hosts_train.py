@@ -135,7 +135,7 @@ def test_a_wrong_token_is_refused_and_told_on_both_sides(
 
 
 @needs_network
-def test_a_host_that_dies_ends_the_job_by_its_name(
+def test_a_host_that_is_lost_ends_the_job_by_its_name(
     hosts: list[NamespaceHost], train: Path, tmp_path: Path, pipe: Announcements
 ) -> None:
     with both(hosts, train, "--epochs", "100000", "--tell", pipe.path) as (head, member):

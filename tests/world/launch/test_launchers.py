@@ -202,7 +202,7 @@ def test_slurm_starts_the_command_once_on_each_node(cluster: Cluster, python: st
     started = cluster.srun("-N2", "--ntasks-per-node=1", *words)
     code, output = run(*started, environment=cluster.environment | TOKEN)
     assert code == 0, output
-    run_dir = the_run(tmp_path)  # the hosts share the disk: there is one run, and the head keeps its books
+    run_dir = the_run(tmp_path)  # the hosts share the disk: there is one run, and the coordinator writes its files
     assert losses(run_dir) == pytest.approx(list(reference_losses()), rel=1e-5)
     assert [(one["rank"], one["host"]) for one in started_workers(run_dir)] == [
         (0, "n2"), (1, "n2"), (2, "n1"), (3, "n1"),

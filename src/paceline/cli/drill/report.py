@@ -29,10 +29,10 @@ LOCAL = {  # in place of ELASTIC, where replicas take steps by themselves
     "cut": "one side goes on after --silence-s, as for kill; the other one agrees on nothing more",
 }
 ASYNC = {  # beside ELASTIC, where replicas do not wait for each other
-    "kill": "nobody waits; its batch is dealt again; no sample is used twice",
-    "term": "it finishes its batch and leaves; nobody waits",
-    "stop": "it is given up after --silence-s, and its batch is dealt again; nobody waits for it meanwhile",
-    "cut": "it is given up after --silence-s, and its batch is dealt again; nobody waits for it meanwhile",
+    "kill": "no worker waits; its batch is handed out again; no sample is used twice",
+    "term": "it finishes its batch and leaves; no worker waits",
+    "stop": "it is given up after --silence-s, and its batch is handed out again; no worker waits for it meanwhile",
+    "cut": "it is given up after --silence-s, and its batch is handed out again; no worker waits for it meanwhile",
 }
 BEGINS_AGAIN = "all workers begin again with the newest state in memory, or on disk where that is newer; no command"
 KEPT = {  # beside FIXED

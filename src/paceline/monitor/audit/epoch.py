@@ -91,7 +91,7 @@ class EpochAudit:
     missing: tuple[MissingRange, ...]  # the first ones
     repeated: tuple[RepeatedRange, ...]  # the first ones
     skipped_steps: tuple[int, ...]  # used their samples without changing the weights
-    num_dropped: int  # came too late for their steps: dealt once, and without effect on the weights
+    num_dropped: int  # came too late for their steps: handed out once, and without effect on the weights
     undone: tuple[UndoneRange, ...]
     is_permutation: bool | None  # None: not tried
     says: tuple[str, ...]  # what is wrong, in words

@@ -184,7 +184,7 @@ def spike_cause(spike: SpikeSeen) -> str:
 
 
 def divergence_text(differ: WeightsDiffer) -> str:
-    """Return whose weights differ, where, since when, and from whom they got the others'."""
+    """Return which workers' weights differ, where, since when, and from which worker they were restored."""
     who = ", ".join(differ.who)
     since = f"since a step after {differ.since_step}, first in {differ.first}"
     if differ.source is None:

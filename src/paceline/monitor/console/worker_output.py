@@ -100,7 +100,7 @@ class _StderrSplitter:
     """Cuts one worker's standard error into texts that belong together; keeps tracebacks out of them."""
 
     def __init__(self) -> None:
-        self.traceback = ""  # the last traceback's error, until somebody has dealt with it
+        self.traceback = ""  # the last traceback's error, until the caller has taken it
         self.traceback_since = 0.0
         self._state = "text"  # | "warning" | "frames" (of a traceback) | "error" (its last line was seen)
         self._warning = ""

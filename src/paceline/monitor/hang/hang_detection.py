@@ -34,18 +34,18 @@ Signature = tuple[str, str, str, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HangFinding:
-    """Somebody waits in vain."""
+    """Workers that wait for others in vain."""
 
     kind: Literal["absent", "mismatch", "circle"]
-    named: tuple[int, ...]  # whose fault it seems to be
-    waiting: tuple[int, ...]  # for them
+    named: tuple[int, ...]  # the workers that seem to cause the wait
+    waiting: tuple[int, ...]  # the workers that wait for them
     waited_s: float  # the longest
     call: RecordedCollective  # of the workers that wait
     others_call: RecordedCollective | None = None  # of the named workers, in a mismatch or a circle
 
     @property
     def is_certain(self) -> bool:
-        """Whether no time heals it."""
+        """Whether waiting longer cannot resolve it."""
         return self.kind != "absent"
 
     @property
@@ -65,9 +65,9 @@ class HangDetector:
         self._suspected: set[tuple[object, ...]] = set()
 
     def look(self, activities: Mapping[int, WorkerActivity]) -> list[HangFinding]:
-        """Return what is wrong: overdue waits, and what was certain already the last time.
+        """Return overdue waits, and mismatches and circles that were also there at the last look.
 
-        `activities` have their calls, where anybody has waited for some time.
+        `activities` contain the calls if any worker has waited for some time.
         """
         self.limit_s = min((doing.limit_s for doing in activities.values()), default=math.inf)
         self._learn(activities)
@@ -79,7 +79,7 @@ class HangDetector:
         return [one for one in absences(activities) if one.waited_s >= min(self.limit_s, self.due_s(one.call))]
 
     def due_s(self, call: RecordedCollective) -> float:
-        """How long a wait for this call may take before it is told."""
+        """Return how long a wait for this call may take before it is reported."""
         steps_s = FIRST_S if self._step_s is None else STEPS * self._step_s
         return min(self.limit_s / 2, max(steps_s, PATIENCE * self._longest_s.get(_name(call), 0.0))) + MARGIN_S
 
@@ -95,7 +95,7 @@ class HangDetector:
 
 
 def absences(activities: Mapping[int, WorkerActivity]) -> list[HangFinding]:
-    """Who keeps whom waiting at this moment, however short; the longest wait first."""
+    """Return which workers keep which waiting at this moment, however short; the longest wait first."""
     found: list[HangFinding] = []
     for group, members in _groups(activities).items():
         entered = {worker: activities[worker].entered(group) if worker in activities else 0 for worker in members}
@@ -168,8 +168,8 @@ def finding_text(finding: HangFinding, activities: Mapping[int, WorkerActivity],
     said = f"{_workers_named(finding.named, activities)} "
     if stopped:
         is_all = len(stopped) == len(finding.named)
-        who = "" if is_all else f"({workers_text(stopped)}) "
-        said += f"{who}{'is' if len(stopped) == 1 else 'are'} stopped (SIGSTOP, or a debugger) and "
+        subset = "" if is_all else f"({workers_text(stopped)}) "
+        said += f"{subset}{'is' if len(stopped) == 1 else 'are'} stopped (SIGSTOP, or a debugger) and "
     if finding.call.kind == HELD:
         said += f"{_keep(finding.named)} the parameter servers from answering"
     else:
@@ -211,16 +211,16 @@ def outlook_text(
     named = [activities[worker] for worker in finding.named if worker in activities]
     if any(doing.state == "stopped" for doing in named):
         return ""  # nothing is heard of it, and that ends it sooner
-    whom = "it" if len(finding.named) == 1 else "them"
+    them = "it" if len(finding.named) == 1 else "them"
     at_hosts = sorted({doing.host for doing in named})
     where = "" if at_hosts in ([], [host]) else f" on {at_hosts[0]}" if len(at_hosts) == 1 else ", each on its host,"
     pids = " ".join(str(doing.pid) for doing in named)
     now = f"; `kill -9 {pids}`{where} does it now" if named else ""
-    return f". The run gives {whom} up {when} and goes on{now}"
+    return f". The run gives {them} up {when} and goes on{now}"
 
 
 def _groups(activities: Mapping[int, WorkerActivity]) -> dict[int, tuple[int, ...]]:
-    """Members of each group that anybody is in; of the run's own groups only the newest generation counts."""
+    """Return the members of each group in use; of the run's own groups only the newest generation counts."""
     newest = max((_generation(doing) for doing in activities.values()), default=-1)
     found: dict[int, tuple[int, ...]] = {}
     for doing in activities.values():
@@ -272,13 +272,13 @@ def _workers_named(workers: Sequence[int], activities: Mapping[int, WorkerActivi
 
 
 def _where(worker: int, activities: Mapping[int, WorkerActivity], places: Mapping[int, str], *, alone: bool) -> str:
-    who, doing = "it" if alone else f"worker {worker}", activities.get(worker)
+    subject, doing = "it" if alone else f"worker {worker}", activities.get(worker)
     if places.get(worker):
-        return f"{who} is at {places[worker]}"
+        return f"{subject} is at {places[worker]}"
     if doing is None:
-        return f"{who} has not come to paceline.run() yet"
+        return f"{subject} has not come to paceline.run() yet"
     since = f", last seen at {doing.line}" if doing.line else ""
-    return f"{who} has been in phase {doing.phase!r} for {duration_text(doing.phase_s)}{since}"
+    return f"{subject} has been in phase {doing.phase!r} for {duration_text(doing.phase_s)}{since}"
 
 
 def _call_text(call: RecordedCollective) -> str:

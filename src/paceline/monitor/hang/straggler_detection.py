@@ -1,8 +1,8 @@
 """Finds the straggler, the worker that the others wait for step after step, and what it spends its time on.
 
-Workers in lockstep all take as long as the slowest one. Their work without waiting tells them apart: the slow worker
+Workers in lockstep all take as long as the slowest one. Their work without waiting distinguishes them: the slow worker
 waits least. Work is compared by micro-batch, because shares may be uneven. A worker is named when it was slower in both
-halves of a window, so a single hiccup names nobody. The window is the last WINDOW steps, or WINDOW_S seconds where
+halves of a window, so a single hiccup names no worker. The window is the last WINDOW steps, or WINDOW_S seconds where
 steps are faster. It begins and ends at looks, and each half contains at least one look.
 
 Communicating and waiting for others are one number, since no worker knows when the others arrived. The last worker to
@@ -26,12 +26,12 @@ from paceline.units import duration_text
 
 __all__ = ["StragglerDetector", "look_interval_s"]
 
-WINDOW, WINDOW_S = 14, 1.0  # steps, seconds: both. Somebody is named within 20 steps, or 2 s
+WINDOW, WINDOW_S = 14, 1.0  # steps, seconds: both. A straggler is named within 20 steps, or 2 s
 LOOK_S, LOOK_STEPS = 0.15, 1.5  # between two looks, whichever is longer; supervisors come by every 0.2 s
 SLOW, FINE = 1.3, 1.15  # times the others' median: named, and no longer
-LONG, LONG_S = 0.5, 10.0  # of a step, the communication of all; told when it has been so for so long, once
+LONG, LONG_S = 0.5, 10.0  # of a step, the communication of all; reported once, after so long
 SHARE = 0.1  # of a step, at least, that it costs the others
-PAUSED = 0.05  # of the time: worth to be told
+PAUSED = 0.05  # of the time: reported from here on
 KEPT = 64  # looks that saw a new step
 
 
@@ -137,7 +137,7 @@ def look_interval_s(activities: Mapping[int, WorkerActivity], most_s: float) -> 
 
 
 def _step_s(activities: Mapping[int, WorkerActivity]) -> float:
-    """What a step takes; 0 where nobody knows yet."""
+    """Return how long a step takes; 0 if unknown yet."""
     return statistics.median([seconds for doing in activities.values() for seconds in doing.steps_s] or [0.0])
 
 

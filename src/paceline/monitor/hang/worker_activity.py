@@ -32,14 +32,14 @@ class WorkerActivity:
     line: str  # of the user's, when the phase began
     work: WorkTotals
     run_delay_s: float | None  # see `run_delay_s`
-    idle_s: float  # since anything changed in its ring
+    idle_s: float  # since anything changed in its flight record
     waits_for: int  # serial of a call; 0: for nothing
     waited_s: float
     groups: tuple[RecordedGroup, ...]  # the run's own first
     calls: tuple[RecordedCollective, ...]  # the newest ones, oldest first
 
     def entered(self, group: int) -> int:
-        """How many collectives it has entered in a group; 0 where it is not in it."""
+        """Return how many collectives it has entered in a group; 0 if it is no member."""
         return next((entry.entered for entry in self.groups if entry.id == group), 0)
 
     def call(self, group: int, sequence: int) -> RecordedCollective | None:
@@ -56,7 +56,7 @@ class WorkerActivity:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerActivity:
-        """Read it back; raises TypeError or KeyError where it is not one."""
+        """Read what `to_json` returned; raise TypeError or KeyError if it is something else."""
         fields = dict(data)
         fields["steps_s"] = tuple(fields["steps_s"])
         fields["groups"] = tuple(

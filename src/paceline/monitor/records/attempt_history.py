@@ -3,9 +3,9 @@
 Each attempt records, in the first lines of its workers' ledgers, from which step of which attempt it went on. That need
 not be the attempt before: an attempt that was started over, or that saved nothing, leads nowhere.
 
-A killed supervisor dies some steps behind its workers, and their newest checkpoint may be of one of those steps. The
-next attempt goes on from there; it first writes the rows that `metrics.jsonl` lacks, taken from the workers' events.
-Steps after the newest checkpoint are taken again, and the console says how many.
+When a supervisor is killed, its record ends some steps behind its workers, and their newest checkpoint may be of one of
+those steps. The next attempt goes on from there; it first writes the rows that `metrics.jsonl` lacks, taken from the
+workers' events. Steps after the newest checkpoint are taken again, and the console says how many.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ResumePoint:
 class AttemptSteps:
     """The steps of an attempt that led to what came later: `after` + 1 to `until`.
 
-    Of an attempt that has left no ledger nobody knows on what it went on. It may have gone on from any before, so all
-    of these follow it, each from step 1; of a step that several took the later one's word counts.
+    If an attempt has left no ledger, it is unknown from which attempt it went on. It may have gone on from any before,
+    so all of these follow it, each from step 1; of a step that several took the later one's word counts.
     """
 
     attempt: int
@@ -82,7 +82,7 @@ def passes_through(attempt: int, place: ResumePoint | None, begun: Mapping[int, 
     if place is None:
         return True
     line = list(lineage(attempt, begun))
-    if any(one.attempt not in begun for one in line):  # nobody knows where it begins
+    if any(one.attempt not in begun for one in line):  # its beginning is unknown
         return True
     if place.of_attempt is not None:
         return any(one.attempt == place.of_attempt and place.from_step <= one.until for one in line)
@@ -187,7 +187,7 @@ def _steps_of_attempt(directory: Path, after: int, until: int) -> list[Step]:
     merger = StepMerger(())
     for path in sorted(directory.glob("worker_*/events.jsonl")):
         if worker_number(path.parent.name) is not None:
-            # Of a step that was told twice the first counts.
+            # If a step was recorded twice, the first record counts.
             for record in reversed(list(_step_records(path, after, until))):
                 merger.add(record)
     return merger.rest()

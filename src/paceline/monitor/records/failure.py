@@ -97,13 +97,13 @@ def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
         return str(failure.error.get("message", ""))
     if len(equal) > 1:
         hosts = ", ".join(dict.fromkeys(each.host for each in equal))
-        who = f"{workers_text(each.worker for each in equal)} ({'hosts' if ',' in hosts else 'host'} {hosts})"
+        subject = f"{workers_text(each.worker for each in equal)} ({'hosts' if ',' in hosts else 'host'} {hosts})"
         if failure.error is None:
             plural = what.replace("was killed", "were all killed", 1).replace("ended with", "all ended with", 1)
-            return f"{who} {plural}"
-        return f"{who} all failed with the same error {_after(failure)}: {what}"
-    who = f"worker {failure.worker} (host {failure.host}, pid {failure.pid})"
-    return f"{who} failed {_after(failure)}: {what}" if failure.error else f"{who} {what}"
+            return f"{subject} {plural}"
+        return f"{subject} all failed with the same error {_after(failure)}: {what}"
+    subject = f"worker {failure.worker} (host {failure.host}, pid {failure.pid})"
+    return f"{subject} failed {_after(failure)}: {what}" if failure.error else f"{subject} {what}"
 
 
 def own_frames(traceback: str) -> str:
@@ -215,7 +215,7 @@ def _key(error: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _owner(frame: str) -> str:
-    """Whose frame it is: "paceline", "torch", or nobody's but the user's (and other libraries')."""
+    """Return the owner of a frame: "paceline", "torch", or "" for the user's code and other libraries."""
     match = FRAME.match(frame)
     path = match.group(1) if match else ""
     if path.startswith((PACKAGE, *STARTERS)) or path.endswith("runpy.py") or OURS.search(path):
@@ -231,7 +231,7 @@ def _signal_name(number: int) -> str:
 
 
 def is_echo(path: Path) -> bool:
-    """Say whether an error only tells that a peer went away."""
+    """Return whether an error only reports that a peer was lost."""
     try:
         return bool(json.loads(path.read_text(encoding="utf-8")).get("echo"))
     except (OSError, ValueError, AttributeError):  # being written at this moment, or cut off: an error all the same

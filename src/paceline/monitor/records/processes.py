@@ -50,7 +50,7 @@ STATES = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}
 
 
 def run_delay_s(pid: int) -> float | None:
-    """How long a process's first thread could run and was not let, since it began; None where nobody knows."""
+    """Return how long a process's first thread has waited for a CPU since it began; None if unknown."""
     try:
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -41,7 +41,7 @@ class GrowingFile:
         return [line.decode("utf-8", errors="replace") for line in lines]
 
     def rest(self) -> str:
-        """Return the last line as far as it has been written, and forget it: for when nobody writes any more."""
+        """Return the last line as far as it has been written, and forget it: for when the writer has ended."""
         partial, self._partial = self._partial, b""
         return partial.decode("utf-8", errors="replace")
 

@@ -45,7 +45,7 @@ class RunRecord:
     attempts: tuple[AttemptRecord, ...] = ()
     host: str = ""  # of the supervisor
     pid: int = 0
-    pid_started_s: float = 0.0  # with it the process can be told from a later one of the same number
+    pid_started_s: float = 0.0  # distinguishes the process from a later one with the same pid
     metrics_url: str | None = None
     exit_code: int | None = None
     started: float = 0.0  # of the newest attempt, time.time()
@@ -131,7 +131,7 @@ class RunRecord:
 
     @classmethod
     def _idle(cls, run_dir: Path) -> RunRecord | None:
-        """The record that is there, of a run that nobody else works on (else ValueError); None where there is none."""
+        """Return the existing record, None if there is none; raise ValueError if another process works on the run."""
         if not (run_dir / "run.json").exists():
             return None
         before = cls.load(run_dir)
@@ -156,5 +156,5 @@ class RunRecord:
         return self.state == RUNNING and self.is_here() and is_same_process(self.pid, self.pid_started_s)
 
     def state_now(self) -> str:
-        """Return the state, with "lost" for a run whose supervisor died without a word (asked on its own host)."""
+        """Return the state; "lost" if the supervisor was killed and wrote no end (known only on its own host)."""
         return "lost" if self.state == RUNNING and self.is_here() and not self.is_alive() else self.state

@@ -19,7 +19,7 @@ from paceline.events import Record, StepDone
 __all__ = ["OTHER", "PHASES", "IdleShares", "Step", "StepMerger", "loss_of", "parts_of", "real", "shares"]
 
 PHASES = ("data", "compute", "communication", "optimizer", "recovery")  # the last one only where members came or went
-OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, bookkeeping
+OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, records
 AHEAD = 2  # steps: see above
 OWN_NAMES = frozenset(
     {
@@ -90,9 +90,9 @@ class StepMerger:
         self._workers = frozenset(workers)
         self._open: dict[int, dict[int, Record]] = {}
         self._given = 0  # last step that was given out
-        self._newest = 0  # that anybody has spoken of
+        self._newest = 0  # step of which any worker has reported
         self._newest_before = 0  # the same when `rows` was last called
-        self._alone: list[Record] = []  # words on steps of one worker: nobody else will speak of them
+        self._alone: list[Record] = []  # reports on steps that only one worker takes part in
         self._last_time: float | None = None
         self._ahead: float = AHEAD
         self.last_steps: dict[int, int] = {}  # worker -> last step it has spoken of
@@ -133,7 +133,7 @@ class StepMerger:
         return [*self._give_alone(), *self._give_until(end)]
 
     def rest(self) -> list[Step]:
-        """Return what is left, complete or not: for when nobody writes any more."""
+        """Return what is left, complete or not: for when all writers have ended."""
         return [*self._give_alone(), *self._give_until(self._newest)]
 
     def _give_alone(self) -> list[Step]:

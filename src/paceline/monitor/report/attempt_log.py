@@ -91,8 +91,11 @@ def read_attempts(record: RunRecord) -> list[AttemptLog]:
 
 
 def _elsewhere(records: Sequence[Record], otherwise: int, here: Collection[int]) -> frozenset[int]:
-    """The workers without a directory here. Where there is no other host, and none of them came later, they never
-    were; where all are elsewhere, nothing could be booked, and so they count as starting."""
+    """Return the workers without a directory here, which are on other hosts.
+
+    If there is no other host, and none of them came later, they were never started. If all workers are elsewhere, there
+    is no time to count, and so they count as starting.
+    """
     started = next((found.event for found in records if isinstance(found.event, RunStarted)), None)
     begun = _num_workers(records, otherwise)
     spread = range(begun) if started is not None and started.hosts > 1 and here else ()

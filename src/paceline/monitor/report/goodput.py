@@ -1,6 +1,6 @@
-"""The goodput ledger: books every second of a run, of every worker, in exactly one account.
+"""The goodput report: attributes every second of every worker of a run to exactly one account.
 
-A run is a rectangle: its workers' places by the time that it took. A place is booked from the user's command to the end
+A run is a rectangle: its workers' places by the time that it took. A place counts from the user's command to the end
 of the attempt, also while it is empty. Between two attempts all places are down. A step is the time from one commit to
 the next: the times that the worker measured go to their accounts, and the rest is the script's own code. An incident
 costs:
@@ -264,7 +264,7 @@ class _WallTime:
             began, place = stop, place + 1
 
     def taken(self) -> dict[str, float]:
-        """The seconds of the attempt, by account; before anybody has a place it starts."""
+        """The seconds of the attempt, by account; time before the first worker has started counts as starting."""
         wall_s = dict.fromkeys(ACCOUNTS, 0.0)
         for began, ended, sums in zip(self._edges, self._edges[1:], self._sums, strict=False):
             whole = sum(sums.values())
@@ -275,7 +275,7 @@ class _WallTime:
 
 
 class _TimeStretches:
-    """Adds up what is booked in equal stretches of the time that the attempts took."""
+    """Sums the accounts in equal stretches of the time that the attempts took."""
 
     def __init__(self, duration_s: float) -> None:
         self._width = max(duration_s, 1e-9) / NUM_STRETCHES

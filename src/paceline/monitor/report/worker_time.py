@@ -1,4 +1,4 @@
-"""Books one worker's place in an attempt: what each of its seconds was, from its events in their order."""
+"""Attributes each second of one worker's place in an attempt to an account of the goodput report, from its events."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ USEFUL = ("compute", "optimizer", OTHER)
 class WorkerTime:
     """Takes the events of the workers that held one place, by time; `close` returns what it comes to.
 
-    `note(began, ended, parts)` hears of everything that is booked.
+    `note(began, ended, parts)` is called with every stretch of time that was attributed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WorkerTime:
         self.last_step: int | None = None
         self._worker, self._log, self._rewinds, self._note = worker, log, rewinds, note
         self._accounts = dict.fromkeys(ACCOUNTS, 0.0)
-        self._until = log.began  # everything before is booked
+        self._until = log.began  # all time before is attributed
         self._state = "new"  # new | starting | at work | vacant | finished | given up
         self._incident = begun_by  # that emptied the place
         self._usual: dict[str, float] = {}  # an undisturbed step's seconds, by account
