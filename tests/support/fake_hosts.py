@@ -79,7 +79,7 @@ class HeadAndMember:
         link = MessageStream(
             ours,
             self.loop,
-            on_message=lambda message: self.head.remote_hosts.said(remote_host, message),
+            on_message=lambda message: self.head.remote_hosts.on_message(remote_host, message),
             on_close=lambda error: self.head.remote_hosts.lose(remote_host, str(error)),
         )
         fields: dict[str, Any] = {"host": host, "address": f"10.0.0.{index + 1}", "index": index}
@@ -150,7 +150,7 @@ class MemberAndHead:
         link = MessageStream(
             ours,
             self.loop,
-            on_message=lambda message: self.member.coordinator_said(message),
+            on_message=lambda message: self.member.on_message(message),
             on_close=lambda error: self.member.coordinator_lost(str(error)),
         )
         fields: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "host_index": 1, "attempt": 1, "run_dir": "r"}

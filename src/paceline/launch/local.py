@@ -122,7 +122,7 @@ def launch(
             given=given,
             begins_at=None if restart_plan is None else restart_plan.begins_at,
         )
-        stack.callback(ControlSocket(loop, node_role.asked).close)
+        stack.callback(ControlSocket(loop, node_role.answer_command).close)
         assignments = assign(template, node_role.ranks)
         supervisor = Supervisor(
             assignments,

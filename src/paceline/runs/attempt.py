@@ -251,21 +251,21 @@ class Attempt:
                 self.directory,
                 host=node_role.host,
                 local=node_role.here,
-                reach=node_role,
+                control=node_role,
                 say=say,
                 may_balance=self._may_balance,
             )
-            node_role.remote_hosts.on_activity = hang_monitor.heard
+            node_role.remote_hosts.on_activity = hang_monitor.receive
         else:
             hang_monitor = HangMonitor(
                 self.directory,
                 host=node_role.host,
                 local=node_role.here,
-                reach=None,
+                control=None,
                 say=say,
-                tell=node_role.send_activity,
+                send=node_role.send_activity,
             )
-            node_role.before_stack = hang_monitor.stack_requested
+            node_role.on_stack_request = hang_monitor.stack_requested
         return hang_monitor
 
     @property

@@ -66,12 +66,12 @@ def monitoring_thread(
         log.emit(run_started(job, run_dir, assignment.attempt, program=program, launcher=launcher))
     local = _ranks_on_this_host(assignment, hosts)
     watch = Watch(run_dir, assignment.attempt, assignment.workers, job=job, console="plain", local=local)
-    reach = _WorkerAccess(directory, log, local=local, hosts=hosts, store=store)
+    control = _WorkerAccess(directory, log, local=local, hosts=hosts, store=store)
     hang_monitor = HangMonitor(
         directory,
         host=assignment.host,
         local=local,
-        reach=reach,
+        control=control,
         say=lambda text: log.emit(Warned(text=text)),
         lead_s=min(LEAD_S, job.timeout_s / 2),
         may_balance=not job.balance,
@@ -87,13 +87,13 @@ def monitoring_thread(
 
     def poll() -> None:
         now = time.monotonic()
-        reach.listen(hang_monitor, now)
+        control.listen(hang_monitor, now)
         hang_monitor.poll(now)
         watch.poll()
-        if reach.is_due(now):
-            is_doomed = assignment.rank in reach.doomed  # this very process does not come to its end by itself
-            reach.doomed.discard(assignment.rank)
-            reach.end_doomed()
+        if control.is_due(now):
+            is_doomed = assignment.rank in control.doomed  # this very process does not come to its end by itself
+            control.doomed.discard(assignment.rank)
+            control.end_doomed()
             if is_doomed:
                 close("failed", 1)
                 os._exit(1)
@@ -127,7 +127,9 @@ def reporting_thread(assignment: Assignment, *, hosts: Hosts, store: SharedStore
     def tell(activities: Sequence[Mapping[str, Any]]) -> None:
         store.set(doing, json.dumps(activities))
 
-    hang_monitor = HangMonitor(directory, host=assignment.host, local=local, reach=None, say=lambda _: None, tell=tell)
+    hang_monitor = HangMonitor(
+        directory, host=assignment.host, local=local, control=None, say=lambda _: None, send=tell
+    )
     seen: dict[str, bytes] = {}
     next_at = 0.0
 
@@ -204,7 +206,7 @@ class _WorkerAccess:
         """Engines end a job when one of its workers ends."""
         return False
 
-    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
+    def end_hung(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
         if not self.doomed:
             self._log.emit(Warned(text=f"{error['message']}\n{error['stacks']}"))
             self.doomed.update(workers)
@@ -215,7 +217,7 @@ class _WorkerAccess:
         return self._end_at is not None and now >= self._end_at
 
     def end_doomed(self) -> None:
-        """Kill the workers that `stuck` named; then the others and the engine's job end."""
+        """Kill the workers that `end_hung` named; then the others and the engine's job end."""
         self._end_at = None
         for worker in self.doomed & set(self._local):
             _signal(self._directory, worker, signal.SIGKILL)
@@ -234,7 +236,7 @@ class _WorkerAccess:
                 text = self._store.get(key) if self._store.check([key]) else b"[]"
                 if text != self._heard.get(first):
                     self._heard[first] = text
-                    hang_monitor.heard(json.loads(text), now)
+                    hang_monitor.receive(json.loads(text), now)
 
     def _say(self, what: str, workers: Sequence[int]) -> None:
         self._count += 1

@@ -23,12 +23,12 @@ class Scene:
         limits = Limits(least=1, most=2, workers_each=2)
         self.controller = ElasticController(limits, workers=4, worker_actions=worker_actions, emit=self.events.append)
         for worker in range(4):
-            self.controller.heard(worker, {"op": "formed", "generation": 0, "step": 0, "noticed": 0.0})
+            self.controller.on_notice(worker, {"op": "formed", "generation": 0, "step": 0, "noticed": 0.0})
         self.controller.lost([lost_worker(3, host="a", pid=7, kind="Killed", message="by signal 9")])
         for worker in (0, 1):
-            self.controller.heard(worker, {"op": "formed", "generation": 1, "step": 5, "noticed": 0.0})
+            self.controller.on_notice(worker, {"op": "formed", "generation": 1, "step": 5, "noticed": 0.0})
         for worker in (2, 3):
-            self.controller.heard(worker, {"op": "ready", "generation": 1, "step": 0})
+            self.controller.on_notice(worker, {"op": "ready", "generation": 1, "step": 0})
         self.killed.clear()
 
     # What local workers do.
@@ -44,10 +44,10 @@ class Scene:
     def host_of(self, worker: int) -> str:
         return "a"
 
-    def forms(self, members: Any) -> bool:
+    def new_generation(self, members: Any) -> bool:
         return False
 
-    def formed(self) -> None: ...
+    def generation_formed(self) -> None: ...
 
     @property
     def lost(self) -> list[int]:

@@ -178,7 +178,7 @@ def test_who_hangs_in_the_only_replica_is_no_end_either(tmp_path: Path) -> None:
     with closing(OneHost(tmp_path, replicas=1)) as one:
         one.keep()
         hang = {"worker": 1, "host": "a", "pid": 11, "kind": "Hang", "message": "it hangs", "cause": "worker 1 hangs"}
-        one.head.stuck([1], {**hang, "waited_s": 5.0}, goes_on=one.head.can_do_without([0, 1]))
+        one.head.end_hung([1], {**hang, "waited_s": 5.0}, goes_on=one.head.can_do_without([0, 1]))
         one.local_workers.have_all_ended = True
         for worker in range(2):
             one.head.exited(ended(worker, None, signal=9, sent_by_us=True))
@@ -191,7 +191,7 @@ def test_who_hangs_in_the_only_replica_is_no_end_either(tmp_path: Path) -> None:
 
 def test_what_has_left_for_good_keeps_no_memory(one: OneHost) -> None:
     head = one.head
-    assert head.asked({"op": "resize", "replicas": 1}) == {"says": "it will have 1 replicas"}
+    assert head.answer_command({"op": "resize", "replicas": 1}) == {"says": "it will have 1 replicas"}
     for worker in range(4):
         head.request(worker, {"op": "formed", "step": 1, "generation": 1, "noticed": time.time()})
     for worker in (2, 3):

@@ -138,7 +138,7 @@ class Coordinator:
             return False
         return bool(self._exits.missing - controller.replicas_of(workers))
 
-    def stuck(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
+    def end_hung(self, workers: Sequence[int], error: Mapping[str, Any], *, goes_on: bool) -> None:
         """End the job because these workers hold up the others for longer than the job waits.
 
         If the run can go on without them (`goes_on`) and is elastic, only these workers are killed. That is a loss like
@@ -167,7 +167,7 @@ class Coordinator:
 
     def request(self, worker: int, request: Mapping[str, Any]) -> None:
         if request.get("op") in FROM_WORKERS:
-            self._heard(worker, request)
+            self._on_notice(worker, request)
         else:
             self.remote_hosts.send(worker, self._kv_store.handle(request))
 
@@ -211,7 +211,7 @@ class Coordinator:
         """Tell the other hosts that this host cannot go on, or was stopped before it had workers."""
         self._end.abandon(self.host, reason, signum)
 
-    def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a user command on this host (`paceline.launch.coordinator.control_socket`)."""
         if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
             return {"error": f"this run does not understand {dict(request)}"}
@@ -328,21 +328,21 @@ class Coordinator:
     def host_of(self, worker: int) -> str:
         return self.remote_hosts.host_of(worker)
 
-    def forms(self, members: Collection[int]) -> bool:
+    def new_generation(self, members: Collection[int]) -> bool:
         hosts = self.remote_hosts.hosts_of(members)
         self._unreachable.told(hosts)
         return len(hosts) > 1
 
-    def formed(self) -> None:
+    def generation_formed(self) -> None:
         self._unreachable.formed()
 
     def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
         self._restart.give_up(reason, causes=causes, lost=lost)
 
-    def remote_host_gone(self, remote_host: RemoteHost, left: RemainingHost) -> None:
+    def remote_host_ended_workers(self, remote_host: RemoteHost, left: RemainingHost) -> None:
         self._restart.host_has_ended_workers(left)
 
-    def _heard(self, worker: int, notice: Mapping[str, Any]) -> None:
+    def _on_notice(self, worker: int, notice: Mapping[str, Any]) -> None:
         """Handle a notice from a worker."""
         match notice["op"]:
             case "elastic":
@@ -359,7 +359,7 @@ class Coordinator:
             case "leaving" if self._controller is None:
                 self._end.ask_to_leave(f"worker {worker} was asked to leave by SIGTERM", None)
             case _ if self._controller is not None and self._exits.is_expected(worker):
-                self._controller.heard(worker, notice)
+                self._controller.on_notice(worker, notice)
                 self._end.note_finish(self._controller.finish)
             case _:
                 pass

@@ -37,13 +37,13 @@ class WorkerActions(Protocol):
         """The name of a worker's host."""
         ...
 
-    def forms(self, members: Collection[int]) -> bool:
+    def new_generation(self, members: Collection[int]) -> bool:
         """Note that a new generation of these members is about to be announced; return whether it spans several
         hosts.
         """
         ...
 
-    def formed(self) -> None:
+    def generation_formed(self) -> None:
         """All members have joined the newest generation."""
         ...
 
@@ -100,7 +100,7 @@ class ElasticController:
 
     # What workers and the coordinator report.
 
-    def heard(self, worker: int, notice: Mapping[str, Any]) -> None:
+    def on_notice(self, worker: int, notice: Mapping[str, Any]) -> None:
         """Handle a worker's notice; raise KeyError or TypeError if it is invalid."""
         now, membership = time.monotonic(), self._membership
         self._step = max(self._step, int(notice.get("step", 0)))
@@ -113,7 +113,7 @@ class ElasticController:
                 self._note_formed(worker, notice)
                 self._do(membership.formed(worker, int(notice["generation"]), now))
                 if membership.is_formed:
-                    self._worker_actions.formed()
+                    self._worker_actions.generation_formed()
             case "committed":
                 membership.committed(worker, now)
                 self._note_joined(worker, int(notice["step"]), pid=int(notice["pid"]))
@@ -218,7 +218,7 @@ class ElasticController:
         if self._incident is not None and not form.planned:
             self._incident.generation = form.generation
         if form.generation > self._spread[0]:  # an announcement may be repeated
-            self._spread = form.generation, self._worker_actions.forms(form.members)
+            self._spread = form.generation, self._worker_actions.new_generation(form.members)
         message = dataclasses.replace(form, is_spread=self._spread[1]).to_json()
         for worker in {*form.members, *self._membership.left_out}:
             self._worker_actions.send(worker, message)

@@ -146,13 +146,13 @@ class HostAdmission:
         address = str(sock.getpeername()[0])
         remote_host: RemoteHost | None = None
 
-        def said(message: Mapping[str, Any]) -> None:
+        def received(message: Mapping[str, Any]) -> None:
             nonlocal remote_host
             if remote_host is None:
                 self._unnamed.discard(link)
                 remote_host = self._on_hello(link, address, message)
             elif self._coordinator is not None:
-                self._coordinator.remote_hosts.said(remote_host, message)
+                self._coordinator.remote_hosts.on_message(remote_host, message)
 
         def closed(error: Exception) -> None:
             self._unnamed.discard(link)
@@ -162,7 +162,7 @@ class HostAdmission:
                 self._remote_hosts.remove(remote_host)
                 self._say(f"{remote_host.name} has left: {error}")
 
-        link = MessageStream(sock, self._loop, on_message=said, on_close=closed)
+        link = MessageStream(sock, self._loop, on_message=received, on_close=closed)
         self._unnamed.add(link)
 
     def _on_hello(self, link: MessageStream, address: str, message: Mapping[str, Any]) -> RemoteHost | None:

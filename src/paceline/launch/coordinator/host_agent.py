@@ -60,7 +60,7 @@ class HostAgent:
         self._cannot_fork = False
         self._is_restarting = False  # all workers are ended for a restart
         self._local_workers: LocalWorkers | None = None
-        self.before_stack: Callable[[int], None] = _unheard  # called with each worker that is asked for its stacks
+        self.on_stack_request: Callable[[int], None] = _unheard  # called with each worker that is asked for its stacks
         self._link, self._coordinator, self._say = link, coordinator, say
         self._early: list[Mapping[str, Any]] = []  # messages that came before the local workers were known
         self._exits: list[WorkerExit] = []
@@ -84,7 +84,7 @@ class HostAgent:
         self._local_workers = local_workers
         self._link.last_received = time.monotonic()  # the coordinator only answers pings, and none was sent before
         while self._early:
-            self.coordinator_said(self._early.pop(0))
+            self.on_message(self._early.pop(0))
 
     # Called by the hang monitor.
 
@@ -142,7 +142,7 @@ class HostAgent:
         self._link.send({"op": "leaving", "signal": signum, "reason": f"host {self.host}: {reason}"})
         self._link.flush(FAREWELL_S)
 
-    def asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse a user command: only the coordinator answers commands."""
         return {"error": f"the coordinator of this run is {self._coordinator}: use the command there"}
 
@@ -175,7 +175,7 @@ class HostAgent:
 
     # Messages of the coordinator.
 
-    def coordinator_said(self, message: Mapping[str, Any]) -> None:
+    def on_message(self, message: Mapping[str, Any]) -> None:
         """Carry out one message of the coordinator; an invalid one ends the membership."""
         if self._local_workers is None:
             self._early.append(message)
@@ -225,7 +225,7 @@ class HostAgent:
             case "kill_worker":
                 local_workers.kill_worker(int(message["worker"]))
             case "stack":
-                self.before_stack(int(message["worker"]))
+                self.on_stack_request(int(message["worker"]))
                 local_workers.request_stacks(int(message["worker"]))
             case "stop":
                 local_workers.terminate(float(message["grace_s"]))

@@ -75,7 +75,7 @@ class JoinRequest:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The address that faces the coordinator: other hosts reach this one there too.
         self._address = str(sock.getsockname()[0])
-        self._link = MessageStream(sock, self._loop, on_message=self._said, on_close=self._closed)
+        self._link = MessageStream(sock, self._loop, on_message=self._on_message, on_close=self._closed)
         port = 0
         if self._replication is not None:
             self._replication.open(self._address)
@@ -83,9 +83,9 @@ class JoinRequest:
         who = {"host": self._terms.host, "address": self._address, "port": port, "host_index": self._host_index}
         self._link.send({"op": "hello", **who, "job": self._terms.essentials})
 
-    def _said(self, message: Mapping[str, Any]) -> None:
+    def _on_message(self, message: Mapping[str, Any]) -> None:
         if self.member is not None:
-            self.member.coordinator_said(message)
+            self.member.on_message(message)
         elif message.get("op") == "refused":
             self._fail(str(message.get("reason")), final=not message.get("again"))
         elif message.get("op") == "welcome":

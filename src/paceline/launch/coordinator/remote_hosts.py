@@ -66,7 +66,7 @@ class RemoteHostsListener(Protocol):
 
     def exited(self, ended: WorkerExit) -> None: ...
 
-    def remote_host_gone(self, remote_host: RemoteHost, left: RemainingHost) -> None:
+    def remote_host_ended_workers(self, remote_host: RemoteHost, left: RemainingHost) -> None:
         """The host has ended its workers for a restart."""
         ...
 
@@ -288,7 +288,7 @@ class RemoteHosts:
                 )
         self._quiet.intersection_update(self._remote_hosts)
 
-    def said(self, remote_host: RemoteHost, message: Mapping[str, Any]) -> None:
+    def on_message(self, remote_host: RemoteHost, message: Mapping[str, Any]) -> None:
         """Handle a message of a host; an invalid one makes the host lost."""
         if remote_host.index not in self._remote_hosts:
             return
@@ -350,7 +350,7 @@ class RemoteHosts:
                 if self._is_on(remote_host, ended.worker) and not is_former:
                     self._host.exited(ended)
             case "gone":
-                self._host.remote_host_gone(remote_host, RemainingHost.from_json(message["left"]))
+                self._host.remote_host_ended_workers(remote_host, RemainingHost.from_json(message["left"]))
             case "barren":
                 self._slots.shut(remote_host.index)
             case "doing":
