@@ -60,7 +60,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The supervisor begins an attempt (or worker 0 does, in a world that somebody else started)."""
+    """The supervisor begins an attempt (or worker 0 does, in a world that another launcher started)."""
 
     run_dir: str
     attempt: int
@@ -182,7 +182,7 @@ class Restarted(Event):
     source: str  # of the state: "memory", "disk", or "nothing": they begin at step 1
     lost_at: float  # time.time()
     hosts: int = 1  # that are left
-    lent: Sequence[int] = ()  # workers whose state comes from a neighbour's memory, another host's
+    lent: Sequence[int] = ()  # workers whose state comes from a neighbor host's memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ class WorkerLost(Event):
     host: str
     step: int
     reason: str
-    silent_s: float = 0.0  # nothing had come of it for so long before that was told: it hung, or said nothing
+    silent_s: float = 0.0  # it had hung or been silent for this long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,7 +320,7 @@ class WorkerJoined(Event):
     rank: int
     step: int
     after_s: float | None
-    pid: int | None = None  # of its process; None in records from before it was told
+    pid: int | None = None  # of its process; None in older records
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

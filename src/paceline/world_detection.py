@@ -1,6 +1,6 @@
 """Finds in environment variables which engine started this process, and which of its workers it is.
 
-A *world* is a set of processes that somebody already started and numbered. Four sources tell of one
+A *world* is a set of processes that another launcher already started and numbered. Four sources describe one
 (`paceline.environment` knows a fifth, our own):
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT     also when set by hand
@@ -57,7 +57,7 @@ Source: TypeAlias = Literal["paceline", "torchrun", "slurm", "openmpi", "mpi"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """This process's place among processes that somebody started; `head` is worker 0's host, where known."""
+    """This process's place among processes that another launcher started; `head` is worker 0's host, where known."""
 
     source: Source
     worker_rank: int
@@ -75,7 +75,7 @@ class World:
 
 
 def find_world(variables: Variables) -> World | None:
-    """Return the world that these variables tell of, or None; LaunchError where sources disagree or are incomplete."""
+    """Return the world that these variables describe, or None; LaunchError where sources disagree or are incomplete."""
     chosen = variables.get(CHOICE, "").strip().lower()
     if chosen == "none":
         return None
@@ -149,7 +149,7 @@ def _torchrun(variables: Variables) -> World | None:
         local_rank, local_workers = rank, workers  # set by hand for one host
     else:
         raise LaunchError(
-            f"RANK={rank} and WORLD_SIZE={workers} with MASTER_ADDR={head} do not tell which workers share a host. "
+            f"RANK={rank} and WORLD_SIZE={workers} with MASTER_ADDR={head} do not say which workers share a host. "
             "Set LOCAL_RANK and LOCAL_WORLD_SIZE, too (torchrun does)."
         )
     job_id = variables.get("TORCHELASTIC_RUN_ID", "")
@@ -167,7 +167,7 @@ def _slurm(variables: Variables) -> World | None:
     per_node = expand_tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if node >= len(per_node):
         raise LaunchError(
-            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE tells of {len(per_node)} nodes only. {_remedy()}"
+            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE has {len(per_node)} nodes only. {_remedy()}"
         )
     hosts = expand_hosts(variables.get("SLURM_STEP_NODELIST", ""))
     return _world(
@@ -198,15 +198,13 @@ def _mpi(variables: Variables) -> World | None:
     rank, workers = _number(variables, "PMI_RANK"), _number(variables, "PMI_SIZE")
     if "MPI_LOCALRANKID" in variables:
         local_rank, local_workers = _number(variables, "MPI_LOCALRANKID"), _number(variables, "MPI_LOCALNRANKS")
-    elif (
-        other := _same_place(variables, rank, workers)
-    ) is not None:  # srun --mpi=pmi2 tells them in its own variables
+    elif (other := _same_place(variables, rank, workers)) is not None:  # srun --mpi=pmi2 has its own variables for them
         local_rank, local_workers = other.local_rank, other.local_workers
     elif workers == 1:
         local_rank, local_workers = 0, 1
     else:
         raise LaunchError(
-            f"PMI_RANK={rank} and PMI_SIZE={workers} do not tell which workers share a host: "
+            f"PMI_RANK={rank} and PMI_SIZE={workers} do not say which workers share a host: "
             f"MPI_LOCALRANKID and MPI_LOCALNRANKS are not set. Set them, or use torchrun. {_remedy()}"
         )
     return _world("mpi", variables, rank, workers, local_rank, local_workers)
@@ -222,13 +220,13 @@ SOURCES: dict[str, Callable[[Variables], World | None]] = {
 
 
 def _agreed(found: list[World], variables: Variables) -> World | None:
-    """Return the one world that all sources tell of, after those that only started launchers are left out."""
+    """Return the one world that all sources describe, after those that only started launchers are left out."""
     inner = [world for world in found if not any(_only_started(world, other, variables) for other in found)]
     if len({_place(world) for world in inner}) > 1:
         values = "".join(f"\n  {world.source}: worker {world.worker_rank} of {world.workers}" for world in inner)
         names = " or ".join(f"{CHOICE}={world.source}" for world in inner)
         raise LaunchError(
-            f"The environment tells of several worlds that disagree:{values}\n"
+            f"The environment describes several worlds that disagree:{values}\n"
             f"Set {names} to choose one, or {CHOICE}=none to ignore them all. "
             "(A launcher that starts another one must start it once on each node.)"
         )

@@ -95,7 +95,7 @@ def _has_word(script: str, option: str) -> bool:
     """Whether a script's text has an option, in quotation marks or not, as a word by itself."""
     try:
         text = Path(script).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # that is told where it is started
+    except OSError:  # reported when it is started
         return False
     return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text) is not None
 

@@ -235,9 +235,9 @@ def _sizes_table(sizes: Sequence[MemoryEstimate], compute: Compute) -> str:
     head = ("", "parameters", "gradients", "optimizer", *(["elsewhere"] if is_offloaded else []), "most in a step")
     rows: list[tuple[str, ...]] = [head]
     for one in sizes:
-        who = "each" if one.stage is None else f"stage worker {one.stage}"
+        owner = "each" if one.stage is None else f"stage worker {one.stage}"
         rest = [one.parameters, one.gradients, one.optimizer, *([one.elsewhere] if is_offloaded else []), one.peak]
-        rows.append((who, *(_bytes(number) for number in rest)))
+        rows.append((owner, *(_bytes(number) for number in rest)))
     text = "\n".join("".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
     if not is_offloaded:
         return text

@@ -156,7 +156,7 @@ def _replication(
 
 
 def _notify_joined(node_role: Coordinator | HostAgent, on_joined: Callable[[Coordinator | HostAgent], Path]) -> Path:
-    """Call `on_joined`; if it fails, tell the other hosts before the error goes on."""
+    """Call `on_joined`; if it fails, notify the other hosts before the error is raised."""
     try:
         return on_joined(node_role)
     except PacelineError as error:

@@ -36,12 +36,12 @@ class AttemptEnd:
         """`directory` is the attempt's; what was not opened is None; `since`, time.time(): the user's command began."""
         self._log_path = directory / "events.jsonl"
         self._log, self._watch, self._record, self._since = log, watch, record, since
-        self._untold: list[RunFileError] = []
+        self._unreported: list[RunFileError] = []
 
     def close(self, state: str, exit_code: int, failures: tuple[Failure, ...] = (), *, goes_on: bool = False) -> int:
-        """Write everybody's last words; returns the exit status: 1 for a good run whose files are not whole.
+        """Write all that is left; return the exit status, 1 for a good run whose files are incomplete.
 
-        `goes_on`: the next attempt begins at once, tells the user of this one's end, and notes it in the record.
+        `goes_on`: the next attempt begins at once, shows this one's end, and notes it in the record.
         """
         try:
             if self._watch is not None:
@@ -50,7 +50,7 @@ class AttemptEnd:
             self._emit(*(_worker_failed(failure, follows=is_consequence(failure, failures)) for failure in failures))
             if self._watch is not None:
                 exit_code = self._watch.finish(state, exit_code, failures, goes_on=goes_on)["exit_code"]
-            exit_code = self._tell(exit_code)
+            exit_code = self._report_unwritten(exit_code)
             duration_s = round(time.time() - self._since, 3)
             self._emit(RunFinished(state=state, exit_code=exit_code, duration_s=duration_s))
             self._close_log()
@@ -58,20 +58,20 @@ class AttemptEnd:
             if self._record is not None and not goes_on:
                 with self._kept_back(self._record.run_dir / "run.json"):
                     self._record.end_attempt(state, exit_code)
-        exit_code = self._tell(exit_code)
+        exit_code = self._report_unwritten(exit_code)
         if self._watch is not None and self._watch.unwritten:
             self._watch.say(f"not whole, because of the disk: {', '.join(self._watch.unwritten)}")
         return exit_code
 
-    def _tell(self, exit_code: int) -> int:
-        """Tell what could not be written, after the run's own error; returns the exit status."""
-        for error in self._untold:
+    def _report_unwritten(self, exit_code: int) -> int:
+        """Show what could not be written, after the run's own error; return the exit status."""
+        for error in self._unreported:
             if self._watch is None:
                 print(f"paceline: {error}", file=sys.stderr)
             else:
                 self._watch.not_written(error)
-        is_whole = not self._untold and (self._watch is None or not self._watch.unwritten)
-        self._untold.clear()
+        is_whole = not self._unreported and (self._watch is None or not self._watch.unwritten)
+        self._unreported.clear()
         return exit_code if is_whole else exit_code or 1
 
     def _emit(self, *events: Event) -> None:
@@ -92,7 +92,7 @@ class AttemptEnd:
             with writing(path):
                 yield
         except RunFileError as error:
-            self._untold.append(error)
+            self._unreported.append(error)
 
 
 def _worker_failed(failure: Failure, *, follows: bool) -> WorkerFailed:

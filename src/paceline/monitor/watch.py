@@ -81,9 +81,9 @@ class Watch:
     """Everything that watches an attempt. Call `poll` often, and `finish` in all cases: it gives the terminal back.
 
     `local`: the workers whose files this host has; None: all `workers` of the job. Those that are added later are this
-    host's where they say that they are on `host`. `record=False` (hosts that follow a head) writes no file of the run:
-    the coordinator does. `explains=False`: another process tells the user why the run failed.
-    Raises LaunchError where the job's metrics endpoint cannot listen.
+    host's where they say that they are on `host`. `record=False` (hosts that follow a coordinator) writes no file of
+    the run: the coordinator does. `explains=False`: another process reports why the run failed. Raises LaunchError
+    where the job's metrics endpoint cannot listen.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Watch:
             self._local, lambda text, said_by: self._screen.show(f"{tag(said_by)} warning: {text}")
         )
         self._notes = Deduplicator(self._local, lambda text, said_by: self._screen.show(text))
-        self._started: dict[int, WorkerStarted] | None = {}  # None: all of them have, and that was told
+        self._started: dict[int, WorkerStarted] | None = {}  # None: all have started, and that was shown
         self._facts: dict[str, Any] | None = None
         self.exit_note = ""  # after `finish`: one sentence on how the attempt ended
         self.failures: tuple[Failure, ...] = ()  # after `finish`: with the step that each worker had reached
@@ -169,7 +169,7 @@ class Watch:
             self._screen.show(f"warning: {error}" + ("" if self._is_ending else " The run goes on without it."))
 
     def catch_up(self) -> int:
-        """Read all that the workers have written; returns the last step that any of them has told of."""
+        """Read all that the workers have written; returns the last step that any of them has recorded."""
         self._take(self._tail.poll(limit_bytes=None), time.monotonic())
         return max(self._merger.last_steps.values(), default=0)
 
@@ -217,7 +217,7 @@ class Watch:
         return self._facts
 
     def located(self, failures: Sequence[Failure]) -> tuple[Failure, ...]:
-        """Note the last steps of workers that had no time to tell them."""
+        """Note the last steps of workers that had no time to report them."""
         return tuple(map(self._located, failures))
 
     def _take(self, records: list[Record], now: float) -> None:
@@ -234,7 +234,7 @@ class Watch:
                 case WorkerLost(rank=worker) if worker in self._members:
                     self._newcomers.discard(worker)
                     self._pass_on(record)
-                    continue  # what became of it is told when the others have formed again
+                    continue  # shown once the others have formed a new generation
                 case Note(text=text) if record.worker is not None:
                     self._notes.add(text, record.worker, now)
                 case Note(text=text):
@@ -328,7 +328,7 @@ class Watch:
             self.not_written(error, is_book=sink is not self._tensorboard)
 
     def _located(self, failure: Failure) -> Failure:
-        """Note the last step of a worker that had no time to tell it itself: a killed one, or one on a lost host, whose
+        """Note the last step of a worker that had no time to report it: a killed one, or one on a lost host, whose
         events are there, and which was not further than the others."""
         if failure.step or (failure.error and failure.error.get("step") is not None):
             return failure
@@ -352,7 +352,7 @@ class Watch:
                 self._report_lost_steps(started.resumed_from_step)
 
     def _report_lost_steps(self, resumed_from: int) -> None:
-        """Say which steps of earlier attempts are taken again; with `fresh` that was asked for."""
+        """Show which steps of earlier attempts are taken again; with `fresh` that was asked for."""
         if self._record and not self._is_fresh and self._begins_by is None:  # that says it itself
             text = repeated_steps_text(self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from)
             if text:

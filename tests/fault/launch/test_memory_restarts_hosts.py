@@ -1,4 +1,4 @@
-"""Snapshots in memory of a job on several hosts: what a lost host's workers had is in a neighbour's memory."""
+"""Snapshots in memory of a job on several hosts: what a lost host's workers had is in a neighbor host's memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_worker_lost_on_one_host_and_then_the_whole_host_cost_the_steps_since_
     )
     assert (second["source"], second["lent"]) == ("memory", [1])
     assert second["step"] in (6, 9) and second["step"] <= second["at_step"] < GATE
-    assert "from each host's own memory, worker 1 from a neighbour's" in job.head.output.replace("\n", " ")
+    assert "from each host's own memory, worker 1 from a neighbor's" in job.head.output.replace("\n", " ")
     assert not (job.run_dir / "checkpoints").exists()
 
 

@@ -180,7 +180,7 @@ def test_worlds_that_disagree_are_settled_by_the_user() -> None:
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "number 1 of 8 on its host"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2*2"}, "SLURM_STEP_TASKS_PER_NODE is '2*2'; expected something like"),
-        (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3, but SLURM_STEP_TASKS_PER_NODE tells of 3 nodes only"),
+        (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3, but SLURM_STEP_TASKS_PER_NODE has 3 nodes only"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID and MPI_LOCALNRANKS are not set"),
         (
             {"PACELINE_WORLD": "slrm"},

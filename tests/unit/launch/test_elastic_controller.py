@@ -1,4 +1,4 @@
-"""The controller tells of losses, and of nothing else, what becomes of the workers that come and go."""
+"""The controller reports losses, and only losses, of the workers that join and leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers are lost, replaced and added while a run is watched: everything that tells of workers follows them."""
+"""Workers are lost, replaced and added while a run is watched: everything that shows workers follows them."""
 
 from __future__ import annotations
 

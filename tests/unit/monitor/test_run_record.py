@@ -402,7 +402,7 @@ def test_stop_says_meanwhile_what_the_run_waits_for_and_in_the_end_who_had_to_be
     stopping.join(timeout=30)
     assert told.lines() == [
         f"stopping run (process {supervisor.pid})",
-        "it finishes step 1 and saves; who has not left 0 s after SIGTERM is ended",
+        "it finishes step 1 and saves; a worker that has not left 0 s after SIGTERM is ended",
         "  worker 1 has not entered all_reduce 24",
         "run is stopped at step 20, and everything is saved",
         "  workers 0, 1 have not left within 10 s: they are ended",

@@ -205,7 +205,7 @@ def test_a_script_that_depends_on_the_number_of_workers_is_found_out(script: str
     assert done.returncode == 1, done.stdout + done.stderr
     assert row(done.stdout, "2 workers")[-1] == "DIFFERS"
     assert says in done.stdout
-    assert "Usual causes:" in done.stdout and "--float64 tells" in done.stdout
+    assert "Usual causes:" in done.stdout and "check with --float64" in done.stdout
     assert done.stdout.endswith("parity does not hold for 1 of 1 configurations\n")
 
 

@@ -38,7 +38,7 @@ BEGINS_AGAIN = "all workers begin again with the newest state in memory, or on d
 KEPT = {  # beside FIXED
     "kill": BEGINS_AGAIN,
     "stop": f"{BEGINS_AGAIN}, after the job's timeout_s",
-    "cut": "all begin again from memory, the lost host's part from its neighbour's, when a host comes in its place; on "
+    "cut": "all begin again from memory, the lost host's part from its neighbor's, when a host comes in its place; on "
     "one host the run ends with an error, and the same command goes on from the newest whole checkpoint",
 }
 FIXED = {
@@ -95,10 +95,10 @@ def promise(fault: Fault, plan: Plan) -> str:
         return f"{POISONED[whose]} (with plan.guard.on_spike=skip)"
     fixed = FIXED | KEPT if plan.keeps_snapshots else FIXED
     elastic = ELASTIC | ASYNC if plan.is_asynchronous else LOCAL if plan.is_local else ELASTIC
-    told = (ALWAYS | (elastic if plan.layout.is_elastic else fixed))[fault.kind]
+    text = (ALWAYS | (elastic if plan.layout.is_elastic else fixed))[fault.kind]
     if fault.kind == "cut" and plan.layout.is_elastic and isinstance(plan.sync, ParameterServer):
-        told += f"; {CUT_SERVERS[plan.sync.mirrored]}"
-    return told + _how_near(fault, plan)
+        text += f"; {CUT_SERVERS[plan.sync.mirrored]}"
+    return text + _how_near(fault, plan)
 
 
 def _how_near(fault: Fault, plan: Plan) -> str:
@@ -118,8 +118,8 @@ def _how_near(fault: Fault, plan: Plan) -> str:
 
 def print_report(judged: Sequence[DrillVerdict], *, like: Report, said: Sequence[str], as_json: bool) -> None:
     """Print the table and what it means, or all of it as JSON. `said`: what was said beforehand of what is drilled."""
-    told = json.dumps(_facts(judged, like, said), indent=2) if as_json else drill_text(judged, like=like, said=said)
-    print(told)
+    output = json.dumps(_facts(judged, like, said), indent=2) if as_json else drill_text(judged, like=like, said=said)
+    print(output)
 
 
 def drill_text(judged: Sequence[DrillVerdict], *, like: Report, said: Sequence[str] = ()) -> str:
@@ -146,36 +146,38 @@ def drill_text(judged: Sequence[DrillVerdict], *, like: Report, said: Sequence[s
 
 def _rows(one: DrillVerdict) -> list[tuple[str, ...]]:
     """A line for each fault; what is true of the whole run stands on its first."""
-    told, rows = one.report, list[tuple[str, ...]]()
-    for number, (fault, came, recovery_s) in enumerate(zip(told.programme, told.came, told.recovery_s, strict=True)):
+    report, rows = one.report, list[tuple[str, ...]]()
+    for number, (fault, came, recovery_s) in enumerate(
+        zip(report.programme, report.came, report.recovery_s, strict=True)
+    ):
         whole = (
-            str(told.steps_lost),
-            str(told.samples_repeated),
-            _figure(told.loss_difference(one.like), is_mean=told.is_other_from is not None),
+            str(report.steps_lost),
+            str(report.samples_repeated),
+            _figure(report.loss_difference(one.like), is_mean=report.is_other_from is not None),
         )
         rows.append(
             (
                 str(fault),
                 "no" if came is None else f"step {came.step}, {came.place}",
                 *(whole if number == 0 else ("", "", "")),
-                "-" if recovery_s is None else f"{recovery_s:.2f}{_source(told) if number == 0 else ''}",
+                "-" if recovery_s is None else f"{recovery_s:.2f}{_source(report) if number == 0 else ''}",
                 ("holds" if one.holds else "BROKEN") if number == 0 else "",
             )
         )
     return rows
 
 
-def _source(told: Report) -> str:
-    """Where the state came from with which all began again: " (memory)"; "" where nobody did."""
-    sources = dict.fromkeys(one.source for one in told.restarted if one is not None)
+def _source(report: Report) -> str:
+    """Where the state came from with which all began again: " (memory)"; "" if none did."""
+    sources = dict.fromkeys(one.source for one in report.restarted if one is not None)
     return f" ({', '.join(sources)})" if sources else ""
 
 
 def _facts(judged: Sequence[DrillVerdict], like: Report, said: Sequence[str]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for one in judged:
-        told = one.report
-        difference = told.loss_difference(like)
+        report = one.report
+        difference = report.loss_difference(like)
         rows.append(
             {
                 "faults": [
@@ -183,18 +185,18 @@ def _facts(judged: Sequence[DrillVerdict], like: Report, said: Sequence[str]) ->
                         "fault": str(fault),
                         "came": None if came is None else dataclasses.asdict(came),
                         "recovery_s": recovery_s,
-                        "promise": promise(fault, told.plan),
+                        "promise": promise(fault, report.plan),
                     }
-                    for fault, came, recovery_s in zip(told.programme, told.came, told.recovery_s, strict=True)
+                    for fault, came, recovery_s in zip(report.programme, report.came, report.recovery_s, strict=True)
                 ],
-                "plan": str(told.plan),
-                "exit_codes": [start.exit_code for start in told.starts],
-                "began_again_from": [one.source for one in told.restarted if one is not None],
-                "steps_lost": told.steps_lost,
-                "samples_repeated": told.samples_repeated,
+                "plan": str(report.plan),
+                "exit_codes": [start.exit_code for start in report.starts],
+                "began_again_from": [one.source for one in report.restarted if one is not None],
+                "steps_lost": report.steps_lost,
+                "samples_repeated": report.samples_repeated,
                 "loss_difference": difference if math.isfinite(difference) else None,
-                "other_from_step": told.is_other_from,
-                "notes": list(told.notes),
+                "other_from_step": report.is_other_from,
+                "notes": list(report.notes),
                 "broken": list(one.broken),
                 "holds": one.holds,
             }

@@ -12,7 +12,7 @@ is in them is rounding, which differs by 100 % and means nothing.
 Weights need one thing more. An optimizer of Adam's kind divides an element's gradient by its own size, so a gradient
 that is only rounding becomes a full step of the learning rate, in a direction that rounding chose. An element whose
 first gradient is below SMALL of its tensor's largest (or of the floor) is therefore left out of the weights' figure,
-and told beside it. Buffers may differ by as much as these elements before it counts: the running mean of a batch norm
+and shown beside it. Buffers may differ by as much as these elements before it counts: the running mean of a batch norm
 follows the bias before it, and the loss sees neither.
 """
 

@@ -21,7 +21,9 @@ CAUSES = """\
 Usual causes: a loss that is scaled by hand, or divides by the whole batch; code that asks worker.rank or
 worker.workers; a random generator of the script's own; state that is neither in a parameter nor in a buffer.
 See docs/reference/parity.md."""
-ROUNDING = "Or it is rounding that the training has amplified: --float64 tells, where that is nine digits smaller."
+ROUNDING = (
+    "Or it is rounding that the training has amplified: check with --float64, whose rounding is nine digits smaller."
+)
 NOT_EVEN_ONE = """\
 One worker already differs from the reference, which is the same computation: the script does not repeat itself.
 Look for a random generator that it seeds from the clock or not at all, and for an order that is left to chance."""

@@ -55,7 +55,7 @@ class ParityTrial:
 
     @property
     def label(self) -> str:
-        """Who runs, in words."""
+        """What runs, in words."""
         if self.is_reference:
             return "one process (reference)"
         return f"{self.workers} worker{'s' * (self.workers > 1)}"
@@ -79,8 +79,8 @@ class FinishedTrial:
 def main_parity(request: ParityRequest) -> int:
     """Run everything, print the table; returns 0 where parity holds, 1 where it does not.
 
-    A plan that cannot work, or a run that fails, is told and does not keep the others from being compared. Where there
-    is nothing to compare at all, PlanError is raised where no plan can work, WorkerError where the script fails.
+    A plan that cannot work, or a run that fails, is reported and does not keep the others from being compared. Where
+    there is nothing to compare at all, PlanError is raised where no plan can work, WorkerError where the script fails.
     """
     planned, refused = trials(request)
     judged: list[ParityVerdict] = []

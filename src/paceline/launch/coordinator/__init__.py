@@ -1,3 +1,3 @@
-"""How the hosts of a job meet, who decides for the whole job (the coordinator), and how every other host follows it.
+"""Rendezvous of a job's hosts, the coordinator that decides for the whole job, and the agents of the other hosts.
 May import launch.fork, launch.snapshots, launch.io, launch.job and elastic.
 """

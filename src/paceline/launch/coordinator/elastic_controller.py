@@ -186,7 +186,7 @@ class ElasticController:
 
     def _do(self, decisions: Sequence[Decision], causes: Mapping[int, str] | None = None) -> None:
         """`causes` says why replicas are lost, by their number; their remaining workers are ended with them."""
-        told = dict(causes or {})
+        reasons = dict(causes or {})
         for decision in decisions:
             match decision:
                 case MembershipView():
@@ -200,7 +200,7 @@ class ElasticController:
                     if worker in self._members and decision.is_loss:
                         host = self._worker_actions.host_of(worker)
                         own = self._with_replicas(decision.reason, [worker])
-                        reason = told.setdefault(self._replica(worker), own)
+                        reason = reasons.setdefault(self._replica(worker), own)
                         self._note_lost(worker, reason, host, since_s=decision.silent_s)
                     self._worker_actions.kill(worker)
                 case Finish():

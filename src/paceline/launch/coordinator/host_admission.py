@@ -166,7 +166,7 @@ class HostAdmission:
         self._unnamed.add(link)
 
     def _on_hello(self, link: MessageStream, address: str, message: Mapping[str, Any]) -> RemoteHost | None:
-        """Admit a host that was started for this job; tell any other why it is refused."""
+        """Admit a host that was started for this job; refuse any other with the reason."""
         job, name = message.get("job"), f"host {message.get('host')} ({address})"
         different = mismatch(self._terms.essentials, job if isinstance(job, dict) else {})
         if different:

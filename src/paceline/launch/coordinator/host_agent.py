@@ -1,8 +1,8 @@
 """The agent of every other host: it forwards its workers' requests and exits, and does what the coordinator says.
 
-It ends its workers on its own in two cases only: a signal told it to, or the coordinator was lost. After losing the
-coordinator the workers may first save and leave, which works if all workers of the job are still there. It passes on to
-them how long they may go on without the coordinator, and they keep to it (`paceline.elastic.lease`).
+It ends its workers on its own in two cases only: its supervisor got a signal, or the coordinator was lost. After losing
+the coordinator the workers may first save and leave, which works if all workers of the job are still there. It passes
+on to them how long they may go on without the coordinator, and they keep to it (`paceline.elastic.lease`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class HostAgent:
     # Called by the supervisor.
 
     def interrupted(self, signum: int) -> None:
-        """Handle a signal to the supervisor: end the workers and tell the coordinator.
+        """Handle a signal to the supervisor: end the workers and notify the coordinator.
 
         A second signal, or one while workers leave because the coordinator was lost, kills them.
         """

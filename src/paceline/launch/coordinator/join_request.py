@@ -80,8 +80,8 @@ class JoinRequest:
         if self._replication is not None:
             self._replication.open(self._address)
             port = self._replication.port
-        who = {"host": self._terms.host, "address": self._address, "port": port, "host_index": self._host_index}
-        self._link.send({"op": "hello", **who, "job": self._terms.essentials})
+        identity = {"host": self._terms.host, "address": self._address, "port": port, "host_index": self._host_index}
+        self._link.send({"op": "hello", **identity, "job": self._terms.essentials})
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         if self.member is not None:

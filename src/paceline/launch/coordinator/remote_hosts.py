@@ -354,7 +354,7 @@ class RemoteHosts:
             case "barren":
                 self._slots.shut(remote_host.index)
             case "doing":
-                own = [told for told in message["workers"] if self._is_on(remote_host, int(told["doing"]["worker"]))]
+                own = [one for one in message["workers"] if self._is_on(remote_host, int(one["doing"]["worker"]))]
                 self.on_activity(own, time.monotonic())
             case "leaving" if message["signal"] is not None:
                 self._host.remote_host_leaves(remote_host, int(message["signal"]), at_once=bool(message.get("at_once")))

@@ -43,7 +43,7 @@ class SnapshotReplication:
         self._memory_checkpoints, self._token, self._loop, self._say = memory_checkpoints, token, loop, say
         self._listener: AuthenticatedListener | None = None
         self._incoming: list[_IncomingHost] = []
-        self._neighbour: _NeighborSender | None = None
+        self._neighbor: _NeighborSender | None = None
         self._fetching: list[_SnapshotFetch] = []
         self.port = 0
 
@@ -60,21 +60,21 @@ class SnapshotReplication:
 
     def replicate_to(self, at: HostAddress | None, name: str = "") -> None:
         """From now on replicate this host's snapshots to the host called `name`; None: to none."""
-        if self._neighbour is not None:
-            if self._neighbour.at == at:
+        if self._neighbor is not None:
+            if self._neighbor.at == at:
                 return
-            self._neighbour.close()
+            self._neighbor.close()
         self._memory_checkpoints.set_replicating(at is not None)
-        self._neighbour = None
+        self._neighbor = None
         if at is not None:
-            self._neighbour = _NeighborSender(
+            self._neighbor = _NeighborSender(
                 self._memory_checkpoints, self._token, self._loop, at, name=name, say=self._say
             )
 
     def kept(self, worker: int) -> None:
         """A worker of this host has finished a snapshot."""
-        if self._neighbour is not None:
-            self._neighbour.add(worker)
+        if self._neighbor is not None:
+            self._neighbor.add(worker)
 
     def fetch(
         self,
@@ -104,8 +104,8 @@ class SnapshotReplication:
     def tick(self, now: float) -> None:
         if self._listener is not None:
             self._listener.tick(now)
-        if self._neighbour is not None:
-            self._neighbour.tick(now)
+        if self._neighbor is not None:
+            self._neighbor.tick(now)
         for one in self._fetching:
             one.call.tick(now)
 
@@ -113,7 +113,7 @@ class SnapshotReplication:
         """End all transfers; incomplete snapshots do not count."""
         if self._listener is not None:
             self._listener.close()
-        for one in (self._neighbour, *self._fetching, *self._incoming):
+        for one in (self._neighbor, *self._fetching, *self._incoming):
             if one is not None:
                 one.close()
 
@@ -329,11 +329,11 @@ class _SnapshotFetch:
             case "load":
                 return self._receiver.load(message)
             case "whole":
-                told = self._receiver.whole(message)
-                if told["op"] == "refused":
-                    self._fail(f"no room for it here ({told['reason']})")
+                answer = self._receiver.whole(message)
+                if answer["op"] == "refused":
+                    self._fail(f"no room for it here ({answer['reason']})")
                     return None
-                self._workers.discard(int(told["worker"]))
+                self._workers.discard(int(answer["worker"]))
                 if not self._workers and self._connection is not None:
                     self._connection.close()
                     self._done(self._at)

@@ -232,7 +232,7 @@ def audit_text(result: AuditResult) -> str:
 
 
 def _group_key(epoch: EpochAudit) -> tuple[object, ...]:
-    """Equal for neighbours that one line can tell of."""
+    """Equal for neighbors that one line can describe."""
     is_plain = epoch.state == "exact" and not (epoch.skipped_steps or epoch.num_dropped or epoch.undone)
     return (epoch.stream, epoch.num_samples, epoch.is_permutation) if is_plain else (epoch.stream, epoch.epoch, "alone")
 
@@ -290,7 +290,7 @@ def _positions(found: MissingRange | RepeatedRange | UndoneRange) -> str:
     count = found.stop - found.start
     more = ", ..." if count > len(found.samples) else ""
     which = f"position {found.start:,}" if count == 1 else f"positions {found.start:,}-{found.stop - 1:,}"
-    if not found.samples:  # of an iterable: nobody can say which they are
+    if not found.samples:  # of an iterable: its samples cannot be named
         return which
     return f"{which} ({count:,} sample{'s' * (count > 1)}: {', '.join(map(str, found.samples))}{more})"
 

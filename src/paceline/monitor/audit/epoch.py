@@ -100,7 +100,7 @@ class EpochAudit:
 def audit_epoch(
     name: str, epoch: int, columns: EpochColumns, rollbacks: list[Rollback], *, is_last: bool
 ) -> EpochAudit:
-    """Return the verdict on an epoch of the stream `name`; of its last epoch nobody asks that it is finished."""
+    """Return the verdict on an epoch of the stream `name`; its last epoch need not be finished."""
     stream = columns.streams[-1]
     cover = Coverage(columns)
     samples, is_endless = stream.samples or 0, stream.samples is None

@@ -134,19 +134,19 @@ def _steps_are(count: int, which: str = "") -> str:
 
 
 def _incidents_text(facts: Mapping[str, Any]) -> str:
-    told: list[str] = []
+    parts: list[str] = []
     if again := facts.get("begun_again"):
         steps = again["at_step"] - again["step"]
         begun = f"again from {again['source']} after step {again['step']}" if again["step"] else "anew"
         lost = workers_text(again["lost"]) if again["lost"] else "a parameter server"
-        told.append(f"{lost} lost: all began {begun}, {_counted(steps, 'step')} done again")
+        parts.append(f"{lost} lost: all began {begun}, {_counted(steps, 'step')} done again")
     if servers := facts.get("servers_replaced"):
-        told.append(f"{_counted(servers, 'parameter server')} lost, replaced by mirrors, 0 steps lost")
+        parts.append(f"{_counted(servers, 'parameter server')} lost, replaced by mirrors, 0 steps lost")
     if lost := facts["workers_lost"]:
         steps = facts["steps_lost"] + facts.get("steps_unsaved", 0)
-        told.append(f"{_counted(lost, 'worker')} lost, {facts['workers_joined']} taken in again")
-        told[-1] += f", {_counted(steps, 'step')} lost"
-    return f"{'; '.join(told)} (more: paceline report {local_path(facts['run_dir'])})"
+        parts.append(f"{_counted(lost, 'worker')} lost, {facts['workers_joined']} taken in again")
+        parts[-1] += f", {_counted(steps, 'step')} lost"
+    return f"{'; '.join(parts)} (more: paceline report {local_path(facts['run_dir'])})"
 
 
 def _counted(count: int, what: str) -> str:

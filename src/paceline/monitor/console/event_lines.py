@@ -66,7 +66,7 @@ def event_line(event: Event) -> str | None:
             return f"step {step}  CHECKPOINT FAILED: {local_path(path)}: {reason}"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {local_path(path)} was passed over: {reason}"
-        case WorkerLost(reason=reason):  # of one that was not at work yet: of the others `Regrouped` tells
+        case WorkerLost(reason=reason):  # of one that was not at work yet: members are reported by `Regrouped`
             return f"{reason} before it had joined"
         case Regrouped(causes=causes, step=step) as regrouped:
             return f"{', '.join(causes)} after step {step}: {regrouped_text(regrouped)}"
@@ -86,8 +86,8 @@ def event_line(event: Event) -> str | None:
         case WireJudged(kind=kind) as judged if kind != "none":
             return f"after step {judged.step}: {wire_cost_text(judged)}"
         case WorkerJoined(rank=worker, step=step, after_s=after_s, pid=pid):
-            who = f"worker {worker}" + (f" (pid {pid})" if pid is not None else "")
-            return f"{who} joined at step {step}" + (f", {after_s:.2f} s after the loss" if after_s else "")
+            subject = f"worker {worker}" + (f" (pid {pid})" if pid is not None else "")
+            return f"{subject} joined at step {step}" + (f", {after_s:.2f} s after the loss" if after_s else "")
         case _:
             return None
 
@@ -101,10 +101,10 @@ def allreduce_text(chosen: AllReduceChosen) -> str:
             runs.pop()
         runs.append((name, size))
     ways = [f"{name} up to {bytes_text(size)}" for name, size in runs[:-1]] + [name for name, _ in runs[-1:]]
-    told = ", above ".join(ways) if len(ways) < 3 else ", ".join(ways[:-1]) + f", above {ways[-1]}"
+    listed = ", above ".join(ways) if len(ways) < 3 else ", ".join(ways[:-1]) + f", above {ways[-1]}"
     hosts = f" on {chosen.hosts} hosts" if chosen.hosts > 1 else ""
     timed = f"timed in {duration_text(chosen.took_s)}" if chosen.took_s else "tried on sums of the run"
-    return f"all-reduce among {chosen.members} workers{hosts}: {told} ({timed})"
+    return f"all-reduce among {chosen.members} workers{hosts}: {listed} ({timed})"
 
 
 def wire_cost_text(judged: WireJudged) -> str:
@@ -132,21 +132,19 @@ def restarted_text(restarted: Restarted) -> str:
     num_again = max(0, restarted.at_step - restarted.step)
     again = f"{num_again} step{' is' if num_again == 1 else 's are'} done again"
     several = "both workers start" if restarted.workers == 2 else f"all {restarted.workers} workers start"
-    who = several if restarted.workers > 1 else "the worker starts"
+    subject = several if restarted.workers > 1 else "the worker starts"
     came = f"after step {restarted.at_step}" if restarted.at_step else "before the first step"
     memory = "this host's memory" if restarted.hosts == 1 else "each host's own memory"
     if restarted.lent:
         lent = f"{'workers' if len(restarted.lent) > 1 else 'worker'} {', '.join(map(str, restarted.lent))}"
         memory = (
-            "a neighbour's memory"
-            if len(restarted.lent) == restarted.workers
-            else f"{memory}, {lent} from a neighbour's"
+            "a neighbor's memory" if len(restarted.lent) == restarted.workers else f"{memory}, {lent} from a neighbor's"
         )
     how = {
         "memory": f"at step {restarted.step} from {memory}, {again}, no disk read",
         "disk": f"from the checkpoint of step {restarted.step} on disk: {again}",
     }.get(restarted.source, f"at the beginning, nothing was kept or saved: {again}")
-    return f"{', '.join(restarted.causes)} {came}: {who} again {how}"
+    return f"{', '.join(restarted.causes)} {came}: {subject} again {how}"
 
 
 def regrouped_text(regrouped: Regrouped) -> str:
@@ -155,12 +153,12 @@ def regrouped_text(regrouped: Regrouped) -> str:
     noun = "worker" if regrouped.workers_each == 1 else "replica"
     what = "for others" if regrouped.holds else "on"
     verb = "wait" if regrouped.holds else "go"
-    who = f"1 {noun} {verb}{'s' if regrouped.holds else 'es'}" if count == 1 else f"{count} {noun}s {verb}"
+    subject = f"1 {noun} {verb}{'s' if regrouped.holds else 'es'}" if count == 1 else f"{count} {noun}s {verb}"
     source = "" if regrouped.workers_each == 1 else "; state from a living replica"
     repeated = "0" if not lost else "those of 1 step" if lost == 1 else f"those of {lost} steps"
     return (
         f"detected in {regrouped.detected_s:.2f} s, regrouped in {regrouped.regrouped_s:.2f} s; "
-        f"{who} {what}, steps lost {lost}, samples repeated {repeated}{source}"
+        f"{subject} {what}, steps lost {lost}, samples repeated {repeated}{source}"
     )
 
 
@@ -185,12 +183,12 @@ def spike_cause(spike: SpikeSeen) -> str:
 
 def divergence_text(differ: WeightsDiffer) -> str:
     """Return which workers' weights differ, where, since when, and from which worker they were restored."""
-    who = ", ".join(differ.who)
+    names = ", ".join(differ.who)
     since = f"since a step after {differ.since_step}, first in {differ.first}"
     if differ.source is None:
-        return f"step {differ.step}  WEIGHTS DIFFER {since}, and no majority says whose are right: {who}"
+        return f"step {differ.step}  WEIGHTS DIFFER {since}, and no majority says whose are right: {names}"
     others = f"those of {differ.num_alike} others" if differ.num_alike > 1 else "the others'"
-    return f"step {differ.step}  WEIGHTS DIFFER from {others} {since}: {who}; healed from worker {differ.source}"
+    return f"step {differ.step}  WEIGHTS DIFFER from {others} {since}: {names}; healed from worker {differ.source}"
 
 
 def ready_line(started: Collection[WorkerStarted]) -> str:

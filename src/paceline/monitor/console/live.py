@@ -66,7 +66,7 @@ class LiveConsole:
         self, stream: TextIO, *, run_dir: Path, workers: int, local: Collection[int], max_steps: int | None
     ) -> None:
         self._run, self._goal = local_path(run_dir), RunTarget(max_steps)
-        self._num_workers, self._local = workers, sorted(local)  # of the job; those that this host tells about
+        self._num_workers, self._local = workers, sorted(local)  # of the job; those whose output this host shows
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._live = Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False

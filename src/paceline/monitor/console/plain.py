@@ -24,7 +24,7 @@ class PlainConsole:
         self._stream, self._every_s = stream, every_s
         self._goal = RunTarget(max_steps)
         self._interval = ProgressInterval()
-        self._due: float | None = None  # set when the first step has been told
+        self._due: float | None = None  # set when the first step has been shown
         self._told_step = 0
         self._is_lost = False
 
@@ -58,7 +58,7 @@ class PlainConsole:
             self._tell()
 
     def close(self) -> None:
-        """Write the line of the last step, if it was not told yet."""
+        """Write the line of the last step, if it was not shown yet."""
         if self._has_news():
             self._tell()
 
@@ -72,7 +72,7 @@ class PlainConsole:
 
 
 class SilentConsole:
-    """Says nothing: for runs that somebody else watches."""
+    """Says nothing: for runs that another process watches."""
 
     def accept(self, item: Record | Step) -> None:
         """Ignore it."""
@@ -118,6 +118,6 @@ def detach(stream: TextIO, error: Exception) -> None:
         finally:
             os.close(nowhere)
     try:
-        write_line(sys.stderr, f"paceline: the console is gone ({error}); the run goes on, and its files tell about it")
+        write_line(sys.stderr, f"paceline: the console is gone ({error}); the run goes on, and its files record it")
     except (OSError, ValueError):
-        return  # nobody listens any more
+        return  # the terminal is closed

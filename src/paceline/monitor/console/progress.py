@@ -26,7 +26,7 @@ SHORT_PHASES: dict[str, str] = dict(
 )
 
 
-MOST_IDLE = 8  # workers whose idle shares are told one by one
+MOST_IDLE = 8  # workers whose idle shares are shown one by one
 
 
 class RunTarget:

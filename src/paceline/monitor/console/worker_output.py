@@ -63,7 +63,7 @@ class WorkerOutput:
         self._once.release(now)
 
     def finish(self, now: float, *, failed: Collection[int] = ()) -> None:
-        """Show what is left, unfinished lines too, and close the files; tracebacks of `failed` are told elsewhere."""
+        """Show what is left, unfinished lines too, and close the files; tracebacks of `failed` are shown elsewhere."""
         for worker, file in self._stdout.items():
             self._show_stdout(worker, [*file.poll(limit_bytes=None), *filter(None, [file.rest()])])
         for worker, file in self._stderr.items():

@@ -2,7 +2,7 @@
 
 A continued run takes some steps again from a checkpoint. Lines of steps after that checkpoint are dropped first, and so
 are those of attempts that did not lead to it. Lines that a killed supervisor did not write are taken from the workers'
-events. So the file always tells one history: that of the present state, from the first step to the last.
+events. So the file always has one history: that of the present state, from the first step to the last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MetricsFile:
         self.path = path
         self._attempt = attempt
         self._file: TextIO | None = None
-        self._line: list[AttemptSteps] = []  # that the file tells
+        self._line: list[AttemptSteps] = []  # that the file has
         self._has_stepped = False
 
     def accept(self, item: Record | Step) -> None:
@@ -52,7 +52,7 @@ class MetricsFile:
                 file.close()
 
     def _begin(self, last_step: int) -> None:
-        """Have the file tell of all steps before this attempt's own. `last_step`: before them, by what is told of this
+        """Write all steps before this attempt's own. `last_step`: before them, by what is known of this
         attempt beside its ledgers."""
         begun = resume_points(self.path.parent, until_attempt=self._attempt)
         line = list(lineage(self._attempt, begun))

@@ -123,7 +123,7 @@ class PrometheusEndpoint:
 
 
 class _WorkerMetrics:
-    """What is told of each worker that takes part; of one that is gone nothing is told any more."""
+    """The metrics of each worker that takes part; those of a worker that left are removed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._num = Gauge("paceline_workers", "Workers that take part now, on all hosts.", registry=registry)
@@ -146,7 +146,7 @@ class _WorkerMetrics:
         for worker in gone:
             self._shares.pop(worker, None)
             for metric in (self._waited, self._took, self._idle, self._startup):
-                with contextlib.suppress(KeyError):  # nothing was told of it, says an older prometheus_client
+                with contextlib.suppress(KeyError):  # older versions of prometheus_client raise it
                     metric.remove(str(worker))
         for worker in self._members & self._startup_s.keys():
             self._startup.labels(str(worker)).set(self._startup_s[worker])

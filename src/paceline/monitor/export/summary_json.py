@@ -37,7 +37,7 @@ __all__ = ["Summary"]
 
 
 class Summary:
-    """Takes records and steps, and tells at any time what they come to."""
+    """Takes records and steps, and sums them up at any time."""
 
     def __init__(self, run_dir: Path, *, attempt: int, workers: int, max_steps: int | None = None) -> None:
         self.run_dir, self.attempt, self.workers = run_dir, attempt, workers
@@ -54,7 +54,7 @@ class Summary:
         self.num_wire_bytes = self.num_raw_bytes = 0
         self._batch_size = 0  # the largest of a step
         self._opened = time.time()
-        self._commanded: float | None = None  # when the user's command began, told by the workers' start-up times
+        self._commanded: float | None = None  # when the user's command began, from the workers' start-up times
         self._started: RunStarted | None = None
         self._devices: dict[str, None] = {}
         self._ranks: set[int] = set()  # of workers that have started

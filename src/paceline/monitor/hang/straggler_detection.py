@@ -7,7 +7,7 @@ steps are faster. It begins and ends at looks, and each half contains at least o
 
 Communicating and waiting for others are one number, since no worker knows when the others arrived. The last worker to
 arrive has not waited: what it spends there is communication, and all workers spend as much. Where that is most of a
-step for LONG_S, it is reported for all of them. Sums cannot tell whose link is slow, because a sum over workers ends
+step for LONG_S, it is reported for all of them. Sums cannot show whose link is slow, because a sum over workers ends
 for all when it has passed the slowest link.
 """
 

@@ -91,12 +91,12 @@ def passes_through(attempt: int, place: ResumePoint | None, begun: Mapping[int, 
 
 
 def resume_points(run_dir: Path, *, until_attempt: int) -> dict[int, ResumePoint]:
-    """What the attempts up to this one went on from, as far as their ledgers tell; reads a few lines of each."""
+    """What the attempts up to this one went on from, as far as their ledgers record it; reads a few lines of each."""
     found: dict[int, ResumePoint] = {}
     for number in range(1, until_attempt + 1):
         paths = sorted((run_dir / f"attempt_{number}").glob("worker_*/ledger.jsonl"))
-        told = (resume_point_of(path) for path in paths if worker_number(path.parent.name) is not None)
-        begun = next((one for one in told if one is not None), None)
+        points = (resume_point_of(path) for path in paths if worker_number(path.parent.name) is not None)
+        begun = next((one for one in points if one is not None), None)
         if begun is not None:
             found[number] = begun
     return found
@@ -139,7 +139,7 @@ STEP_DONE = '{"event": "StepDone"'  # how the line of a step begins
 
 
 def steps_between(run_dir: Path, line: Sequence[AttemptSteps], *, after: int, until: int) -> list[tuple[int, Step]]:
-    """Return steps after + 1 to `until` as the attempts of a line, the newest first, have told of them, each with its
+    """Return steps after + 1 to `until` as the attempts of a line, the newest first, have recorded them, each with its
     attempt; costs O(those)."""
     rows: dict[int, tuple[int, Step]] = {}
     for stretch in line:

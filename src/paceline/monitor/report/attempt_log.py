@@ -28,7 +28,7 @@ STEP = '{"event": "StepDone"'  # how the line of a step begins
 class StepTime(NamedTuple):
     """One worker's word on a step, as much of it as the ledger needs."""
 
-    time: float  # when it was told, after its commit
+    time: float  # when it was recorded, after its commit
     step: int
     seconds: Mapping[str, float]  # as in StepDone
     skipped: bool = False  # no worker took it
@@ -44,9 +44,9 @@ class AttemptLog:
     ended: float  # the last moment that is known
     state: str  # finished | failed | stopped | lost | running
     exit_code: int | None
-    last_step: int  # that anybody told of; 0: none
+    last_step: int  # last step that any worker recorded; 0: none
     elsewhere: frozenset[int] = frozenset()  # workers of other hosts, whose files are not here
-    echoes: frozenset[int] = frozenset()  # workers whose error only tells that a peer went away
+    echoes: frozenset[int] = frozenset()  # workers whose error only reports that a peer was lost
     records: Sequence[Record]  # of supervisor and workers, without the steps, by time
     steps: Callable[[int], Iterable[StepTime]]  # of a worker, by time
 
@@ -113,9 +113,9 @@ class _Steps:
         path = self._paths.get(worker)
         for line in _lines(path) if path is not None else ():
             if line.startswith(STEP):
-                told = _step(line)
-                if told is not None:
-                    yield told
+                step_time = _step(line)
+                if step_time is not None:
+                    yield step_time
 
 
 def _step(line: str) -> StepTime | None:
@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _last_told(path: Path) -> tuple[float, int]:
-    """When a worker last said something, and the last step it told of."""
+    """Return when a worker last wrote an event, and the last step that it recorded."""
     when = 0.0
     for line in last_lines(path):
         found = decode_event(line)

@@ -88,7 +88,7 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                     found.append(open_loss)
                 open_loss.began = min(open_loss.began, record.time - lost.silent_s)
                 open_loss.workers.append(lost.rank)
-                if lost.reason not in open_loss.causes:  # a host's loss is told of each of its workers
+                if lost.reason not in open_loss.causes:  # a host's loss is reported for each of its workers
                     open_loss.causes.append(lost.reason)
             case Regrouped() as regrouped:
                 if open_loss is None:
@@ -97,7 +97,7 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                     found.append(open_loss)
                 _went_on(open_loss, record.time, regrouped)
                 open_loss = None
-            case WorkerJoined(after_s=after_s) as joined if after_s is not None:  # otherwise it replaces nobody
+            case WorkerJoined(after_s=after_s) as joined if after_s is not None:  # otherwise it replaces no lost worker
                 _replacement(found, record.time, joined, after_s)
             case WorkerLeft() as leaving:
                 found.append(_left(log.attempt, record.time, leaving))
@@ -132,7 +132,7 @@ def restart_of(log: AttemptLog) -> Restarted | None:
 
 
 class Rewinds:
-    """The moments at which a run went back to an older step: later ones that were told before count for nothing."""
+    """The moments at which a run went back to an older step: later steps that were recorded before do not count."""
 
     def __init__(self, incidents: Sequence[Incident]) -> None:
         moments = sorted(
@@ -146,9 +146,9 @@ class Rewinds:
         for index in reversed(range(len(self._oldest) - 1)):  # of all later moments
             self._oldest[index] = min(self._oldest[index], self._oldest[index + 1])
 
-    def of(self, step: int, told: float) -> Incident | None:
-        """Return the incident for which a step, told at this time, was taken again or undone; None: it counts."""
-        index = bisect.bisect_right(self._times, told)
+    def of(self, step: int, recorded_at: float) -> Incident | None:
+        """Return the incident for which a step, recorded at this time, was taken again or undone; None: it counts."""
+        index = bisect.bisect_right(self._times, recorded_at)
         if index == len(self._times) or step <= self._oldest[index][0]:
             return None
         return self._incidents[self._oldest[index][1]]
@@ -182,7 +182,7 @@ def _left(attempt: int, when: float, leaving: WorkerLeft) -> Incident:
 
 def _spike(attempt: int, when: float, spike: SpikeSeen) -> Incident:
     to_step = spike.to_step if spike.action == "rollback" else None
-    undone = 0 if to_step is None else spike.step - 1 - to_step  # and the spike's own, which nobody took
+    undone = 0 if to_step is None else spike.step - 1 - to_step  # and the spike's own, which no worker took
     step = spike.step - 1 if to_step is None else to_step
     return Incident(
         kind="spike",

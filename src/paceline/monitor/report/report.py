@@ -136,8 +136,8 @@ def _snapshot_cost(logs: Sequence[AttemptLog], ledger: GoodputLedger) -> Snapsho
 
 def elsewhere_text(ledger: GoodputLedger) -> str:
     """Say whose files are not here."""
-    who = workers_text(ledger.elsewhere)
-    return f"{who} ran on other hosts, whose files are not here: their time is not counted here"
+    subject = workers_text(ledger.elsewhere)
+    return f"{subject} ran on other hosts, whose files are not here: their time is not counted here"
 
 
 def incident_text(incident: Incident) -> str:
@@ -244,19 +244,19 @@ class WorkerMemory:
 
 
 def memory_by_worker(logs: Sequence[AttemptLog]) -> dict[int, WorkerMemory]:
-    """Return what the workers of the newest attempt that came to an end have told, by worker."""
+    """Return what the workers of the newest attempt that came to an end have reported, by worker."""
     for log in reversed(logs):
-        told = [record.event for record in log.records if isinstance(record.event, WorkerFinished)]
-        if told:
+        finished = [record.event for record in log.records if isinstance(record.event, WorkerFinished)]
+        if finished:
             return {
                 one.rank: WorkerMemory(peak_memory_bytes=one.peak_memory_bytes, state_bytes=one.state_bytes)
-                for one in sorted(told, key=lambda one: one.rank)
+                for one in sorted(finished, key=lambda one: one.rank)
             }
     return {}
 
 
 def memory_lines(held: Mapping[int, WorkerMemory], *, most: int) -> Iterator[str]:
-    """A table with a row for each of the first `most` workers; nothing where nobody has told."""
+    """A table with a row for each of the first `most` workers; empty if none has reported."""
     if not held:
         return
     yield ""

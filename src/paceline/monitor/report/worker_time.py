@@ -64,7 +64,7 @@ class WorkerTime:
         self._state = "new"  # new | starting | at work | vacant | finished | given up
         self._incident = begun_by  # that emptied the place
         self._usual: dict[str, float] = {}  # an undisturbed step's seconds, by account
-        self._evaluation_s = self._stall_s = self._keep_s = 0.0  # since the last step was told
+        self._evaluation_s = self._stall_s = self._keep_s = 0.0  # since the last recorded step
         losses = [incident for incident in incidents if incident.kind == "loss"]
         self._own_losses = [incident for incident in losses if worker in incident.workers]
         self._leavings = [one for one in incidents if one.kind == "left" and worker in one.workers]
@@ -135,33 +135,33 @@ class WorkerTime:
             self._incident = None
         self._state = "starting"
 
-    def _step(self, told: StepTime, when: float) -> None:
+    def _step(self, step_time: StepTime, when: float) -> None:
         length = when - self._until
-        parts = {phase: max(0.0, told.seconds.get(phase, 0.0)) for phase in PHASES}
+        parts = {phase: max(0.0, step_time.seconds.get(phase, 0.0)) for phase in PHASES}
         measured = sum(parts.values())
         if measured > length:  # clocks differ a little, and parts may overlap
             parts = {phase: seconds * length / measured for phase, seconds in parts.items()}
         rest = max(0.0, length - measured)
-        owner = self._disturbed.get(told.step)
+        owner = self._disturbed.get(step_time.step)
         if self._state == "starting":
             self._state, owner, self._incident = "at work", self._incident, None
             parts["start_up"] = 0.0
             parts["recovery" if owner else "start_up"] += rest
-        elif owner is not None and told.time >= owner.began:
+        elif owner is not None and step_time.time >= owner.began:
             parts = self._as_usual(length)
         else:
             owner = None
             self._share_out(parts, rest)
             self._usual = {**parts, "recovery": 0.0}
-        rewound_by = self._rewinds.of(told.step, told.time)
+        rewound_by = self._rewinds.of(step_time.step, step_time.time)
         if rewound_by is not None:
             owner = rewound_by
             parts = _wasted(parts, "undone" if rewound_by.kind == "spike" else "repeated")
-        elif told.skipped:
-            parts, owner = _wasted(parts, "undone"), self._left_out.get(told.step)
-        self._evaluation_s, self._stall_s = 0.0, self._stalls.get(told.step, 0.0)
-        self._keep_s = self._keeps.get(told.step, 0.0)
-        self.first_step, self.last_step = self.first_step or told.step, told.step
+        elif step_time.skipped:
+            parts, owner = _wasted(parts, "undone"), self._left_out.get(step_time.step)
+        self._evaluation_s, self._stall_s = 0.0, self._stalls.get(step_time.step, 0.0)
+        self._keep_s = self._keeps.get(step_time.step, 0.0)
+        self.first_step, self.last_step = self.first_step or step_time.step, step_time.step
         self._book(when, parts, owner)
 
     def _as_usual(self, length: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ from paceline.units import duration_text
 
 __all__ = ["Progress", "RunTrouble"]
 
-NUM_STEPS = 50  # over which speeds are told
+NUM_STEPS = 50  # over which speeds are measured
 NUM_FIRST_LINES = 200  # of a worker's events, in which it opens the data
 STILL_S = 5.0  # without a step, and
 STILL_STEPS = 10  # for as long as so many of them usually take: that is worth a word

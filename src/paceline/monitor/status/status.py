@@ -40,7 +40,7 @@ EXPLAINED = {
 }
 NUM_FIRST_LINES = 200  # in which a worker says that it started
 NUM_LAST_LINES = 2000  # in which it names its last step
-NUM_IDLE_STEPS = 50  # of which its idle share is told
+NUM_IDLE_STEPS = 50  # over which its idle share is measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,13 +258,13 @@ def _workers(
 def _worker(
     record: RunRecord,
     worker: int,
-    told: Record | None,
+    last_record: Record | None,
     failed: Mapping[int, WorkerFailed],
     *,
     lost_at: float | None,
     left_at: float | None,
 ) -> WorkerStatus:
-    started = told.event if told is not None and isinstance(told.event, WorkerStarted) else None
+    started = last_record.event if last_record is not None and isinstance(last_record.event, WorkerStarted) else None
     directory = attempt_dir(record.run_dir, record.attempt) / f"worker_{worker}"
     step, age_s, state = 0, None, "starting" if started is None else "running"
     done: list[StepDone] = []
@@ -282,8 +282,8 @@ def _worker(
         if (step and (not is_own or len(done) == NUM_IDLE_STEPS)) or number > NUM_LAST_LINES:
             break
     if lost_at is not None and state in ("starting", "running"):  # else its successor is starting
-        state = "lost" if told is None or told.time < lost_at else "starting"
-    if left_at is not None and (told is None or told.time < left_at):
+        state = "lost" if last_record is None or last_record.time < lost_at else "starting"
+    if left_at is not None and (last_record is None or last_record.time < left_at):
         state = "left"
     elif worker in failed:
         state = "stopped" if failed[worker].follows else "failed"

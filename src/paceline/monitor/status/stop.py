@@ -64,9 +64,8 @@ def _still_there(record: RunRecord, grace_s: float) -> str:
     now = status(record.run_dir)
     known = [now.progress.still_text()] if now.stands_still else []
     known += [now.trouble.warning] if now.trouble.warning else []
-    until = (
-        f"it finishes step {now.progress.step + 1} and saves; who has not left {grace_s:.0f} s after SIGTERM is ended"
-    )
+    until = f"it finishes step {now.progress.step + 1} and saves; "
+    until += f"a worker that has not left {grace_s:.0f} s after SIGTERM is ended"
     return "\n  ".join([until, *known])
 
 
