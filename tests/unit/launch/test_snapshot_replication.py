@@ -232,7 +232,7 @@ def test_what_its_sender_has_not_signed_does_not_count(two: Two, monkeypatch: py
     monkeypatch.setattr(SnapshotSlot, "write", changed)
     two.link()
     two.keep(0, 10, b"good")
-    two.until(lambda: two.first._neighbour is not None and two.first._neighbour._num_failures > 0)
+    two.until(lambda: two.first._neighbor is not None and two.first._neighbor._num_failures > 0)
     assert two.copies() == set() and not two.own[0].is_replicated
     monkeypatch.undo()
     two.until(lambda: two.own[0].is_replicated, ahead_s=2.0)
