@@ -1,4 +1,4 @@
-"""Put a model on its workers as the plan says: the one place where the order of the measures is decided.
+"""Put a model on its workers as the plan says: the one place that decides the order of the steps.
 
 The model stays the user's own object; everything is done to it in place.
 """
@@ -30,22 +30,22 @@ def place(
     *,
     device: torch.device,
     units: Sequence[str] = (),
-    cut: Callable[[nn.Module], None] = lambda _: None,
-    split: Callable[[nn.Module], T] = lambda _: None,
+    split_layers: Callable[[nn.Module], None] = lambda _: None,
+    shard: Callable[[nn.Module], T] = lambda _: None,
 ) -> T:
-    """Convert, move, cut, wrap, split and compile `model`; returns what `split(model)` does.
+    """Convert, move, split, recompute, shard and compile `model`; returns what `shard(model)` does.
 
     It must be fit (`require_fit`). `units` are names of modules that are recomputed as a whole, in place of repeated
-    blocks. `cut` cuts its layers, or keeps some of its stages. Weights are made equal by `send_from_first`: afterwards,
-    or by `cut` or `split`, whichever is the first to make something smaller than the whole.
+    blocks. `split_layers` splits its layers, or keeps some of its stages. Weights are made equal by `send_from_first`:
+    afterwards, or in `split_layers` or `shard`, whichever is the first to make something smaller than the whole.
     """
     convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
     model.to(device)  # 2. before anything keeps a reference to a parameter's storage
-    cut(model)  # 3. while each layer still has its own forward
+    split_layers(model)  # 3. while each layer still has its own forward
     if plan.compute.recompute != "none":  # 4. inside the compiled region, so that the compiler sees it
         keep = "inputs" if plan.compute.recompute == "blocks" else "costly"
         recompute_blocks(model, keep=keep, blocks=blocks_of(model, units))
-    done = split(model)  # 5. outside of recomputation, which calls a block's forward alone and finds it gathered
+    done = shard(model)  # 5. outside of recomputation, which calls a block's forward alone and finds it gathered
     if plan.compute.compile:
         model.compile()  # 6. last: in place, lazily compiled at the first forward
     return done

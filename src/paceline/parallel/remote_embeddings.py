@@ -1,10 +1,10 @@
-"""Embeddings whose tables are elsewhere: a forward asks for the rows of its words, and computes on these.
+"""Embeddings whose tables are elsewhere: a forward fetches the rows of its words, and computes on these.
 
 They are torch's own modules, `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`, which say by it that of their
 matrix only the rows of the words that came matter. They get a class of their own that forwards in this way as soon as
 the table is away (`paceline.comm.remote_tensors`), and as ever before. The gradient is sparse, as torch makes it, so
-whoever follows gradients of parameters sees it arrive. Only rows may be asked for: code that reads the whole matrix is
-refused by name, before anything starts where a module shares it, and otherwise when it does.
+hooks on gradients of parameters see it arrive. Only rows can be read. Code that reads the whole matrix is refused by
+name: before anything starts where a module shares it, otherwise when it reads.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RemoteEmbeddingModule(nn.Module):
 
     @property
     def weight(self) -> Parameter:
-        """The table. Raises RuntimeError where it is away: nobody but a lookup may use it."""
+        """The table. Raises RuntimeError where it is away: only a lookup may use it."""
         parameter = _table(self)
         if is_remote(parameter):
             raise RuntimeError(

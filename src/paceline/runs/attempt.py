@@ -35,7 +35,7 @@ from paceline.plan import CommandPlan, Job, Plan
 
 __all__ = ["Attempt", "begin_record", "error_from_failures", "qualified_name", "run_started", "wait_for_orphans"]
 
-ORPHANS_END_S = 10.0  # beyond their grace time: until whoever did not leave in time is killed
+ORPHANS_END_S = 10.0  # beyond their grace time: until a worker that did not leave in time is killed
 WHILE_MET_S = 10.0  # less than the coordinator waits for a host's first message
 
 
@@ -77,7 +77,7 @@ class Attempt:
         self._record: RunRecord | None = None
         self._log: EventLog | None = None
         self._watch: Watch | None = None
-        self._lookout: HangMonitor | None = None
+        self._hang_monitor: HangMonitor | None = None
 
     @property
     def directory(self) -> Path:
@@ -90,7 +90,7 @@ class Attempt:
         retained: RetainedHostState | None = None,
         judge: Callable[[Attempt, JobOutcome, int], RestartPlan | None] | None = None,
     ) -> JobOutcome:
-        """Start the workers, watch them to their end, and tell the user how it went.
+        """Start the workers, watch them to their end, and report to the user how it went.
 
         On the coordinator, `judge(self, outcome, at_step)` decides whether and how all restart. Then `next` is set on
         all hosts, and the next attempt reports to the user.
@@ -152,8 +152,8 @@ class Attempt:
 
     def poll(self) -> None:
         """Read what the workers have written (called by the launch)."""
-        if self._lookout is not None:
-            self._lookout.poll(time.monotonic())
+        if self._hang_monitor is not None:
+            self._hang_monitor.poll(time.monotonic())
         if self._watch is not None:
             self._watch.poll()
 
@@ -225,7 +225,7 @@ class Attempt:
             explains=self._function is None,  # otherwise the exception of `paceline.run(fn)` does
         )
         if self.job.launcher != "inline":  # there a debugger keeps all workers waiting, on purpose
-            self._lookout = self._hang_monitor_for(node_role)
+            self._hang_monitor = self._hang_monitor_for(node_role)
         return self.run_dir
 
     def _let_orphans_end(self) -> None:
@@ -276,12 +276,12 @@ class Attempt:
 
     def _end(self, outcome: JobOutcome, failures: tuple[Failure, ...]) -> int:
         """Close the record as far as it was opened; return the exit status."""
-        books = AttemptEnd(
+        end = AttemptEnd(
             self.directory, log=self._log, watch=self._watch, record=self._record, since=self._command_started
         )
-        if self._lookout is not None:
-            failures = self._lookout.explained(failures)
-        exit_code = books.close(outcome.state, outcome.exit_code, failures, goes_on=self.next is not None)
+        if self._hang_monitor is not None:
+            failures = self._hang_monitor.explained(failures)
+        exit_code = end.close(outcome.state, outcome.exit_code, failures, goes_on=self.next is not None)
         if self._watch is not None:
             self.failures = self._watch.failures
         return exit_code
@@ -319,10 +319,10 @@ def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | N
     """
     run_dir = Path(str(job.run_dir))
     grace_s, is_elsewhere = job.grace_s, True
-    with contextlib.suppress(ValueError):  # the record is another host's, or damaged: that is told where it is used
+    with contextlib.suppress(ValueError):  # the record is another host's, or damaged: that is reported where it is used
         record = RunRecord.load(run_dir)
         if record.is_alive():
-            return  # the directory is in use, and that is told as well
+            return  # the directory is in use, which is reported as well
         grace_s = float(record.job.get("grace_s", job.grace_s))
         is_elsewhere = record.state_now() == RUNNING  # this host may come back to it
     limit_s = grace_s + ORPHANS_END_S if limit_s is None else limit_s
@@ -367,7 +367,7 @@ def qualified_name(function: Callable[..., Any]) -> str:
 
 
 def error_from_failures(failures: Sequence[Failure]) -> WorkerError | PlanError:
-    """Return the exception that tells a Python caller what went wrong."""
+    """Return the exception for a Python caller."""
     first = root_cause(failures)
     fields = first.error or {}
     if fields.get("usage"):
@@ -383,7 +383,7 @@ def error_from_failures(failures: Sequence[Failure]) -> WorkerError | PlanError:
 
 
 def _worker_end(exit: WorkerExit, *, oom_kills_before: int | None) -> Failure:
-    """A worker's end as the monitor tells it."""
+    """A worker's end as the monitor reports it."""
     fields = exit.error or {}
     limit = memory_limit_bytes()
     return Failure(

@@ -34,8 +34,8 @@ __all__ = ["monitoring_thread", "note_end", "note_failure", "note_left", "report
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks into the store
-TELL_S = 1.0  # from telling why to killing: an engine passes on what its workers print, and ends all when one dies
-LEAD_S = 10.0  # workers end by themselves when they have waited too long: what is known is told before that
+TELL_S = 1.0  # from the report to the kill: an engine passes on what its workers print, and ends all when one exits
+LEAD_S = 10.0  # workers end by themselves when they have waited too long: what is known is reported before that
 
 Hosts = Sequence[Sequence[int]]  # the ranks on each host, the first one's first
 
@@ -166,7 +166,7 @@ def note_failure(assignment: Assignment) -> None:
 
 def note_end(assignment: Assignment, state: str, exit_code: int) -> None:
     """Record in run.json how the run ends, unless that is recorded already."""
-    # ValueError: on another host's disk there is no record. OSError: worker 0 will find that out, too, and tell.
+    # ValueError: on another host's disk there is no record. OSError: worker 0 will find that out, too, and report it.
     with contextlib.suppress(ValueError, OSError):
         record = RunRecord.load(assignment.run_dir)
         if record.state == RUNNING and record.attempt == assignment.attempt:
@@ -213,7 +213,7 @@ class _WorkerAccess:
             self._end_at = time.monotonic() + TELL_S
 
     def is_due(self, now: float) -> bool:
-        """Return whether some worker is to be ended and has been told why."""
+        """Return whether some worker is to be ended and has received the reason."""
         return self._end_at is not None and now >= self._end_at
 
     def end_doomed(self) -> None:

@@ -203,7 +203,7 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
 
 
 def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]) -> T:
-    """Become a worker of a world that somebody else started; a thread beside worker 0 shows and records the run."""
+    """Become a worker of a world that another launcher started; a thread beside worker 0 shows and records the run."""
     from paceline.worker.external_launch import await_records_closed, join_external_world, started_at
     from paceline.worker.membership.consensus import CleanExit
 
@@ -235,7 +235,9 @@ def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | 
             with _listening_for_preemption(own, world) as notice, watched:
                 return _run_as_worker(function, place, plan=plan, fields=fields, notice=notice)
         except CleanExit:
-            await_records_closed(place.store, own)  # an engine ends everybody when the first one's exit status is not 0
+            await_records_closed(
+                place.store, own
+            )  # an engine ends all workers when the first one's exit status is not 0
             raise
         finally:
             environment.leave()

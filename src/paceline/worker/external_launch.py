@@ -1,4 +1,4 @@
-"""Become a worker of a world that somebody else started: torchrun, srun or mpirun.
+"""Become a worker of a world that another launcher started: torchrun, srun or mpirun.
 
 There is no supervisor then. The engine starts, ends and restarts processes; worker 0 picks the run directory and tells
 the others.
@@ -28,9 +28,9 @@ from paceline.world_detection import World
 
 __all__ = ["JoinedWorld", "await_records_closed", "join_external_world", "started_at"]
 
-LATE_S = 20.0  # until who has not come is told: imports take their time
+LATE_S = 20.0  # until late workers are reported: imports take time
 MEET_S = 0.02  # between two looks
-BOOKS, BOOKS_S = "books_closed", 5.0  # what worker 0 says in the store, and how long the others wait for it
+RECORDS, RECORDS_S = "records_closed", 5.0  # worker 0's key in the store, and how long the others wait for it
 
 _calls = (
     itertools.count()
@@ -80,30 +80,30 @@ def join_external_world(
 
 
 def _await_all(store: dist.Store, names: Sequence[str], *, timeout_s: float, log: Callable[[str], None]) -> None:
-    """Return when all workers have come; tell of those who do not. Raises LaunchError after `timeout_s`."""
+    """Return when all workers have come; report those that do not. Raises LaunchError after `timeout_s`."""
     began, is_told = time.monotonic(), False
     while missing := [number for number, name in enumerate(names) if not store.check([name])]:
         waited_s = time.monotonic() - began
-        who = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        late = f"worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         have = "have" if len(missing) > 1 else "has"
         if waited_s > timeout_s:
             raise LaunchError(
-                f"{who} {have} not come to paceline.run() within {timeout_s:.0f} s (timeout_s): look at what the "
+                f"{late} {have} not come to paceline.run() within {timeout_s:.0f} s (timeout_s): look at what the "
                 "script does before it on that worker, and whether it was started at all"
             )
         if not is_told and waited_s > LATE_S:
             is_told = True
-            log(f"{who} {have} not come to paceline.run() yet; the others have waited {waited_s:.0f} s")
-        time.sleep(MEET_S)  # the store can be asked who is missing, but not waited for with names
+            log(f"{late} {have} not come to paceline.run() yet; the others have waited {waited_s:.0f} s")
+        time.sleep(MEET_S)  # the store's own wait does not name the missing ones
 
 
 def await_records_closed(store: dist.Store, own: Assignment) -> None:
-    """Return when worker 0, which closes the books of all, has come here; it may have gone already."""
+    """Return when worker 0, which closes the records of all, has come here; it may have exited already."""
     with contextlib.suppress(RuntimeError, PacelineError, ConnectionError):  # RuntimeError: of torch's own stores
         if own.rank == 0:
-            store.set(BOOKS, "")
+            store.set(RECORDS, "")
         else:
-            store.wait([BOOKS], timedelta(seconds=BOOKS_S))
+            store.wait([RECORDS], timedelta(seconds=RECORDS_S))
 
 
 def _assignment(
@@ -170,7 +170,7 @@ def _rendezvous_host(world: World, call: int = 0) -> tuple[str, int]:
 
 
 def started_at() -> float:
-    """When this process began (time.time()), for the start-up time of a world that somebody else started."""
+    """When this process began (time.time()), for the start-up time of a world that another launcher started."""
     ticks = (
         int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         if Path("/proc/self/stat").exists()

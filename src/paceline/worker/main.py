@@ -76,9 +76,9 @@ def _run_function(assignment: Assignment) -> None:
     try:
         value = run_worker(function, assignment, fields=fields)
     except SystemExit as stop:
-        if stop.code or isinstance(stop, CleanExit):  # who leaves before the end returns nothing
+        if stop.code or isinstance(stop, CleanExit):  # a worker that leaves before the end returns nothing
             raise
-    # In an elastic run nobody knows who will be the first at its end: the caller takes the value of whoever is.
+    # In an elastic run any worker may be the first at its end: the caller takes the value of the one that is.
     if assignment.rank == 0 or assignment.plan.over(None).layout.is_elastic:
         result = Path(assignment.worker_dir) / "result.pkl"
         pickled = cloudpickle.dumps(value)

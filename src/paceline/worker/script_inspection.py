@@ -36,7 +36,7 @@ __all__ = ["InspectionReport", "InspectionWorker", "inspect_script"]
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-PACKAGE = "paceline"  # by name: its door is above this room
+PACKAGE = "paceline"  # by name: its `run` is above this room
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class InspectionWorker:
         return 0
 
     def wait(self) -> None:
-        """There is nobody to wait for."""
+        """There are no peers to wait for."""
 
     def average(self, value: Tensor | float) -> Tensor:
         """Return the value as it is."""
@@ -143,7 +143,7 @@ class InspectionWorker:
         """The script has come to its end, or to its first loop: count what workers would hold."""
         for name, (model, look) in self._models.items():
             if look.errors:
-                continue  # nobody will hold anything of it
+                continue  # no worker holds any of it
             own = {id(one) for one in model.parameters()}
             optimizers = [
                 one for one in self._optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])
@@ -177,7 +177,7 @@ def _run(
     workers: int | None,
     fill: Callable[[nn.Module], Any] | None,
 ) -> InspectionReport:
-    """Run the script once, as `python script.py` would, with a Looker."""
+    """Run the script once, as `python script.py` would, with an `InspectionWorker`."""
     seen: list[InspectionReport] = []
     command_plan = plan
 
@@ -187,10 +187,10 @@ def _run(
         findings = _findings(wanted, workers or own or job.get("workers"))
         seen.append(findings)
         config.read(Job, {key: value for key, value in job.items() if value is not None})
-        looker = InspectionWorker(findings, fill=fill)
+        worker = InspectionWorker(findings, fill=fill)
         with contextlib.suppress(_InspectionDone):
-            function(looker)
-        looker.close()
+            function(worker)
+        worker.close()
         raise _InspectionDone
 
     with _run_replaced(run), _as_program(script, args), contextlib.suppress(_InspectionDone):

@@ -1,4 +1,4 @@
-"""From an assignment to a live worker and back: join the others, run the user's function, close the books."""
+"""From an assignment to a live worker and back: join the others, run the user's function, end the run."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def run_worker(
     """Be the worker that the assignment says: run `function(worker)` and return its value.
 
     `plan` and `fields` (of Job) are what the script itself said; the command's word wins. `store` and `notice` are
-    those of a world that somebody else started. An error is written to error.json, with the step, before it is raised.
-    Raises Leaving, with the exit status, where all have saved and this worker is to end.
+    those of a world that another launcher started. An error is written to error.json, with the step, before the raise.
+    Raises CleanExit, with the exit status, where all have saved and this worker is to end.
     """
     job = merge_job(assignment, fields or {})
     chosen = assignment.plan.over(plan)
@@ -119,13 +119,13 @@ def run_worker(
                 if stop.code:
                     raise
                 leaving = stop  # sys.exit() or sys.exit(0): an end like any other
-            with contextlib.suppress(ChannelClosed):  # the supervisor has gone: what is left is to save
+            with contextlib.suppress(ChannelClosed):  # the supervisor is lost: what is left is to save
                 place.shared.set(LEFT.format(worker.rank), str(worker.step))
             lifecycle.end()
     except CleanExit:
-        raise  # in good order: its books are closed
+        raise  # in good order: its record is closed
     except BaseException as error:
-        if not isinstance(error, TerminatedBySignal):  # that one has a cause outside, and whoever sent it knows
+        if not isinstance(error, TerminatedBySignal):  # its cause is outside of the worker
             write_error(error, assignment, step=lifecycle.step if lifecycle else 0)
         files.give_up()
         if lifecycle is not None:
@@ -199,7 +199,7 @@ def _say_what_is_not_used(
     if idle:
         files.emit(
             Note(
-                text=f"the script says {', '.join(dict.fromkeys(idle))}; the command, or whoever started the workers, "
+                text=f"the script says {', '.join(dict.fromkeys(idle))}; the command, or the launcher, "
                 "says otherwise, and that counts"
             )
         )
@@ -241,15 +241,15 @@ def _call_function(
             place.agreement.await_end()
         may_be, store = isinstance(error, SyncError) or is_peer_failure(error), place.shared
         ranks = place.agreement.present or place.agreement.ranks  # members may have been lost
-        gone: dict[int, str] = {}  # rank -> the step after which it left
-        with contextlib.suppress(ChannelClosed):  # the supervisor has gone: the error is all that there is to say
+        left: dict[int, str] = {}  # rank -> the step after which it left
+        with contextlib.suppress(ChannelClosed):  # the supervisor is lost: only the error can be reported
             names = {rank: LEFT.format(rank) for rank in ranks if may_be}
-            gone = {rank: store.get(name).decode() for rank, name in names.items() if store.check([name])}
-        if not gone:
+            left = {rank: store.get(name).decode() for rank, name in names.items() if store.check([name])}
+        if not left:
             raise
-        steps = ", ".join(dict.fromkeys(gone.values()))
+        steps = ", ".join(dict.fromkeys(left.values()))
         raise SyncError(
-            f"worker{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} left the training function after step {steps}, "
+            f"worker{'s' * (len(left) > 1)} {', '.join(map(str, left))} left the training function after step {steps}, "
             "others are in it: all must take the same steps. Look for a return, break, continue or sys.exit() that "
             "only some reach"
         ).with_traceback(error.__traceback__) from None

@@ -131,7 +131,7 @@ def test_where_replicas_cannot_come_and_go_their_number_stays_and_the_drill_says
     (row,) = told["runs"]
     assert row["exit_codes"] == [76, 0] and row["samples_repeated"] == 0
     kept, left_out = told["said"]
-    assert "counted from those who began" in kept and left_out.startswith("flip does not apply")
+    assert "counted from the replicas that began" in kept and left_out.startswith("flip does not apply")
 
 
 def test_one_fault_of_each_kind_keeps_all_promises(tmp_path: Path) -> None:

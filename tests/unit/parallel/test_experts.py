@@ -1,4 +1,4 @@
-"""Routed experts that are spread over workers, threads of this process: what is found, and that numbers stay."""
+"""Expert parallel: experts split among workers, threads of this process: what is found, and that numbers stay."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def each_on(size: int, model: nn.Module, inputs: Sequence[Tensor], run: Any = No
 
     def work(group: EmulatedGroup) -> Result:
         mine, exchange = copy.deepcopy(model), Exchange(group)
-        spread = distribute_experts(mine, find_experts(mine, size=size), exchange)
+        distributed = distribute_experts(mine, find_experts(mine, size=size), exchange)
         out = (run or (lambda one, x: one(x)))(mine, inputs[group.index])
         loss_of(mine, out).backward()
-        return spread, mine, out.detach(), exchange
+        return distributed, mine, out.detach(), exchange
 
     return emulate(size, work)
 
@@ -61,12 +61,12 @@ def assert_same(results: list[Result], model: nn.Module, inputs: Sequence[Tensor
         whole = model(x)
         torch.testing.assert_close(out, whole.detach())
         loss_of(model, whole).backward()
-    spread = results[0][0]
+    distributed = results[0][0]
     for name, parameter in model.named_parameters():
         here = [dict(one.named_parameters())[name] for _, one, _, _ in results]
         grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in here if not one.is_meta]
-        assert len(grads) == (1 if name in spread.owners else len(results)), name
-        found = torch.cat(grads) if name in spread.splits else torch.stack(grads).sum(0)
+        assert len(grads) == (1 if name in distributed.owners else len(results)), name
+        found = torch.cat(grads) if name in distributed.splits else torch.stack(grads).sum(0)
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -291,8 +291,8 @@ def test_weights_that_are_no_numbers_prove_nothing_and_that_is_said() -> None:
     model = StackedExperts()
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
-    spread = distribute_experts(model, find_experts(model, size=2), First(2))
-    assert "whether their experts depend on each other could not be tried" in spread.headline
+    distributed = distribute_experts(model, find_experts(model, size=2), First(2))
+    assert "whether their experts depend on each other could not be tried" in distributed.headline
 
 
 def test_a_wrong_call_says_what_experts_take() -> None:

@@ -23,10 +23,10 @@ def test_a_parameter_that_gets_the_number_of_one_that_is_gone_is_not_taken_for_i
         team = TensorGroupOps(group, rules=rule_of)
         gone, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         team.owner_sums_gradients_of([gone])
-        team.spread(gone).sum().backward()
+        team.copy_to_group(gone).sum().backward()
         partial = gone.grad
         del gone
-        (team.spread(other) * (1 + group.index)).sum().backward()
+        (team.copy_to_group(other) * (1 + group.index)).sum().backward()
         return partial, other.grad
 
     for partial, whole in emulate(2, work):

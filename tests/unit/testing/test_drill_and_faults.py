@@ -376,8 +376,8 @@ def terms(plan: Plan | str, *words: str, workers: int = 3, steps: int = 40) -> D
 @pytest.mark.parametrize(
     ("plan", "kept"),
     [
-        ("parameterserver(drop=1)", "how many replicas a step may do without is counted from those who began"),
-        ("localsgd(every=8,fragments=2)", "no step at which all agree on all"),
+        ("parameterserver(drop=1)", "how many replicas a step may do without is counted from the replicas that began"),
+        ("localsgd(every=8,fragments=2)", "at no step do all replicas agree on all weights"),
         ("shard=2+compute(offload=all)", "brings parameters to the device unit by unit"),
     ],
 )

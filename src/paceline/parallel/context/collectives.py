@@ -1,4 +1,4 @@
-"""Collectives between the workers that share a sequence, as operations with a backward.
+"""Collectives between the workers that split a sequence (context parallel), as operations with a backward.
 
 Every worker computes the same loss, and backward is that of the *sum* of all workers' losses: the backward of each
 operation is the exact transpose of its forward. So for any parameter, used on slices or on whole tensors, the **mean**
@@ -241,8 +241,8 @@ class EmulatedContextCollectives:
         )
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        everybody = [self.all_gather(part) for part in parts]  # by receiver, then by sender
-        received = everybody[self.index]
+        every_worker = [self.all_gather(part) for part in parts]  # by receiver, then by sender
+        received = every_worker[self.index]
         for sender, (one, shape) in enumerate(itertools.zip_longest(received, shapes)):
             if tuple(one.shape) != tuple(shape):
                 raise SyncError(f"worker {sender} sent {tuple(one.shape)}, but {tuple(shape)} was expected")

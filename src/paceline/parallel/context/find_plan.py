@@ -1,7 +1,7 @@
 """Find how the sequence of an ordinary model is split among n workers: `find_plan(model, size=n)`.
 
 Only one thing is guessed: which dim of the hidden tensors counts tokens. The guess is tried with emulated workers
-(`verify.py`). It is taken if attention turns out to be shared and everything agrees with the whole model. A wrong guess
+(`verify.py`). It is taken if attention turns out to be split and everything agrees with the whole model. A wrong guess
 costs time and does not change a result, because operations that need all tokens gather them.
 """
 
@@ -41,7 +41,7 @@ def find_plan(
     tokenwise: Sequence[str] = (),
     layers: TensorPlan | None = None,
 ) -> ContextPlan:
-    """Return how `size` workers share the sequence of `model`; raises PlanError where they cannot.
+    """Return how `size` workers split the sequence of `model`; raises PlanError where they cannot.
 
     kind: "auto" uses heads (all-to-all) where they divide among the workers, and a ring elsewhere; "ring" always uses a
     ring; "heads" refuses heads that do not divide. sample: arguments of a small forward with at least 2 tokens per
@@ -96,7 +96,7 @@ class _ContextPlanFinder:
             raise PlanError(f"tokenwise={unknown[0]!r} names no module of {type(model).__name__}; see named_modules().")
 
     def find(self, dims: Sequence[int]) -> ContextPlan | str:
-        """Try the dims in order; the first one that shares attention and agrees is taken. Otherwise return why none
+        """Try the dims in order; the first one that splits attention and agrees is taken. Otherwise return why none
         is.
         """
         embeddings = self._embeddings()

@@ -37,7 +37,7 @@ AttentionKind = Literal["heads", "ring"]
 
 
 class ContextGroupOps(TensorGroupOps):
-    """One worker's view of the group. `kind` says how attention is shared where heads divide; elsewhere a ring is
+    """One worker's view of the group. `kind` says how attention is split where heads divide; elsewhere a ring is
     used.
     """
 
@@ -81,7 +81,7 @@ class ContextGroupOps(TensorGroupOps):
 
     # ------------------------------------------------------------------------------------------------- crossings
 
-    def spread(self, tensor: Tensor) -> Tensor:
+    def copy_to_group(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ class ContextGroupOps(TensorGroupOps):
         with on_parts():
             return collectives.gathered(split, self.group, dim=split.split_dim, sections=split.sections)
 
-    def gather_spread(self, split: SplitTensor) -> Tensor:
+    def gather_for_group(self, split: SplitTensor) -> Tensor:
         return self.gather(split)
 
     def attended(self, kind: Literal["heads", "ring", "rows"], length: int) -> None:
-        """Called by rules that shared an attention of `length` queries; `kind` says how. Trials override it."""
+        """Called by rules that split an attention of `length` queries; `kind` says how. Trials override it."""
 
     # --------------------------------------------------------------------------------------------- no rule applies
 

@@ -18,7 +18,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContextPlan:
-    """How `size` workers share one sequence."""
+    """How `size` workers split one sequence."""
 
     size: int
     kind: AttentionKind

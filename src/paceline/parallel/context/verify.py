@@ -172,11 +172,11 @@ class _EmulatedRun:
     gradients: dict[str, Tensor]
 
 
-def _means(everybody: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _means(workers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the mean of each gradient over the workers; some may not have used the parameter."""
-    names = dict.fromkeys(name for one in everybody for name in one)
-    own = {name: [one[name] for one in everybody if name in one] for name in names}
-    return {name: torch.stack(some).sum(0) / len(everybody) for name, some in own.items()}
+    names = dict.fromkeys(name for one in workers for name in one)
+    own = {name: [one[name] for one in workers if name in one] for name in names}
+    return {name: torch.stack(some).sum(0) / len(workers) for name, some in own.items()}
 
 
 class _RecordingOps(ContextGroupOps):

@@ -1,7 +1,7 @@
 """Run parts of a model without its weights: on the meta device, or on a real device with invented numbers.
 
 A trial leaves nothing behind: parameters, buffers and attributes of modules are restored. When code asks a meta tensor
-for its device, it is told the device on which the tensor would be.
+for its device, it gets the device on which the tensor would be.
 """
 
 from __future__ import annotations

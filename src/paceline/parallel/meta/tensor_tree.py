@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # torch's own registry of containers; it has no public door for trees
+from torch.utils import _pytree as pytree  # torch's own registry of containers; no public module has trees
 
 from paceline.parallel.tensor.shape_rules import full_shape
 from paceline.parallel.tensor.split_shapes import Sections

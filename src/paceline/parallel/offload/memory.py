@@ -4,7 +4,7 @@ A file has no name from the start, so the system takes it back when the process 
 blocks are allocated before anything is written to it, so a full disk is an error then and not a signal later.
 
 What was touched of a mapped file counts as the process's memory (RSS) until it is *released*: then it belongs to the
-system's page cache, which writes it out when it has time, and gives it up for whoever needs memory.
+system's page cache, which writes it out when it has time, and frees it when memory is needed.
 
 Which memory a plan's offload means on a device, and where it would gain nothing.
 """
@@ -65,7 +65,7 @@ class HostMemory:
     """The host's memory, pinned where there is a GPU to copy to and from."""
 
     def reserve(self, num_bytes: int) -> None:
-        pass  # what is not there is told when it is asked for
+        pass  # what is missing is reported where it is read
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())

@@ -1,9 +1,9 @@
-"""An optimizer whose state lies elsewhere: its step walks over the parameters, one at a time.
+"""An optimizer whose state lies elsewhere: its step passes over the parameters, one at a time.
 
 Each parameter's state is brought to the parameter's device where it is not there, the optimizer's own step runs for
 this parameter alone, and the state goes home. So what the step needs of the device's memory (or, of a mapped file,
 of the process's) is the state of one parameter, and the numbers are those of the optimizer's own step. An optimizer
-that treats every element by itself walks over large parameters in pieces, too.
+that treats every element by itself passes over large parameters in pieces, too.
 
 What is per parameter small (counts of steps, say) stays where it is.
 """

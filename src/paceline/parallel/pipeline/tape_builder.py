@@ -54,7 +54,7 @@ class TapeBuilder:
         self._buffers = {id(buffer): place for place, unit in enumerate(units) for buffer in unit.module.buffers()}
         self._root_buffers = {id(buffer) for module in root for buffer in module.buffers(recurse=False)}
 
-    # ---------------------------------------------------------------------------------------------------- who is who
+    # ------------------------------------------------------------------------------------------- identity of tensors
 
     def index_of(self, place: int) -> int:
         """Return the index of a unit; a unit that is called for the first time gets the next one."""

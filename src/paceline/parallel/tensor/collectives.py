@@ -1,14 +1,14 @@
-"""Collectives between the workers that share a layer, as operations with a backward.
+"""Collectives between the workers of a tensor parallel group, as operations with a backward.
 
 A tensor is either *plain*: the same on all workers, and so is its gradient. Or it is *split*: each worker holds its
 part of it and of its gradient. Five operations lead from one state to the other:
 
     operation         forward                     backward                   where
-    spread            nothing                     all-reduce                 plain, before split work (Megatron-LM's f)
+    copy_to_group     nothing                     all-reduce                 plain, before split work (Megatron-LM's f)
     total             all-reduce                  nothing                    partial sums to plain (its g)
     scatter           take one's part             all-gather                 plain to split
     gather            all-gather                  take one's part            split to plain
-    gather_spread     all-gather                  reduce-scatter             split, before other split work
+    gather_for_group  all-gather                  reduce-scatter             split, before other split work
     scatter_total     reduce-scatter              all-gather                 partial sums to split
 
 The last two serve sequence parallelism. Sources: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al.,
@@ -34,13 +34,13 @@ __all__ = [
     "TensorCollectives",
     "TorchTensorCollectives",
     "TrafficCounter",
+    "copy_to_group",
     "gather",
-    "gather_spread",
+    "gather_for_group",
     "gathered",
     "part_of",
     "scatter",
     "scatter_total",
-    "spread",
     "total",
     "whole_of",
 ]
@@ -167,7 +167,7 @@ def gathered(part: Tensor, group: TensorCollectives, *, dim: int, sections: Sect
     return whole_of(parts, dim=dim, sections=sections)
 
 
-def spread(tensor: Tensor, group: TensorCollectives) -> Tensor:
+def copy_to_group(tensor: Tensor, group: TensorCollectives) -> Tensor:
     """Return a plain tensor for use in split work: its gradient is summed over the group."""
     if group.size == 1 or not _is_followed(tensor):
         return tensor
@@ -196,7 +196,7 @@ def gather(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sect
     return tensor if group.size == 1 else _cross(tensor, collect, take)
 
 
-def gather_spread(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
+def gather_for_group(tensor: Tensor, group: TensorCollectives, *, dim: int, sections: Sections) -> Tensor:
     """Return the whole of a split tensor, for other split work: its gradient is summed over the group."""
     _, collect, sum_part = _moves(group, dim, sections)
     return tensor if group.size == 1 else _cross(tensor, collect, sum_part)

@@ -135,7 +135,7 @@ class _DryRunOps(TensorGroupOps):
     def _left(self, *_: Any) -> None:
         self._running.pop()
 
-    def spread(self, tensor: Tensor) -> Tensor:
+    def copy_to_group(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             self.partial.add(id(tensor))
             return tensor
@@ -158,9 +158,9 @@ class _DryRunOps(TensorGroupOps):
         self._note("all_gather", "", split)
         return super().gather(split)
 
-    def gather_spread(self, split: SplitTensor) -> Tensor:
+    def gather_for_group(self, split: SplitTensor) -> Tensor:
         self._note("all_gather", "reduce_scatter" if split.requires_grad else "", split)
-        return super().gather_spread(split)
+        return super().gather_for_group(split)
 
     def scatter_total(self, partial: Tensor, *, dim: int, site: str) -> Tensor:
         if refusal := refused_tokens(partial.shape[dim], size=self._planned_size, site=site):

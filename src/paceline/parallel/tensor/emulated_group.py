@@ -48,9 +48,9 @@ class EmulatedGroup:
     def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         self._slots[self.index] = tensors
         self._barrier.wait(LIMIT_S)
-        everybody = list(self._slots)
+        every_worker = list(self._slots)
         self._barrier.wait(LIMIT_S)
-        return everybody
+        return every_worker
 
     def _note(self, kind: str, *tensors: Tensor) -> None:
         self.traffic.note(kind, sum(one.numel() * one.element_size() for one in tensors))

@@ -1,11 +1,11 @@
 """The layers that can be split: `Layer` says in which role, and `install` gives the module its new forward.
 
     role         weight of a Linear, out x in     input              result               collectives
-    column       rows (its outputs)               plain              split in features    spread before
+    column       rows (its outputs)               plain              split in features    copy before
     row          columns (its inputs)             split in features  plain                total, then bias
-    head         rows                             plain              plain                spread before, gather after
+    head         rows                             plain              plain                copy before, gather after
     vocabulary   an Embedding's rows              token numbers      plain                total after
-    attention    heads of nn.MultiheadAttention   plain              plain                spread before, total after
+    attention    heads of nn.MultiheadAttention   plain              plain                copy before, total after
 
 A column layer and the row layer behind it make a pair with one all-reduce forward and one backward. An Embedding may
 also be a column layer, with split features (T5's bias of each head, for example).

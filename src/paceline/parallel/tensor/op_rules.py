@@ -121,7 +121,11 @@ def _norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise CannotSplit(f"{name_of(func)} works along the split dim")
 
     def shared(value: Any) -> Any:
-        return split.ops.spread(value) if isinstance(value, Tensor) and not isinstance(value, SplitTensor) else value
+        return (
+            split.ops.copy_to_group(value)
+            if isinstance(value, Tensor) and not isinstance(value, SplitTensor)
+            else value
+        )
 
     out = func(*map(shared, args), **{key: shared(value) for key, value in kwargs.items()})
     return at(out, split, split.split_dim)
@@ -188,7 +192,7 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(weight, SplitTensor) or isinstance(bias, SplitTensor):
         raise CannotSplit("rows and weights are both split")
     met = rows.ops.meet(bias, -2, rows.sections, split=rows)
-    return at(func(met, rows, rows.ops.spread(weight), **kwargs), rows, 0)
+    return at(func(met, rows, rows.ops.copy_to_group(weight), **kwargs), rows, 0)
 
 
 def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -208,7 +212,7 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if single != [1, 1, 1]:
             raise CannotSplit("groups of queries share heads of keys that are not split with them")
         lead.ops.join(splits)
-        met = [one if isinstance(one, SplitTensor) else lead.ops.spread(one) for one in (query, key, value)]
+        met = [one if isinstance(one, SplitTensor) else lead.ops.copy_to_group(one) for one in (query, key, value)]
     else:
         met = list(_batched(lead, query, key, value))
     if isinstance(mask, SplitTensor):
@@ -248,7 +252,7 @@ def _einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
         elif letter in term:
             met.append(lead.ops.scatter(one, dim=term.index(letter), sections=lead.sections))
         else:
-            met.append(lead.ops.spread(one))
+            met.append(lead.ops.copy_to_group(one))
     return at(func(args[0], *met), lead, output.index(letter))
 
 
@@ -260,7 +264,7 @@ def _trailing(tensor: Tensor) -> int | None:
 def _spread(tensor: Tensor, lead: SplitTensor) -> Tensor:
     if isinstance(tensor, SplitTensor):
         raise CannotSplit("both sides of a product are split")
-    return lead.ops.spread(tensor)
+    return lead.ops.copy_to_group(tensor)
 
 
 def _batched(lead: SplitTensor, *operands: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """`SplitTensor`: each worker holds a part of the tensor, while the model's code sees the shape of the whole.
 
 An ordinary model's attention says `x.view(B, T, self.n_head, C // self.n_head)`, with C from the shape of its input.
-Such code breaks if layers simply return fewer features, and nobody can know which of a module's integers count heads.
+Such code breaks if layers simply return fewer features, and nothing tells which of a module's integers count heads.
 So the model's code stays as it is, and its *tensors* know that they are split. A column layer returns a `SplitTensor`:
 its shape is that of the whole, its data are this worker's part.
 
@@ -238,7 +238,7 @@ class TensorGroupOps:
             known, version, had_grad, crossed = self._entered
             if known() is tensor and version == tensor._version and had_grad == torch.is_grad_enabled():
                 return crossed
-        crossed = self.gather_spread(tensor) if isinstance(tensor, SplitTensor) else self.spread(tensor)
+        crossed = self.gather_for_group(tensor) if isinstance(tensor, SplitTensor) else self.copy_to_group(tensor)
         self._entered = (weakref.ref(tensor), tensor._version, torch.is_grad_enabled(), crossed)
         return crossed
 
@@ -271,10 +271,10 @@ class TensorGroupOps:
 
     # ------------------------------------------------------------------------------------------------- crossings
 
-    def spread(self, tensor: Tensor) -> Tensor:
+    def copy_to_group(self, tensor: Tensor) -> Tensor:
         if self.leaves(tensor):
             return tensor
-        return self._crossed(lambda: collectives.spread(tensor, self.group), tensor)
+        return self._crossed(lambda: collectives.copy_to_group(tensor, self.group), tensor)
 
     def total(self, tensor: Tensor) -> Tensor:
         return self._crossed(lambda: collectives.total(tensor, self.group), tensor)
@@ -286,10 +286,10 @@ class TensorGroupOps:
         dim, sections = split.split_dim, split.sections
         return self._crossed(lambda: _plain(collectives.gather(split, self.group, dim=dim, sections=sections)), split)
 
-    def gather_spread(self, split: SplitTensor) -> Tensor:
+    def gather_for_group(self, split: SplitTensor) -> Tensor:
         dim, sections = split.split_dim, split.sections
         return self._crossed(
-            lambda: _plain(collectives.gather_spread(split, self.group, dim=dim, sections=sections)), split
+            lambda: _plain(collectives.gather_for_group(split, self.group, dim=dim, sections=sections)), split
         )
 
     def _crossed(self, move: Callable[[], Tensor], tensor: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ class TensorGroupOps:
         where it is broadcast, it is used as it is and its gradient is summed.
         """
         if tensor.ndim < -trailing or tensor.shape[trailing] == 1:
-            return self.spread(tensor)
+            return self.copy_to_group(tensor)
         if tensor.shape[trailing] != sum(sections):
             raise CannotSplit(f"it meets a tensor of shape {tuple(tensor.shape)}")
         return self.scatter(tensor, dim=tensor.ndim + trailing, sections=sections)

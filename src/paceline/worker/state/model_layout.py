@@ -100,8 +100,8 @@ class ModelLayout:
             self._plan,
             device=device,
             units=hints.units,
-            cut=lambda one: self._split_layers(one, device=device, is_fresh=is_fresh, hints=hints),
-            split=lambda one: self._shard(one, is_fresh=is_fresh, hints=hints),
+            split_layers=lambda one: self._split_layers(one, device=device, is_fresh=is_fresh, hints=hints),
+            shard=lambda one: self._shard(one, is_fresh=is_fresh, hints=hints),
         )
         if self._tables is not None:
             use_remote_tables(model, self._tables)
