@@ -90,13 +90,14 @@ class Worker:
 
         The other arguments are for layouts that split a model, where what is found must be corrected:
 
-        - `sample`: a batch of two, (x,) or {"input_ids": x}, on which the model runs once (tensor, pipeline parallel);
-        - `cut`: roles of layers for tensor parallel: {"layers.*.attn.q": "column", "layers.*.attn.out": "row"};
-        - `units`: modules that are gathered, recomputed or put on a stage as a whole: ["layers.*", "head"];
-        - `stages`: modules that the stages after the first begin with: ["layers.4", "layers.8"]. By default stages cost
-          about the same;
-        - `tokenwise`: modules that treat each token by itself (context parallel): ["layers.*.moe"];
-        - `experts`: lists of experts (expert parallel): ["layers.*.moe.experts"]. Those with `num_experts` are found.
+        - `sample`: a batch of two, `(x,)` or `{"input_ids": x}`, on which the model runs once (tensor, pipeline
+          parallel);
+        - `cut`: roles of layers for tensor parallel: `{"layers.*.attn.q": "column", "layers.*.attn.out": "row"}`;
+        - `units`: modules that are gathered, recomputed or put on a stage as a whole: `["layers.*", "head"]`;
+        - `stages`: modules that the stages after the first begin with: `["layers.4", "layers.8"]`. By default stages
+          cost about the same;
+        - `tokenwise`: modules that treat each token by itself (context parallel): `["layers.*.moe"]`;
+        - `experts`: lists of experts (expert parallel): `["layers.*.moe.experts"]`. Those with `num_experts` are found.
 
         Raises PlanError if the plan cannot work with the model or optimizer, TypeError for other objects, and
         ValueError for names whose tensors a checkpoint could not tell apart. Raises CheckpointError if the checkpoint
