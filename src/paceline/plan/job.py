@@ -50,7 +50,7 @@ LAUNCHERS_NOT_BUILT = {
 class Job:
     """Program and place of a run: all that cannot change its numbers. None means "decided when the run starts".
 
-    The fields are those of a job file and, but for `program` and `args`, the parameters of `paceline.run`, which explains
+    The fields are those of a job file. All but `program` and `args` are parameters of `paceline.run`, which explains
     each. Times are in seconds. Raises PlanError for values out of range, with the legal ones and the remedy.
 
     Example::
