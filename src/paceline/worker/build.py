@@ -169,7 +169,7 @@ class _Builder:
         return StepExecutor(
             self._plan,
             group=scope.group,
-            agreement=scope.vote,
+            consensus=scope.vote,
             device=self._device,
             axes=scope.axes,
             measures_noise=self._files.measures_noise,

@@ -60,7 +60,7 @@ def test_a_member_that_is_lost_while_servers_are_met_has_the_same_walk_done_agai
         "axes": single_worker_replicas(SingleWorkerGroup()),
         "device": torch.device("cpu"),
     }
-    walks = StepExecutor(Plan(), agreement=Asked(), measures_noise=False, **alone)
+    walks = StepExecutor(Plan(), consensus=Asked(), measures_noise=False, **alone)
     batch = StepBatch(
         stream="train",
         step=1,

@@ -92,12 +92,12 @@ def voices(*digests: tuple[int, ...]) -> list[WeightReport]:
 
 def test_the_minority_is_named_and_the_first_tensor_that_differs() -> None:
     found = majority_verdict(voices((1, 2, 3), (1, 9, 8), (1, 2, 3)))
-    assert (found.differing, found.source, found.num_alike, found.first) == ((1,), 0, 2, 1)
+    assert (found.differing, found.source, found.num_equal, found.first) == ((1,), 0, 2, 1)
 
 
 def test_the_first_worker_may_be_the_odd_one() -> None:
     found = majority_verdict(voices((7,), (1,), (1,), (2,), (1,)))
-    assert (found.differing, found.source, found.num_alike) == ((0, 3), 1, 3)
+    assert (found.differing, found.source, found.num_equal) == ((0, 3), 1, 3)
 
 
 @pytest.mark.parametrize("digests", [(1, 2), (1, 1, 2, 2), (1, 2, 3), (1, 1, 2, 3)])

@@ -286,7 +286,8 @@ def test_stages_begin_where_the_script_says_and_the_console_tells_it(world: Worl
     assert "blocks.3.qkv.weight" in last and "blocks.2.qkv.weight" not in last
     told = (world.worker_dir(0) / "events.jsonl").read_text()
     assert re.search(
-        r"Net is cut into 2 stages: words to blocks\.2 \(\d units\): [\d.]+ KiB; blocks\.3 to idle \(4 units\)", told
+        r"Net is partitioned into 2 stages: words to blocks\.2 \(\d units\): [\d.]+ KiB; blocks\.3 to idle \(4 units\)",
+        told,
     )
 
 

@@ -155,7 +155,7 @@ def test_whose_loss_is_not_finite_names_its_micro_batch_and_samples(world: World
     told = [event.text for event in events(world, 1, Warned) if "which ran here" in event.text]
     assert told[0] == f"step 2: the loss is not finite in {named}, which ran here"
     assert [text.split(":")[0] for text in told] == ["step 2", "step 3", "step 5"]
-    assert told[2].endswith("; further ones are not told")
+    assert told[2].endswith("; further ones are not reported")
     assert not [event for event in events(world, 0, Warned) if "which ran here" in event.text], "its own were fine"
 
     told = [event.text for event in events(world, 0, Warned) if "the loss is finite" in event.text]

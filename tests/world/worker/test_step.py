@@ -512,7 +512,10 @@ def test_a_failure_in_the_loop_commits_nothing(world: World) -> None:
     [
         (lambda worker, model, optim: optim_inside(worker, model, optim), "Put it after the loop"),
         (lambda worker, model, optim: twice(worker, model), "called twice for one micro-batch"),
-        (lambda worker, model, optim: worker.backward(model(torch.ones(1, 6)).sum()), "outside of a walk over a batch"),
+        (
+            lambda worker, model, optim: worker.backward(model(torch.ones(1, 6)).sum()),
+            "outside of a loop over a step",
+        ),
         (lambda worker, model, optim: worker.stepper(nn.Linear(1, 1), optim, F.mse_loss), "was not prepared"),
         (lambda worker, model, optim: worker.stepper(model, optim), "either loss=fn"),
         (lambda worker, model, optim: worker.stepper(model, optim, F.mse_loss, clip_norm=0.0), "clip_norm is 0.0"),

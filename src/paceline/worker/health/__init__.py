@@ -1,3 +1,1 @@
-"""Numbers that go wrong: loss spikes, rollback, and replicas whose weights differ; imports `state` and the rooms
-below.
-"""
+"""Numerical health: loss spikes, rollback, and replicas whose weights differ; imports `state` and the rooms below."""

@@ -1,10 +1,10 @@
-"""What a worker does about numbers that go wrong: leaves a spike's step out, stops, or goes back; compares weights.
+"""Reacts to loss spikes (skip the step, stop the run, or roll back) and has the weights of replicas compared.
 
-Whether a step is a spike is decided inside its walk (`LossSpikeDetector`), before the optimizer steps, and equally on
-all workers. What follows needs no word among them either: each worker has its own snapshot of the same state, and puts
-it back between two steps, when all of the user's code for the spike's step has run. Step numbers and the position in
-the data only go forward: the steps since the snapshot are undone, and their samples are passed over, as those who train
-large models do (PaLM, Chowdhery et al. 2022, section 5.1). The ledger says so.
+`LossSpikeDetector` judges a step at the end of its gradient pass, before the optimizer steps, and equally on all
+workers. What follows needs no communication either. Each worker has its own snapshot of the same state, and restores it
+between two steps, when all of the user's code for the spike's step has run. Step numbers and the position in the data
+only go forward: the steps since the snapshot are undone, and their samples are skipped, as is usual in training of
+large models (PaLM, Chowdhery et al. 2022, section 5.1). The ledger records it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from paceline.worker.data.stream_position import SampleOrder, StreamPosition
 from paceline.worker.health.replica_comparison import ReplicaComparison
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.state.run_state import Carrier, RunState, StateContents
-from paceline.worker.step.loss_spikes import LossSpike
+from paceline.worker.step.losses import LossSpike
 
 __all__ = ["NumericalGuard"]
 
-SPIKES_ALLOWED = 20  # in a row, left out: then it is the weights, or the data have changed
+SPIKES_ALLOWED = 20  # skipped in a row: then the weights are broken, or the data have changed
 NAMED_AT_MOST, SAMPLES_AT_MOST = 3, 8  # micro-batches of a step, and samples of each
 NONFINITE_NAMED = 3  # steps, by each worker: where the weights are broken, all losses are
 ROLLBACKS_ALLOWED = 5  # to the same snapshot
 
-StreamPlace = tuple[int, int]  # epoch, position
+EpochPosition = tuple[int, int]  # epoch, position
 
 
 class NumericalGuard:
-    """Guards the numbers of one worker; all methods are called by all workers, at the same places."""
+    """Guards the numbers of one worker; all workers call its methods at the same points of the loop."""
 
     def __init__(
         self,
@@ -50,21 +50,23 @@ class NumericalGuard:
         self._guard, self._contents, self._files = guard, contents, files
         self._comparison = comparison
         self._snapshot: RunState | None = None
-        self._names: tuple[Any, ...] = ()  # what is in it
-        self._starts: dict[str, StreamPlace] = {}  # where each stream stood
+        self._names: tuple[Any, ...] = ()  # of the models and objects in it
+        self._starts: dict[str, EpochPosition] = {}  # the position of each stream then
         self._kept_at = 0  # step of the last snapshot, or of the last rollback
         self._num_rollbacks = 0  # to this snapshot
-        self._goes_back = self._is_noted = False  # after the step under way; and the ledger knows
+        self._goes_back = self._is_noted = False  # after the present step; and the ledger has it
         self._compared_at = 0
-        self._num_told = 0  # steps of whose broken losses was told
+        self._num_warnings = 0  # about losses or gradients that were not finite
 
     def spiked(self, step: int, spike: LossSpike) -> None:
-        """A step under way is a spike, its gradients are dropped; raises BadNumbersError where that ends the run."""
+        """The present step is a spike, and its gradients are dropped; raises BadNumbersError where that ends the
+        run.
+        """
         guard, to_step = self._guard, None
         if guard.on_spike == "rollback" and self._snapshot is not None:
             to_step = self._snapshot.step
-        told = SpikeSeen(step=step, loss=spike.loss, expected=spike.limit, action=guard.on_spike, to_step=to_step)
-        self._files.emit(told)
+        event = SpikeSeen(step=step, loss=spike.loss, expected=spike.limit, action=guard.on_spike, to_step=to_step)
+        self._files.emit(event)
         what = f"step {step}: {spike}"
         go_on = "To go on from the newest checkpoint, start again with the same run_dir: "
         if guard.on_spike == "stop":
@@ -74,30 +76,30 @@ class NumericalGuard:
             )
         if guard.on_spike == "skip" and spike.in_a_row >= SPIKES_ALLOWED:
             raise BadNumbersError(
-                f"{what}. That is the {spike.in_a_row}th spike in a row, so leaving steps out does not help: the "
+                f"{what}. That is the {spike.in_a_row}th spike in a row, so skipping steps does not help: the "
                 f"weights are broken, or the data have changed. {go_on}with a lower learning rate, with "
                 "on_spike='rollback', or with a larger Guard(factor=...)."
             )
         if to_step is not None and self._num_rollbacks >= ROLLBACKS_ALLOWED:
             raise BadNumbersError(
-                f"{what}, after {self._num_rollbacks} rollbacks to step {to_step} with other samples each time: it is "
-                f"not the samples. {go_on}with a lower learning rate, or with a larger Guard(factor=...)."
+                f"{what}, after {self._num_rollbacks} rollbacks to step {to_step} with other samples each time: the "
+                f"samples are not the cause. {go_on}with a lower learning rate, or with a larger Guard(factor=...)."
             )
         self._goes_back = to_step is not None
 
     def broken(self, batch: StepBatch, micros: Sequence[MicroBatch], order: SampleOrder | None) -> None:
-        """Say which of this worker's micro-batches had a loss that is not finite, a few times; only they know it."""
-        self._num_told += 1
-        if self._num_told <= NONFINITE_NAMED:
-            more = "; further ones are not told" if self._num_told == NONFINITE_NAMED else ""
+        """Report which of this worker's micro-batches had a loss that is not finite, a few times per run."""
+        self._num_warnings += 1
+        if self._num_warnings <= NONFINITE_NAMED:
+            more = "; further ones are not reported" if self._num_warnings == NONFINITE_NAMED else ""
             self._files.emit(Warned(text=nonfinite_loss_text(batch, micros, order) + more))
 
     def broken_gradients(self, step: int, names: Sequence[str]) -> None:
-        """Say which of this worker's own gradients were not finite, though the loss was, a few times."""
-        self._num_told += 1
-        if self._num_told <= NONFINITE_NAMED:
+        """Report which of this worker's own gradients were not finite, though the loss was, a few times per run."""
+        self._num_warnings += 1
+        if self._num_warnings <= NONFINITE_NAMED:
             others = f" and of {len(names) - 1} more after it" if len(names) > 1 else ""
-            more = "; further ones are not told" if self._num_told == NONFINITE_NAMED else ""
+            more = "; further ones are not reported" if self._num_warnings == NONFINITE_NAMED else ""
             text = f"step {step}: the loss is finite, but not the gradient of {names[0]}{others}, which was made here"
             self._files.emit(Warned(text=text + more))
 
@@ -105,8 +107,8 @@ class NumericalGuard:
         """Between two steps: take a snapshot, where one is due; returns whether."""
         if self._guard.on_spike != "rollback":
             return False
-        places = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
-        self._starts = {**places, **self._starts}  # a stream that was opened since
+        positions = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
+        self._starts = {**positions, **self._starts}  # with streams that were opened since
         registry = self._contents.registry
         names = (*registry.models, *registry.objects, registry.held_names())
         is_due = step - self._kept_at >= self._guard.rollback_every
@@ -114,18 +116,18 @@ class NumericalGuard:
             return False
         state = RunState.capture(self._contents, Carrier.ROLLBACK, step=step)
         self._snapshot = state.copied(self._contents, instead_of=self._snapshot)
-        self._names, self._starts = names, places
+        self._names, self._starts = names, positions
         self._kept_at, self._num_rollbacks = step, 0
         return True
 
     def settle(self, step: int, cursors: Mapping[str, StreamPosition]) -> None:
-        """A step is over, with all of the user's code for it: go back, where it was a spike."""
+        """A step is over, with all of the user's code for it: roll back, where it was a spike."""
         self.put_back(step, cursors)
         self._goes_back = self._is_noted = False
 
     def put_back(self, step: int, cursors: Mapping[str, StreamPosition]) -> None:
-        """Go back where a spike was seen, perhaps in the middle of the user's code for its step (a save there): then
-        `settle` does it once more."""
+        """Roll back where a spike was seen. A save in the middle of the user's code for the step calls it, and `settle`
+        does it once more."""
         snapshot = self._snapshot
         if not self._goes_back or snapshot is None:
             return
@@ -135,12 +137,12 @@ class NumericalGuard:
         self._is_noted = True
         self._num_rollbacks += 1
         self._kept_at = step
-        places = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
-        skips = {name: (self._starts.get(name, place), place) for name, place in places.items()}
+        positions = {name: (cursor.epoch, cursor.position) for name, cursor in cursors.items()}
+        skips = {name: (self._starts.get(name, now), now) for name, now in positions.items()}
         self._files.ledger.rolled_back(from_step=step, to_step=snapshot.step, skips=skips)
 
     def abandon(self) -> None:
-        """The run ends in an error: nothing is put back any more."""
+        """The run ends in an error: do not roll back any more."""
         self._goes_back = False
 
     def compare(self, step: int, *, is_save_due: bool) -> None:
@@ -152,7 +154,7 @@ class NumericalGuard:
         self._compared_at = step
 
     def plain(self) -> dict[str, Any]:
-        """For a newcomer, which has to go back to where the others go back."""
+        """The state for a newcomer, which has to roll back to the same snapshot as the others."""
         return {
             "snapshot": self._snapshot,
             "names": self._names,
@@ -161,7 +163,7 @@ class NumericalGuard:
         }
 
     def fill(self, state: Mapping[str, Any]) -> None:
-        """Take over what `plain` gave elsewhere."""
+        """Take over what `plain` returned on another worker."""
         self._snapshot, self._names, self._starts = state["snapshot"], state["names"], state["starts"]
         self._kept_at, self._num_rollbacks, self._compared_at = state["counts"]
 
@@ -186,6 +188,6 @@ def _samples(batch: StepBatch, micro: MicroBatch, order: SampleOrder | None) -> 
     if order is None or not order.samples:
         return f"positions {micro.start} to {micro.stop - 1} of epoch {batch.epoch + 1}"
     seed, shuffle, count = order.seed, order.shuffle, order.samples
-    places = np.arange(micro.start, stop)
-    found = sample_indices(seed=seed, epoch=batch.epoch, num_samples=count, positions=places, shuffle=shuffle)
+    positions = np.arange(micro.start, stop)
+    found = sample_indices(seed=seed, epoch=batch.epoch, num_samples=count, positions=positions, shuffle=shuffle)
     return f"sample{'s' * (micro.num_samples > 1)} {', '.join(map(str, found.tolist()))}{more}"

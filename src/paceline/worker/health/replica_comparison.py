@@ -1,10 +1,10 @@
-"""Compares the weights of all replicas, names who differs, and gives those the state of the majority.
+"""Compares the weights of all replicas, names the workers that differ, and gives them the state of the majority.
 
 Replicas start equal, get the same sums of gradients, and take the same steps: their weights are equal to the last bit,
-as long as every processor and memory does its work. One collective of 8 bytes a worker compares digests. Where they
-differ, more is told, and a strict majority is believed: its first member's whole state (models, optimizers, schedulers)
-is broadcast, tensor by tensor into fresh memory, and only who differs takes it over, when all have it. So a member that
-is lost meanwhile leaves nobody with half a state: the comparison is done again as a whole.
+as long as every processor and memory works. One all-reduce of 8 bytes per worker compares digests. Where they differ,
+the workers exchange more, and a strict majority counts as right. The whole state of its first member (models,
+optimizers, schedulers) is broadcast, tensor by tensor into new memory; the workers that differ take it over once all
+have it. So a member that is lost meanwhile leaves no worker with half a state: the comparison is done again as a whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["ReplicaComparison", "ReplicaMismatch", "WeightReport", "majority_ver
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightReport:
-    """What one worker says of its weights."""
+    """The digests of one worker's weights."""
 
     worker_rank: int
     host: str
@@ -45,25 +45,25 @@ class WeightReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaMismatch:
-    """Who differs from whom."""
+    """Which workers differ from the majority."""
 
-    differing: tuple[int, ...]  # places in the group
-    source: int | None  # of the majority's first member; None: there is no majority
-    num_alike: int  # members of the largest group of equal ones
+    differing: tuple[int, ...]  # indices in the group
+    source: int | None  # index of the majority's first member; None: there is no majority
+    num_equal: int  # members of the largest group of equal ones
     first: int  # the first tensor that is not equal everywhere
 
 
-def majority_verdict(voices: Sequence[WeightReport]) -> ReplicaMismatch:
-    """Return what unequal voices mean: more than half of all, with equal digests, are right."""
-    counts = collections.Counter(voice.digests for voice in voices)
-    believed, num_alike = counts.most_common(1)[0]
-    differing = tuple(place for place, voice in enumerate(voices) if voice.digests != believed)
-    by_tensor = zip(*(voice.digests for voice in voices), strict=True)
-    first = next(number for number, told in enumerate(by_tensor) if len(set(told)) > 1)
-    if 2 * num_alike <= len(voices):
-        return ReplicaMismatch(differing=tuple(range(len(voices))), source=None, num_alike=num_alike, first=first)
-    source = next(place for place, voice in enumerate(voices) if voice.digests == believed)
-    return ReplicaMismatch(differing=differing, source=source, num_alike=num_alike, first=first)
+def majority_verdict(reports: Sequence[WeightReport]) -> ReplicaMismatch:
+    """Return which of unequal reports are wrong: those that differ from more than half of all."""
+    counts = collections.Counter(report.digests for report in reports)
+    right, num_equal = counts.most_common(1)[0]
+    differing = tuple(index for index, report in enumerate(reports) if report.digests != right)
+    by_tensor = zip(*(report.digests for report in reports), strict=True)
+    first = next(number for number, digests in enumerate(by_tensor) if len(set(digests)) > 1)
+    if 2 * num_equal <= len(reports):
+        return ReplicaMismatch(differing=tuple(range(len(reports))), source=None, num_equal=num_equal, first=first)
+    source = next(index for index, report in enumerate(reports) if report.digests == right)
+    return ReplicaMismatch(differing=differing, source=source, num_equal=num_equal, first=first)
 
 
 class ReplicaComparison:
@@ -84,29 +84,29 @@ class ReplicaComparison:
         self._digester = WeightDigester()
 
     def run(self, step: int, *, since_step: int) -> None:
-        """Compare, and heal who differs from the majority. They were equal after `since_step`.
+        """Compare, and give the workers that differ the majority's state. They were equal after `since_step`.
 
         Raises BadNumbersError on all workers where there is no majority.
         """
         if self._group.size == 1:
             return
-        names, (voices, finding, state) = self._together(self._compared)
+        names, (reports, finding, state) = self._together(self._compared)
         if finding is None:
             return
-        who = [voices[place] for place in finding.differing]
+        differing = [reports[index] for index in finding.differing]
         self._files.emit(
             WeightsDiffer(
-                workers=[voice.worker_rank for voice in who],
-                who=list(map(str, who)),
+                workers=[report.worker_rank for report in differing],
+                who=list(map(str, differing)),
                 step=step,
                 since_step=since_step,
                 first=names[finding.first],
-                source=None if finding.source is None else voices[finding.source].worker_rank,
-                num_alike=finding.num_alike,
+                source=None if finding.source is None else reports[finding.source].worker_rank,
+                num_alike=finding.num_equal,
             )
         )
         if finding.source is None:
-            raise BadNumbersError(_no_majority(who, names[finding.first], step=step, since_step=since_step))
+            raise BadNumbersError(_no_majority(differing, names[finding.first], step=step, since_step=since_step))
         if state is not None:
             tensors, plain = state
             restore_tensors(self._registry, tensors, optimizer_layouts(self._registry), plain)
@@ -114,27 +114,27 @@ class ReplicaComparison:
     def _compared(
         self,
     ) -> tuple[list[str], tuple[list[WeightReport], ReplicaMismatch | None, tuple[dict[str, Tensor], Any] | None]]:
-        """Names of the tensors; what all said, who differs, and, where this worker does, the state to be taken over."""
+        """Names of the tensors; all reports, the mismatch, and, where this worker differs, the state to take over."""
         tensors = self._weights()
         digests = self._digester.digests(tensors.values())
-        told = torch.zeros(self._group.size, dtype=torch.int64)
-        told[self._group.index] = _signed(combined_digest(digests))
-        self._group.all_reduce(told, what="digests of the weights").wait()
+        combined = torch.zeros(self._group.size, dtype=torch.int64)
+        combined[self._group.index] = _signed(combined_digest(digests))
+        self._group.all_reduce(combined, what="digests of the weights").wait()
         names = list(tensors)
-        if len(set(told.tolist())) == 1:
+        if len(set(combined.tolist())) == 1:
             return names, ([], None, None)
         own = WeightReport(worker_rank=self._worker_rank, host=self._host, pid=os.getpid(), digests=tuple(digests))
-        voices: list[WeightReport] = self._group.gather_objects(own)
-        finding = majority_verdict(voices)
+        reports: list[WeightReport] = self._group.gather_objects(own)
+        finding = majority_verdict(reports)
         state = None
         if finding.source is not None:
             state = self._broadcast_state(finding.source, takes=self._group.index in finding.differing)
-        return names, (voices, finding, state)
+        return names, (reports, finding, state)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers of the models that are trained here.
+        """Parameters and persistent buffers of the models that an optimizer trains.
 
-        Others (an average of the weights) may be followed by one worker alone.
+        Others (an average of the weights, say) may exist on one worker only.
         """
         groups = [group for optimizer in self._registry.optimizers.values() for group in optimizer.param_groups]
         trained = {id(parameter) for group in groups for parameter in group["params"]}
@@ -149,25 +149,26 @@ class ReplicaComparison:
 
     def _broadcast_state(self, source: int, *, takes: bool) -> tuple[dict[str, Tensor], Any] | None:
         is_source = self._group.index == source
-        taken: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         for name, tensor in named_tensors(self._registry, with_caches=False).items():
-            # Never into the live tensor: a transfer that is broken off would leave it torn.
-            room = tensor.detach().clone(memory_format=torch.contiguous_format)
-            self._group.broadcast(room, source=source, what=f"the state of {name}")
+            # Never into the live tensor: a transfer that breaks off would leave it half written.
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            self._group.broadcast(copy, source=source, what=f"the state of {name}")
             if takes:
-                taken[name] = room
+                received[name] = copy
         plain = self._group.broadcast_object(self._registry.plain() if is_source else None, source=source)
-        return (taken, plain) if takes else None
+        return (received, plain) if takes else None
 
 
 def _signed(digest: int) -> int:
     return digest - (1 << 64) if digest >> 63 else digest
 
 
-def _no_majority(who: Sequence[WeightReport], first: str, *, step: int, since_step: int) -> str:
+def _no_majority(differing: Sequence[WeightReport], first: str, *, step: int, since_step: int) -> str:
     return (
-        f"step {step}: the weights of the workers are not equal any more, and no majority says whose are right: "
-        f"{', '.join(map(str, who))}, first in {first}. They were equal after step {since_step}. Memory or a processor "
-        "has failed, or the program treats workers differently; with three or more workers the odd one is named and "
-        f"healed. Start again with the same run_dir; checkpoints after step {since_step} may hold wrong weights."
+        f"step {step}: the weights of the workers are not equal any more, and no majority shows which are right: "
+        f"{', '.join(map(str, differing))}, first in {first}. They were equal after step {since_step}. Memory or a "
+        "processor has failed, or the program treats workers differently; with three or more workers the wrong one is "
+        f"named and repaired. Start again with the same run_dir; checkpoints after step {since_step} may hold wrong "
+        "weights."
     )

@@ -1,4 +1,4 @@
-"""What a worker leaves behind when it fails: error.json, for whoever explains the failure to the user."""
+"""error.json: the error of a worker that fails, from which the launcher explains the failure to the user."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paceline.plan.job import ERROR_SPARE, Assignment
 
 __all__ = ["is_peer_failure", "release_error_space", "reserve_error_space", "write_error"]
 
-PEER_GONE = re.compile(
+PEER_LOST = re.compile(
     r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
 )
-TORCH_SAYS = re.compile(r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore")  # in a plain RuntimeError of torch.distributed
+TORCH_ERROR = re.compile(r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore")  # in a plain RuntimeError of torch.distributed
 LONG, TALL = 4000, 60  # characters and lines of one message that are kept; stderr.log has all of it
-SPARE_BYTES = 8192  # of a file that is written over when the disk is full
+SPARE_BYTES = 8192  # of a file that is overwritten when the disk is full
 
 
 def write_error(error: BaseException, assignment: Assignment, *, step: int) -> None:
-    """Write error.json, once: the first error of a worker is the one that counts. Says on stderr when it cannot."""
+    """Write error.json, once: the first error of a worker counts. Prints on stderr when it cannot."""
     path = Path(assignment.worker_dir) / "error.json"
     if path.exists():
         return
@@ -54,18 +54,18 @@ def write_error(error: BaseException, assignment: Assignment, *, step: int) -> N
     except OSError as problem:
         _write_over_spare(path, fields, problem)
     finally:
-        with contextlib.suppress(OSError):  # the disk is out of order, and that is told
+        with contextlib.suppress(OSError):  # the disk fails, which has been reported
             temporary.unlink(missing_ok=True)
     release_error_space(path.parent)
 
 
 def reserve_error_space(worker_dir: Path) -> None:
-    """Take the disk space that error.json may need, while there is some: a full disk is the error that it tells of."""
+    """Reserve the disk space that error.json may need: it may have to report a full disk."""
     (worker_dir / ERROR_SPARE).write_bytes(b" " * SPARE_BYTES)
 
 
 def release_error_space(worker_dir: Path) -> None:
-    """Give the space back."""
+    """Free the reserved space."""
     with contextlib.suppress(OSError):  # a hidden file of a few blocks is left
         (worker_dir / ERROR_SPARE).unlink(missing_ok=True)
 
@@ -85,24 +85,24 @@ def _write_over_spare(path: Path, fields: dict[str, Any], problem: OSError) -> N
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether the error only says that a peer went away: the peer's own error is the one to show."""
+    """Whether the error is only that a peer was lost: the peer's own error is the one to show."""
     message = _message(error)
     is_ours = isinstance(error, (SyncError, ChannelClosed, dist.DistError)) or (
-        type(error) is RuntimeError and TORCH_SAYS.search(message) is not None
-    )  # and not a connection of the user's own
-    return is_ours and PEER_GONE.search(message) is not None
+        type(error) is RuntimeError and TORCH_ERROR.search(message) is not None
+    )  # and not from a connection that the user's code opened
+    return is_ours and PEER_LOST.search(message) is not None
 
 
 def _message(error: BaseException) -> str:
     """`str(error)`, also where the user's own `__str__` fails."""
     try:
         return str(error)
-    except Exception as failure:  # it is the user's code, and the error that is being told matters more
+    except Exception as failure:  # an error of the user's code; the one being reported matters more
         return f"(its __str__ failed: {type(failure).__name__})"
 
 
 def _short(text: str) -> str:
-    """A text without its middle where it is long."""
+    """The text; a long one without its middle."""
     lines = text.splitlines(keepends=True)
     if len(lines) > TALL:
         half = TALL // 2

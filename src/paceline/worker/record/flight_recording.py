@@ -1,19 +1,18 @@
-"""Collectives that the user's own code calls: `torch.distributed` notes them in the worker's ring while a run lasts.
+"""Flight recording of one worker: its call record in shared memory, its stack on demand, and user collectives.
 
-The functions of COLLECTIVES are wrapped where users find them: as attributes of `torch.distributed`, and as names that
-the program's own modules have imported from there. Calls by Paceline and torch themselves pass through. Not followed
-are functional collectives (`torch.distributed._functional_collectives`, DTensor), point-to-point transfers, and
-functions that were taken from `torch.distributed.distributed_c10d`.
+User collectives are those that the user's own code calls. The functions of COLLECTIVES are wrapped where users find
+them: as attributes of `torch.distributed`, and as names that the program's own modules have imported from there. Calls
+by Paceline and torch themselves pass through. Not recorded are functional collectives
+(`torch.distributed._functional_collectives`, DTensor), point-to-point transfers, and functions that were imported from
+`torch.distributed.distributed_c10d`.
 
-An elastic run has no default process group that they could use, or only that of the workers of a replica: a member may
-be lost in the middle of a call, when some have its result and others have not, and torch knows no vote by which all
-would do it again. There they say what to call instead.
+In an elastic run user collectives raise an error that names the replacement. There is no default process group for
+them, or only that of one replica's workers. A member may be lost in the middle of a call, when some members have its
+result and others do not, and torch has no vote by which all would do it again.
 
-What makes a worker visible from outside while it runs: its ring, its stacks on demand, the user's own collectives.
-
-A signal makes the interpreter write the training thread's Python stack into `stacks` in the worker's directory, also
-where that thread is deep in C, or never lets go of the interpreter's lock. The stacks of other threads are left alone:
-they may be running while they are read, and reading a stack that changes can crash the process.
+A signal makes the interpreter write the training thread's Python stack into `stacks` in the worker's directory, even
+where that thread is deep in C, or never releases the interpreter's lock. The stacks of other threads are not written:
+they may change while they are read, which can crash the process.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from paceline.plan.job import Assignment, Job
 
 __all__ = ["COLLECTIVES", "dump_stacks_on_signal", "recording_flight", "recording_user_collectives"]
 
-# name -> (place of the tensor or list that has to be the same size everywhere, place of the group); None: there is none
+# name -> (position of the tensor or list that must have the same size everywhere, position of the group); None: none
 COLLECTIVES: dict[str, tuple[int | None, int]] = {
     "all_reduce": (0, 2),
     "broadcast": (0, 2),
@@ -59,7 +58,7 @@ COLLECTIVES: dict[str, tuple[int | None, int]] = {
     "barrier": (None, 0),
     "monitored_barrier": (None, 0),
 }
-# What else asks for the default group, and is refused where there is none.
+# Other calls that use the default group, and are refused where there is none.
 OTHER_CALLS = ("new_group", "get_rank", "get_world_size", "send", "recv", "isend", "irecv", "batch_isend_irecv")
 REPLACEMENTS = {
     "get_rank": "worker.rank",
@@ -77,9 +76,9 @@ KEYWORDS = {"all_gather_into_tensor": "input_tensor", "reduce_scatter": "output"
 def recording_user_collectives(
     recorder: FlightRecorder, function: Callable[..., Any], *, is_elastic: bool = False, is_split: bool = False
 ) -> Iterator[None]:
-    """Note the user's own collectives in `recorder` while entered; `function` is the program's training function.
+    """Record user collectives in `recorder` while entered; `function` is the program's training function.
 
-    In an elastic run they raise RuntimeError with the remedy instead, unless the program has made a group of its own;
+    In an elastic run they raise RuntimeError with the remedy instead, unless the program has made a default group.
     `is_split`: the default group is that of the workers of one replica.
     """
     wrappers: dict[str, tuple[Any, Any]] = {}
@@ -88,19 +87,19 @@ def recording_user_collectives(
         if original is not None:
             wrapper = _refused(original, name, is_split=is_split) if is_elastic else _wrapped(original, name, recorder)
             wrappers[name] = (original, wrapper)
-    places: list[dict[str, Any]] = [dist.__dict__, *_programs_names(function)]
-    put: list[tuple[dict[str, Any], str, Any, Any]] = []
-    for names in places:
+    namespaces: list[dict[str, Any]] = [dist.__dict__, *_user_namespaces(function)]
+    replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for names in namespaces:
         for key, value in list(names.items()):
             for original, wrapper in wrappers.values():
                 if value is original:
                     names[key] = wrapper
-                    put.append((names, key, original, wrapper))
+                    replaced.append((names, key, original, wrapper))
     try:
         yield
     finally:
-        for names, key, original, wrapper in put:
-            if names.get(key) is wrapper:  # otherwise somebody has put something else there
+        for names, key, original, wrapper in replaced:
+            if names.get(key) is wrapper:  # otherwise other code has replaced it
                 names[key] = original
 
 
@@ -115,8 +114,8 @@ def _refused(original: Callable[..., Any], name: str, *, is_split: bool) -> Call
             return original(*args, **kwargs)
         raise RuntimeError(
             f"torch.distributed.{name}() {what}: in a run whose workers may come and go "
-            f"(Layout(replicas=(least, most))) a call that a worker is lost in would be half done. Use "
-            f"{REPLACEMENTS.get(name, 'worker.gather(x)')}, which is done again with those who are left, or a fixed "
+            f"(Layout(replicas=(least, most))) a call in which a worker is lost would be half done. Use "
+            f"{REPLACEMENTS.get(name, 'worker.gather(x)')}, which is done again with the members left, or a fixed "
             "number, Layout(replicas=n)"
         )
 
@@ -135,7 +134,7 @@ def _wrapped(original: Callable[..., Any], name: str, recorder: FlightRecorder) 
             return original(*args, **kwargs)
         joined = _join(recorder, args[group_at] if len(args) > group_at else kwargs.get("group"))
         if joined is None:
-            return original(*args, **kwargs)  # which says what is wrong
+            return original(*args, **kwargs)  # which raises the error
         tensor = None if at is None else args[at] if len(args) > at else kwargs.get(keyword)
         dtype, numel = (tensor.dtype, tensor.numel()) if isinstance(tensor, Tensor) else (None, 0)
         serial = recorder.enter(kind, "", dtype=dtype, numel=numel, group=joined)
@@ -151,7 +150,7 @@ def _wrapped(original: Callable[..., Any], name: str, recorder: FlightRecorder) 
 
 
 def _join(recorder: FlightRecorder, group: dist.ProcessGroup | None) -> str | None:
-    """The name under which the ring knows a group; None where this worker is in no such group."""
+    """The name of a group in the flight recorder; None where this worker is not in the group."""
     if not dist.is_initialized():
         return None
     group = dist.group.WORLD if group is None else group
@@ -163,8 +162,8 @@ def _join(recorder: FlightRecorder, group: dist.ProcessGroup | None) -> str | No
     return name
 
 
-def _programs_names(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """The names of the program's own modules, where it may have imported collectives to."""
+def _user_namespaces(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """The namespaces of the user's own modules, into which collectives may have been imported."""
     seen: set[int] = set()
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
@@ -178,12 +177,12 @@ def _programs_names(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 
 
 def dump_stacks_on_signal(worker_dir: str) -> None:
-    """From now on the signal makes this process write its first thread's stack; also where it stays in C for ever.
+    """From now on the signal makes this process write its first thread's stack, even where that thread never leaves C.
 
-    The system gives a signal that is meant for a process to its first thread, unless that one blocks it.
+    The system delivers a process's signal to its first thread, unless that one blocks it.
     """
     if signal.getsignal(STACK_SIGNAL) != signal.SIG_DFL:
-        return  # the program has a use of its own for it
+        return  # the program handles it
     path = Path(worker_dir) / STACKS_NAME
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +194,7 @@ def dump_stacks_on_signal(worker_dir: str) -> None:
 def recording_flight(
     assignment: Assignment, job: Job, function: Callable[..., Any], *, layout: Layout
 ) -> Iterator[FlightRecorder]:
-    """Keep this worker's ring, and follow what `function` and its program do with torch.distributed themselves."""
+    """Keep this worker's flight recorder, and record the user collectives of `function` and its program."""
     path = Path(assignment.worker_dir) / FILE_NAME
     dump_stacks_on_signal(assignment.worker_dir)
     with writing(path):

@@ -31,7 +31,7 @@ class ParityCapture:
         self._directory = directory
         self._is_writer = worker_rank == 0
         self._step = 0
-        self._seen: dict[str, Tensor] = {}  # gradients of the step under way: several optimizers share its file
+        self._seen: dict[str, Tensor] = {}  # gradients of the present step: several optimizers share its file
         if self._is_writer:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -42,8 +42,7 @@ class ParityCapture:
                 file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
     def gradients(self, step: int, parameters: Iterable[tuple[str, Tensor]], whole: GatherWhole) -> None:
-        """Note averaged gradients as an optimizer is about to see them; several optimizers add up to one file a "
-        "step."""
+        """Note averaged gradients as an optimizer is about to use them; several optimizers share one file per step."""
         if step != self._step:
             self._step, self._seen = step, {}
         for name, parameter in parameters:
@@ -71,7 +70,7 @@ class ParityCapture:
 
 
 def _portable(tensor: Tensor) -> Tensor:
-    """A copy of its own on the CPU, of a type that numpy knows."""
+    """A copy on the CPU, of a type that numpy has."""
     copy = tensor.detach().to("cpu", copy=True)
     if copy.is_complex():
         copy = torch.view_as_real(copy)

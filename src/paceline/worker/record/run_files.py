@@ -1,4 +1,4 @@
-"""The files that a worker keeps in the run directory, and what the Job says about when to write them."""
+"""The files that one worker writes into the run directory, and the Job's settings of when to write them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["RunFiles"]
 class RunFiles:
     """Events, ledger and captures of one worker, plus the schedule of saves.
 
-    What cannot be written is a RunFileError: a step that is in no ledger could not be proved.
+    A file that cannot be written raises RunFileError: a step that is in no ledger could not be audited.
     """
 
     def __init__(self, assignment: Assignment, job: Job) -> None:
@@ -67,7 +67,9 @@ class RunFiles:
         return self._job.save_at_end
 
     def begin(self, origin: ResumeOrigin | None) -> None:
-        """Open the ledger of this attempt, which goes on from `origin`; again after a restore. None: a worker joins."""
+        """Open the ledger of this attempt, which goes on from `origin`; again after a restore. None: this worker joins
+        a running one.
+        """
         if self._ledger is None:
             self._ledger = SampleLedger(self.worker_dir / "ledger.jsonl", attempt=self.attempt, origin=origin)
         elif origin is not None:
@@ -105,14 +107,14 @@ class RunFiles:
         return self._job.max_steps is not None and step >= self._job.max_steps
 
     def finish(self, step: int, *, peak_memory_bytes: int, state_bytes: int) -> None:
-        """Say that this worker is done, and close all files. `state_bytes`: of the model and its optimizer."""
+        """Record that this worker has finished, and close all files. `state_bytes`: of the model and its optimizer."""
         finished = {"step": step, "peak_memory_bytes": peak_memory_bytes, "state_bytes": state_bytes}
         self.emit(WorkerFinished(rank=self._assignment.rank, **finished))
         self.close()
         release_error_space(self.worker_dir)
 
     def give_up(self) -> None:
-        """After an error, which counts more: from now on what cannot be written is dropped."""
+        """After an error, which counts more: from now on a file that cannot be written is ignored."""
         self._is_given_up = True
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
-"""The ledger: which positions of which stream this worker ran in each committed step. `paceline audit` proves from it
-that no sample was lost or repeated."""
+"""The sample ledger: the positions of each stream that this worker ran, step by step, for `paceline audit`.
+
+The audit proves from the ledgers of all workers that no sample was lost or repeated.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,24 @@ __all__ = ["ResumeOrigin", "SampleLedger"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeOrigin:
-    """What an attempt goes on from: nothing, a checkpoint of its run, or one of another run."""
+    """What an attempt resumes from: nothing, a checkpoint of its run, or one of another run."""
 
     step: int = 0
     attempt: int | None = None  # of this run, which saved the checkpoint
     source: str | None = None  # the checkpoint, where it is of another run
     starts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict[str, tuple[int, int]])
-    """Of another run: where each of its streams stands, (epoch, position); what came before is not in our ledgers."""
+    """For a checkpoint of another run, the (epoch, position) of each stream; earlier samples are in no ledger here."""
 
 
 class SampleLedger:
-    """Appends one JSON line per committed step to `ledger.jsonl`, flushed at once; RunFileError where it cannot."""
+    """Appends one JSON line per committed step to `ledger.jsonl`, flushed at once; raises RunFileError where it
+    cannot.
+    """
 
     def __init__(self, path: Path, *, attempt: int, origin: ResumeOrigin | None) -> None:
-        """`origin` is None for a worker that joins a run under way, perhaps in the place of one that was lost."""
+        """`origin` is None for a worker that joins a running run, perhaps in place of a lost one."""
         self._path, self._attempt = path, attempt
-        self._waiting: dict[int, tuple[dict[str, Any], list[MicroBatch]]] = {}  # by step, until a round of them counts
+        self._waiting: dict[int, tuple[dict[str, Any], list[MicroBatch]]] = {}  # by step, until the round is committed
         with writing(path):
             self._file = open_log(path)
         if origin is None:
@@ -43,7 +47,7 @@ class SampleLedger:
             self.begin(origin)
 
     def begin(self, origin: ResumeOrigin) -> None:
-        """Note what the attempt goes on from; said again before its first step, the later word counts."""
+        """Note what the attempt resumes from; before its first step a second call replaces the first."""
         line: dict[str, Any] = {"attempt": self._attempt, "from_step": origin.step, "of_attempt": origin.attempt}
         if origin.source is not None:
             line.update(source=origin.source, starts={name: list(start) for name, start in origin.starts.items()})
@@ -68,8 +72,8 @@ class SampleLedger:
 
         `is_whole`: note the whole step's positions, too. In an elastic run each member does: one that is lost after its
         gradients were summed, and before it could write them down, leaves no gap. So does a replica that has run all of
-        a step by itself, which is in nobody else's ledger. Micro-batches that came too late
-        for the step are noted by all who did not. A step that `waits` is written by `settle`.
+        a step by itself, which no other ledger has. Micro-batches that came too late for the step are noted by the
+        workers that were in time. A step that `waits` is written by `settle`.
         """
         line: dict[str, Any] = {
             "step": step,
@@ -89,13 +93,13 @@ class SampleLedger:
             self.settle()
 
     def ran_more(self, step: int, micros: Sequence[MicroBatch]) -> None:
-        """Add to a step that waits micro-batches that a lost member should have run; of one that was written already
-        they were noted."""
+        """Add micro-batches of a lost member to a step that waits; of a step that was written already they are
+        noted."""
         if step in self._waiting:
             self._waiting[step][1].extend(micros)
 
     def settle(self) -> None:
-        """Write the steps that waited, in order: they count now."""
+        """Write the steps that waited, in order: they are committed now."""
         for line, micros in self._waiting.values():
             self._write({**line, "ranges": _ranges(micros)})
         self._waiting.clear()
@@ -103,11 +107,10 @@ class SampleLedger:
     def rolled_back(self, *, from_step: int, to_step: int, skips: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Note that after `from_step` the state became that of `to_step` again, and the steps between are undone.
 
-        `skips` has for each stream (epoch, position) where it stood then, and where it stands and goes on: the samples
-        between are not used again.
+        `skips` has two (epoch, position) pairs for each stream, at `to_step` and now: the samples between are skipped.
         """
-        places = {name: [list(place) for place in span] for name, span in skips.items() if span[0] != span[1]}
-        self._write({"rollback": {"to_step": to_step, "from_step": from_step, "skips": places}})
+        spans = {name: [list(position) for position in span] for name, span in skips.items() if span[0] != span[1]}
+        self._write({"rollback": {"to_step": to_step, "from_step": from_step, "skips": spans}})
 
     def close(self) -> None:
         with writing(self._path):

@@ -1,3 +1,3 @@
-"""The inside of one step: forward and backward over micro-batches, pipeline stages, buffers, loss spikes, gradient
-noise scale, evaluation; imports `data` and `topology`, never `record`.
+"""One step: gradient accumulation over micro-batches, pipeline stages, buffers, loss spikes, gradient noise scale,
+evaluation; imports `data` and `topology`, never `record`.
 """

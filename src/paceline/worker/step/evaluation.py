@@ -1,7 +1,7 @@
-"""Exact evaluation over uneven shares: every sample is counted once, by whoever has it, and nothing is padded.
+"""Exact evaluation over uneven shares: every sample is counted once, on one worker, and nothing is padded.
 
-Samples in dataset order are cut into micro-batches that do not depend on the number of workers; each worker runs a
-contiguous part; sums and counts travel once, at the end, in float64.
+Samples in dataset order are split into micro-batches that do not depend on the number of workers. Each worker runs a
+contiguous part; sums and counts are all-reduced once, at the end, in float64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Measure", "evaluate"]
 
 Measure = Callable[[Any, Any], Any]
-ROUNDS = 2  # micro-batches under way at once, for each stage
+ROUNDS = 2  # micro-batches in the pipeline at once, for each stage
 
 
 def evaluate(
@@ -56,10 +56,10 @@ def evaluate(
 
     A measure gets (output, target) of a micro-batch and returns its mean (weighted by the number of samples) or (sum,
     count). `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is
-    in eval mode meanwhile, without gradients. Random state is seeded for each micro-batch from `seeds`, and as before
-    afterwards; buffers that change in eval mode (observers, say) are put back after each micro-batch. Where replicas
-    are split, as `axes` say, all of their workers make as many forwards, some of them void; `shards` are their models.
-    A model in stages (`staged`) is measured where its last stage is.
+    in eval mode meanwhile, without gradients. Random state is seeded for each micro-batch from `seeds`, and restored
+    afterwards; buffers that change in eval mode (observers, say) are put back after each micro-batch. Where `axes`
+    split replicas, all of their workers make as many forwards, some of them void; `shards` are their models. A pipeline
+    parallel model (`staged`) is measured by the worker of its last stage.
     """
     axes = single_worker_replicas(group) if axes is None else axes
     _check(dataset)
@@ -69,12 +69,12 @@ def evaluate(
     model.eval()
     sums = {name: [0.0, 0.0] for name in measures}
     if shards is not None:
-        shards.close()  # what was gathered before is of weights that have changed since
+        shards.close()  # what was gathered before is out of date
     try:
         with torch.no_grad(), random_state.PreservedRandomState():
             runs = (
-                (place, count, to_device(data, device, input_dtype(precision)), is_void)
-                for place, count, data, is_void in _micros(dataset, micro, collate, group, seeds, axes)
+                (number, count, to_device(data, device, input_dtype(precision)), is_void)
+                for number, count, data, is_void in _micros(dataset, micro, collate, group, seeds, axes)
             )
 
             def output_of(moved: Any) -> tuple[Any, Any]:
@@ -92,8 +92,8 @@ def evaluate(
                     with computing(precision, device):
                         measure_all(output, target, count)
                 runs = ()
-            for place, count, moved, is_void in runs:
-                random_state.seed_all(*seeds, place)
+            for number, count, moved, is_void in runs:
+                random_state.seed_all(*seeds, number)
                 with computing(precision, device):
                     output, target = output_of(moved)
                     if not is_void and axes.counts:
@@ -116,8 +116,8 @@ def _through_pipeline(
     buffers: BufferAverager,
     seeds: tuple[int, ...],
 ) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    """(number of samples, (output, target)) of each run that counts, on the last stage's worker; some are under way at
-    once."""
+    """(number of samples, (output, target)) of each run that counts, on the last stage's worker; several are in
+    the pipeline at once."""
 
     @contextlib.contextmanager
     def around(some: list[tuple[int, int, Any, bool]], number: int) -> Iterator[None]:

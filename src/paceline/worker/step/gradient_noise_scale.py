@@ -1,11 +1,11 @@
 """The gradient noise scale: the batch size beyond which larger batches, on more workers, stop paying.
 
-Gradients of small parts of a batch are longer than their mean, by what is noise in them: of a part of b samples
-|G|^2 + tr(S) / b is to be expected, where G is the gradient without noise, and S the covariance of one sample's. Two
-sizes tell both (McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1); here the parts are
-those that replicas have, weighted as in the mean, and the mean itself. Each step's two estimates are unbiased and
-noisy; so both are smoothed, and only then is their ratio taken: B = tr(S) / |G|^2. With batches of that size training
-takes twice the steps that it takes at least, and twice the samples.
+Gradients of small parts of a batch are longer than their mean, because of their noise. For a part of b samples the
+expected squared norm is |G|^2 + tr(S) / b, where G is the gradient without noise, and S the covariance of one sample's.
+Two sizes give both (McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1). Here the parts
+are those of the replicas, weighted as in the mean, and the mean itself. Each step's two estimates are unbiased and
+noisy, so both are smoothed before their ratio is taken: B = tr(S) / |G|^2. With batches of that size training takes
+twice the least number of steps, and twice the least number of samples.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paceline.sync.allreduce.replica_norms import ReplicaNorm
 
 __all__ = ["GradientNoiseScale", "estimates"]
 
-SMOOTHING = 0.99  # what an estimate still counts for one step later
-LEAST_STEPS = 10  # before these nothing is told
+SMOOTHING = 0.99  # the weight that an estimate keeps from one step to the next
+LEAST_STEPS = 10  # before these no value is reported
 
 
 class GradientNoiseScale:
@@ -31,7 +31,7 @@ class GradientNoiseScale:
     def add(
         self, parts: Sequence[ReplicaNorm], *, square: float | None, scale: float, weight: float, num_samples: int
     ) -> None:
-        """Take in a step: see `estimates`. Where its parts were not measured, nothing changes."""
+        """Add a step: see `estimates`. Where its parts were not measured, nothing changes."""
         if square is None:
             return
         found = estimates(parts, square=square, scale=scale, weight=weight, num_samples=num_samples)
@@ -43,7 +43,7 @@ class GradientNoiseScale:
 
     @property
     def samples(self) -> float | None:
-        """The noise scale; None: not known yet, or more than can be told from noise."""
+        """The noise scale; None: not known yet, or too large to be estimated."""
         if self._num_steps < LEAST_STEPS or self._signal <= 0 or self._noise <= 0:
             return None
         return self._noise / self._signal
@@ -55,8 +55,8 @@ def estimates(
     """Return estimates of |G|^2 and of tr(S) for single samples; None where no part is smaller than the batch.
 
     `square`: of the norm of the mean gradient, over losses that weigh `weight` and stand for `num_samples`. Gradients
-    of parts were multiplied by `scale` when they had been summed: so that of a part of weight w is, as a mean of its
-    own, `scale * weight / w` times what it gave. In the mean of their squares parts count by their weights.
+    of parts were multiplied by `scale` when they had been summed. So the mean gradient of a part of weight w is
+    `scale * weight / w` times the measured one. In the mean of their squares parts count by their weights.
     """
     some = [part for part in parts if part.weight > 0]
     in_parts = sum(part.weight for part in some)

@@ -1,20 +1,19 @@
-"""One walk over a step's micro-batches: seed, rewind, forward and backward for each, then one agreement over all
-workers.
+"""Gradient accumulation over a step's micro-batches, then one all-reduce that commits the step on all workers.
 
-The inside of the transaction. Each loss is scaled by its share of the step's real samples, so the sum over
+A *gradient pass* is one forward and backward over all micro-batches of a step. Before each micro-batch, random state is
+seeded and buffers are rewound. Each loss is scaled by its share of the step's real samples, so the sum over
 micro-batches and workers is the gradient of the mean over the global batch. Where losses come as (sum, count), say over
 tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
 counts are in.
 
-Where a model is cut into stages, all micro-batches of a replica go through them in one run, by a schedule.
+With pipeline parallelism all micro-batches of a replica go through the stages in one run, by a schedule.
 
-The workers of a replica that is split make as many runs, because they exchange tensors in each: who has fewer
-micro-batches runs one again at the end, *void*: its loss is multiplied by nought, and nothing of it is kept.
+The workers of a split replica exchange tensors in each run, so all of them make as many runs. A worker with fewer
+micro-batches runs one again at the end, *void*: its loss is multiplied by 0, and nothing of it is kept.
 
-All workers agree by the *step metadata*, which travels with the last bucket: the batch's number (it must be the same
-everywhere), whether anybody wants a change between two steps, sum of losses, sum of weights, which parameters were used
-by anybody, which buffers changed anywhere. In an elastic run a vote comes last: until then nothing outside of the pass
-has changed.
+The *step metadata* travels with the last bucket: the batch's number, which must be the same everywhere, whether a
+worker wants a change between two steps, the sums of losses and of weights, the parameters that a worker used, and the
+buffers that changed. In an elastic run a vote comes last: until then nothing outside of the pass has changed.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data import random_state
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
-from paceline.worker.step.loss_spikes import LossSpike, LossSpikeDetector
-from paceline.worker.step.loss_value import LossLike, as_weight, single, split_loss
+from paceline.worker.step.losses import LossLike, LossSpike, LossSpikeDetector, as_weight, single, split_loss
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
@@ -49,36 +47,36 @@ if TYPE_CHECKING:
 
 __all__ = ["StepExecutor", "StepInvalidated", "StepOutcome", "StepVote"]
 
-SERIALS = 16  # batches are told apart by their number modulo this: sums of squares stay exact in single precision
+SERIALS = 16  # batches are compared by their number modulo this: sums of squares stay exact in single precision
 WEIGHT_UNIT = 4096
 TRAILS = 1 << 24  # hashes of what was gathered: their sums over workers are exact
 
-NOISE_EACH, NOISE_EVERY = 300, 10  # gradients' noise is measured in so many first steps, then in every tenth
+NOISE_EACH, NOISE_EVERY = 300, 10  # the noise scale is measured in so many first steps, then in every tenth
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What all workers agreed on: equal everywhere."""
+    """The result of a pass; equal on all workers."""
 
-    loss: float  # of the whole global batch; NaN when nobody called backward
+    loss: float  # of the whole global batch; NaN when no worker called backward
     finite: bool  # of the gradients
     unused: tuple[str, ...]  # parameters that no worker used
-    is_empty: bool  # nobody called backward: the walk only looked at the data
+    is_empty: bool  # no worker called backward: the pass only read the data
     communication_s: float
-    broken: str = ""  # the first parameter whose gradient is not finite, of those that are here; "": none, or not asked
-    spike: LossSpike | None = None  # the step is not to be taken
+    broken: str = ""  # the first parameter here whose gradient is not finite; "": none, or not looked for
+    spike: LossSpike | None = None  # the optimizer does not step
     is_idle: bool = False  # this replica, which takes steps by itself, had nothing to run
     is_late: bool = False  # others took the step without this replica's share of it
-    noise_scale: float | None = None  # of gradients, in samples, as far as it is known by now
+    noise_scale: float | None = None  # of gradients, in samples; None: not known yet
 
     @property
     def is_taken(self) -> bool:
-        """Whether the optimizer is to step; otherwise the gradients have been dropped."""
+        """Whether the optimizer steps; otherwise the gradients have been dropped."""
         return self.finite and self.spike is None and not self.is_idle and not self.is_late
 
 
 class StepVote(Protocol):
-    """What a walk asks and tells those who do operations together."""
+    """How a pass is committed with the other workers: `Consensus`, or a replica's own vote."""
 
     @property
     def wants_change(self) -> bool:
@@ -86,61 +84,55 @@ class StepVote(Protocol):
         ...
 
     def change_is_due(self) -> None:
-        """All know that one of them wants a change."""
+        """All workers know that one of them wants a change."""
         ...
 
     def vote(self) -> bool:
-        """Wait until all have the result; False: it is void."""
+        """Wait until all workers have the result; False: it is void."""
         ...
 
 
 class StepInvalidated(Disrupted):
-    """The members have regrouped, and this walk is void."""
+    """The members have regrouped, and this pass is void."""
 
 
 class StepExecutor:
-    """Runs walks, one at a time, for one worker."""
+    """Runs gradient passes, one at a time, for one worker."""
 
     def __init__(
         self,
         plan: Plan,
         *,
         group: WorkerGroup,
-        agreement: StepVote,
+        consensus: StepVote,
         device: torch.device,
         axes: ParallelGroups,
         measures_noise: bool,
     ) -> None:
-        """`group`: all who agree at a walk's end, `axes` those of their replicas: where these take steps by themselves,
-        one."""
+        """`group`: the workers that sum gradients at the end of a pass; `axes`: the groups of their replicas, or of one
+        replica that takes steps by itself."""
         self.buffers = BufferAverager()
         self.shards = ShardedModels()
-        self.outcome: StepOutcome | None = (
-            None  # of the last walk; None while one is under way, or when it was left early
-        )
-        self._plan, self._group, self._agreement, self._device = plan, group, agreement, device
+        self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
+        self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
         self.losses = LossSpikeDetector(plan.guard)
         self.noise = GradientNoiseScale()
         # Context parallel workers that sum at once have gradients of tokens, and none of samples.
         self._measures_noise = measures_noise and not axes.spans_context
         self._precision = plan.compute.precision
-        self._aside = random_state.PreservedRandomState()
-        self._batch: StepBatch | None = None  # set while a walk is under way
+        self._preserved_random_state = random_state.PreservedRandomState()
+        self._batch: StepBatch | None = None  # set during a pass
         self._gradients: GradientReducer | None = None
         self._micro: MicroBatch | None = None
         self._losses: list[tuple[Tensor, Tensor | float, bool]] = []  # value, weight, whether the value is a mean
-        self._ran: list[MicroBatch] = []  # whose losses these are
-        self.broken: tuple[
-            MicroBatch, ...
-        ] = ()  # of this worker's in the last walk: those whose losses were not finite
-        self.nonfinite_gradients: tuple[str, ...] | None = (
-            None  # this worker's gradients, where losses are finite and they not
-        )
-        self._looks = plan.guard.on_spike != "none"  # at them, before they are summed
+        self._ran: list[MicroBatch] = []  # the micro-batches of these losses
+        self.broken: tuple[MicroBatch, ...] = ()  # of this worker, in the last pass: their losses were not finite
+        self.nonfinite_gradients: tuple[str, ...] | None = None  # of this worker, where its losses are finite
+        self._checks_gradients = plan.guard.on_spike != "none"  # before they are summed
         self._is_backward_done = False
-        self._waited_before_s = 0.0  # inside the replica, before this walk
-        self._staged_waited_s = 0.0  # for other stages, in all
+        self._waited_before_s = 0.0  # inside the replica, before this pass
+        self._stages_waited_s = 0.0  # for other stages, in all
 
     @property
     def under_way(self) -> bool:
@@ -149,16 +141,16 @@ class StepExecutor:
     def run(
         self, batch: StepBatch, gradients: GradientReducer, *, is_finite: Callable[[], bool] | None = None
     ) -> Iterator[Any]:
-        """Yield this worker's micro-batches on its device; the agreement happens when the last one has been dealt with.
+        """Yield this worker's micro-batches on its device; after the last one the pass is committed on all workers.
 
-        All workers must walk over the batch to its end, also those whose share is empty. `is_finite()` judges the
-        averaged gradients, equally on all workers; by default they are looked through. A walk that is left early
+        All workers must iterate over the batch to its end, also those whose share is empty. `is_finite()` judges the
+        averaged gradients, equally on all workers; by default each of them is checked. A pass that is left early
         changes nothing.
         """
-        with self._walking(batch, gradients):
-            with self._aside:
-                for number, (place, micro, is_void) in enumerate(batch.runs()):
-                    data = to_device(batch.read(place), self._device, input_dtype(self._precision))
+        with self._opened_pass(batch, gradients):
+            with self._preserved_random_state:
+                for number, (read, micro, is_void) in enumerate(batch.runs()):
+                    data = to_device(batch.read(read), self._device, input_dtype(self._precision))
                     batch.is_void = is_void
                     self._open_micro(batch, micro, gradients, is_last=number == batch.num_runs - 1)
                     with computing(self._precision, self._device):
@@ -168,14 +160,14 @@ class StepExecutor:
                     elif not self._is_backward_done:
                         self.buffers.capture(micro.num_samples)
                     if number == 0 and batch.num_runs > 1 and not self.shards.reduces_on_last_pass:
-                        weighs = bool(self._losses) and self._axes.counts
-                        gradients.note_first(weight=float(self._losses[0][1]) if weighs else 0.0)
+                        has_weight = bool(self._losses) and self._axes.counts
+                        gradients.note_first(weight=float(self._losses[0][1]) if has_weight else 0.0)
             if len(batch) and gradients.has_any() and not self._losses:
                 raise RuntimeError(
-                    "gradients were made by loss.backward(): call worker.backward(loss) instead, which gives the "
+                    "loss.backward() was called in a step: call worker.backward(loss) instead, which gives the "
                     "micro-batch its weight in the global batch"
                 )
-            self.outcome = self._agree(batch, gradients, is_finite)
+            self.outcome = self._commit(batch, gradients, is_finite)
 
     def run_pipeline(
         self,
@@ -185,15 +177,15 @@ class StepExecutor:
         *,
         is_finite: Callable[[], bool] | None = None,
     ) -> Iterator[Any]:
-        """Walk over a batch whose micro-batches all go through the stages of this replica; there is nothing to yield.
+        """Run a batch whose micro-batches all go through the pipeline stages of this replica; it yields nothing.
 
         All workers must call it, as `run`.
         """
-        with self._walking(batch, gradients):
-            with self._aside:
+        with self._opened_pass(batch, gradients):
+            with self._preserved_random_state:
                 dtype = input_dtype(self._precision)
                 runs = list(batch.runs())
-                micros = [to_device(batch.read(place), self._device, dtype) for place, _, _ in runs]
+                micros = [to_device(batch.read(read), self._device, dtype) for read, _, _ in runs]
                 waited_s = pipelined.waited_s
                 losses = pipelined.step(
                     micros,
@@ -205,37 +197,38 @@ class StepExecutor:
                     ],
                     buffers=self.buffers,
                 )
-                self._staged_waited_s += pipelined.waited_s - waited_s
+                self._stages_waited_s += pipelined.waited_s - waited_s
             self._is_backward_done = True  # of the last one, too
             for micro, loss in zip(batch.micros if losses else (), losses[: len(batch.micros)], strict=True):
                 weight = micro.num_samples if loss.count is None else as_weight(loss.count)
                 self._losses.append((loss.value, weight, loss.count is None))
                 self._ran.append(micro)
-            self.outcome = self._agree(batch, gradients, is_finite)
+            self.outcome = self._commit(batch, gradients, is_finite)
         return iter(())
 
     @contextlib.contextmanager
-    def _walking(self, batch: StepBatch, gradients: GradientReducer) -> Iterator[None]:
-        """Begin and end a walk; one that is left without an outcome changes nothing."""
+    def _opened_pass(self, batch: StepBatch, gradients: GradientReducer) -> Iterator[None]:
+        """Begin and end a pass; one that is left without an outcome changes nothing."""
         if self._batch is not None:
             raise RuntimeError(
-                "a walk over a batch began inside another one; finish the first, or use a stepper for each optimizer"
+                "a loop over a step's micro-batches began inside another one: finish the first, or use a "
+                "stepper for each optimizer"
             )
         self.buffers.begin()
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
         self._ran, self.broken, self.nonfinite_gradients = [], (), None
         self._waited_before_s = self._waited_s()
         is_due = batch.step <= NOISE_EACH or batch.step % NOISE_EVERY == 0
-        measures = self._measures_noise and is_due and batch.num_passes == 0  # further walks are about other losses
+        measures = self._measures_noise and is_due and batch.num_passes == 0  # further passes have other losses
         try:
-            if self._looks:
+            if self._checks_gradients:
                 gradients.look()
-            # It may wait for servers, and be disrupted.
+            # This may wait for parameter servers, and be disrupted.
             gradients.begin(batch.num_passes, step=batch.step, measures=measures)
             self.shards.begin()
             yield
         except Disrupted:
-            batch.num_passes -= 1  # it will be walked over again, as the same walk
+            batch.num_passes -= 1  # the batch will be run again, as the same pass
             raise
         finally:
             self._batch = self._micro = self._gradients = None
@@ -253,13 +246,13 @@ class StepExecutor:
         batch, micro = self._batch, self._micro
         if batch is None or micro is None:
             raise RuntimeError(
-                "worker.backward() outside of a walk over a batch. Write: for x, y in batch: "
+                "worker.backward() was called outside of a loop over a step's micro-batches. Write: for x, y in batch: "
                 "worker.backward(loss(model(x), y))"
             )
         if self._is_backward_done:
             raise RuntimeError(
                 "worker.backward() was called twice for one micro-batch: add the losses and call it once, "
-                "or walk over the batch again for another optimizer"
+                "or loop over the batch again for another optimizer"
             )
         self._is_backward_done = True
         if self._gradients is not None:
@@ -277,8 +270,8 @@ class StepExecutor:
             (value if factor == 1.0 else value * factor).backward()
 
     def _waited_s(self) -> float:
-        """Seconds of all walks that this worker waited for others of its replica."""
-        return self.shards.traffic.waited_s + self._staged_waited_s + self._axes.waited_s
+        """Seconds of all passes that this worker waited for others of its replica."""
+        return self.shards.traffic.waited_s + self._stages_waited_s + self._axes.waited_s
 
     def _open_micro(self, batch: StepBatch, micro: MicroBatch, gradients: GradientReducer, *, is_last: bool) -> None:
         self._micro, self._is_backward_done = micro, False
@@ -288,21 +281,70 @@ class StepExecutor:
         if is_last:
             gradients.arm()
 
-    def _agree(self, batch: StepBatch, gradients: GradientReducer, is_finite: Callable[[], bool] | None) -> StepOutcome:
+    def _commit(
+        self, batch: StepBatch, gradients: GradientReducer, is_finite: Callable[[], bool] | None
+    ) -> StepOutcome:
+        """Sum gradients and metadata over the workers, judge the step, and vote; buffers change after the vote."""
         if self.shards.reduces_on_last_pass and self._losses and not self._is_backward_done:
             raise RuntimeError(
-                "the walk's last micro-batch was left without worker.backward(), and with Layout(zero=1) gradients are "
-                "summed in its backward: call worker.backward(loss) for every micro-batch, with loss * 0 where one "
-                "is to count for nothing; or use zero=2 or 3"
+                "worker.backward() was not called for the step's last micro-batch, and with Layout(zero=1) gradients "
+                "are summed in its backward: call worker.backward(loss) for every micro-batch, with loss * 0 where "
+                "one is to count for nothing; or use zero=2 or 3"
             )
+        summed = self._exchange_metadata(batch, gradients)
+        mean_loss = summed.loss_sum / summed.weight_sum if summed.weight_sum else None
+        scale = (batch.num_here / summed.weight_sum if summed.weight_sum > 0 else 1.0) / self._axes.context.size
+        gradients.land(scale=scale)
+        finite = is_finite() if is_finite is not None else gradients.is_finite()
+        series = f"{batch.stream}.{batch.num_passes}"
+        judged = self.losses.judge(series, mean_loss, finite=finite)
+        verdict = gradients.agree_on(None if judged is None else dataclasses.asdict(judged))
+        spike = None if verdict is None else LossSpike(**verdict)
+        batch.chosen, is_late = gradients.chosen, gradients.is_late
+        is_idle = batch.num_here == 0
+        is_taken = finite and spike is None and not is_idle and not is_late
+        settle = self._combine_buffers(batch, gradients, summed.changed) if is_taken else self.buffers.give_up
+        if not self._consensus.vote():
+            raise StepInvalidated("a member was lost before all had the sum: the pass is done again")
+        if summed.wants_change:
+            self._consensus.change_is_due()
+        broken = self._find_nonfinite(gradients, mean_loss, finite=finite)
+        self.losses.settled(series, mean_loss, spike)
+        settle()
+        if is_taken:
+            self.noise.add(
+                gradients.parts,
+                square=gradients.measured_square,
+                scale=scale,
+                weight=summed.weight_sum,
+                num_samples=batch.num_here,
+            )
+        else:
+            gradients.drop()
+        unused = gradients.unused()
+        return StepOutcome(
+            loss=float("nan") if mean_loss is None else mean_loss,
+            finite=finite,
+            unused=unused,
+            is_empty=not summed.weight_sum and len(unused) == gradients.num_followed and not is_idle,
+            communication_s=gradients.waited_s + self._waited_s() - self._waited_before_s,
+            broken=broken,
+            spike=spike,
+            is_idle=is_idle,
+            is_late=is_late,
+            noise_scale=self.noise.samples,
+        )
+
+    def _exchange_metadata(self, batch: StepBatch, gradients: GradientReducer) -> _SummedMetadata:
+        """Send the last bucket with the step metadata, and return the sums. Raises SyncError, on all workers, where
+        they ran different batches, or different blocks of the model."""
         serial = batch.serial % SERIALS
-        losses = self._losses if self._axes.counts else []
-        own_loss, own_weight = _loss_and_weight(losses)
+        own_loss, own_weight = _loss_and_weight(self._losses if self._axes.counts else [])
         if gradients.carries_buffers:
             num_samples = sum(micro.num_samples for micro in batch.micros)
             self.buffers.combine(self.buffers.changed(), num_samples=num_samples, groups=[self._group])()
         loss, loss_rest, weight, weight_rest = _halves(own_loss, own_weight)
-        wish = float(self._agreement.wants_change)
+        wish = float(self._consensus.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
         gradients.flush(
             [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()],
@@ -311,8 +353,8 @@ class StepExecutor:
         serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
         if self._group.size * squares != serials**2:
             raise SyncError(
-                f"worker {self._group.index} walks over batch {batch.serial} of the run, others over another one: some "
-                "worker left out a step (continue, break) that others made. All workers must make the same steps: "
+                f"worker {self._group.index} runs batch {batch.serial} of the run, others run another one: a worker "
+                "left out a step (continue, break) that others made. All workers must make the same steps: "
                 "decide by values that are equal on all, such as the loss"
             )
         if trails:
@@ -321,60 +363,49 @@ class StepExecutor:
                 "each block is gathered from all of them: under Layout(shard=...) every micro-batch must run the same "
                 "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
             )
-        loss_sum, weight_sum = loss + loss_rest, weight * WEIGHT_UNIT + weight_rest
-        scale = (batch.num_here / weight_sum if weight_sum > 0 else 1.0) / self._axes.context.size
-        gradients.land(scale=scale)
-        finite = is_finite() if is_finite is not None else gradients.is_finite()
-        series = f"{batch.stream}.{batch.num_passes}"
-        mean_loss = loss_sum / weight_sum if weight_sum else None
-        judged = self.losses.judge(series, mean_loss, finite=finite)
-        verdict = gradients.agree_on(None if judged is None else dataclasses.asdict(judged))
-        spike = None if verdict is None else LossSpike(**verdict)
-        batch.chosen, is_late = gradients.chosen, gradients.is_late
-        is_idle = batch.num_here == 0
-        settle, is_taken = self.buffers.give_up, finite and spike is None and not is_idle and not is_late
-        is_staged = self._axes.stages.size > 1
-        if is_taken and gradients.carries_buffers:
-            settle = lambda: None  # noqa: E731  # they are combined already
-        elif is_taken:
-            settle = self.buffers.combine(
-                [count > 0 for count in changed],
-                num_samples=batch.num_here,
-                # The workers of a stage have the same buffers, and each micro-batch was run by one of them.
-                groups=[self._axes.micro_batch_peers, self._axes.replica_group] if is_staged else [self._group],
-                counts=is_staged or self._axes.counts,
-            )
-        if not self._agreement.vote():
-            raise StepInvalidated("a member was lost before all had the sum: the walk is done again")
-        if wishes:
-            self._agreement.change_is_due()
+        return _SummedMetadata(
+            loss_sum=loss + loss_rest,
+            weight_sum=weight * WEIGHT_UNIT + weight_rest,
+            wants_change=bool(wishes),
+            changed=[count > 0 for count in changed],
+        )
+
+    def _combine_buffers(
+        self, batch: StepBatch, gradients: GradientReducer, changed: Sequence[bool]
+    ) -> Callable[[], None]:
+        """Average the buffers that changed on any worker; returns what sets them."""
+        if gradients.carries_buffers:
+            return lambda: None  # they went with the gradients
+        has_stages = self._axes.stages.size > 1
+        return self.buffers.combine(
+            changed,
+            num_samples=batch.num_here,
+            # The workers of a stage have the same buffers, and each micro-batch was run by one of them.
+            groups=[self._axes.micro_batch_peers, self._axes.replica_group] if has_stages else [self._group],
+            counts=has_stages or self._axes.counts,
+        )
+
+    def _find_nonfinite(self, gradients: GradientReducer, mean_loss: float | None, *, finite: bool) -> str:
+        """Note which losses or gradients of this worker were not finite; returns the first such parameter, or ""."""
         if mean_loss is not None and not math.isfinite(mean_loss):
             values = zip(self._ran, self._losses, strict=True)
             self.broken = tuple(micro for micro, (value, _, _) in values if not math.isfinite(float(value)))
-        broken = ""
-        if not finite and (mean_loss is None or math.isfinite(mean_loss)):
-            self.nonfinite_gradients, first = gradients.broken()
-            broken, self._looks = first or "", True  # so that the next time it is known whose they are
-        self.losses.settled(series, mean_loss, spike)
-        settle()
-        if is_taken:
-            square = gradients.measured_square
-            self.noise.add(gradients.parts, square=square, scale=scale, weight=weight_sum, num_samples=batch.num_here)
-        else:
-            gradients.drop()
-        unused = gradients.unused()
-        return StepOutcome(
-            loss=float("nan") if mean_loss is None else mean_loss,
-            finite=finite,
-            unused=unused,
-            is_empty=not weight_sum and len(unused) == gradients.num_followed and not is_idle,
-            communication_s=gradients.waited_s + self._waited_s() - self._waited_before_s,
-            broken=broken,
-            spike=spike,
-            is_idle=is_idle,
-            is_late=is_late,
-            noise_scale=self.noise.samples,
-        )
+            return ""
+        if finite:
+            return ""
+        self.nonfinite_gradients, first = gradients.broken()
+        self._checks_gradients = True  # so that the next time it is known which worker made them
+        return first or ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _SummedMetadata:
+    """The step metadata, summed over the workers."""
+
+    loss_sum: float
+    weight_sum: float
+    wants_change: bool  # one of them wants a change between two steps
+    changed: list[bool]  # for each buffer: it changed on one of them
 
 
 def _halves(loss: float, weight: float) -> tuple[float, float, float, float]:

@@ -1,13 +1,11 @@
-"""Models that are cut into stages: who has what of them, and what several of their workers have.
+"""Pipeline parallel models: this worker's stages of a model, tied parameters, and a step's way through the stages.
 
 All workers of a replica's stages are given the same micro-batches, and run the model's own forward and the loss on
-each, in which other stages' units are absent (see `parallel.pipeline`). The worker of the last stage has the losses.
-Parameters that two stages share have a *home*, the first of them: it sums their gradients, and its word counts.
+each, in which other stages' units are skipped (see `parallel.pipeline`). The worker of the last stage has the losses.
+Parameters that two stages share have a *home*, the first of the two: it sums their gradients, and its state is saved.
 
-A step's micro-batches on their way through a model's stages, for one loss or one evaluation.
-
-All workers of the stages walk together (`StageWorker`). Around each of a worker's parts of a forward its buffers are
-put in place and looked at; what is returned is known on the worker of the last stage alone.
+A `PipelinePass` runs a step's micro-batches for one loss or one evaluation. Around each part of a forward on this
+worker its buffers are rewound before, and captured afterwards.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ from paceline.schedule.pipeline import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD,
 from paceline.schedule.pipeline_timeline import ideal_bubble_share
 from paceline.units import bytes_text
 from paceline.worker.data import random_state
-from paceline.worker.step.loss_value import single, split_loss
+from paceline.worker.step.losses import single, split_loss
 from paceline.worker.step.model_buffers import BufferAverager
 
 __all__ = ["MicroBatchLoss", "PipelineModel", "PipelinePass", "TiedStageGradients"]
 
 
 class PipelineModel:
-    """One worker's stages of a model; what is not of them goes to the meta device when this is made."""
+    """One worker's stages of a model; its constructor moves all other stages to the meta device."""
 
     def __init__(
         self,
@@ -60,8 +58,8 @@ class PipelineModel:
         still: Callable[[], AbstractContextManager[None]],
         shards: ShardedModels,
     ) -> None:
-        """`group`: the workers of this replica's stages; `note` tells the user a sentence; under `still()` layers that
-        are cut, and rows that are split, stay where they are; `shards` knows of rows."""
+        """`group`: the workers of this replica's stages. `note` shows the user a sentence. Under `still()` tensor
+        parallel layers and sharded rows do not communicate. `shards`: the fully sharded models."""
         self.model, self.units, self.partition, self.group, self.link = model, units, partition, group, link
         self.device, self.precision, self.note, self.still = device, precision, note, still
         self.shards = shards
@@ -79,7 +77,7 @@ class PipelineModel:
         model.register_forward_pre_hook(self._before_forward)
 
     def pipeline(self, num_micro: int) -> Pipeline:
-        """The layout's schedule for so many micro-batches."""
+        """The layout's schedule for this number of micro-batches."""
         if num_micro not in self._pipelines:
             self._pipelines[num_micro] = build(
                 self._layout.schedule,
@@ -90,8 +88,7 @@ class PipelineModel:
         return self._pipelines[num_micro]
 
     def homes(self) -> dict[str, int]:
-        """Which of the stages' workers has the word on each entry of the model's state: tensors, and what modules keep
-        by `get_extra_state`."""
+        """For each entry of the model's state dict, extra state included: the stages' worker that saves it."""
         model, found = self.model, dict[str, int]()
         for named, stages in (
             (model.named_parameters, self.partition.parameters),
@@ -107,17 +104,19 @@ class PipelineModel:
         return found
 
     def own_units(self) -> list[tuple[str, nn.Module]]:
-        """The units of this worker's stages, with their names, but for those that share parameters with each other."""
+        """The units of this worker's stages that share no parameters with each other, with their names."""
         own = [unit for unit in self.units if self.partition.stage_of(unit.name) in self.own_stages]
         held = [{id(parameter) for parameter in unit.module.parameters()} for unit in own]
         return [
             (unit.name, unit.module)
-            for place, unit in enumerate(own)
-            if not any(held[place] & other for number, other in enumerate(held) if number != place)
+            for index, unit in enumerate(own)
+            if not any(held[index] & other for number, other in enumerate(held) if number != index)
         ]
 
     def shared(self) -> list[tuple[str, Parameter, tuple[int, ...]]]:
-        """Parameters here that several workers have: name, parameter, and the workers' indices, the home first."""
+        """Parameters here that stages of other workers share: name, parameter, and the workers' indices, the home
+        first.
+        """
         parameters, found = dict(self.model.named_parameters()), []
         for name, stages in sorted(self.partition.shared.items()):
             holders = tuple(dict.fromkeys(self._worker_of(stage) for stage in stages))
@@ -126,11 +125,15 @@ class PipelineModel:
         return found
 
     def is_of_stage(self, module: nn.Module, stage: int) -> bool:
-        """Whether what a module's own forward does counts with this stage; the root's with this worker's first."""
+        """Whether a module's own forward belongs to this stage; the root module's belongs to this worker's first
+        stage.
+        """
         return self._stage_of_module.get(module, self.own_stages[0]) == stage
 
     def evaluation(self, forward: Callable[[Any], Any], *, key: Any) -> PipelinePass:
-        """How forwards go through that are told apart by `key`, and are known from one evaluation to the next."""
+        """The pass for evaluations with the same `key`; what it has recorded of their forward is kept between
+        evaluations.
+        """
         if key not in self._evaluations:
             self._evaluations[key] = PipelinePass(self, forward)
         self._evaluations[key].loss_of = forward
@@ -138,7 +141,7 @@ class PipelineModel:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While it lasts, the model may be called."""
+        """While entered, the model may be called."""
         former, self._is_running = self._is_running, True
         try:
             yield
@@ -157,16 +160,16 @@ class PipelineModel:
         sizes = {id(tensor): tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()]}
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         stages_of = {**self.partition.parameters, **self.partition.buffers}
-        said: list[str] = []
+        texts: list[str] = []
         for stage, names in enumerate(self.partition.stages):
             num_bytes = sum(sizes[id(tensor)] for name, tensor in named if stage in stages_of[name])
             what = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} units)"
-            said.append(f"{what}: {bytes_text(num_bytes)}")
-        return f"{type(self.model).__name__} is cut into {len(said)} stages: " + "; ".join(said)
+            texts.append(f"{what}: {bytes_text(num_bytes)}")
+        return f"{type(self.model).__name__} is partitioned into {len(texts)} stages: " + "; ".join(texts)
 
 
 class TiedStageGradients:
-    """How gradients are spread over stages: each has its own; of what several share, each has a part of the sum."""
+    """Sums the gradients of parameters that several stages share; each stage has a part of the sum."""
 
     def __init__(self, models: Sequence[PipelineModel]) -> None:
         self.group = models[0].group
@@ -174,7 +177,7 @@ class TiedStageGradients:
         self._is_home = {id(p): holders[0] == self.group.index for _, _, p, holders in self._shared}
 
     def counts(self, parameter: Parameter) -> bool:
-        """Whether the gradient is here alone, or this worker is its home."""
+        """Whether no other stage has the gradient, or this worker is its home."""
         return self._is_home.get(id(parameter), True)
 
     def adds_up(self, parameter: Parameter) -> bool:
@@ -186,7 +189,7 @@ class TiedStageGradients:
         return next((holders for _, _, shared, holders in self._shared if shared is parameter), ())
 
     def complete(self, parameters: Sequence[Parameter]) -> None:
-        """Sum what stages share: the others send to the home, and get the sum back."""
+        """Sum the gradients that stages share: the others send to the home, which sends the sum back."""
         shared = [parameter for parameter in parameters if self.adds_up(parameter)]
         for parameter in shared:
             if parameter.grad is None:
@@ -194,8 +197,9 @@ class TiedStageGradients:
         self.add_up([(one, local_part(one.grad)) for one in shared if one.grad is not None])
 
     def add_up(self, parts: Sequence[tuple[Parameter, Tensor]]) -> None:
+        """Sum these tensors over the stages that share each parameter, in place."""
         part_of = {id(parameter): part for parameter, part in parts}
-        for link, name, parameter, holders in self._shared:  # in an order that all have
+        for link, name, parameter, holders in self._shared:  # in the same order on all workers
             if id(parameter) in part_of:
                 part = part_of[id(parameter)]
                 part.copy_(self._summed(link, name, part.contiguous(), holders))
@@ -205,38 +209,38 @@ class TiedStageGradients:
         if index == home:
             total = part.clone()
             for other in others:
-                came = torch.empty_like(total)
-                link.receive(came, source=other, what=what, way=_link_direction(other, home)).wait()
-                total += came
+                received = torch.empty_like(total)
+                link.receive(received, source=other, what=what, way=_link_direction(other, home)).wait()
+                total += received
             for sent in [link.send(total, to=other, what=what, way=_link_direction(home, other)) for other in others]:
                 sent.wait()
             return total
         sent = link.send(part, to=home, what=what, way=_link_direction(index, home))
-        came = torch.empty_like(part)
-        link.receive(came, source=home, what=what, way=_link_direction(home, index)).wait()
+        received = torch.empty_like(part)
+        link.receive(received, source=home, what=what, way=_link_direction(home, index)).wait()
         sent.wait()
-        return came
+        return received
 
 
 def _link_direction(by: int, to: int) -> str:
-    """As the pipeline names it; a worker's first stage has its number."""
+    """The name that the pipeline gives this direction; a worker's first stage has the worker's number."""
     return f"stage {by} to {to}"
 
 
-REPORT_AT_STEP = 5  # steps; the first one, which learns, is not measured
-LARGE_BUBBLE_GAP = 0.1  # of a step, beyond which more micro-batches are worth a word
+REPORT_AT_STEP = 5  # steps; the first one, which records forwards, is not measured
+LARGE_BUBBLE_GAP = 0.1  # of a step, above which more micro-batches are recommended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchLoss:
-    """A micro-batch's loss as the last stage knows it: a mean, or a sum with the count that it is over."""
+    """A micro-batch's loss on the last stage: a mean, or a sum with its count."""
 
     value: Tensor
     count: Any = None
 
 
 class PipelinePass:
-    """How micro-batches go through a model's stages for one loss (or evaluation), and what is learnt of its forward."""
+    """Runs micro-batches through a model's stages for one loss or evaluation, by tapes that it records of forwards."""
 
     def __init__(self, staged: PipelineModel, loss_of: Callable[[Any], Any]) -> None:
         self.staged, self.loss_of = staged, loss_of
@@ -256,8 +260,9 @@ class PipelinePass:
         self._count: Any = None  # of the newest loss; None: it is a mean
         self._counts: dict[int, Any] = {}  # of each micro-batch's
         self._checked: set[int] = set()  # ids of tapes, which the worker keeps
-        self._is_told = False  # that shapes keep changing
-        self._usual_micros, self._walks = 0, list[tuple[float, float]]()  # of a step; how long it was busy, and in all
+        self._has_warned = False  # that shapes keep changing
+        self._usual_micros = 0  # of a step
+        self._timings: list[tuple[float, float]] = []  # of each step: busy seconds, and seconds in all
 
     def step(
         self,
@@ -271,8 +276,8 @@ class PipelinePass:
     ) -> list[MicroBatchLoss]:
         """Run forward and backward of micro-batches of these sizes; returns their losses, on the last stage's worker.
 
-        Each counts by its share of the step's `num_step` samples, and for nothing where it is `void`, which the last
-        ones may be. All workers of the stages must call it.
+        Each counts by its share of the step's `num_step` samples; a `void` one, which only the last ones may be, does
+        not count. All workers of the stages must call it.
         """
         if not micros:
             return []
@@ -281,7 +286,7 @@ class PipelinePass:
 
         @contextlib.contextmanager
         def around(action: Action) -> Iterator[None]:
-            random_state.seed_all(*seeds[action.micro])  # numpy's generator as well, which no unit's own seeds reach
+            random_state.seed_all(*seeds[action.micro])  # also numpy's generator, which the units' own seeds do not set
             buffers.rewind(afresh=True)
             yield
             if void[action.micro]:
@@ -320,9 +325,9 @@ class PipelinePass:
     def evaluate(
         self, micros: Sequence[Any], *, around: Callable[[int], contextlib.AbstractContextManager[None]]
     ) -> list[Any]:
-        """Run forwards alone, and return what they return, on the last stage's worker.
+        """Run forwards only; returns their results on the last stage's worker.
 
-        `around(place)` surrounds each of this worker's parts of a micro-batch's forward.
+        `around(number)` surrounds each of this worker's parts of that micro-batch's forward.
         """
         self._worker.pipeline = self.staged.pipeline(len(micros))
         self._learn(self._output, micros)
@@ -332,33 +337,33 @@ class PipelinePass:
         return [outcome.results[m] for m in sorted(outcome.results)]
 
     def _learn(self, forward: Callable[[Any], Any], micros: Sequence[Any]) -> None:
-        """Record forwards of kinds that are met for the first time; refuses those that need what is not here."""
+        """Record forwards of shapes that are new. Raises PlanError for those that use parameters of another stage."""
         trained = [parameter.requires_grad for parameter in self._parameters]
-        if trained != self._trained:  # frozen or thawed, on all workers alike: other values have gradients
+        if trained != self._trained:  # frozen or unfrozen, on all workers alike: other values have gradients
             self._worker.forget()
             self._trained = trained
             self._checked.clear()
         if forgotten := self._worker.trim():
             self._checked.difference_update(map(id, forgotten))
-            if not self._is_told:
-                self._is_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 self.staged.note(
                     f"the shapes of micro-batches keep changing: of more than {MOST_KINDS} kinds the oldest are "
                     "forgotten and recorded anew, which takes time; pad to a few lengths"
                 )
         for micro in micros:
             with self.staged.still():
-                tape, way = self._worker.learn(forward, micro)
+                tape, partition = self._worker.learn(forward, micro)
             if id(tape) in self._checked:
                 continue
             self._checked.add(id(tape))
             for name, users in tape.parameters.items():
-                lacking = {way.stage_of[unit] for unit in users} - set(self.staged.partition.parameters[name])
+                lacking = {partition.stage_of[unit] for unit in users} - set(self.staged.partition.parameters[name])
                 if lacking:
                     raise PlanError(
                         f"{name} is used on stage {min(lacking)}, which does not have it: the sample that the "
-                        "model was cut by did not use it there. Give worker.prepare(model, sample=...) a batch like "
-                        "those of the training, with all arguments."
+                        "model was partitioned by did not use it there. Give worker.prepare(model, sample=...) a batch "
+                        "like those of the training, with all arguments."
                     )
 
     def _output(self, micro: Any) -> Any:
@@ -380,26 +385,26 @@ class PipelinePass:
         return value
 
     def _counted(self, action: Action) -> None:
-        """Note the count of the loss that has just been formed, where that is this worker's."""
+        """Note the count of the loss that has just been computed, on the last stage."""
         if action.stage != self.staged.partition.num_stages - 1:
             return
         if isinstance(self._count, Tensor) and self._count.is_meta:
             raise PlanError(
-                "the count that the loss returns beside its sum hangs on what units of other stages made; with stages "
+                "the count that the loss returns beside its sum depends on outputs of other stages; with stages "
                 "compute it from the inputs, as in (target != -100).sum()"
             )
         self._counts[action.micro] = self._count
 
     def _note(self, outcome: PipelineStepResult, pipeline: Pipeline) -> None:
-        """Book the wait, and say once how it compares with the schedule's ideal."""
+        """Count the wait, and report once how it compares with the schedule's ideal."""
         self.waited_s += outcome.whole_s - outcome.busy_s
         self._usual_micros = self._usual_micros or pipeline.num_micro
-        if len(self._walks) >= REPORT_AT_STEP or pipeline.num_micro != self._usual_micros:
+        if len(self._timings) >= REPORT_AT_STEP or pipeline.num_micro != self._usual_micros:
             return  # the last step of an epoch may be short
-        self._walks.append((outcome.busy_s, outcome.whole_s))
-        if len(self._walks) < REPORT_AT_STEP:
+        self._timings.append((outcome.busy_s, outcome.whole_s))
+        if len(self._timings) < REPORT_AT_STEP:
             return
-        steps = list(zip(*self.staged.group.gather_objects(self._walks[1:]), strict=True))
+        steps = list(zip(*self.staged.group.gather_objects(self._timings[1:]), strict=True))
         share, ideal = sum(map(bubble_share, steps)) / len(steps), ideal_bubble_share(pipeline)
         text = (
             f"pipeline {pipeline.name} of {pipeline.num_stages} stages, {pipeline.num_micro} micro-batches: workers "

@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and which back end moves its tensors."""
+"""Chooses a worker's device and the torch.distributed back end, and measures peak memory."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ def choose_device(wanted: str, *, local_rank: int, local_workers: int) -> torch.
 
 
 def why_gpus_are_idle(wanted: str, *, local_workers: int) -> str | None:
-    """Say that "auto" leaves the GPUs of this host idle, where it does: there are fewer of them than workers."""
+    """Why "auto" leaves the GPUs of this host idle: there are fewer of them than workers; None where it does not."""
     num_devices = torch.cuda.device_count() if wanted == "auto" and torch.cuda.is_available() else 0
     if not 0 < num_devices < local_workers:
         return None
     gpus = "its GPU is" if num_devices == 1 else f"its {num_devices} GPUs are"
     return (
         f"all {local_workers} workers of this host compute on the CPU: {gpus} not enough for one each. "
-        f"Use workers={num_devices} on this host, or say device='cpu' (--device cpu)"
+        f"Use workers={num_devices} on this host, or set device='cpu' (--device cpu)"
     )
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this worker had: on a GPU what torch allocated there, elsewhere what the process held."""
+    """The most memory that this worker had: on a GPU what torch allocated there, elsewhere the process's resident
+    memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,7 +2,7 @@
 
 Beside the whole run's group (`WorkerContext.group`), a worker has one group along each axis of the mesh:
 
- - `replica_group` (data parallel): the workers at the same place of each replica. They hold the same numbers and sum
+ - `replica_group` (data parallel): the workers at the same index of each replica. They hold the same numbers and sum
    their gradients.
  - `shard_group` (fully sharded, ZeRO): the workers that split the rows of a replica's state.
  - `tensor`, `stages` (pipeline), `context` and `experts`: the workers of a replica along these axes.
@@ -14,9 +14,9 @@ each worker then has the whole model. In mixtures context workers sum their grad
 `replica_group`.
 
 Expert parallel workers hold everything but the experts whole, so `replica_group` is the whole run. Experts are summed
-over `expert_replica_group`: the workers at the same place of each replica, with the very same state. In mixtures
+over `expert_replica_group`: the workers at the same index of each replica, with the very same state. In mixtures
 `replica_group` equals `expert_replica_group`, and expert parallel workers sum the rest of their gradients among
-themselves afterwards. With `shard` they are all in `shard_group`, and split the rows of what is not an expert's.
+themselves afterwards. With `shard` they are all in `shard_group`, and split the rows of everything but the experts.
 
 A `StateOwner` says which of a replica's workers stores a tensor, where the workers hold different tensors.
 """
@@ -62,7 +62,7 @@ __all__ = [
 JOINT_AXES = {
     "rows": ("shard", "experts"),
     "parts": ("experts", "stages"),
-}  # groups along two neighbouring axes at once
+}  # groups along two neighboring axes at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,28 +75,22 @@ class ParallelGroups:
     stages: WorkerGroup
     context: WorkerGroup
     experts: WorkerGroup
-    expert_replica_group: WorkerGroup  # but for experts, those across
-    parted: WorkerGroup  # those of a replica who have different tensors of its state: stages, experts, or both
-    whole: WorkerGroup  # all of the replica; alone where it takes no steps by itself
+    expert_replica_group: WorkerGroup  # for experts: the workers of other replicas with the same ones
+    parted: WorkerGroup  # the workers of a replica with different tensors of its state: stages, experts, or both
+    whole: WorkerGroup  # all workers of the replica; only this one where replicas take no steps by themselves
     link: StageTransport | None = None  # between the stages' workers; None: there is one stage
-    rows: ShardGroup | None = None  # the workers inside, as models use them; None: rows are not split
-    expert_rows: ShardGroup | None = None  # those of them who have the same experts; None: experts are not spread
-    tensor_parallel_group: RecordedTensorGroup | None = (
-        None  # the tensor group, as layers use it; None: layers are not cut
-    )
-    context_parallel_group: RecordedContextGroup | None = (
-        None  # the context group, as models use it; None: each worker has whole sequences
-    )
-    expert_parallel_group: RecordedExpertGroup | None = (
-        None  # the experts group, as models use it; None: each worker has all experts
-    )
+    rows: ShardGroup | None = None  # the shard group, as models use it; None: rows are not split
+    expert_rows: ShardGroup | None = None  # the workers of it with the same experts; None: no expert parallelism
+    tensor_parallel_group: RecordedTensorGroup | None = None  # as layers use it; None: no tensor parallelism
+    context_parallel_group: RecordedContextGroup | None = None  # as models use it; None: no context parallelism
+    expert_parallel_group: RecordedExpertGroup | None = None  # as models use it; None: no expert parallelism
     each: int = 1  # workers of a replica
-    life: str = ""  # tells this replica from all others of the attempt, where they come and go
-    preparation_group: WorkerGroup  # who find out together how a model is cut: all who prepare it at the same time
+    life: str = ""  # a name that no other replica of the attempt has, in an elastic run
+    preparation_group: WorkerGroup  # the workers that prepare a model, and find its split, together
     spans_context: bool = False  # the replica group contains the context parallel workers
 
     def by_itself(self) -> ParallelGroups:
-        """Return the axes of the same replica in a run that has no other one."""
+        """Return the groups of the same replica in a run that has no other one."""
         return dataclasses.replace(
             self,
             replica_group=self.whole if self.is_expert_parallel_only else SingleWorkerGroup(),
@@ -105,7 +99,7 @@ class ParallelGroups:
 
     @property
     def sign(self) -> int:
-        """Factors whose sum over the workers inside is 0: so weighted, numbers that are equal there cancel out."""
+        """A factor whose sum over the shard group is 0: weighted by it, numbers that are equal there cancel out."""
         return 1 - self.shard_group.size if self.shard_group.index == self.shard_group.size - 1 else 1
 
     @property
@@ -114,27 +108,27 @@ class ParallelGroups:
 
     @property
     def micro_batch_peers(self) -> WorkerGroup:
-        """Those of a replica who are at the same place of it but run different micro-batches, and must make as many
-        runs as each other."""
+        """The workers that share this replica's micro-batches, and must make the same number of runs."""
         return self.shard_group if self.shard_group.size > 1 else self.experts
 
     @property
     def is_expert_parallel_only(self) -> bool:
-        """Whether experts are spread and nothing else is, so that all else of the model is summed over everybody."""
+        """Whether expert parallelism is the only split, so that all other gradients are summed over the whole run."""
         return self.each == self.experts.size > 1
 
     def place_of(self, home: StateOwner) -> int:
-        """The place of who has the word among those who have different tensors of the state."""
+        """The index, in `parted`, of the worker that stores a tensor of this owner."""
         return (home.expert or 0) * self.stages.size + home.stage
 
     def is_at(self, home: StateOwner) -> bool:
-        """Whether this worker is where a tensor is, or a part of it; all tensor parallel workers are."""
+        """Whether this worker has a tensor of this owner, or a part of it; all tensor parallel workers do."""
         return home.stage == self.stages.index and home.expert in (None, self.experts.index)
 
     @property
     def counts(self) -> bool:
-        """Whether this worker's word counts for the micro-batches that it runs: one of those does that run the same,
-        and of stages the last one, which has the losses."""
+        """Whether this worker reports the losses of the micro-batches that it runs: one of the workers that run the
+        same ones does, on the last stage, which has the losses.
+        """
         return self.tensor.index == self.context.index == 0 and self.stages.index == self.stages.size - 1
 
     @property
@@ -144,11 +138,11 @@ class ParallelGroups:
         return self.each // self.context.size
 
     def writer(self, index: int) -> int | None:
-        """Which of the writers the worker is that has this index in the run; None: it writes nothing."""
+        """The writer number of the worker of this index in the run; None: it writes nothing."""
         if not 0 <= index < self.each or self.context.index > 0:
             return None
-        before, place = divmod(index, self.context.size * self.tensor.size)
-        return before * self.tensor.size + place
+        before, rest = divmod(index, self.context.size * self.tensor.size)
+        return before * self.tensor.size + rest
 
     @property
     def waited_s(self) -> float:
@@ -157,7 +151,7 @@ class ParallelGroups:
 
     @property
     def num_bytes_sent(self) -> int:
-        """Bytes that layers have given to others of the replica, in all."""
+        """Bytes that layers have sent to others of the replica, in all."""
         return sum(one.num_bytes_sent for one in self.users)
 
     @property
@@ -170,12 +164,13 @@ class ParallelGroups:
         ]
 
     def share_of(self, group: WorkerGroup) -> tuple[int, int]:
-        """Return (index, size) of this worker among those who run different micro-batches, of the whole run's group."""
-        alike = self.stages.size * self.context.size * self.tensor.size
-        return group.index // alike, group.size // alike
+        """Return this worker's index among the workers of the whole run's group that run different micro-batches, and
+        their number."""
+        num_same = self.stages.size * self.context.size * self.tensor.size  # workers that run the same ones
+        return group.index // num_same, group.size // num_same
 
     def close(self) -> None:
-        """Let go of the transports."""
+        """Close the groups."""
         if self.is_split:
             rows = [one.group for one in (self.rows, self.expert_rows) if one is not None]
             own = (
@@ -184,12 +179,12 @@ class ParallelGroups:
             )
             for group in dict.fromkeys((*own, *rows)):
                 group.close()
-            if not self.spans_context:  # otherwise those across are everybody, who are closed by themselves
+            if not self.spans_context:  # otherwise that is the whole run's group, which its owner closes
                 self.expert_replica_group.close()
 
 
 def single_worker_replicas(group: WorkerGroup) -> ParallelGroups:
-    """Return the axes of a run whose replicas are single workers."""
+    """Return the groups of a run whose replicas are single workers."""
     return ParallelGroups(
         shard_group=SingleWorkerGroup(),
         replica_group=group,
@@ -219,14 +214,14 @@ def parallel_groups_of(
     num_workers: int | None = None,
     on_way: Callable[[WorkerGroup, str, tuple[int, ...]], WorkerGroup] | None = None,
 ) -> ParallelGroups:
-    """Build the groups that a layout needs beside the whole run's, over torch's default one; all of its workers must
-    call; blocks.
+    """Build the groups that a layout needs beside the whole run's, over torch's default one. All of its workers must
+    call it; blocks.
 
-    `hosts` names that of each worker in torch's default group: those of an axis who are on one host meet in its memory,
-    and `tell` is told why where they cannot. `streams`: parameters come to the device unit by unit, so there is a mesh
-    also over a worker that is alone inside. `across`: torch's default group is this replica's alone, and this one is
-    between replicas, which come and go; the run has about so many workers (`num_workers`) then, and `group` nobody yet.
-    `on_way` has the group of those across, of this name and these workers, sum as the plan says.
+    `hosts` names the host of each worker in torch's default group: workers of an axis on one host use its shared
+    memory, and `tell` gets an event where they cannot. `streams`: parameters are loaded to the device unit by unit, so
+    a single worker needs a mesh as well. `across`: the group between replicas of an elastic run, where torch's default
+    group is this replica's alone; the run then has about `num_workers` workers, and `group` has no members yet.
+    `on_way` gives the replica group, of this name and these workers, the plan's all-reduce algorithm.
     """
     layout = plan.layout
     if layout.workers_each == 1 and not streams:
@@ -234,7 +229,7 @@ def parallel_groups_of(
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = mesh_of(layout, group.size if across is None else layout.workers_each)
-    first = 0 if across is None else worker_rank - worker_rank % layout.workers_each  # of the workers in the mesh
+    first = 0 if across is None else worker_rank - worker_rank % layout.workers_each  # rank of the mesh's first worker
 
     def along(name: str) -> tuple[int, ...]:
         return tuple(first + number for number in mesh.group(joint.get(name, name), worker_rank - first))
@@ -257,7 +252,7 @@ def parallel_groups_of(
     for axis, of_torch in meshes.items():
         members, size = along(axis), of_torch.size()
         groups[axis] = SingleWorkerGroup()
-        if size > 1 or axis == "shard":  # a worker alone inside may have its parameters brought unit by unit
+        if size > 1 or axis == "shard":  # a single worker may load its parameters unit by unit
             recorder.join(_group_name(axis, members), members)
         if axis == "replica" and spans_context:
             groups[axis] = group
@@ -290,23 +285,23 @@ def parallel_groups_of(
     link: StageTransport | None = None
     if layout.stages > 1:
         members = along("stages")
-        rising = over_torch.get_group("stages")
-        falling = _second_group(mesh, members) if device.type == "cuda" else None
+        forward_group = over_torch.get_group("stages")
+        backward_group = _second_group(mesh, members) if device.type == "cuda" else None
         index = members.index(worker_rank)
-        near = in_memory["stages"]
-        straight: StageTransport = TorchTransport(rising, falling, worker_index=index, limit_s=timeout_s)
-        if near is not None:
-            straight = SharedMemoryTransport(near.mailboxes(), straight, worker_index=index)
-        link = RecordedStageLink(straight, members=members, index=index, recorder=recorder)
+        shared = in_memory["stages"]
+        transport: StageTransport = TorchTransport(forward_group, backward_group, worker_index=index, limit_s=timeout_s)
+        if shared is not None:
+            transport = SharedMemoryTransport(shared.mailboxes(), transport, worker_index=index)
+        link = RecordedStageLink(transport, members=members, index=index, recorder=recorder)
 
     def rows(axis: str) -> ShardGroup:
         return ShardGroup(mesh=meshes[axis], group=groups[axis], name=_group_name(axis, along(axis)))
 
     splits = layout.shard > 1 or streams
-    inside = "rows" if "rows" in meshes else "shard"
+    sharded = "rows" if "rows" in meshes else "shard"
     parted = "parts" if "parts" in meshes else "stages" if layout.stages > 1 else "experts"
     return ParallelGroups(
-        shard_group=groups[inside],
+        shard_group=groups[sharded],
         replica_group=group if layout.workers_each == layout.experts > 1 else groups["replica"],
         expert_replica_group=groups["replica"],
         parted=groups[parted],
@@ -318,7 +313,7 @@ def parallel_groups_of(
         experts=groups["experts"],
         expert_parallel_group=expert_parallel_group,
         link=link,
-        rows=rows(inside) if splits else None,
+        rows=rows(sharded) if splits else None,
         expert_rows=rows("shard") if splits and layout.experts > 1 else None,
         tensor_parallel_group=tensor_parallel_group,
         each=layout.workers_each,
@@ -328,7 +323,7 @@ def parallel_groups_of(
 
 
 def reduces_over_all_workers(plan: Plan) -> bool:
-    """Whether the group of the whole run sums gradients, some of them at least."""
+    """Whether the group of the whole run sums at least some of the gradients."""
     each = plan.layout.workers_each
     return each == 1 or spans_all_workers(plan) or (each == plan.layout.experts and not plan.is_local)
 
@@ -351,7 +346,7 @@ def replica_group_of(
     tell: Callable[[Event], None],
 ) -> tuple[ElasticGroup, list[str]]:
     """Return the group of all workers of this replica, over torch's default group, which has no others, and the host of
-    each; `host` names this worker's, and `num_workers` are about those of the run. `tell`: see `parallel_groups_of`."""
+    each. `host` is this worker's; the run has about `num_workers` workers. `tell`: see `parallel_groups_of`."""
     name = _group_name("replica", members := workers_of(layout, worker_rank))
     recorder.join(name, members)
     whole: Any = Group(default_group(), device=device)
@@ -364,7 +359,7 @@ def replica_group_of(
 
 
 def workers_of(layout: Layout, worker_rank: int) -> tuple[int, ...]:
-    """The workers of the replica that a worker is of."""
+    """The workers of a worker's replica."""
     first = worker_rank - worker_rank % layout.workers_each
     return tuple(range(first, first + layout.workers_each))
 
@@ -378,7 +373,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def _second_group(mesh: Mesh, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Another group of the same stages' workers, for what goes the other way; all workers make all of them."""
+    """Another group of the same stages' workers, for the other direction; all workers make all of them."""
     made = {one: dist.new_group(list(one)) for one in mesh.groups("stages")}
     found = made[members]
     if not isinstance(found, dist.ProcessGroup):
@@ -393,9 +388,9 @@ def _group_name(axis: str, members: tuple[int, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateOwner:
-    """A place along each axis whose workers have different tensors; None: each along it has a part of its own.
+    """The worker of a replica that stores a tensor, as indices along the axes; None: each worker along it has a part.
 
-    Of what is whole (a count of steps, say, that goes with a tensor in parts) the first of these has the word.
+    What such a tensor has only once (a count of steps, say) is stored by the first of them.
     """
 
     stage: int = 0

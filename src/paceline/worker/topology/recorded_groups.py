@@ -1,9 +1,8 @@
-"""The workers that cut layers, share sequences or spread experts, as models use them: noted in the ring.
+"""Tensor, context and expert parallel groups and pipeline links that note their calls in the flight recorder.
 
-What passes between the stages of a replica, as the ring shows it: who waits for which value of which micro-batch.
-
-Each way between two stages is a group of its own in the ring, in which both workers count what goes there: the one who
-sends as it begins, the other one as it begins to wait. So who has entered less is the one who is awaited.
+Each direction between two pipeline stages is a group of its own in the flight recorder, in which both workers count
+transfers: the sender as it begins to send, the receiver as it begins to wait. So the worker with fewer calls is the one
+that the other waits for.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ class RecordedTensorGroup:
     def __init__(self, group: WorkerGroup) -> None:
         self.index, self.size = group.index, group.size
         self.traffic = TrafficCounter()
-        self.waited_s = 0.0  # for the others, in all; on a GPU nothing is waited for
+        self.waited_s = 0.0  # for the others, in all; on a GPU no call waits
         self.is_still = False
         self._group = group
 
     @property
     def num_bytes_sent(self) -> int:
-        """Bytes of what was asked of the group, in all."""
+        """Bytes of all collectives of the group."""
         return sum(self.traffic.num_bytes.values())
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """While it lasts nothing moves, and results have the right shapes alone: for a look at where a forward goes,
-        which each worker takes by itself."""
+        """While entered, collectives send nothing, and only the shapes of their results are right: each worker can
+        trace a forward alone."""
         former, self.is_still = self.is_still, True
         try:
             yield
@@ -51,7 +50,7 @@ class RecordedTensorGroup:
             self.is_still = former
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of everybody's tensor, in new memory."""
+        """Return the sum of all workers' tensors, in new memory."""
         out = tensor.clone(memory_format=torch.contiguous_format)
         if self.is_still:
             return out
@@ -59,7 +58,7 @@ class RecordedTensorGroup:
         return out
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return everybody's tensor, by index."""
+        """Return all workers' tensors, by index."""
         if self.is_still:
             return [tensor] * self.size
         whole = tensor.new_empty(self.size, *tensor.shape)
@@ -68,7 +67,7 @@ class RecordedTensorGroup:
         return parts
 
     def reduce_scatter(self, parts: list[Tensor]) -> Tensor:
-        """Return the sum of what everybody has at this worker's place in `parts`."""
+        """Return the sum over all workers of `parts[index]`, for this worker's index."""
         if self.is_still:
             return parts[self.index].clone()
         whole = torch.stack(parts)
@@ -77,7 +76,7 @@ class RecordedTensorGroup:
         return out
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Send `parts[k]` to worker k, and return what each worker sent here, which has `shapes[k]`."""
+        """Send `parts[k]` to worker k, and return what each worker k sent here, of `shapes[k]`."""
         if self.is_still:
             return [parts[0].new_zeros(shape) for shape in shapes]
         given = [part.contiguous() for part in parts]
@@ -87,7 +86,7 @@ class RecordedTensorGroup:
         return out
 
     def _timed(self, kind: str, moved: Tensor | int, move: Callable[[str], None]) -> None:
-        """Do a collective about a whole tensor, or so many bytes."""
+        """Do a collective that moves a whole tensor, or a number of bytes."""
         began = time.perf_counter()
         move(f"{kind} of {self.what}")
         self.waited_s += time.perf_counter() - began
@@ -101,37 +100,39 @@ class RecordedContextGroup(RecordedTensorGroup):
 
 
 class RecordedExpertGroup(RecordedTensorGroup):
-    """The expert parallel group, which exchanges tokens, recorded."""
+    """The expert parallel group, recorded; it also exchanges tokens."""
 
     what = "tokens and their experts"
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send the first `sent[0]` rows to worker 0, the next to worker 1 and so on; return what came, by worker."""
-        came = rows.new_empty(sum(received), *rows.shape[1:])
-        parts, out = rows.split(list(sent)), came.split(list(received))
+        """Send the first `sent[0]` rows to worker 0, the next to worker 1 and so on; return the rows received, by
+        worker.
+        """
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        parts, out = rows.split(list(sent)), result.split(list(received))
         num_bytes = sum(part.nbytes for part in parts) - parts[self.index].nbytes
         self._timed("all_to_all", num_bytes, lambda what: self._group.all_to_all(parts, out, what=what))
-        return came
+        return result
 
 
 KIND = "transfer"
-NUM_RECORDED_STAGES = 2  # stages of a worker whose ways are noted: a ring has places for so many groups
+NUM_RECORDED_STAGES = 2  # stages of a worker whose directions are recorded: the recorder has slots for so many groups
 
 
 class RecordedStageLink:
-    """A link whose waits show in the ring."""
+    """A pipeline link that records its waits."""
 
     def __init__(self, link: StageTransport, *, members: Sequence[int], index: int, recorder: FlightRecorder) -> None:
-        """`members`: the worker ranks of the stages' workers, of whom this is the one at `index`."""
+        """`members`: the worker ranks of the stages' workers, of which this is the one at `index`."""
         self._link, self._members, self._index, self._recorder = link, tuple(members), index, recorder
         self._names: dict[tuple[str, tuple[int, int]], str | None] = {}
 
     def make_room(self, num_bytes: int) -> None:
-        """Be told that tensors have up to so many bytes from now on."""
+        """Prepare for tensors of up to this many bytes."""
         self._link.make_room(num_bytes)
 
     def send(self, tensor: Tensor, *, to: int, what: str, way: str) -> PendingTransfer:
-        """Begin to send; the tensor may not change before the end."""
+        """Begin to send; the tensor must not change before the end."""
         group = self._group(way, (self._index, to))
         call = self._enter(tensor, what, group)
         return _RecordedTransfer(self._link.send(tensor, to=to, what=what, way=way), self, tensor, what, group, call)
@@ -144,7 +145,7 @@ class RecordedStageLink:
         )
 
     def wait(self, pending: PendingTransfer, tensor: Tensor, what: str, group: str | None, call: int | None) -> None:
-        """Wait for a transfer. After an error the ring shows it still: it may be the cause."""
+        """Wait for a transfer. After an error the recorder still shows it: it may be the cause."""
         if group is None:
             pending.wait()
             return
@@ -159,12 +160,12 @@ class RecordedStageLink:
         return self._recorder.enter(KIND, what, dtype=tensor.dtype, numel=tensor.numel(), group=group, is_of_phase=True)
 
     def _group(self, way: str, pair: tuple[int, int]) -> str | None:
-        """The ring's group for a way; None: it is not noted."""
+        """The recorder's group for a direction; None: it is not recorded."""
         if (way, pair) not in self._names:
             stages = [int(word) for word in way.split() if word.isdecimal()]
-            is_followed = max(stages, default=0) < NUM_RECORDED_STAGES * len(self._members)
+            is_recorded = max(stages, default=0) < NUM_RECORDED_STAGES * len(self._members)
             first, second = (self._members[index] for index in pair)
-            self._names[way, pair] = f"{way}, workers {first} to {second}" if is_followed else None
+            self._names[way, pair] = f"{way}, workers {first} to {second}" if is_recorded else None
         name = self._names[way, pair]
         if name is not None and not self._recorder.is_in(name):
             self._recorder.join(name, sorted(self._members[index] for index in pair))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import PlanError
 from paceline.plan import Guard, Plan
-from paceline.worker.step.loss_spikes import LossSpike, LossSpikeDetector, spike_limit
+from paceline.worker.step.losses import LossSpike, LossSpikeDetector, spike_limit
 
 SKIP = Guard(on_spike="skip", window=32)
 

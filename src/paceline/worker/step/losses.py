@@ -1,9 +1,11 @@
-"""Says whether a step's loss is a spike: above what the losses before it let expect.
+"""What a loss function may return, and whether a step's loss is a spike.
 
-A pure function of the losses of the steps that were taken. They are those of the global batch, equal on all workers,
-so all judge alike without a word. Median and median absolute deviation bear up to half of the window being odd; a
-falling loss makes the estimate too high rather than too low. Spikes do not enter the window: the next one is measured
-against good steps.
+A loss is the mean over a micro-batch, or (sum, count).
+
+A *spike* is a loss far above those of the steps before it. The judgement is a pure function of the losses of the steps
+that were taken. They are those of the global batch, equal on all workers, so all judge alike without communication.
+Median and median absolute deviation tolerate up to half of the window being outliers; a falling loss makes the estimate
+too high rather than too low. Spikes do not enter the window: the next one is measured against good steps.
 """
 
 from __future__ import annotations
@@ -15,18 +17,60 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from paceline.plan import Guard
 
-__all__ = ["LossSpike", "LossSpikeDetector", "spike_limit"]
+__all__ = [
+    "LossLike",
+    "LossSpike",
+    "LossSpikeDetector",
+    "as_weight",
+    "single",
+    "spike_limit",
+    "split_loss",
+]
+
+LossLike = Tensor | tuple[Tensor, Any] | list[Any]
 
 NORMAL = 1.4826  # median absolute deviation -> standard deviation, for normal noise
-FLAT = 0.01  # of the median: on a plateau without any noise the least rise would be a spike
-TINY = 1e-6  # the same where losses have come to nothing
+FLAT = 0.01  # of the median: on a plateau without noise any rise would be a spike
+TINY = 1e-6  # the same where losses are about 0
+
+
+def split_loss(loss: LossLike) -> tuple[Any, Any]:
+    """Return (value, count), the count None for a mean; raises ValueError for anything else."""
+    if not isinstance(loss, (tuple, list)):
+        return loss, None
+    if len(loss) != 2:
+        raise ValueError(f"the loss returned {len(loss)} values; return the mean, or (sum, count)")
+    value, count = loss
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise ValueError(f"the loss returned a count of shape {list(count.shape)}; return the mean, or (sum, count)")
+    return value, count
+
+
+def as_weight(count: Any) -> Tensor | float:
+    """Return a count as a number, or as a tensor without dims, without a device synchronization."""
+    return count.detach().double().reshape(()) if isinstance(count, Tensor) else float(count)
+
+
+def single(value: Any) -> Tensor:
+    """Return a loss's value as a tensor without dims, of at least single precision; raises where it is none."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"the loss is a {type(value).__name__}; it must be a tensor, or (sum, count)")
+    if value.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {list(value.shape)}; return its mean over the micro-batch, or (sum, count)"
+        )
+    value = value.reshape(())
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpike:
-    """A step that is not to be taken."""
+    """A step whose loss, or gradient, is so bad that the optimizer must not step."""
 
     loss: float
     limit: float | None  # the loss was expected to be at most this; None: it, or a gradient, is not finite
@@ -41,9 +85,9 @@ class LossSpike:
 
 
 class LossSpikeDetector:
-    """Remembers the losses of the steps that were taken, of each series by itself, and judges the next one.
+    """Keeps the losses of the steps that were taken, for each series, and judges the next one.
 
-    A series is what one walk over the batches of one stream yields: the two losses of a GAN are two series.
+    A series has one gradient pass over each batch of a stream: the two losses of a GAN are two series.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -65,7 +109,7 @@ class LossSpikeDetector:
         return LossSpike(loss=loss, limit=limit, in_a_row=in_a_row) if loss > limit else None
 
     def settled(self, series: str, loss: float | None, spike: LossSpike | None) -> None:
-        """Note what `judge` said, once all workers know it: until then the step may be done again."""
+        """Note the verdict of `judge`, once all workers have it: until then the step may be done again."""
         if self._guard.on_spike == "none":
             return
         if spike is not None:
@@ -75,18 +119,18 @@ class LossSpikeDetector:
             self._losses.setdefault(series, deque(maxlen=self._guard.window)).append(loss)
 
     def plain(self) -> dict[str, Any]:
-        """What it knows, for a checkpoint, a newcomer or a snapshot."""
+        """The state, for a checkpoint, a newcomer or a snapshot."""
         return {"losses": {name: list(known) for name, known in self._losses.items()}, "in_a_row": {**self._in_a_row}}
 
     def fill(self, state: Mapping[str, Any]) -> None:
-        """Know what `plain` gave."""
+        """Take over what `plain` returned."""
         window = self._guard.window
         self._losses = {name: deque(known, maxlen=window) for name, known in state["losses"].items()}
         self._in_a_row = dict(state["in_a_row"])
 
 
 def spike_limit(losses: Collection[float], *, factor: float) -> float:
-    """Return what the next loss is expected not to exceed."""
+    """Return the limit that the next loss is expected not to exceed."""
     median = statistics.median(losses)
     deviation = statistics.median([abs(loss - median) for loss in losses])
     return median + factor * max(NORMAL * deviation, FLAT * abs(median), TINY)

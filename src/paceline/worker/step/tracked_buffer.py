@@ -1,0 +1,279 @@
+"""One module buffer within a step: its value at the beginning, and the weighted sum of what micro-batches wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]  # the class that all batch norms share has no other name
+
+__all__ = ["BufferSpec", "TrackedBuffer", "buffer_names", "full_name", "is_persistent"]
+
+LOW_BITS = 32  # a 64-bit integer is sent as two numbers: 2^32 high + low
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """Shape, dtype and device of a buffer's average."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class TrackedBuffer:
+    """One buffer: its value at the step's beginning, and the weighted sum of what micro-batches wrote."""
+
+    def __init__(self, module: nn.Module, name: str, prefix: str) -> None:
+        self.module, self.name, self.full_name = module, name, full_name(prefix, name)
+        self.others: list[tuple[nn.Module, str]] = []  # modules that share the tensor, and its name there
+        self.is_persistent = is_persistent(module, name)
+        self.is_on_other_stage = self._is_on_meta()  # another pipeline stage has it
+        self.is_cache = self.is_on_other_stage  # each worker keeps its own
+        self.is_cache_unannounced = False  # the other workers do not know yet that it is a cache
+        self.is_changed_by_value = False  # though its version counter did not change
+        self.saved: Tensor | None = None  # a copy of the value at the step's beginning
+        self._tensor: Tensor | None = None  # the tensor that held it then
+        self._version = -1
+        self._is_statistic = isinstance(module, _NormBase) and name in ("running_mean", "running_var")
+        self.save()
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether every worker knows, without communication, that there is something to average, and its shape."""
+        return self.is_persistent and self.saved is not None
+
+    def current(self) -> Tensor | None:
+        return getattr(self.module, self.name, None)
+
+    def save(self) -> None:
+        """Save the value; a small one even where its version has not changed."""
+        self.drop_captures()
+        if self.is_cache:
+            return
+        current = self.current()
+        if current is None:
+            self.saved = None
+        elif self._is_other(current) or _is_small(current):
+            self.saved = current.detach().clone()
+        self._tensor, self._version = current, _version(current)
+        self.spec = None if self.saved is None else BufferSpec(self.saved.shape, self.saved.dtype, self.saved.device)
+
+    def drop_captures(self) -> None:
+        """Drop what micro-batches wrote."""
+        self.num_changed = 0  # samples of the micro-batches that changed it
+        self._only: Tensor | None = None  # what the only one of them wrote
+        self._sum: Tensor | None = None  # of several: widened, weighted by samples
+        if self.saved is None:
+            self.spec: BufferSpec | None = None
+
+    def known_spec(self) -> BufferSpec:
+        if self.spec is None:
+            raise RuntimeError(f"buffer {self.full_name} changed on no worker and cannot be combined")
+        return self.spec
+
+    def needs_comparison(self, current: Tensor) -> bool:
+        """Whether only its values show if it changed."""
+        return _is_small(current) and not self.is_cache and not self.may_have_changed()
+
+    def may_have_changed(self) -> bool:
+        """Whether it may hold another value than at the step's beginning."""
+        if self.is_cache:
+            return False
+        if self.is_changed_by_value or (self._is_statistic and self.module.training):
+            return True
+        return self._is_other(self.current())
+
+    def rewind(self) -> None:
+        if not self.may_have_changed():
+            return
+        current = self.current()
+        if not self.is_persistent and not _is_alike(current, self.saved):
+            self.make_cache()
+        elif self.saved is None:
+            setattr(self.module, self.name, None)
+        elif current is self._tensor or _version(self._tensor) != self._version:
+            self._put(self.saved)
+            self._version = _version(self._tensor)
+        else:  # the module replaced the tensor, which has its old value
+            self._set(self._tensor)
+
+    def rewind_to_new_tensor(self) -> None:
+        """Rewind to a new tensor; `save` and `commit` use the one of the step's beginning."""
+        if not self.may_have_changed():
+            return
+        if self.saved is None or not _is_alike(self.current(), self.saved):
+            self.rewind()
+        else:
+            self._set(self.saved.clone())
+
+    def capture(self, num_samples: int) -> None:
+        current = self.current()
+        if not self.is_persistent and not _is_alike(current, self.saved):
+            self.make_cache()
+            return
+        if current is None or (self.spec is not None and current.shape != self.spec.shape):
+            then = "None" if self.spec is None else list(self.spec.shape)
+            now = "None" if current is None else list(current.shape)
+            raise ValueError(
+                f"buffer {self.full_name} went from {then} to {now} within a step: a persistent buffer must keep its "
+                f"shape, to be combined over micro-batches. For a cache, use register_buffer({self.name!r}, ..., "
+                "persistent=False)"
+            )
+        self.spec = self.spec or BufferSpec(current.shape, current.dtype, current.device)
+        value = current.detach()
+        if self.num_changed == 0:
+            self._only = value.clone()
+        else:
+            self._sum = self._weighted_sum() + _widened(value) * num_samples
+            self._only = None
+        self.num_changed += num_samples
+
+    def share(self, num_captured: int, num_samples: int) -> Tensor:
+        """This worker's part of the average, widened, 1-D; `num_captured` of the step's samples ran here.
+
+        Integers are left to be divided by the number of samples, exactly, once they are summed. A buffer that began
+        as None has one more number: the samples that its new value stands for.
+        """
+        spec = self.known_spec()
+        num_unchanged = num_captured - self.num_changed if self.saved is not None else 0
+        if self._only is not None and not num_unchanged and not _is_integer(spec.dtype):
+            share = _widened(self._only) * (self.num_changed / num_samples)  # exactly itself where it is all
+        else:
+            share = self._weighted_sum()
+            if num_unchanged and self.saved is not None:
+                share = share + _widened(self.saved) * num_unchanged
+            if not _is_integer(spec.dtype):
+                share = share / num_samples
+        share = share.to(spec.device)
+        return share if self.saved is not None else torch.cat([share, share.new_tensor([float(self.num_changed)])])
+
+    def commit(self, total: Tensor, num_samples: int) -> None:
+        """Set the buffer to its average; `total` is the sum of all shares."""
+        weight = num_samples
+        if self.saved is None:
+            total, weight = total[:-1], int(total[-1])
+        self._put(_narrowed(total, self.known_spec(), num_samples=num_samples, weight=weight))
+        self.drop_captures()
+
+    def make_cache(self) -> None:
+        """From now on this buffer is a cache."""
+        self.is_cache = self.is_cache_unannounced = True
+        self.saved = self._tensor = None
+        self.drop_captures()
+
+    def settle_spec(self, specs: Sequence[BufferSpec | None], *, is_cache: bool) -> None:
+        """Take over what the buffer became on the other workers, or that it is a cache on one; raises ValueError."""
+        known = [spec for spec in specs if spec is not None]
+        is_of_one_shape = len({spec.shape for spec in known}) == 1
+        if is_cache or (not self.is_persistent and not is_of_one_shape):
+            self.make_cache()
+            self.is_cache_unannounced = False
+        elif not is_of_one_shape:
+            raise ValueError(
+                f"buffer {self.full_name}, which began as None, was filled with different shapes: "
+                f"{', '.join(str(list(spec.shape)) for spec in known)}. A persistent buffer must have one shape; for "
+                f"a cache, use register_buffer({self.name!r}, None, persistent=False)"
+            )
+        elif self.spec is None:
+            self.spec = dataclasses.replace(known[0], device=_local_device(known[0].device))
+
+    def _weighted_sum(self) -> Tensor:
+        """The widened sum of what micro-batches wrote, weighted by their samples."""
+        if self._sum is not None:
+            return self._sum
+        if self._only is not None:
+            return _widened(self._only) * self.num_changed
+        spec = self.known_spec()
+        return torch.zeros_like(_widened(torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)))
+
+    def _set(self, value: Tensor | None) -> None:
+        """Make it another tensor, in all modules that share it."""
+        for module, name in [(self.module, self.name), *self.others]:
+            setattr(module, name, value)
+
+    def _put(self, value: Tensor) -> None:
+        """Put the tensor of the step's beginning back (where there was one), with this value."""
+        if self._tensor is None:
+            setattr(self.module, self.name, value)
+            return
+        if self.current() is not self._tensor:
+            self._set(self._tensor)
+        with torch.no_grad():
+            self._tensor.copy_(value)
+
+    def _is_on_meta(self) -> bool:
+        current = self.current()
+        return current is not None and current.is_meta
+
+    def _is_other(self, current: Tensor | None) -> bool:
+        return current is not self._tensor or _version(current) != self._version
+
+
+def _widened(value: Tensor) -> Tensor:
+    """The numbers of a tensor in float64, 1-D, so that weighted sums are exact, or nearly so."""
+    flat = value.detach().reshape(-1)
+    if flat.is_complex():
+        return torch.view_as_real(flat.to(torch.complex128)).reshape(-1)
+    if flat.is_floating_point():
+        return flat.double()
+    high = flat.long() >> LOW_BITS
+    return torch.cat([high, flat.long() - (high << LOW_BITS)]).double()
+
+
+def _narrowed(total: Tensor, spec: BufferSpec, *, num_samples: int, weight: int) -> Tensor:
+    """The average in the buffer's own spec, for samples that weigh `weight` of the step's `num_samples`."""
+    if _is_integer(spec.dtype):
+        size = spec.shape.numel()
+        return _rounded_mean(total[:size].long(), total[size:].long(), weight).to(spec.dtype).view(spec.shape)
+    mean = total if weight == num_samples else total * (num_samples / weight)
+    if spec.dtype.is_complex:
+        mean = torch.view_as_complex(mean.view(-1, 2))
+    return mean.to(spec.dtype).view(spec.shape)
+
+
+def _rounded_mean(high: Tensor, low: Tensor, count: int) -> Tensor:
+    """(2^32 high + low) / count in integers, rounded to nearest and halves to even; for fewer than 2^21 samples."""
+    whole = torch.div(high, count, rounding_mode="floor")
+    rest = ((high - whole * count) << LOW_BITS) + low
+    part = torch.div(rest, count, rounding_mode="floor")
+    twice = 2 * (rest - part * count)
+    is_up = (twice > count) | ((twice == count) & (part % 2 == 1))
+    return (whole << LOW_BITS) + part + is_up
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether torch's kernels may write it without a new version, and it is cheap to copy."""
+    return tensor.dim() == 1 and tensor.is_floating_point()
+
+
+def _is_alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else one.shape == other.shape
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version
+
+
+def _local_device(device: torch.device) -> torch.device:
+    """This worker's device of the same kind as a peer's."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+def buffer_names(module: nn.Module) -> tuple[str, ...]:
+    # torch lists buffers that are None, and which persist, nowhere else
+    return tuple(module._buffers.keys())  # pyright: ignore[reportPrivateUsage]  # see above
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    return name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]  # see above
+
+
+def full_name(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
