@@ -234,7 +234,7 @@ class Pretended:
         def done() -> None:
             self.now += copy_s
 
-        self.vaulting = MemoryCheckpointer(
+        self.checkpointer = MemoryCheckpointer(
             memory_checkpoint,
             guard,
             is_split=True,
@@ -247,7 +247,7 @@ class Pretended:
             emit=self.events.append,
             clock=lambda: self.now,
         )
-        self.vaulting.begin(0)
+        self.checkpointer.begin(0)
         self._follows = guard.on_spike == "rollback"
 
     def run(self, first: int, last: int, *, step_s: float = 1.0) -> list[int]:
@@ -256,7 +256,7 @@ class Pretended:
         for step in range(first, last + 1):
             self.now += step_s
             before = len(self.events)
-            self.vaulting.keep(step, is_rollback_kept=self._follows and step % 7 == 0)
+            self.checkpointer.keep(step, is_rollback_kept=self._follows and step % 7 == 0)
             if any(isinstance(one, StateKept) for one in self.events[before:]):
                 found.append(step)
         return found
@@ -265,7 +265,7 @@ class Pretended:
 def kept(memory_checkpoint: MemoryCheckpoint | None, guard: Guard, *, steps: int, **more: Any) -> Any:
     """The steps at which snapshots were taken, in a pretended run, and the events."""
     one = Pretended(memory_checkpoint, guard, **more)
-    return one.run(1, steps), one.events, one.vaulting.is_on
+    return one.run(1, steps), one.events, one.checkpointer.is_on
 
 
 def test_when_snapshots_are_taken_follows_from_what_they_cost_or_from_the_plan(
@@ -288,9 +288,9 @@ def test_a_newcomer_comes_to_the_same_snapshots_also_where_it_has_no_memory_for_
 ) -> None:
     member, newcomer = Pretended(memory_checkpoint, Guard(), copy_s=0.3), Pretended(None, Guard())
     assert member.run(1, 40) == [2, 32]
-    newcomer.vaulting.fill(member.vaulting.plain())
-    newcomer.vaulting.members_changed()
-    assert newcomer.vaulting.is_on
+    newcomer.checkpointer.fill(member.checkpointer.plain())
+    newcomer.checkpointer.members_changed()
+    assert newcomer.checkpointer.is_on
     assert newcomer.run(41, 75) == [62, 72] and member.run(41, 62) == [62]  # what follows is told by all of them
     assert memory_checkpoint.steps == {32, 62}
     assert not any(isinstance(one, Note) for one in newcomer.events)
@@ -302,7 +302,7 @@ def test_the_time_without_steps_after_a_loss_is_not_taken_for_that_of_steps(
     one = Pretended(memory_checkpoint, Guard(), copy_s=0.3)
     assert one.run(1, 20) == [2]
     one.now += 1000.0
-    one.vaulting.members_changed()
+    one.checkpointer.members_changed()
     assert one.run(21, 100) == [32, 62, 92]
 
 
@@ -345,7 +345,7 @@ def test_what_slots_have_from_before_a_restart_is_no_reason_against_them(memory_
     first = Pretended(memory_checkpoint, Guard(snapshot_every=3), free_bytes=lambda: int(both / 0.42))
     assert first.run(1, 3) == [3]
     again = Pretended(memory_checkpoint, Guard(snapshot_every=3), free_bytes=lambda: int(both / 0.42) - both)
-    again.vaulting.begin(3)
+    again.checkpointer.begin(3)
     assert again.run(4, 6) == [6] and memory_checkpoint.steps == {3, 6}
 
 

@@ -149,7 +149,11 @@ def test_a_checkpoint_has_the_keys_that_earlier_versions_wrote_and_read() -> Non
     ]
     kept = {"run", "random", "losses", "streams", "attempt", "loop", "second_sampler"}
     assert set(RunState.capture(run.contents, Carrier.MEMORY, step=1).plain) == kept
-    assert set(RunState.capture(run.contents, Carrier.PEER, step=1).plain) == {*kept, "guarding", "vaulting"}
+    assert set(RunState.capture(run.contents, Carrier.PEER, step=1).plain) == {
+        *kept,
+        "numerical_guard",
+        "memory_checkpointer",
+    }
 
 
 def test_a_state_of_an_earlier_version_leaves_what_it_lacks_as_it_is() -> None:

@@ -208,7 +208,7 @@ class WriterMessages:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)  # whoever looks finds all of it or nothing
+        partial.replace(path)  # a reader finds all of it or nothing
 
     def _file(self, name: str) -> Path:
         return self._folder / name.replace("/", "_")

@@ -88,15 +88,14 @@ class MemoryCheckpointer:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`state()` returns everything that this worker has, live, and `done()` is called when it was read. `is_split`:
-        it differs from other workers'. `report_snapshot()` reports to the supervisor that one more snapshot counts.
+        it differs from other workers'. `report_snapshot()` informs the supervisor of one more complete snapshot.
         """
         self._every = guard.snapshot_every or LEAST
         self._is_measured = guard.snapshot_every is None
         self._follows = guard.on_spike == "rollback"  # both kinds of snapshots are of the same steps then
         self._is_on = memory_checkpoint is not None and guard.snapshot_every != 0
-        self._is_unused = (
-            memory_checkpoint is None and bool(guard.snapshot_every) and not self._follows
-        )  # and that was not reported yet
+        # The plan wants snapshots that nobody can take, and that was not reported yet.
+        self._is_unused = memory_checkpoint is None and bool(guard.snapshot_every) and not self._follows
         self._checkpoint, self._is_split = memory_checkpoint, is_split
         self._group, self._together, self._state, self._done, self._host = group, together, state, done, host
         self._free_bytes, self._emit, self._report_snapshot, self._clock = free_bytes, emit, report_snapshot, clock
@@ -104,8 +103,8 @@ class MemoryCheckpointer:
         self._has_kept = False
         self._not_before = 0  # this step: the last one was still on its way to the next host
         self._has_noted_late = False
-        self._seen_at = clock()  # when this was asked last
-        self._timed_since: tuple[int, float] | None = None  # a step, and when it was over: nothing but steps came since
+        self._seen_at = clock()  # when `keep` was called last
+        self._timed_since: tuple[int, float] | None = None  # a step, and its end: only steps came since
 
     @property
     def is_on(self) -> bool:

@@ -137,9 +137,9 @@ def describe_run(
     kept = Carrier.MEMORY | Carrier.PEER  # after a start from disk these begin anew, at the checkpoint's step
     contents.add("loop", loop.plain, loop.fill, carriers=kept, when=When.ARRIVED)
     # The schedule of snapshots, and the snapshot to which all members would roll back.
-    contents.add("guarding", guard.plain, guard.fill, carriers=Carrier.PEER, when=When.ARRIVED)
-    of_memory = memory_checkpointer
-    contents.add("vaulting", of_memory.plain, of_memory.fill, carriers=Carrier.PEER, when=When.ARRIVED)
+    contents.add("numerical_guard", guard.plain, guard.fill, carriers=Carrier.PEER, when=When.ARRIVED)
+    snapshots = memory_checkpointer
+    contents.add("memory_checkpointer", snapshots.plain, snapshots.fill, carriers=Carrier.PEER, when=When.ARRIVED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
