@@ -54,16 +54,16 @@ def build_worker(
     timeout_s: float,
 ) -> tuple[Worker, WorkerLifecycle]:
     """Make the worker of this process, and what ends it; resumes the run where there is something to resume from."""
-    parts = _Builder(
-        rank=rank, plan=plan, place=place, device=device, files=files, host=host, timeout_s=timeout_s
-    ).build()
-    lifecycle = WorkerLifecycle(parts)
+    builder = _Builder(rank=rank, plan=plan, place=place, device=device, files=files, host=host, timeout_s=timeout_s)
+    parts = builder.build()
+    loop = builder.connect(parts)
+    lifecycle = WorkerLifecycle(parts, loop)
     lifecycle.resume(place.begins_with)
-    return Worker(parts), lifecycle
+    return Worker(parts, loop), lifecycle
 
 
 class _Builder:
-    """Makes the parts of one worker. Some of them call each other, so they are attributes here until all are made."""
+    """Makes the parts of one worker, and then its loop. Some parts call the loop, but only in steps."""
 
     def __init__(
         self,
@@ -81,12 +81,11 @@ class _Builder:
         self._mode = step_mode_for(plan)
         self._scope = self._mode.scope(plan, place)
         self._own = self._scope.place
-        self._loop: TrainingLoop  # made last: what it needs calls it only in steps
+        self._loop: TrainingLoop  # set by `connect`
 
     def build(self) -> WorkerParts:
         """Make all parts in the order in which they need each other."""
         place, executor = self._place, self._executor()
-        collectives = self._collectives(executor)
         servers = server_client(
             self._plan,
             place,
@@ -105,42 +104,6 @@ class _Builder:
         prepared = PreparedObjects(
             self._plan, registry, resumed=resumed, buffers=executor.buffers, emit=self._files.emit
         )
-        guard = self._numerical_guard(contents)
-        memory_checkpointer = self._memory_checkpointer(contents, saver)
-        self._loop = TrainingLoop(
-            self._plan,
-            self._mode,
-            self._scope,
-            everybody=place.group,
-            executor=executor,
-            models=models,
-            prepared=prepared,
-            resumed=resumed,
-            saver=saver,
-            codec_state=codec_state,
-            numerical_guard=guard,
-            memory_checkpointer=memory_checkpointer,
-            files=self._files,
-        )
-        describe_run(
-            contents,
-            losses=executor.losses,
-            streams=self._loop.between.positions,
-            attempt=self._files.attempt,
-            loop=self._loop,
-            guard=guard,
-            memory_checkpointer=memory_checkpointer,
-        )
-        place.attach(
-            ElasticState(
-                place=place,
-                loop=self._loop,
-                contents=contents,
-                resumed=resumed,
-                saver=saver,
-                memory_checkpointer=memory_checkpointer,
-            )
-        )
         return WorkerParts(
             rank=self._rank,
             plan=self._plan,
@@ -148,21 +111,36 @@ class _Builder:
             host=self._host,
             timeout_s=self._timeout_s,
             place=place,
-            own=self._own,
+            scope=self._scope,
             files=self._files,
-            shards=executor.shards,
-            collectives=collectives,
+            executor=executor,
+            collectives=self._collectives(executor),
             servers=servers,
             tables=tables,
             models=models,
             codec_state=codec_state,
+            contents=contents,
             resumed=resumed,
             prepared=prepared,
             saver=saver,
-            numerical_guard=guard,
-            memory_checkpointer=memory_checkpointer,
-            loop=self._loop,
+            numerical_guard=self._numerical_guard(contents),
+            memory_checkpointer=self._memory_checkpointer(contents, saver),
         )
+
+    def connect(self, parts: WorkerParts) -> TrainingLoop:
+        """Make the loop over these parts. List what the run's state is, and have the other workers reach it."""
+        self._loop = TrainingLoop(parts, self._mode)
+        describe_run(
+            parts.contents,
+            losses=parts.executor.losses,
+            streams=self._loop.between.positions,
+            attempt=self._files.attempt,
+            loop=self._loop,
+            guard=parts.numerical_guard,
+            memory_checkpointer=parts.memory_checkpointer,
+        )
+        self._place.attach(ElasticState(parts, self._loop))
+        return self._loop
 
     def _executor(self) -> StepExecutor:
         scope = self._scope
@@ -179,7 +157,7 @@ class _Builder:
         return WorkerCollectives(
             group=self._place.group,
             consensus=self._place.agreement,
-            setup_replay=self._place.prelude,
+            setup_replay=self._place.setup_replay,
             device=self._device,
             is_in_step=lambda: executor.under_way,
             is_apart=lambda: self._loop.mode.is_apart,
@@ -260,7 +238,7 @@ class _Builder:
         )
 
     def _note(self, text: str) -> None:
-        """Tell the user something once: the first worker does."""
+        """Emit a note once: on the first worker."""
         if self._place.is_first(self._rank):
             self._files.emit(Note(text=text))
 

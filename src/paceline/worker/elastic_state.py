@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.worker.loop.training_loop import TrainingLoop
-from paceline.worker.membership.join_run import WorkerContext
-from paceline.worker.state.checkpoint_saving import CheckpointSaver
-from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
-from paceline.worker.state.resumed_state import ResumedState
-from paceline.worker.state.run_state import Carrier, RunState, StateContents
+from paceline.worker.parts import WorkerParts
+from paceline.worker.state.run_state import Carrier, RunState
 
 __all__ = ["ElasticState"]
 
@@ -18,19 +15,11 @@ __all__ = ["ElasticState"]
 class ElasticState:
     """One worker's copy of the run's state (the `StateHolder` of its agreement)."""
 
-    def __init__(
-        self,
-        *,
-        place: WorkerContext,
-        loop: TrainingLoop,
-        contents: StateContents,
-        resumed: ResumedState,
-        saver: CheckpointSaver,
-        memory_checkpointer: MemoryCheckpointer,
-    ) -> None:
-        self._contents, self._resumed, self._saver = contents, resumed, saver
-        self._group, self._agreement, self._prelude = place.group, place.agreement, place.prelude
-        self._loop, self._memory_checkpointer = loop, memory_checkpointer
+    def __init__(self, parts: WorkerParts, loop: TrainingLoop) -> None:
+        self._contents, self._resumed, self._saver = parts.contents, parts.resumed, parts.saver
+        self._group, self._agreement = parts.place.group, parts.place.agreement
+        self._setup_replay = parts.place.setup_replay
+        self._loop, self._memory_checkpointer = loop, parts.memory_checkpointer
 
     @property
     def step(self) -> int:
@@ -51,8 +40,8 @@ class ElasticState:
         self._loop.members_changed()
         self._memory_checkpointer.members_changed()
         self._saver.has_taken_over = True
-        if self._prelude.is_over:
-            self._prelude.end(self._group.index == 0)
+        if self._setup_replay.is_over:
+            self._setup_replay.end(self._group.index == 0)
 
     def settle(self) -> None:
         """Save, and wait until the checkpoint is complete; on all workers."""
@@ -60,7 +49,7 @@ class ElasticState:
         def settle() -> None:
             self._saver.wait()  # for an earlier save
             gathered = self._contents.codecs.gather(keeps=self._saver.writes)
-            if self._saver.saved_at != self.step:  # who wrote it may have been lost before it was complete
+            if self._saver.saved_at != self.step:  # its writer may have been lost before it was complete
                 self._loop.save(gathered)
             self._saver.wait(is_end=True)
 

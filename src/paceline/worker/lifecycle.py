@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.comm.memory_checkpoint import SnapshotSlot
 from paceline.events import Note
+from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.memory_checkpointing import read_state
 from paceline.worker.state.run_state import RunState
@@ -15,10 +16,10 @@ __all__ = ["WorkerLifecycle"]
 class WorkerLifecycle:
     """The beginning and the end of one worker's part in a run."""
 
-    def __init__(self, parts: WorkerParts) -> None:
+    def __init__(self, parts: WorkerParts, loop: TrainingLoop) -> None:
         self._parts = parts
         self._agreement, self._group = parts.place.agreement, parts.place.group
-        self._loop, self._resumed, self._saver, self._files = parts.loop, parts.resumed, parts.saver, parts.files
+        self._loop, self._resumed, self._saver, self._files = loop, parts.resumed, parts.saver, parts.files
 
     @property
     def step(self) -> int:
@@ -35,15 +36,14 @@ class WorkerLifecycle:
             self._resumed.open(None)
             self._loop.begin_at(self._resumed.step)
         self._files.begin(None if self._agreement.is_newcomer else self._resumed.origin())
-        if self.step and not self._resumed.is_recalled:  # of that the supervisor has told
+        if self.step and not self._resumed.is_recalled:  # the supervisor has reported a recall
             self._files.emit(Note(text=f"resumed from step {self.step} ({self._resumed.source})"))
 
     def end(self) -> None:
         """Finish the run after the user's function has returned: last checkpoint, events, files; all workers."""
         self._parts.place.recorder.begin("ending", self.step)
-        self._loop.mode.leave()
-        self._parts.shards.close()
         self._loop.mode.end()
+        self._parts.executor.shards.close()
         self._loop.step_log.leave()
         self._agreement.rejoin_group()
         if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.plan import Plan
 from paceline.worker.health.numerical_guard import NumericalGuard
-from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.membership.join_run import WorkerContext
 from paceline.worker.membership.worker_collectives import WorkerCollectives
 from paceline.worker.record.run_files import RunFiles
@@ -20,6 +18,9 @@ from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.prepared_objects import PreparedObjects
 from paceline.worker.state.resumed_state import ResumedState
+from paceline.worker.state.run_state import StateContents
+from paceline.worker.step.gradient_pass import StepExecutor
+from paceline.worker.step.step_scope import StepScope
 
 if TYPE_CHECKING:
     from paceline.sync.parameter_server.client import ServerClient
@@ -30,8 +31,11 @@ __all__ = ["WorkerParts"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerParts:
-    """What a worker is made of. `own` is the place as this worker's steps see it: under asynchronous updates a worker
-    takes steps alone, so its groups have size one there. `place` has the groups of the whole run."""
+    """What a worker is made of, beneath its training loop.
+
+    `place` has the groups of the whole run. `scope.place` is the same place as this worker's steps see it: under
+    asynchronous updates a worker takes steps alone, so its groups have size one there.
+    """
 
     rank: int
     plan: Plan
@@ -39,17 +43,17 @@ class WorkerParts:
     host: str
     timeout_s: float
     place: WorkerContext
-    own: WorkerContext
+    scope: StepScope
     files: RunFiles
-    shards: ShardedModels
+    executor: StepExecutor
     collectives: WorkerCollectives
     servers: ServerClient | None  # None: the plan has no parameter servers
     tables: EmbeddingTables | None
     models: PreparedModels
     codec_state: CodecState
+    contents: StateContents  # the list of what the run's state is
     resumed: ResumedState
     prepared: PreparedObjects
     saver: CheckpointSaver
     numerical_guard: NumericalGuard
     memory_checkpointer: MemoryCheckpointer
-    loop: TrainingLoop

@@ -9,34 +9,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from paceline.errors import PlanError
 from paceline.events import Evaluated, Note
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.stepper import Stepper, make_stepper
+from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
+from paceline.worker.run_member import RunMember
 from paceline.worker.state.embedding_tables import require_row_updates, server_table_names
 from paceline.worker.step.evaluation import Measure, evaluate
 from paceline.worker.step.gradient_pass import LossLike
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Worker"]
 
 T = TypeVar("T")
 
 
-class Worker:
+class Worker(RunMember):
     """One process of a run, normally with one device. A training function is given it, and calls everything through it.
 
     All workers call every public method, in the same order and between steps, unless the method says otherwise. A call
@@ -57,17 +54,17 @@ class Worker:
         # paceline.run(train, workers=4, plan="batch(size=16)")
     """
 
-    def __init__(self, parts: WorkerParts) -> None:
+    def __init__(self, parts: WorkerParts, loop: TrainingLoop) -> None:
         """`paceline.worker.build` makes workers; a training function is given one."""
-        self._parts = parts
-        self.rank, self.plan, self.device = parts.rank, parts.plan, parts.device
-        self._place, self._own, self._files, self._timeout_s = parts.place, parts.own, parts.files, parts.timeout_s
-        self._group, self._agreement, self._recorder = parts.place.group, parts.place.agreement, parts.place.recorder
-        self._shards, self._talk = parts.shards, parts.collectives
-        self._servers, self._tables, self._models = parts.servers, parts.tables, parts.models
-        self._memories, self._prepared, self._resumed = parts.codec_state, parts.prepared, parts.resumed
-        self._numerical_guard, self._memory_checkpointer = parts.numerical_guard, parts.memory_checkpointer
-        self._loop = parts.loop
+        super().__init__(parts)
+        self._loop, self._files, self._servers, self._tables = loop, parts.files, parts.servers, parts.tables
+        self._models, self._prepared, self._resumed = parts.models, parts.prepared, parts.resumed
+        self._memory_checkpointer = parts.memory_checkpointer
+
+    @property
+    def step(self) -> int:
+        """How many steps are committed, over all attempts."""
+        return self._loop.step
 
     def prepare(
         self,
@@ -123,14 +120,8 @@ class Worker:
             require_row_updates(thing, self._tables, self._prepared.registry.parameter_names())
             self._prepared.optimizer(thing, name)
             self._loop.follow(thing)
-        elif self.plan.is_asynchronous and isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
-            raise PlanError(
-                f"worker.prepare() got a {type(thing).__name__} under ParameterServer(staleness=...) or (drop=...): "
-                "each replica would count only its own batches. Set the rate from worker.step, which counts all: for "
-                "group in optim.param_groups: group['lr'] = rate(worker.step), before step(batch); or use "
-                "staleness=0 and drop=0."
-            )
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+            self._loop.mode.check_prepared(thing)
             self._prepared.other(thing, name)
         else:
             raise TypeError(
@@ -212,13 +203,13 @@ class Worker:
                 if batch.ends_epoch:
                     worker.save()
         """
-        collate = only_one("collate", collate, "collate_fn", collate_fn) or default_collate
-        loaders = only_one("loaders", loaders, "num_workers", num_workers) or 0
+        collate = _only_one("collate", collate, "collate_fn", collate_fn) or default_collate
+        loaders = _only_one("loaders", loaders, "num_workers", num_workers) or 0
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
         if loaders < 0 or prefetch < 1:
             raise ValueError(f"loaders={loaders}, prefetch={prefetch}: loaders must be 0 or more, prefetch 1 or more")
-        self._talk.begin_steps(keeps=self._memory_checkpointer.is_on)
+        self._collectives.begin_steps(keeps=self._memory_checkpointer.is_on)
         streams = self._loop.streams
         name = name or _unused("train", streams)
         if name in streams:
@@ -232,7 +223,7 @@ class Worker:
             pin=self.device.type == "cuda",
             name=name,
         )
-        return self._loop.open(source, timeout_s=self._timeout_s)
+        return self._loop.open(source, timeout_s=self._parts.timeout_s)
 
     def backward(self, loss: LossLike) -> None:
         """Add a micro-batch's gradient, in the plain loop.
@@ -299,11 +290,12 @@ class Worker:
             means = worker.evaluate(model, dataset, {"mse": torch.nn.functional.mse_loss})
             assert means["mse"] >= 0
         """
-        self._talk.require_between_steps("worker.evaluate()")
-        self._recorder.begin("evaluation", self.step)
+        self._collectives.require_between_steps("worker.evaluate()")
+        self._place.recorder.begin("evaluation", self.step)
         began = time.perf_counter()
         named = measures if isinstance(measures, Mapping) else {"loss": measures}
-        who = self._own if self._loop.mode.is_apart else self._place  # each by itself, on the weights that it has
+        # Replicas that are apart evaluate by themselves, on the weights that each has.
+        place = self._parts.scope.place if self._loop.mode.is_apart else self._place
 
         def measure() -> dict[str, float]:
             with self._loop.mode.averaged():
@@ -312,18 +304,18 @@ class Worker:
                     dataset,
                     named,
                     micro=micro or self.plan.batch.resolved_micro,
-                    group=who.group,
+                    group=place.group,
                     device=self.device,
                     precision=self.plan.compute.precision,
                     seeds=(self.plan.batch.seed, 4, self.step),
-                    collate=only_one("collate", collate, "collate_fn", collate_fn) or default_collate,
+                    collate=_only_one("collate", collate, "collate_fn", collate_fn) or default_collate,
                     forward=forward,
-                    axes=who.axes,
-                    shards=self._shards,
+                    axes=place.axes,
+                    shards=self._parts.executor.shards,
                     staged=self._models.layout.stages(model),
                 )
 
-        results = measure() if self._loop.mode.is_apart else self._talk.together(measure)
+        results = measure() if self._loop.mode.is_apart else self._collectives.together(measure)
         took_s = time.perf_counter() - began
         self._files.emit(Evaluated(step=self.step, num_samples=len(dataset), metrics=results, duration_s=took_s))
         return results
@@ -352,7 +344,7 @@ class Worker:
 
             worker.save()
         """
-        self._talk.require_together("worker.save()")
+        self._collectives.require_together("worker.save()")
         if self.is_first and self._loop.mode.has_left:  # it writes; that another one has left does not change its state
             self._loop.mode.require_common_step("worker.save()")
         self._loop.save()
@@ -388,76 +380,6 @@ class Worker:
     def __repr__(self) -> str:
         return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
 
-    @property
-    def step(self) -> int:
-        """How many steps are committed, over all attempts."""
-        return self._loop.step
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first worker: worker 0, or, after that was lost, the next one."""
-        return self._place.is_first(self.rank)
-
-    @property
-    def workers(self) -> int:
-        """How many workers take part at present, in all replicas."""
-        return len(self._agreement.present) or self._group.size
-
-    @property
-    def replica(self) -> int:
-        """The number of the replica that this worker belongs to, from 0."""
-        return self.rank // self.plan.layout.workers_each
-
-    def average(self, value: Tensor | float) -> Tensor:
-        """Return the mean of `value` over all workers, equal on all of them, with one all-reduce.
-
-        A tensor must have the same shape on all workers, and the result has that shape; a number gives a 0-d float64
-        tensor. Raises RuntimeError inside a step, and SyncError when a peer is missing.
-
-        Example::
-
-            assert worker.average(2.0).item() == 2.0
-        """
-        return self._talk.average(value)
-
-    def gather(self, value: T) -> list[T]:
-        """Return every worker's value, in the order of their ranks, on every worker.
-
-        Values are pickled, and each travels to all workers. Raises RuntimeError inside a step, and SyncError when a
-        peer is missing.
-
-        Example::
-
-            ranks = worker.gather(worker.rank)
-            assert ranks == list(range(worker.workers))
-        """
-        return self._talk.gather(value)
-
-    def broadcast(self, value: T, *, source: int | None = None) -> T:
-        """Return on every worker the value of the worker whose rank is `source`; None: of the first one (`is_first`).
-
-        The value is pickled, and travels from one worker to all others. Raises ValueError, on all workers, if there is
-        no such worker (any more). Raises RuntimeError inside a step, and SyncError when a peer is missing.
-
-        Example::
-
-            path = worker.broadcast("runs/first" if worker.is_first else None)
-        """
-        return self._talk.broadcast(value, source=source)
-
-    def wait(self) -> None:
-        """Return when all workers have called this. No value moves between them.
-
-        Raises RuntimeError inside a step, and SyncError after `timeout_s` without a peer.
-
-        Example::
-
-            if worker.is_first:
-                ...  # for example: download the data
-            worker.wait()
-        """
-        self._talk.wait()
-
     def _prepare_model(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:
         self._models.layout.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
         slices, owners, tables = (
@@ -472,7 +394,7 @@ class Worker:
             self._files.emit(Note(text=text))
 
 
-def only_one(name: str, value: T | None, alias: str, other: T | None) -> T | None:
+def _only_one(name: str, value: T | None, alias: str, other: T | None) -> T | None:
     """Return what was given under either of two names; ValueError where both were."""
     if value is not None and other is not None:
         raise ValueError(f"{name}={value!r} and {alias}={other!r} are two names of one option; give {name}")

@@ -1,4 +1,4 @@
-"""The loop over dealt batches without servers and other workers: in which order it notes, tells, and waits."""
+"""The loop over asynchronous batches without servers and other workers: in which order it notes, reports and waits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.plan import ParameterServer, Plan
 from paceline.schedule.staleness_clock import DealtBatch, StreamEnd
 from paceline.worker.loop.async_batches import AsyncBatches
 
-BATCH = SimpleNamespace(micros=(), chosen=None, stream="train")
+BATCH = SimpleNamespace(micros=(), chosen=None, stream="train", step=1)
 
 
 class Pretended:
-    """All that a loop calls writes down its name here, and answers as is given, or nothing. It is dealt two batches."""
+    """All that a loop calls writes down its name here, and answers as is given, or nothing. It is given two batches."""
 
     def __init__(self, **answers: Any) -> None:
         self.called: list[str] = []
@@ -26,11 +26,13 @@ class Pretended:
         self.is_newcomer = False
         self.cursor = SimpleNamespace(epoch=0, position=0)
         self.source = SimpleNamespace(name="train")
-        self.agreement = self.recorder = self.reducers = self.async_gradients = self.ledger = self
+        self.plan = Plan(sync=ParameterServer(staleness=None))
+        self.place = self.group = self.agreement = self.recorder = self.models = self.files = self
+        self.reducers = self.async_gradients = self.ledger = self
 
     def __getattr__(self, name: str) -> Any:
         def call(*_: Any, **__: Any) -> Any:
-            if name != "begin":  # of the ring
+            if name != "begin":  # of the flight recorder
                 self.called.append(name)
             answer = self._answers.get(name)
             if isinstance(answer, Iterator):
@@ -43,17 +45,7 @@ class Pretended:
 
     def batches(self) -> Iterator[Any]:
         other: Any = self
-        whole = AsyncBatches(
-            Plan(sync=ParameterServer(staleness=None)),
-            place=other,
-            everybody=other,
-            models=other,
-            step_log=other,
-            files=other,
-            save=other.save,
-            stop=other.stop,
-            forget=other.forget,
-        )
+        whole = AsyncBatches(other, step_log=other, save=other.save, stop=other.stop, forget=other.forget)
         return whole.batches(other)
 
     def between(self, first: str, last: str) -> list[str]:

@@ -187,7 +187,7 @@ def test_who_ends_a_round_when_others_are_in_the_next_one_deals_anew_after_that(
     rounds = SimpleNamespace(is_open=True, is_left_behind=is_left_behind, end=lambda *_, **__: True)
     mode._rounds = cast("Any", rounds)
     mode._files = cast("Any", SimpleNamespace(ledger=SimpleNamespace(settle=lambda: None)))
-    mode._takers, mode._is_deal_due = {}, True  # a member was lost meanwhile
+    mode._takers, mode._has_new_members = {}, True  # a member was lost meanwhile
     mode._try_to_end_round(is_wanted=False)
     assert stream.is_dealt_anew is not is_left_behind
     rounds.is_left_behind = False  # the next one is over

@@ -1,4 +1,4 @@
-"""A round ends at one place of the loop, after which all do the same, whoever is called when, and waits where."""
+"""A round ends at one place of the loop, after which all do the same, whichever is called when, and waits where."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.errors import SyncError
 from paceline.plan import Gossip, Layout, LocalSGD, Plan
 from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint
 from paceline.worker.loop.gossip_rounds import GossipRounds
-from paceline.worker.loop.step_mode import ReplicaVote
+from paceline.worker.step.step_scope import ReplicaVote
 
 LIMIT_S = 20.0
 STEPS = 6
@@ -63,7 +63,7 @@ class Replica:
             group=cast("Any", seat),
             axes=cast("Any", SimpleNamespace(is_split=False, expert_replica_group=seat)),
             agreement=cast("Any", self),
-            by_itself=ReplicaVote(cast("Any", self)),
+            replica_vote=ReplicaVote(cast("Any", self)),
             models=cast("Any", SimpleNamespace(reducers=SimpleNamespace(stepped=lambda: None))),
             weights_changed=lambda: None,
         )
@@ -106,8 +106,8 @@ class Replica:
             if operations(number, LoopPoint.IN_HAND):
                 self.operate()
             self.is_urgent = self.wants_change = self._called_at is not None and number >= self._called_at
-            if self.is_urgent:  # the walk's tally has told so
-                rounds._by_itself.is_called = True
+            if self.is_urgent:  # the pass's step metadata has said so
+                rounds._replica_vote.is_called = True
             self.step = number
             rounds.stepped(cast("Any", SimpleNamespace(step=number, dealt={})))
             if operations(number, LoopPoint.STEPPED):
@@ -179,7 +179,7 @@ def each(every: int, stand: LoopPoint, number: int, at: LoopPoint) -> bool:
     ],
     ids=str,
 )
-def test_all_do_the_same_at_the_same_places_whoever_is_called_when(sync: Any, stand: LoopPoint) -> None:
+def test_all_do_the_same_at_the_same_places_whichever_is_called_when(sync: Any, stand: LoopPoint) -> None:
     steps = range(1, STEPS + 1)
     for called, operates in itertools.product(steps, steps):
         for others in ((None,), (None, min(called + 2, STEPS))):

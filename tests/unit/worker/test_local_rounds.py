@@ -15,8 +15,9 @@ from paceline.schedule.micro_batches import deal, micro_batches
 from paceline.sync.allreduce.codec_memory import CodecMemory
 from paceline.sync.local.local_sgd import OuterStep
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint, RoundShare
-from paceline.worker.loop.step_mode import ReplicaVote
+from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint
+from paceline.worker.loop.round_shares import RoundShare
+from paceline.worker.step.step_scope import ReplicaVote
 
 MICROS = micro_batches(0, 40, 2)
 
@@ -34,7 +35,7 @@ class Replica:
             group=cast("Any", self),
             axes=cast("Any", None),
             agreement=cast("Any", self.agreement),
-            by_itself=ReplicaVote(cast("Any", self.agreement)),
+            replica_vote=ReplicaVote(cast("Any", self.agreement)),
             models=cast("Any", SimpleNamespace(reducers=SimpleNamespace(stepped=lambda: None))),
             weights_changed=lambda: None,
         )
@@ -61,12 +62,11 @@ class Replica:
 
     def share_out(self, ranks: tuple[int, ...], *others: Replica) -> None:
         self.agreement.ranks, self.others = ranks, others
-        self.rounds._redistribute_lost(self._run)
+        self.rounds.shares.redistribute_lost(self._run)
 
     def tell(self) -> None:
         """What this one is about to tell in the next generation."""
-        more = self.rounds._more.items()
-        self.told = [(number, micro.index) for number, micros in more for micro in micros]
+        self.told = self.rounds.shares.run_for_others()
 
     def _run(self, portion: RoundShare) -> None:
         self.ran += [micro.index for micro in portion.micros]
@@ -83,7 +83,7 @@ def test_a_second_loss_before_all_have_begun_leaves_no_micro_batch_and_runs_none
     first.share_out((0, 1), second)
     second.share_out((0, 1), first)
     assert sorted(first.ran + second.ran) == list(range(len(MICROS)))
-    assert first.rounds._num_own() + second.rounds._num_own() == 40
+    assert first.rounds.shares.num_own + second.rounds.shares.num_own == 40
 
 
 def test_in_a_round_those_who_are_present_weigh_one_together() -> None:

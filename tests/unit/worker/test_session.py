@@ -55,7 +55,7 @@ def test_an_editor_completes_what_users_call_and_nothing_else() -> None:
         def __getattr__(self, name: str) -> Any:
             return Parts()
 
-    worker: Any = Worker(Parts())  # type: ignore[arg-type]
+    worker: Any = Worker(Parts(), Parts())  # type: ignore[arg-type]
     assert [name for name in dir(worker) if not name.startswith("_")] == [
         "average",
         "backward",

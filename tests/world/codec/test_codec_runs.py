@@ -227,7 +227,7 @@ def began_with(worker: Any, state: Any) -> Iterator[None]:
     with contextlib.closing(MemoryCheckpoint.create("test")) as memory_checkpoint:
         slot = memory_checkpoint.next
         slot.commit(write_state(slot, state, step=3, is_for_all=False))
-        WorkerLifecycle(worker._parts).resume(slot)
+        WorkerLifecycle(worker._parts, worker._loop).resume(slot)
         yield
 
 

@@ -9,22 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.events import Note
-from paceline.parallel.fully_sharded.sharded_model import ShardedModels
-from paceline.plan import Plan
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition, StreamPositions
-from paceline.worker.health.numerical_guard import NumericalGuard
 from paceline.worker.loop.step_log import StepLog
 from paceline.worker.loop.wire_advisor import WireAdvisor
-from paceline.worker.membership.join_run import WorkerContext
-from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.checkpoint_saving import CheckpointSaver
-from paceline.worker.state.codec_state import CodecState, GatheredCodecState
-from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
-from paceline.worker.state.prepared_objects import PreparedObjects
-from paceline.worker.state.resumed_state import ResumedState
+from paceline.worker.parts import WorkerParts
+from paceline.worker.state.codec_state import GatheredCodecState
 
 __all__ = ["BetweenSteps"]
 
@@ -32,33 +24,16 @@ __all__ = ["BetweenSteps"]
 class BetweenSteps:
     """One worker's streams, and what is done with them and with its state between two steps."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        place: WorkerContext,
-        log: StepLog,
-        advisor: WireAdvisor,
-        shards: ShardedModels,
-        prepared: PreparedObjects,
-        resumed: ResumedState,
-        saver: CheckpointSaver,
-        codec_state: CodecState,
-        numerical_guard: NumericalGuard,
-        memory_checkpointer: MemoryCheckpointer,
-        files: RunFiles,
-    ) -> None:
-        self.log, self.streams, self.prepared = log, dict[str, BatchStream](), prepared
+    def __init__(self, parts: WorkerParts, log: StepLog) -> None:
+        place, files = parts.scope.place, parts.files
+        self.log, self.streams = log, dict[str, BatchStream]()
         self.positions = StreamPositions(lambda: self.cursors)
         self.saved_at_step = -1
         self.is_stopped = False  # by max_steps
-        self._plan, self._files, self._advisor, self._shards = plan, files, advisor, shards
-        self._resumed, self._saver = resumed, saver
-        self._codec_state, self._numerical_guard, self._memory_checkpointer = (
-            codec_state,
-            numerical_guard,
-            memory_checkpointer,
-        )
+        self._plan, self._files, self._shards = parts.plan, files, parts.executor.shards
+        self._resumed, self._saver, self._codec_state = parts.resumed, parts.saver, parts.codec_state
+        self._numerical_guard, self._memory_checkpointer = parts.numerical_guard, parts.memory_checkpointer
+        self._wire_advisor = WireAdvisor(parts.plan, place=place, models=parts.models, emit=files.emit)
         self._group, self._agreement, self._recorder = place.group, place.agreement, place.recorder
         # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
         self._equal_before = self._equal_at = 0
@@ -89,8 +64,8 @@ class BetweenSteps:
         if follow is not None:
             follow()
         self.log.close(name)
-        if self.log.told is not None:
-            self._advisor.note(self.log.told)
+        if self.log.last_done is not None:
+            self._wire_advisor.note(self.log.last_done)
         self._numerical_guard.settle(self.log.step, self.cursors)
 
     def before_step(self) -> None:
@@ -121,7 +96,7 @@ class BetweenSteps:
         return any(is_due(one) for one in range(since + 1, step + 1))
 
     def _rebalance(self) -> None:
-        """Where a look is due, compare what a micro-batch takes each worker, and deal them anew if that gains."""
+        """Where a look is due, compare the workers' time for a micro-batch, and change the shares if that gains."""
         step = self.log.step
         if not self._came_by(self.balance.is_due) or step == self._balanced_at:
             return
@@ -141,8 +116,14 @@ class BetweenSteps:
             )
             self._files.emit(Note(text=text))
 
-    def deal_anew(self) -> None:
-        """Deal the steps that come to the members of now."""
+    def refresh_share(self, batch: StepBatch) -> None:
+        """Give this worker its present share of a batch, where the members have changed since it was handed out."""
+        stream = self.streams[batch.stream]
+        if stream.is_dealt_anew:
+            stream.redeal(batch)
+
+    def share_anew(self) -> None:
+        """Share the steps that come among the present members."""
         for stream in self.streams.values():
             stream.members_changed()
         self.balance.forget()
@@ -188,14 +169,14 @@ class BetweenSteps:
     def plain(self) -> dict[str, Any]:
         """The counts, for a newcomer."""
         return {
-            "books": self.log.plain(),
+            "step_log": self.log.plain(),
             "balanced_at": self._balanced_at,
             "equal": (self._equal_before, self._equal_at),
         }
 
     def fill(self, state: dict[str, Any]) -> None:
         """Count on from a member's counts."""
-        self.log.fill(state["books"])
+        self.log.fill(state["step_log"])
         self.saved_at_step, self._balanced_at = self.log.step, state["balanced_at"]
         self._equal_before, self._equal_at = state["equal"]
 

@@ -1,29 +1,27 @@
 """Rounds: steps that a replica takes by itself, and the agreement at their end that makes all of them count.
 
-In an ordinary run each step is agreed on, and this does nothing. In a local one a walk has nobody but this replica in
-it; the *round* is what is committed on all replicas, or on none. It ends at the steps that the plan says (those that
-`every` divides), and earlier where something needs equal weights, or cannot wait: a save, the end of the data, a lost
-member, a request to leave. Then all *meet*: each says at which step it is, and who is behind goes on until it has come
-to the newest one.
+In a run of local rounds a gradient pass involves only its own replica. The *round* is what is committed on all
+replicas, or on none. It ends at the steps that the plan names (those that `every` divides). It ends earlier where
+something needs equal weights or cannot wait: a save, the end of the data, a lost member, a request to leave. Then all
+*meet*: each replica states its step, and those that are behind go on until they have come to the newest one.
 
-A step is over when the loop asks for the next batch: until then other optimizers may step on the same one, and weights
-that are agreed on before would be equal no more. An operation in the loop's body may end the round earlier; what is
-stepped afterwards on the same batch begins the next one.
+A step is over when the loop asks for the next batch. Until then other optimizers may step on the same one, and weights
+that were agreed on before would no longer be equal. An operation in the loop's body may end the round earlier. A step
+that is taken afterwards on the same batch begins the next round.
 
-A replica that meets is at a *place*: in the loop's body after its step, behind that, or in the body again, with a batch
-in hand. One that is at another place, though after the same step, does other things next. So places are what is
-compared, and a round ends at one of them. All replicas come through the same places in the same order; who comes to an
-operation that another has gone past will never be met there, which is an error.
+A replica meets the others at a *place*: in the loop's body after its step, behind that, or in the body again with a
+batch in hand. A replica at another place, though after the same step, does other things next. So places are compared,
+and a round ends at one of them. All replicas come through the same places in the same order. A replica that comes to an
+operation which another has gone past will never meet it there, so that is an error.
 
-What a lost member should have run in the round, the others run before they agree, in as many steps more; so each sample
-of the round is used once, whoever is lost, and whenever. How far a replica has come weighs as much as the share of the
+What a lost member should have run in the round, the others run before they agree, in as many steps more. So each sample
+of the round is used once, whichever member is lost, and whenever. A replica's weight in the average is its share of the
 round's samples that it has run. Buffers become the mean by the same weights.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -34,19 +32,19 @@ from paceline.comm.group import WorkerGroup, total
 from paceline.comm.sharded_tensors import local_part
 from paceline.errors import BadNumbersError, SyncError
 from paceline.plan import Gossip, LocalSGD, Plan
-from paceline.schedule.micro_batches import MicroBatch, deal
 from paceline.schedule.sample_order import mix
 from paceline.sync.allreduce.buckets import NamedParameter
 from paceline.sync.local.local_sgd import OuterStep, fragments_of
 from paceline.sync.local.weight_averaging import WeightAveraging
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.loop.step_mode import ReplicaVote
+from paceline.worker.loop.round_shares import RoundShare, RoundShares
 from paceline.worker.membership.consensus import Consensus
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.step.step_scope import ReplicaVote
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
-__all__ = ["CommunicationRounds", "LoopPoint", "RoundShare"]
+__all__ = ["CommunicationRounds", "LoopPoint"]
 
 
 class LoopPoint(enum.IntEnum):
@@ -56,20 +54,6 @@ class LoopPoint(enum.IntEnum):
     FOLLOWING = 1  # the loop has asked for the next batch: what is due after the step is done
     WAITING = 2  # for the next batch, which may not come
     IN_HAND = 3  # in the loop's body, with a batch that it has not stepped on
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RoundShare:
-    """What one replica runs of one step of the round."""
-
-    batch: StepBatch  # as this worker was given it
-    step: int
-    owner: int  # the replica's number
-    micros: tuple[MicroBatch, ...]
-
-    @property
-    def num_samples(self) -> int:
-        return sum(micro.num_samples for micro in self.micros)
 
 
 class CommunicationRounds:
@@ -82,35 +66,32 @@ class CommunicationRounds:
         group: WorkerGroup,
         axes: ParallelGroups,
         agreement: Consensus,
-        by_itself: ReplicaVote,
+        replica_vote: ReplicaVote,
         models: PreparedModels,
         weights_changed: Callable[[], None],
     ) -> None:
         """`weights_changed()`: what was made of a model's weights before is not of these."""
         self.is_open = False  # this replica has taken steps that do not count yet
-        self.loop_point = LoopPoint.WAITING  # told by the loop; a newcomer comes to a batch as the others do
+        self.loop_point = LoopPoint.WAITING  # set by the loop; a newcomer comes to a batch as the others do
         self._buffers = BufferAverager()
         self._plan, self._group, self._axes, self._agreement, self._models = plan, group, axes, agreement, models
-        self._by_itself, self._weights_changed = by_itself, weights_changed
+        self._replica_vote, self._weights_changed = replica_vote, weights_changed
         self._agreeing: Sequence[WeightAveraging] = ()
         self._trained: frozenset[int] = frozenset()  # ids of the parameters that are agreed on
         self._has_begun = False
         self._fresh: list[int] = []  # steps after which nothing has been done yet of what may be due
-        self._portions: list[RoundShare] = []  # of the round, of all replicas, as they were dealt; this one's were run
-        self._more: dict[
-            int, list[MicroBatch]
-        ] = {}  # what this replica has run besides: of lost ones' portions, by number
+        self.shares = RoundShares(agreement, group, workers_each=plan.layout.workers_each)
         self.is_left_behind = False  # a member was lost in the last agreement, when others had begun the next round
         self._has_lost = False  # a member, in this round
         self._ahead: int | None = None  # the place that another replica had come to when all met, and this one had not
-        self._end_at: int | None = None  # that one, or where all who met are to end the round
+        self._end_at: int | None = None  # that place, or where all that met are to end the round
 
     def lacks(self, trained: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of these parameters that are not agreed on yet."""
         return [parameter for parameter in trained if id(parameter) not in self._trained]
 
     def prepare(self, trained: Iterable[nn.Parameter]) -> Sequence[WeightAveraging]:
-        """Between two rounds: agree on all these parameters from now on. Returns who does it, where that is new."""
+        """Between two rounds: agree on these parameters from now on. Returns what averages them, where that is new."""
         ids = frozenset(map(id, trained))
         if ids == self._trained:
             return ()
@@ -124,7 +105,7 @@ class CommunicationRounds:
     def _made(
         self, parameters: Sequence[NamedParameter], group: WorkerGroup, everybody: WorkerGroup
     ) -> Sequence[WeightAveraging]:
-        """Who agree on these parameters."""
+        """What averages these parameters."""
         sync = self._plan.sync
         if not isinstance(sync, LocalSGD):
             raise ValueError(f"replicas under {sync!r} agree in each step")
@@ -142,7 +123,7 @@ class CommunicationRounds:
         ]
 
     def begin(self) -> None:
-        """A walk comes: where it is the round's first, the weights and buffers of now are those that all have."""
+        """A gradient pass comes. Before the first of a round, all replicas have equal weights and buffers."""
         if self._agreeing and not self._has_begun and not self.is_open:
             for one in self._agreeing:
                 one.begin()
@@ -167,11 +148,8 @@ class CommunicationRounds:
         self._count(batch)
 
     def _count(self, batch: StepBatch) -> None:
-        """Add what all replicas were dealt of a step to what they have run in the round."""
-        self._portions += [
-            RoundShare(batch=batch, step=batch.step, owner=owner, micros=micros)
-            for owner, micros in batch.dealt.items()
-        ]
+        """Add all replicas' shares of a step to the round."""
+        self.shares.add(batch)
 
     def advance(self) -> None:
         """Where parts of what is agreed on travel meanwhile: send and take those whose turn comes with the fresh
@@ -189,7 +167,7 @@ class CommunicationRounds:
     def _cannot_wait(self) -> bool:
         """Whether the round is to end before its time: this replica is called, a member was lost in it, or too few are
         left to take steps."""
-        return self._by_itself.is_called or self._has_lost or self._agreement.holds
+        return self._replica_vote.is_called or self._has_lost or self._agreement.holds
 
     def members_changed(self) -> None:
         """The members are others."""
@@ -201,7 +179,7 @@ class CommunicationRounds:
 
     def end(self, step: int, *, run_more: Callable[[RoundShare], None], is_wanted: bool = True) -> bool:
         """Agree with the other replicas, where all have come to the same place, and one of them at least wants to;
-        returns whether. Elsewhere another may be further, and this one has to go on. `run_more(portion)` takes a step
+        returns whether. Elsewhere another may be further, and this one has to go on. `run_more(share)` takes a step
         on what a lost member should have run. Blocks."""
         ends = self._meet(step, is_wanted=is_wanted) if self._agreeing else None
         if ends is False and self.is_mixing_due(step):
@@ -210,14 +188,15 @@ class CommunicationRounds:
             return False
 
         def agree() -> Callable[[], None]:
-            self._redistribute_lost(run_more)
-            self._buffers.capture_anew(self._num_own())
+            shares = self.shares
+            shares.redistribute_lost(run_more)
+            self._buffers.capture_anew(shares.num_own)
             changed = list(map(float, self._buffers.changed()))
-            num_all = sum(portion.num_samples for portion in self._portions)  # whoever's they were, they were run
+            weight = shares.num_own / shares.num_samples if shares.num_samples else 0.0
             for one in self._agreeing:
-                changed = one.exchange(self._num_own() / num_all if num_all else 0.0, changed, step=step)
+                changed = one.exchange(weight, changed, step=step)
             self._require_finite(self._agreeing, step)
-            return self._combined(changed, num_all)
+            return self._combined(changed, shares.num_samples)
 
         generation = self._agreement.generation
         settle = self._agreement.do(agree)
@@ -236,9 +215,8 @@ class CommunicationRounds:
     def _close(self) -> None:
         """All have the same weights: the round is over."""
         self._weights_changed()
-        self._portions.clear()
-        self._more.clear()
-        self.is_open = self._has_begun = self._has_lost = self._by_itself.is_called = False
+        self.shares.clear()
+        self.is_open = self._has_begun = self._has_lost = self._replica_vote.is_called = False
         self._end_at = self._ahead = None
 
     @contextlib.contextmanager
@@ -262,15 +240,8 @@ class CommunicationRounds:
             self._weights_changed()
 
     def _share(self) -> float:
-        """How much this replica has run, of what all that are present have. In the middle of a round the others have
-        not run yet what lost ones should have."""
-        replicas = self.replicas()
-        num_here = sum(portion.num_samples for portion in self._portions if portion.owner in replicas)
-        return self._num_own() / num_here if num_here else 1 / len(replicas)
-
-    def _num_own(self) -> int:
-        dealt = sum(portion.num_samples for portion in self._portions if portion.owner == self._own)
-        return dealt + sum(micro.num_samples for micros in self._more.values() for micro in micros)
+        """The weight of this replica in a mean over those that are present."""
+        return self.shares.weight()
 
     def is_mixing_due(self, step: int) -> bool:
         """Whether this replica, in the middle of a round, is to come together with others after this step."""
@@ -287,7 +258,7 @@ class CommunicationRounds:
             self._meet(step, is_wanted=False)
         if self._ahead is not None:
             raise SyncError(
-                f"the data has ended here after step {step}, and another replica has come to {_told(self._ahead)}: an "
+                f"the data has ended here after step {step}, and another replica has come to {_named(self._ahead)}: an "
                 "iterable dataset must give the same items in the same order on every worker. Seed it, sort its "
                 "files, and do not split it by worker yourself"
             )
@@ -297,7 +268,7 @@ class CommunicationRounds:
         if self._ahead is not None:
             raise SyncError(
                 "this replica has come to something that all do together (a save, an evaluation, the function's end, "
-                f"...) after step {step}, and another one has gone past that place, to {_told(self._ahead)}: all must "
+                f"...) after step {step}, and another one has gone past that place, to {_named(self._ahead)}: all must "
                 "leave the loop after the same step, and do the same things in it. The loss that step(batch) returns "
                 f"under {self._plan.sync!r} is that of this replica's samples: decide by worker.average(loss)"
             )
@@ -307,17 +278,17 @@ class CommunicationRounds:
         return step * len(LoopPoint) + self.loop_point
 
     def _meet(self, step: int, *, is_wanted: bool) -> bool | None:
-        """Come together with those who want the round to end, and those who do an operation in it: these cannot tell
-        who else does what. Returns whether it ends; None: others are further.
+        """Come together with the replicas that want the round to end, and those that do an operation in it. Returns
+        whether the round ends; None: others are further.
 
-        Where it does not end, this replica is not called any more: the next pass's metadata says it again. Where
-        somebody would have it end, and all are in the loop's body, it ends when the loop asks for the next batch."""
+        Where it does not end, this replica is not called any more: the next pass's metadata says it again. Where one
+        replica wants it to end, and all are in the loop's body, it ends when the loop asks for the next batch."""
         place = self._place(step)
 
         def look() -> tuple[list[int], bool, bool, bool]:
             places = [0.0] * self._group.size
             places[self._group.index] = float(place)
-            # What decides is told: who is past this when a member is lost does not know of that what the others do.
+            # All that decides is summed here: a replica past this, when a member is lost, may not know of the loss.
             is_urgent = self._cannot_wait or place == self._end_at
             asks = [float(is_wanted), float(is_urgent), float(self._agreement.wants_change)]
             *found, wanted, urgent, wishes = total(self._group, [*places, *asks], what="a round's end")
@@ -328,7 +299,7 @@ class CommunicationRounds:
             newest = max(places)
             if place < newest:
                 self._end_at = self._ahead = newest
-                self._by_itself.is_called = False
+                self._replica_vote.is_called = False
                 return None
             if min(places) == newest:
                 break
@@ -339,30 +310,8 @@ class CommunicationRounds:
         if ends and is_change_due:
             self._agreement.change_is_due()
         if not ends:
-            self._by_itself.is_called = False
+            self._replica_vote.is_called = False
         return ends
-
-    def _redistribute_lost(self, run_more: Callable[[RoundShare], None]) -> None:
-        """Deal what lost members have run, or should have, to those who are left, and run this replica's part.
-
-        More may be lost while some do, and others have not begun: what somebody who is left says that he has run is
-        done, and all else is dealt anew.
-        """
-        replicas = self.replicas()
-        lost = [(number, one) for number, one in enumerate(self._portions) if one.owner not in replicas]
-        if not lost:
-            return
-        known = self._group.gather_objects(
-            [(number, micro.index) for number, micros in self._more.items() for micro in micros]
-        )
-        done = {one for told in known for one in told}
-        for number, portion in lost:
-            left = [micro for micro in portion.micros if (number, micro.index) not in done]
-            part = deal(len(left), len(replicas))[replicas.index(self._own)]
-            if part:
-                micros = left[part.start : part.stop]
-                run_more(dataclasses.replace(portion, owner=self._own, micros=tuple(micros)))
-                self._more.setdefault(number, []).extend(micros)
 
     def _require_finite(self, agreeing: Iterable[WeightAveraging], step: int) -> None:
         """Raise BadNumbersError, on all workers, where what was summed is not finite on any. All must call it."""
@@ -376,19 +325,10 @@ class CommunicationRounds:
                 "learning rate or with clip_norm"
             )
 
-    @property
-    def _own(self) -> int:
-        """This replica's number."""
-        return self._agreement.rank // self._plan.layout.workers_each
 
-    def replicas(self) -> list[int]:
-        """The numbers of the replicas that take part, in the order in which shares are dealt."""
-        return list(dict.fromkeys(rank // self._plan.layout.workers_each for rank in self._agreement.ranks))
-
-
-def _told(place: int) -> str:
-    step, stand = divmod(place, len(LoopPoint))
-    return f"the batch after step {step}" if stand == LoopPoint.IN_HAND else f"step {step}"
+def _named(place: int) -> str:
+    step, point = divmod(place, len(LoopPoint))
+    return f"the batch after step {step}" if point == LoopPoint.IN_HAND else f"step {step}"
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Rounds of gossip: in the middle of a round replicas mix their weights with those of a few others.
 
-They come together before, as for a round's end: so who has to end the round, and who waits in an operation, is heard by
-all, and nobody mixes with one that is at another step.
+They come together before, as for a round's end. So all hear of a replica that has to end the round or waits in an
+operation, and none mixes with one that is at another step.
 """
 
 from __future__ import annotations

@@ -7,19 +7,23 @@ a round ends and what replicas exchange then. This module calls them at the righ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import cast
 
 from paceline.comm.sharded_tensors import local_part
 from paceline.plan import Gossip, LocalSGD, Plan
 from paceline.schedule.micro_batches import deal_to_replicas
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint, RoundShare
+from paceline.worker.loop.between_steps import BetweenSteps
+from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint
 from paceline.worker.loop.gossip_rounds import GossipRounds
-from paceline.worker.loop.step_mode import ReplicaVote, StepMode, StepScope, StepTaker
+from paceline.worker.loop.round_shares import RoundShare
+from paceline.worker.loop.step_mode import StepMode, StepTaker, StreamTerms
 from paceline.worker.loop.streaming_rounds import StreamingRounds
 from paceline.worker.membership.join_run import WorkerContext
+from paceline.worker.parts import WorkerParts
+from paceline.worker.step.step_scope import ReplicaVote, StepScope
 
 __all__ = ["LocalRounds"]
 
@@ -27,44 +31,48 @@ __all__ = ["LocalRounds"]
 class LocalRounds(StepMode):
     """Steps of one replica, which count when the round is over."""
 
-    skipped_by = "by this replica"
-
-    def __init__(self, plan: Plan, scope: StepScope, **options: Any) -> None:
-        super().__init__(plan, scope, **options)
-        if not isinstance(scope.vote, ReplicaVote):
-            raise TypeError(f"local rounds need a ReplicaVote, not a {type(scope.vote).__name__}")
-        self._axes = scope.place.axes
-        self._rounds = _rounds_of(plan)(
-            plan,
-            group=scope.place.group,
+    def __init__(self, parts: WorkerParts, between: BetweenSteps) -> None:
+        super().__init__(parts, between)
+        self._group, self._axes = parts.place.group, parts.place.axes
+        self._rounds = _rounds_of(parts.plan)(
+            parts.plan,
+            group=self._group,
             axes=self._axes,
             agreement=self._agreement,
-            by_itself=scope.vote,
-            models=self._models,
-            weights_changed=self._executor.shards.close,
+            replica_vote=cast("ReplicaVote", parts.scope.vote),  # by `scope`
+            models=parts.models,
+            weights_changed=parts.executor.shards.close,
         )
-        self._is_deal_due = False  # when the round is over
+        self._has_new_members = False  # shares change when the round is over
         self._takers: dict[int, list[StepTaker]] = {}  # what took which of the round's steps
 
     @staticmethod
     def scope(plan: Plan, place: WorkerContext) -> StepScope:
         """The workers of one replica take part in each step."""
         return StepScope(
-            place=place, group=place.axes.whole, axes=place.axes.by_itself(), vote=ReplicaVote(place.agreement)
+            place=place,
+            group=place.axes.whole,
+            axes=place.axes.by_itself(),
+            vote=ReplicaVote(place.agreement),
+            counts_later=True,
         )
+
+    def check_plain_loop(self) -> None:
+        """In an elastic run only a stepper can take the steps of a lost replica."""
+        if self._agreement.elastic is not None:
+            raise RuntimeError(
+                f"a plain loop over a batch under {self._plan.sync!r}, with replicas that come and go: "
+                "what a lost replica should have run, the others run at the next agreement, and only a stepper can be "
+                "asked to. Write: step = worker.stepper(model, optim, loss), and in the loop over batches: "
+                "loss = step(batch)"
+            )
 
     # A stream of batches.
 
-    def replicas(self) -> Callable[[], list[int]]:
-        """All replicas' shares are known: the others run what a lost one should have run."""
-        return self._rounds.replicas
-
-    def opened(self) -> None:
-        """Have replicas agree on everything that prepared optimizers train."""
-        trained = self._between.prepared.trained()
-        agreeing = self._rounds.prepare(trained)
-        if agreeing:
-            self._between.prepared.register_averaging(agreeing)
+    def begin_stream(self) -> StreamTerms:
+        """All replicas' shares are to be known: the others run what a lost one should have run."""
+        self._agree_on_trained()
+        return StreamTerms(replicas=self._rounds.shares.replicas)
 
     def open(self, stream: BatchStream) -> Iterator[StepBatch]:
         """Yield the stream's batches; what needs equal weights is done where no round is open."""
@@ -116,16 +124,6 @@ class LocalRounds(StepMode):
 
     # One step.
 
-    def check_plain_loop(self) -> None:
-        """In an elastic run only a stepper can take the steps of a lost replica."""
-        if self._agreement.elastic is not None:
-            raise RuntimeError(
-                f"a plain loop over a batch under {self._plan.sync!r}, with replicas that come and go: "
-                "what a lost replica should have run, the others run at the next agreement, and only a stepper can be "
-                "asked to. Write: step = worker.stepper(model, optim, loss), and in the loop over batches: "
-                "loss = step(batch)"
-            )
-
     def before_step(self, batch: StepBatch) -> None:
         """Begin a round, where none is open."""
         self._begin_round()
@@ -140,7 +138,7 @@ class LocalRounds(StepMode):
         """Have replicas agree, from now on, on all that is trained. Where optimizers were given more within a round, it
         ends before that has moved, here, on all replicas alike."""
         if self._rounds.is_open:
-            new = self._rounds.lacks(self._between.prepared.trained())
+            new = self._rounds.lacks(self._prepared.trained())
             if not new:
                 return
             here = [local_part(parameter) for parameter in new if not parameter.is_meta]
@@ -148,26 +146,27 @@ class LocalRounds(StepMode):
             self.end()
             for part, values in zip(here, before, strict=True):  # it was moved by what lost members should have run
                 part.copy_(values)
-        self.opened()
+        self._agree_on_trained()
         self._rounds.begin()
 
-    def stepped(self, batch: StepBatch) -> None:
-        """Count a step into the round."""
-        self._rounds.stepped(batch)
+    def _agree_on_trained(self) -> None:
+        """Have replicas agree on everything that prepared optimizers train."""
+        agreeing = self._rounds.prepare(self._prepared.trained())
+        if agreeing:
+            self._prepared.register_averaging(agreeing)
 
-    def stepped_again(self, batch: StepBatch) -> None:
-        """Count it once more, where the round was ended in between."""
-        self._rounds.stepped_again(batch)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a round is open."""
-        return self._rounds.is_open
-
-    def after_commit(self, batch: StepBatch, by: StepTaker | None) -> None:
+    def commit(self, batch: StepBatch, by: StepTaker | None) -> None:
         """Remember what took the step, for the share of a lost replica."""
+        super().commit(batch, by)
         if by is not None and self._rounds.is_open:
             self._takers.setdefault(batch.step, []).append(by)
+
+    def stepped(self, batch: StepBatch, *, is_again: bool) -> None:
+        """Count a step into the round; once more, where the round was ended in between."""
+        if is_again:
+            self._rounds.stepped_again(batch)
+        else:
+            self._rounds.stepped(batch)
 
     # Operations that all workers do together.
 
@@ -202,39 +201,43 @@ class LocalRounds(StepMode):
             return
         self._files.ledger.settle()
         self._takers.clear()
-        if self._is_deal_due and not self._rounds.is_left_behind:  # else with those who are in the next round, after it
-            self._deal_anew()
+        # A replica that is left behind waits for the end of the round that the others are in.
+        if self._has_new_members and not self._rounds.is_left_behind:
+            self._share_anew()
 
-    def _run_more(self, portion: RoundShare) -> None:
+    # When a replica is lost.
+
+    def _run_more(self, lost: RoundShare) -> None:
         """Take a step of this replica on micro-batches that a lost member should have run."""
-        batch, each = portion.batch, self._axes.micro_batch_peers.size
-        own = self._axes.share_of(self._scope.place.group)[0] % each  # among those with different micro-batches
-        share = deal_to_replicas(len(portion.micros), replicas=1, each=each)[own]
-        read = portion.micros[share.reads.start : share.reads.stop]
+        batch, each = lost.batch, self._axes.micro_batch_peers.size
+        own = self._axes.share_of(self._group)[0] % each  # among those with different micro-batches
+        share = deal_to_replicas(len(lost.micros), replicas=1, each=each)[own]
+        read = lost.micros[share.reads.start : share.reads.stop]
         items = self._between.streams[batch.stream].read(batch, read)
         more = batch.part(
-            portion.micros[share.own.start : share.own.stop],
+            lost.micros[share.own.start : share.own.stop],
             num_runs=share.num_runs,
-            spare=None if share.spare is None else portion.micros[share.spare],
-            num_here=portion.num_samples,
+            spare=None if share.spare is None else lost.micros[share.spare],
+            num_here=lost.num_samples,
             fetch=lambda: next(items),
         )
-        self._recorder.begin("forward and backward", portion.step)
-        for one in self._takers.get(portion.step, ()):
+        self._recorder.begin("forward and backward", lost.step)
+        for one in self._takers.get(lost.step, ()):
             one.run_more(more)
-        self._files.ledger.ran_more(portion.step, more.micros if self._axes.counts else ())
+        self._files.ledger.ran_more(lost.step, more.micros if self._axes.counts else ())
 
     def members_changed(self) -> None:
-        """Until a round is over, all replicas run what they were dealt, and then what others lost. A replica that is
-        behind, in what the loop does before its first step, keeps its batch: the others took that step as dealt."""
+        """Until a round is over, all replicas run the shares that they have, and then what others lost. A replica that
+        is behind, in what the loop does before its first step, keeps its batch: the others took that step with the same
+        shares."""
         self._rounds.members_changed()
-        self._is_deal_due = self._rounds.is_open or self._agreement.is_behind
-        if not self._is_deal_due:
-            self._deal_anew()
+        self._has_new_members = self._rounds.is_open or self._agreement.is_behind
+        if not self._has_new_members:
+            self._share_anew()
 
-    def _deal_anew(self) -> None:
-        self._is_deal_due = False
-        self._between.deal_anew()
+    def _share_anew(self) -> None:
+        self._has_new_members = False
+        self._between.share_anew()
 
 
 def _rounds_of(plan: Plan) -> type[CommunicationRounds]:

@@ -1,8 +1,8 @@
-"""The books of the steps: which batches are under way, which are committed, and what is told of them.
+"""The step log: which batches are under way, which are committed, and what is reported of them.
 
-A stream has one batch under way at a time; several streams may be interleaved. A step gets its number when it is walked
-over, is committed by the optimizer's step, and is told (as StepDone) when the loop asks for the stream's next batch, or
-before the next step is committed: numbers and events are in order.
+A stream has one batch under way at a time; several streams may be interleaved. A step gets its number when a gradient
+pass over its batch begins. It is committed by the optimizer's step, and reported (as StepDone) when the loop asks for
+the stream's next batch, or before the next step is committed: numbers and events are in order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from paceline.events import Reported, StepDone, Warned
 from paceline.sync.allreduce.buckets import SentBytes
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
-from paceline.worker.record.run_files import RunFiles
+from paceline.worker.parts import WorkerParts
 from paceline.worker.step.gradient_pass import StepOutcome
 
 __all__ = ["PendingStep", "StepLog"]
@@ -32,9 +32,9 @@ class PendingStep:
 
     def __init__(self, batch: StepBatch, cursor: StreamPosition) -> None:
         self.batch, self.cursor = batch, cursor
-        self.outcome: StepOutcome | None = None  # of the first walk that called backward
+        self.outcome: StepOutcome | None = None  # of the first gradient pass that called backward
         self.metrics: dict[str, Tensor | float] = {}
-        self.is_committed = self.is_told = False
+        self.is_committed = self.is_reported = False
         self.compute_s = self.communication_s = self.optimizer_s = 0.0
         self.agreed_at = time.perf_counter()
 
@@ -43,62 +43,26 @@ class PendingStep:
         return self.outcome is None or not (self.outcome.is_taken or self.outcome.is_idle or self.outcome.is_late)
 
 
-class CommitObserver(Protocol):
-    """What the step log asks of the mode in which steps are taken, and tells it."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other worker takes part in this one's steps."""
-        ...
-
-    @property
-    def skipped_by(self) -> str:
-        """By which workers a step is skipped, for the warning."""
-        ...
-
-    @property
-    def waits(self) -> bool:
-        """Whether committed steps wait for other replicas before they count."""
-        ...
-
-    def stepped(self, batch: StepBatch) -> None:
-        """A step is committed here."""
-        ...
-
-    def stepped_again(self, batch: StepBatch) -> None:
-        """Another optimizer has stepped on a batch that was committed before."""
-        ...
-
-
 class StepLog:
     """Keeps count for one worker. `num_bytes_sent()` went to others so far, `wire_bytes()` of it to other replicas."""
 
-    def __init__(
-        self,
-        files: RunFiles,
-        num_bytes_sent: Callable[[], int],
-        wire_bytes: Callable[[], SentBytes],
-        *,
-        is_elastic: bool,
-        add_work: Callable[[int, Mapping[str, float]], None],
-        counts: bool,
-        recovery_s: Callable[[], float],
-        mode: CommitObserver,
-    ) -> None:
-        """`counts`: whether this worker's samples are written down; others may run the same micro-batches.
-        `recovery_s()` is what changes of the members have cost so far. `mode` hears which steps are committed here."""
+    def __init__(self, parts: WorkerParts, *, stepped: Callable[[StepBatch, bool], None]) -> None:
+        """`stepped(batch, is_again)` is called in the commit of each step; with `is_again` where another optimizer has
+        stepped on a batch that was committed before."""
+        place = parts.scope.place
         self.step = 0  # committed steps, of all attempts
-        self.latest: PendingStep | None = None  # the batch that was handed out or walked over last
-        self._files, self._num_bytes_sent, self._is_elastic = files, num_bytes_sent, is_elastic
-        self._counts, self._mode = counts, mode
-        self._add_work = add_work  # of micro-batches, and the seconds of a step: for whoever looks for stragglers
+        self.latest: PendingStep | None = None  # the batch that was handed out, or had a gradient pass, last
+        self.last_done: StepDone | None = None  # the report of the last step
+        self._files, self._models, self._agreement = parts.files, parts.models, place.agreement
+        self._scope, self._stepped, self._is_elastic = parts.scope, stepped, parts.plan.layout.is_elastic
+        self._counts = place.axes.counts  # whether this worker's samples are written down; others may run the same
+        self._add_work = place.recorder.add_work  # of micro-batches, and a step's seconds: to find stragglers
         self._open: dict[str, PendingStep] = {}  # by stream
         self._num_batches = self._num_skips = 0
-        self._recovery_s, self._recovery_told_s = recovery_s, 0.0
-        self._told_at, self._bytes_told = time.perf_counter(), 0
-        self._wire_bytes, self._wire_told = wire_bytes, SentBytes()
+        self._recovery_reported_s = 0.0
+        self._reported_at, self._bytes_reported = time.perf_counter(), 0
+        self._wire_reported = SentBytes()
         self._warned: set[str] = set()
-        self.told: StepDone | None = None  # the last step
 
     def plain(self) -> dict[str, int]:
         """The counts, for a newcomer, which begins with the batch that is under way here."""
@@ -116,7 +80,7 @@ class StepLog:
         self.latest = self._open[batch.stream] = PendingStep(batch, cursor)
 
     def begin_pass(self, batch: StepBatch) -> PendingStep:
-        """A walk over a batch begins: it gets the number of the next step, unless it is committed already."""
+        """A gradient pass over a batch begins: it gets the number of the next step, unless it is committed already."""
         step = self._of(batch)
         if not step.is_committed:
             batch.step = self.step + 1
@@ -149,11 +113,9 @@ class StepLog:
             return
         self._num_skips = 0 if outcome.finite else self._num_skips + 1
         if 0 < self._num_skips <= SKIPS_REPORTED:
-            more = "; further ones in a row are not told" if self._num_skips == SKIPS_REPORTED else ""
-            text = (
-                f"step {number} was skipped {self._mode.skipped_by}: its gradients are not finite (loss "
-                f"{outcome.loss:.4g})"
-            )
+            more = "; further ones in a row are not reported" if self._num_skips == SKIPS_REPORTED else ""
+            workers = "by this replica" if self._scope.counts_later else "on all workers"
+            text = f"step {number} was skipped {workers}: its gradients are not finite (loss {outcome.loss:.4g})"
             if outcome.broken:
                 text += f", that of {outcome.broken} first in backward"
             self.warn(text + more)
@@ -172,7 +134,7 @@ class StepLog:
         step.optimizer_s += now - step.agreed_at
         step.agreed_at = now
         if step.is_committed:
-            self._mode.stepped_again(batch)
+            self._stepped(batch, True)
         elif step.outcome is not None:
             self._commit(step)
 
@@ -196,16 +158,16 @@ class StepLog:
         step = self._open.pop(stream, None)
         if step is None:
             return
-        self._tell(step)
+        self._report_step(step)
         if self.latest is step:
             self.latest = None
 
     def leave(self, stream: str | None = None) -> None:
-        """Loops (or one) were left early, or in an error: tell what was committed, and forget the rest."""
+        """Loops (or one) were left early, or in an error: report what was committed, and forget the rest."""
         for name in [stream] if stream is not None else list(self._open):
             step = self._open.pop(name, None)
             if step is not None and step.is_committed:
-                self._tell(step)
+                self._report_step(step)
             if self.latest is step:
                 self.latest = None
 
@@ -215,7 +177,7 @@ class StepLog:
         return step is not None and step.is_committed
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Note values of the latest batch; between batches they are told at once."""
+        """Note values of the latest batch; between batches they are reported at once."""
         values = {name: _number(name, value) for name, value in metrics.items()}
         if self.latest is not None:
             self.latest.metrics.update(values)
@@ -240,32 +202,36 @@ class StepLog:
 
     def _commit(self, step: PendingStep) -> None:
         for other in self._open.values():
-            if other.is_committed and not other.is_told:
-                self._tell(other)
+            if other.is_committed and not other.is_reported:
+                self._report_step(other)
         batch = step.batch
         self.step += 1
         batch.step = self.step
         step.is_committed = True
         step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
         micros = batch.micros if self._counts else ()
-        self._mode.stepped(batch)
+        self._stepped(batch, False)
         if step.outcome is not None and step.outcome.is_late:
-            return  # it is in the ledgers of those who took it
+            return  # it is in the ledgers of the workers that took it
         self._files.ledger.committed(
             batch,
             micros,
             step=batch.step,
-            skipped=step.is_skipped and not self._mode.waits,  # there it is this replica alone
-            is_whole=self._is_elastic or self._mode.is_alone or batch.chosen is not None,
-            waits=self._mode.waits,
+            skipped=step.is_skipped and not self._scope.counts_later,  # else by this replica alone
+            is_whole=self._is_elastic or self._scope.is_alone or batch.chosen is not None,
+            waits=self._scope.counts_later,
         )
 
-    def _tell(self, step: PendingStep) -> None:
-        if step.is_told:
+    def _report_step(self, step: PendingStep) -> None:
+        if step.is_reported:
             return
-        step.is_told = True
+        step.is_reported = True
         batch, outcome = step.batch, step.outcome
-        now, num_bytes, wire = time.perf_counter(), self._num_bytes_sent(), self._wire_bytes()
+        now, num_bytes, wire = (
+            time.perf_counter(),
+            self._models.reducers.num_bytes_sent(),
+            self._models.reducers.wire_bytes(),
+        )
         if self._files.capture is not None and outcome is not None:
             self._files.capture.loss(batch.step, outcome.loss)
         seconds = {
@@ -273,14 +239,14 @@ class StepLog:
             "compute": step.compute_s,
             "communication": step.communication_s,
             "optimizer": step.optimizer_s,
-            "total": now - self._told_at,
+            "total": now - self._reported_at,
         }
-        recovery_s = self._recovery_s()
-        if recovery_s > self._recovery_told_s:
-            seconds["recovery"] = recovery_s - self._recovery_told_s
-            self._recovery_told_s = recovery_s
+        recovery_s = self._agreement.recovery_s
+        if recovery_s > self._recovery_reported_s:
+            seconds["recovery"] = recovery_s - self._recovery_reported_s
+            self._recovery_reported_s = recovery_s
         self._add_work(len(batch), seconds)
-        self.told = StepDone(
+        self.last_done = StepDone(
             step=batch.step,
             epoch=batch.epoch,
             num_samples=batch.num_samples,
@@ -289,16 +255,16 @@ class StepLog:
             metrics={name: float(value) for name, value in step.metrics.items() if not _is_on_another_stage(value)},
             seconds=seconds,
             skipped=step.is_skipped,
-            num_bytes_sent=num_bytes - self._bytes_told,
-            num_wire_bytes=wire.num_sent - self._wire_told.num_sent,
-            num_raw_bytes=wire.num_raw - self._wire_told.num_raw,
+            num_bytes_sent=num_bytes - self._bytes_reported,
+            num_wire_bytes=wire.num_sent - self._wire_reported.num_sent,
+            num_raw_bytes=wire.num_raw - self._wire_reported.num_raw,
             noise_scale=None if outcome is None else outcome.noise_scale,
-            alone=self._mode.is_alone,
+            alone=self._scope.is_alone,
             num_dropped=sum(micro.num_samples for micro in batch.dropped),
             late=outcome is not None and outcome.is_late,
         )
-        self._files.emit(self.told)
-        self._told_at, self._bytes_told, self._wire_told = now, num_bytes, wire
+        self._files.emit(self.last_done)
+        self._reported_at, self._bytes_reported, self._wire_reported = now, num_bytes, wire
 
 
 def _is_on_another_stage(value: Tensor | float) -> bool:

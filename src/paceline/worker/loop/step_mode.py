@@ -1,9 +1,15 @@
-"""How a worker takes its steps: the one place where the loop, the step log and the stepper meet a plan's mode.
+"""How a worker takes its steps: the one place where the loop and the worker meet a plan's mode.
 
-There are three modes. `Synchronous` agrees on every step, `LocalRounds` lets replicas step by themselves and agree at
-the end of a round, and `Asynchronous` takes batches from servers without waiting for others. `step_mode_for` chooses
-one when the worker is built. Everything else calls the hooks below, in the order in which they stand here. A hook that
-a mode does not override does nothing, because most modes have nothing to do there.
+There are three modes. `Synchronous` agrees on every step. `LocalRounds` lets replicas take steps by themselves and
+agree at the end of a round. `Asynchronous` takes batches from servers and waits for no other replica. `step_mode_for`
+chooses one when the worker is built.
+
+A mode gives `scope` and `open`. Its other methods are hooks, called in this order, and do nothing by default:
+
+- a stream: `begin_stream`, then `open`, which yields the batches and does what is due between two steps;
+- a step: `before_step`, `before_optimizer`, `commit`, and `stepped` in the course of the commit;
+- an operation of all workers: `before_operation`, `catch_up`, `averaged`, `before_save`;
+- other events: `members_changed`, and `end` when the training function is over.
 """
 
 from __future__ import annotations
@@ -11,24 +17,24 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from paceline.comm.flight_recorder import FlightRecorder
-from paceline.comm.group import WorkerGroup
-from paceline.plan import ParameterServer, Plan
+from paceline.plan import Plan
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.between_steps import BetweenSteps
 from paceline.worker.loop.step_log import StepLog
 from paceline.worker.membership.consensus import Consensus
 from paceline.worker.membership.join_run import WorkerContext
+from paceline.worker.parts import WorkerParts
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.state.prepared_models import PreparedModels
-from paceline.worker.step.gradient_pass import StepExecutor, StepVote
-from paceline.worker.topology.parallel_groups import ParallelGroups
+from paceline.worker.state.prepared_objects import PreparedObjects
+from paceline.worker.step.step_scope import StepScope
 
-__all__ = ["ReplicaVote", "StepMode", "StepScope", "StepTaker"]
+__all__ = ["StepMode", "StepTaker", "StreamTerms"]
 
 
 class StepTaker(Protocol):
@@ -37,95 +43,55 @@ class StepTaker(Protocol):
     def run_more(self, batch: StepBatch) -> None: ...
 
 
-class ReplicaVote:
-    """The vote of a gradient pass in which other replicas take no part: it asks nothing of them.
-
-    When something cannot wait, all workers of this replica learn so from the pass's step metadata.
-    """
-
-    def __init__(self, agreement: Consensus) -> None:
-        self._agreement = agreement
-        self.is_called = False  # to the other replicas
-
-    @property
-    def wants_change(self) -> bool:
-        return self._agreement.is_urgent
-
-    def change_is_due(self) -> None:
-        self.is_called = True
-
-    def vote(self) -> bool:
-        return True
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepScope:
-    """Which workers take part in one worker's steps."""
+class StreamTerms:
+    """What a mode asks of a stream."""
 
-    place: WorkerContext  # the worker's place, as its steps see it
-    group: WorkerGroup  # all that agree at the end of a gradient pass
-    axes: ParallelGroups  # the groups of their replicas
-    vote: StepVote
+    # How to find the replicas whose shares of a batch are all to be known. None: only this worker's own share is.
+    replicas: Callable[[], list[int]] | None = None
+    ledger_facts: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # the ledger notes them
 
 
 class StepMode(Protocol):
     """How one worker takes its steps."""
 
-    is_alone: bool  # no other worker takes part in this one's steps
-    steps_on_servers: bool  # and so no optimizer steps here
-    skipped_by: str = "on all workers"  # for the warning about a step that is skipped
     _plan: Plan
-    _everybody: WorkerGroup
-    _models: PreparedModels
     _files: RunFiles
-    _executor: StepExecutor
+    _models: PreparedModels
+    _prepared: PreparedObjects
     _scope: StepScope
     _agreement: Consensus
     _recorder: FlightRecorder
     _between: BetweenSteps
     _log: StepLog
 
-    def __init__(
-        self,
-        plan: Plan,
-        scope: StepScope,
-        *,
-        everybody: WorkerGroup,
-        models: PreparedModels,
-        files: RunFiles,
-        executor: StepExecutor,
-    ) -> None:
-        """`everybody`: all workers of the run. Call `attach` before the first stream is opened."""
-        self._plan, self._everybody, self._models, self._files = plan, everybody, models, files
-        self._executor, self._scope = executor, scope
-        self.is_alone = False
-        self._agreement, self._recorder = scope.place.agreement, scope.place.recorder
-        self.steps_on_servers = isinstance(plan.sync, ParameterServer)
+    def __init__(self, parts: WorkerParts, between: BetweenSteps) -> None:
+        self._plan, self._files, self._models = parts.plan, parts.files, parts.models
+        self._prepared, self._scope = parts.prepared, parts.scope
+        self._agreement, self._recorder = parts.place.agreement, parts.place.recorder
+        self._between, self._log = between, between.log
 
     @staticmethod
     @abc.abstractmethod
     def scope(plan: Plan, place: WorkerContext) -> StepScope:
         """Which workers take part in the steps of the worker at this place."""
 
-    def attach(self, between: BetweenSteps) -> None:
-        """Get what is due between two steps, and with it the streams and the step log."""
-        self._between, self._log = between, between.log
+    # What a mode refuses.
 
-    # A stream of batches.
+    def check_prepared(self, thing: object) -> None:
+        """Raise PlanError where an object that is to be prepared would mean something else in this mode."""
+
+    def check_plain_loop(self) -> None:
+        """Raise RuntimeError where only a stepper can take a step, and a plain loop over a batch cannot."""
 
     def require_common_step(self, what: str) -> None:
         """Raise RuntimeError where replicas have ended at different steps, so that `what` has no common one."""
 
-    def replicas(self) -> Callable[[], list[int]] | None:
-        """How to find the replicas whose shares of a batch are all to be known; None: only the own share is."""
-        return None
+    # A stream of batches.
 
-    def opened(self) -> None:
-        """A stream was opened: all that prepared optimizers train is known."""
-
-    def about_stream(self) -> dict[str, int]:
-        """What the ledger says of a stream besides."""
-        return {}
+    def begin_stream(self) -> StreamTerms:
+        """A stream is about to be opened. All that prepared optimizers train is known now."""
+        return StreamTerms()
 
     @abc.abstractmethod
     def open(self, stream: BatchStream) -> Iterator[StepBatch]:
@@ -133,40 +99,19 @@ class StepMode(Protocol):
 
     # One step.
 
-    def check_plain_loop(self) -> None:
-        """Raise RuntimeError where a step needs a stepper, and a plain loop cannot take it."""
-        if self.steps_on_servers:
-            raise RuntimeError(
-                "a plain loop over a batch under ParameterServer(...): optimizers run on the servers, so optim.step() "
-                "has nothing to do here. Write: step = worker.stepper(model, optim, loss), and in the loop over "
-                "batches: loss = step(batch)"
-            )
-
     def before_step(self, batch: StepBatch) -> None:
         """A gradient pass over a batch comes. A member may have been lost in what the loop does before its step."""
-        stream = self._between.streams[batch.stream]
-        if stream.is_dealt_anew:
-            stream.redeal(batch)
+        self._between.refresh_share(batch)
 
     def before_optimizer(self, *, is_stepping: bool) -> None:
-        """A prepared optimizer steps; `is_stepping`: a stepper calls it."""
+        """A prepared optimizer is about to step. `is_stepping`: a stepper calls it."""
 
-    def before_commit(self, batch: StepBatch) -> None:
-        """The step on a batch is over, and is about to be written into the ledger."""
+    def commit(self, batch: StepBatch, by: StepTaker | None) -> None:
+        """The step on a batch is over: write it into the step log. `by` took it; None: the plain loop did."""
+        self._log.commit(batch)
 
-    def stepped(self, batch: StepBatch) -> None:
-        """The step log counts a step as committed here."""
-
-    def stepped_again(self, batch: StepBatch) -> None:
-        """Another optimizer has stepped on a batch that was committed before."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether committed steps wait for other replicas before they count in the ledger."""
-        return False
-
-    def after_commit(self, batch: StepBatch, by: StepTaker | None) -> None:
-        """The step is committed; `by` took it, where that was a stepper."""
+    def stepped(self, batch: StepBatch, *, is_again: bool) -> None:
+        """The step log counts a step. `is_again`: another optimizer has stepped on a batch that was counted before."""
 
     # Operations that all workers do together.
 
@@ -193,12 +138,11 @@ class StepMode(Protocol):
     def before_save(self) -> None:
         """A checkpoint is about to be saved: have equal weights, and a step that is true of all streams."""
 
+    # Changes of the members, and the end.
+
     def members_changed(self) -> None:
         """The members are others: forget what was made for the old ones."""
-        self._between.deal_anew()
-
-    def leave(self) -> None:
-        """The training function is over; so is a loop that is still held open."""
+        self._between.share_anew()
 
     def end(self) -> None:
-        """Agree with the other replicas on the last steps; all must come to it at the same place."""
+        """The training function is over: agree with the others on the last steps. All must come to it."""

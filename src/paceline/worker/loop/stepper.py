@@ -1,4 +1,4 @@
-"""`step(batch)`: forward, backward, agree, commit. The one contract that holds for every plan."""
+"""`step(batch)`: forward, backward, agree, commit, under every plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stepper:
         clip_norm: float | None,
         pipelined: PipelinePass | None = None,
     ) -> None:
-        """`pipelined`: how micro-batches go through the model's stages, where it is cut into such."""
+        """`pipelined`: how micro-batches go through the model's stages, under pipeline parallelism."""
         self.grad_norm: Tensor | None = None
         self._loop, self._device = loop, device
         self._optimizers = tuple(optimizers)
@@ -62,7 +62,7 @@ class Stepper:
         return torch.tensor(outcome.loss, dtype=torch.float64, device=self._device)
 
     def run_more(self, batch: StepBatch) -> None:
-        """Take a step more, of this replica alone, on a part of a batch that is in no book."""
+        """Take a step more, of this replica alone, on a part of a batch that a lost replica should have run."""
         with self._loop.stepping():
             outcome = self._loop.extra_pass(
                 batch, self._gradients, self._loss_of, is_finite=self._is_finite, pipelined=self._pipelined
@@ -133,10 +133,10 @@ def make_stepper(
         loss_of = pair_loss(models[0], cast("Callable[[Any, Any], Any]", loss))
     gradients = prepared_models.reducers.sum_over(models)
     for one in optimizers:
-        strangers = sum(not gradients.has(p) for group in one.param_groups for p in group["params"])
-        if strangers:
+        foreign = sum(not gradients.has(p) for group in one.param_groups for p in group["params"])
+        if foreign:
             raise ValueError(
-                f"{type(one).__name__} holds {strangers} parameters that are not of this stepper's models: "
+                f"{type(one).__name__} holds {foreign} parameters that are not of this stepper's models: "
                 "their gradients "
                 "would not be averaged. Give the stepper all models: worker.stepper([a, b], optim, forward=...)"
             )

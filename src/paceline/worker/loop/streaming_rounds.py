@@ -1,9 +1,9 @@
 """Streaming rounds: each fragment of the weights is agreed on at steps of its own, while the replica takes others.
 
 Fragment p of n is sent after the steps that are p * every // n more than a multiple of `every`, and lands `overlap`
-steps later: all replicas send and take the same ones after the same steps, without a word more. So there is no step at
-which all have equal weights, until something needs that (a save, the end of the data, a request to leave, which rides
-with the next fragment): then what is under way lands, and all fragments are agreed on once more, at once.
+steps later. All replicas send and take the same ones after the same steps, with no further message. So there is no step
+at which all have equal weights, until something needs that: a save, the end of the data, or a request to leave, which
+travels with the next fragment. Then all fragments under way land, and all are agreed on once more, at once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from paceline.plan import LocalSGD
 from paceline.sync.local.local_sgd import OuterStep
 from paceline.sync.local.weight_averaging import WeightAveraging
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.loop.communication_rounds import CommunicationRounds, RoundShare
+from paceline.worker.loop.communication_rounds import CommunicationRounds
+from paceline.worker.loop.round_shares import RoundShare
 
 __all__ = ["StreamingRounds"]
 
-TURNS = 16  # steps are told apart by their number modulo this: sums of squares stay exact in single precision
+STEP_MODULUS = 16  # steps are told apart by their number modulo this: sums of squares stay exact in single precision
 
 
 class StreamingRounds(CommunicationRounds):
@@ -32,7 +33,7 @@ class StreamingRounds(CommunicationRounds):
         self._in_all = [0, 0]  # the same since all had equal weights
         self._advanced_to = -1
         self._lands_at: dict[int, int] = {}  # fragments under way, and the steps after which they land
-        self._is_asked_for = False  # that all agree at once: a landed fragment has told all replicas so
+        self._is_asked_for = False  # that all agree at once: a fragment that landed has brought the request to all
 
     def prepare(self, trained: Any) -> Sequence[WeightAveraging]:
         """As `CommunicationRounds`."""
@@ -47,7 +48,7 @@ class StreamingRounds(CommunicationRounds):
             count[1] += batch.num_samples
 
     def advance(self) -> None:
-        """Take the fragments that land after the fresh steps, and send those whose turn it is."""
+        """Take the fragments that land after the fresh steps, and send those that are due."""
         for step in self._fresh:
             if step > self._advanced_to:  # another one is counted once more, and was sent
                 self._advanced_to = step
@@ -77,8 +78,8 @@ class StreamingRounds(CommunicationRounds):
         self._buffers.capture_anew(self._in_all[0])
         changed = list(map(float, self._buffers.changed()))
         for fragment, (own, everybody) in zip(self._fragments, self._counts, strict=True):
-            told = [*_told(step, asks=False), *changed]
-            _, *changed = self._heard(fragment.exchange(own / everybody if everybody else 0.0, told, step=step), step)
+            sent = [*_header(step, asks=False), *changed]
+            _, *changed = self._checked(fragment.exchange(own / everybody if everybody else 0.0, sent, step=step), step)
         self._require_finite(self._agreeing, step)
         settle = self._combined(changed, self._in_all[1])
         for fragment, (_, everybody) in zip(self._fragments, self._counts, strict=True):
@@ -111,15 +112,15 @@ class StreamingRounds(CommunicationRounds):
     def _send(self, number: int, step: int) -> None:
         own, everybody = self._counts[number]
         asks = self._agreement.is_urgent or self._agreement.wants_change
-        told = [*_told(step, asks=asks), *(0.0 for _ in self._buffers.changed())]
-        self._fragments[number].send(own / everybody if everybody else 0.0, told, step=step)
+        sent = [*_header(step, asks=asks), *(0.0 for _ in self._buffers.changed())]
+        self._fragments[number].send(own / everybody if everybody else 0.0, sent, step=step)
         self._counts[number] = [0, 0]
         self._lands_at[number] = step + self._sync.overlap
 
     def _land(self, number: int, step: int, *, mixing: float | None = None) -> None:
         del self._lands_at[number]
         fragment = self._fragments[number]
-        asks, *_ = self._heard(fragment.receive(), step)
+        asks, *_ = self._checked(fragment.receive(), step)
         self._require_finite([fragment], step)
         fragment.take(mixing=self._sync.mixing if mixing is None else mixing)
         self._weights_changed()
@@ -127,12 +128,12 @@ class StreamingRounds(CommunicationRounds):
             self._is_asked_for = True
 
     def end_of_data(self, step: int) -> None:
-        """Nothing: who sends after another step than the others is found out when that lands."""
+        """Nothing: a replica that sends after another step than the others is found out when that lands."""
 
-    def _heard(self, told: Sequence[float], step: int) -> Sequence[float]:
-        """What all have told, but for the steps after which they did. Raises SyncError where these differ."""
-        turns, squares, *rest = told
-        if self._group.size * squares != turns**2:
+    def _checked(self, received: Sequence[float], step: int) -> Sequence[float]:
+        """What all have sent, except the steps after which they did. Raises SyncError where these differ."""
+        steps, squares, *rest = received
+        if self._group.size * squares != steps**2:
             raise SyncError(
                 f"step {step}: what has landed was sent by some replicas after another step than by others. All must "
                 "take the same steps: an iterable dataset must give the same items in the same order on every worker. "
@@ -141,6 +142,6 @@ class StreamingRounds(CommunicationRounds):
         return rest
 
 
-def _told(step: int, *, asks: bool) -> list[float]:
-    turn = step % TURNS
-    return [float(turn), float(turn**2), float(asks)]
+def _header(step: int, *, asks: bool) -> list[float]:
+    residue = step % STEP_MODULUS
+    return [float(residue), float(residue**2), float(asks)]

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from paceline.plan import Plan
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.loop.step_mode import StepMode, StepScope
+from paceline.worker.loop.step_mode import StepMode
 from paceline.worker.membership.join_run import WorkerContext
+from paceline.worker.step.step_scope import StepScope
 
 __all__ = ["Synchronous"]
 

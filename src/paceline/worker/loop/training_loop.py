@@ -1,7 +1,7 @@
 """The loop over steps: opens streams of batches, runs gradient passes over them, and commits steps.
 
-A step is a transaction: gradient passes are its inside, and `commit` ends it. How steps are taken together with other
-replicas is the affair of a `StepMode`; what is due between two steps that of `BetweenSteps`.
+A step is a transaction: gradient passes are its inside, and `commit` ends it. A `StepMode` decides how steps are taken
+together with other replicas. `BetweenSteps` does what is due between two steps.
 """
 
 from __future__ import annotations
@@ -14,26 +14,18 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.group import Disrupted, WorkerGroup
+from paceline.comm.group import Disrupted
 from paceline.events import Note, StreamOpened
-from paceline.plan import Plan
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.batch_stream import BatchStream, StreamSource
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
-from paceline.worker.health.numerical_guard import NumericalGuard
 from paceline.worker.loop.between_steps import BetweenSteps
 from paceline.worker.loop.step_log import StepLog
-from paceline.worker.loop.step_mode import StepMode, StepScope, StepTaker
-from paceline.worker.loop.wire_advisor import WireAdvisor
-from paceline.worker.record.run_files import RunFiles
-from paceline.worker.state.checkpoint_saving import CheckpointSaver
-from paceline.worker.state.codec_state import CodecState, GatheredCodecState
-from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
-from paceline.worker.state.prepared_models import PreparedModels
-from paceline.worker.state.prepared_objects import PreparedObjects
-from paceline.worker.state.resumed_state import ResumedState
-from paceline.worker.step.gradient_pass import StepExecutor, StepInvalidated, StepOutcome
+from paceline.worker.loop.step_mode import StepMode, StepTaker
+from paceline.worker.parts import WorkerParts
+from paceline.worker.state.codec_state import GatheredCodecState
+from paceline.worker.step.gradient_pass import StepInvalidated, StepOutcome
 
 if TYPE_CHECKING:
     from paceline.worker.step.pipeline_stages import PipelinePass
@@ -44,59 +36,21 @@ __all__ = ["TrainingLoop"]
 class TrainingLoop:
     """All streams of one worker, and the steps that it takes with the others."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        mode: type[StepMode],
-        scope: StepScope,
-        *,
-        everybody: WorkerGroup,
-        executor: StepExecutor,
-        models: PreparedModels,
-        prepared: PreparedObjects,
-        resumed: ResumedState,
-        saver: CheckpointSaver,
-        codec_state: CodecState,
-        numerical_guard: NumericalGuard,
-        memory_checkpointer: MemoryCheckpointer,
-        files: RunFiles,
-    ) -> None:
-        """`mode`: how steps are taken, by the workers in `scope`. `everybody`: all workers of the run."""
-        place = scope.place
-        self.executor = executor
-        self.mode = mode(plan, scope, everybody=everybody, models=models, files=files, executor=executor)
-        self.step_log = StepLog(
-            files,
-            models.reducers.num_bytes_sent,
-            models.reducers.wire_bytes,
-            is_elastic=plan.layout.is_elastic,
-            add_work=place.recorder.add_work,
-            counts=place.axes.counts,
-            recovery_s=lambda: self._agreement.recovery_s,
-            mode=self.mode,
-        )
-        self.between = BetweenSteps(
-            plan,
-            place=place,
-            log=self.step_log,
-            advisor=WireAdvisor(plan, place=place, models=models, emit=files.emit),
-            shards=executor.shards,
-            prepared=prepared,
-            resumed=resumed,
-            saver=saver,
-            codec_state=codec_state,
-            numerical_guard=numerical_guard,
-            memory_checkpointer=memory_checkpointer,
-            files=files,
-        )
-        self.mode.attach(self.between)
-        self._plan, self._files, self._models = plan, files, models
-        self._prepared, self._resumed, self._numerical_guard = prepared, resumed, numerical_guard
+    def __init__(self, parts: WorkerParts, mode: type[StepMode]) -> None:
+        """`mode`: how steps are taken, by the workers in `parts.scope`."""
+        place = parts.scope.place
+        self.executor = parts.executor
+        self.step_log = StepLog(parts, stepped=lambda batch, is_again: self.mode.stepped(batch, is_again=is_again))
+        self.between = BetweenSteps(parts, self.step_log)
+        self.mode = mode(parts, self.between)
+        self._plan, self._files, self._models = parts.plan, parts.files, parts.models
+        self._prepared, self._resumed, self._numerical_guard = parts.prepared, parts.resumed, parts.numerical_guard
+        self._has_servers = parts.servers is not None
         self._is_stepping = False
-        place.agreement.come_by(self.mode.before_operation)
         self._group, self._agreement, self._recorder = place.group, place.agreement, place.recorder
+        self._agreement.come_by(self.mode.before_operation)
         self._axes = place.axes
-        self._landed: GradientReducer | None = None  # the gradients of the last pass
+        self._last_pass: GradientReducer | None = None  # the gradients of the last pass
         self._unsettled: list[GradientReducer] = []  # those of passes whose step is to be taken
 
     @property
@@ -115,8 +69,9 @@ class TrainingLoop:
         return self.between.streams
 
     def open(self, source: StreamSource, *, timeout_s: float) -> Iterator[StepBatch]:
-        """Begin a stream; returns its batches. Raises RuntimeError where a dealt one was left before its end."""
-        self.mode.require_common_step("worker.batches()")
+        """Begin a stream; returns its batches. Raises RuntimeError where replicas have left another at different
+        steps."""
+        terms = self.mode.begin_stream()
         stream = BatchStream(
             source,
             self._plan.batch,
@@ -127,21 +82,20 @@ class TrainingLoop:
             balance=self.between.balance,
             timeout_s=timeout_s,
             axes=self._axes,
-            replicas=self.mode.replicas(),
+            replicas=terms.replicas,
         )
         self.streams[source.name] = stream
-        self.mode.opened()
         self._resumed.begin_training()
-        self._say_what_goes_on(stream)
-        self._files.ledger.opened(source.name, **stream.about(), **self.mode.about_stream())
+        self._note_changes(stream)
+        self._files.ledger.opened(source.name, **stream.about(), **terms.ledger_facts)
         last_step = stream.last_step(self.step)
         self._files.emit(
             StreamOpened(name=source.name, num_samples=stream.num_samples, epochs=source.epochs, last_step=last_step)
         )
         return self.mode.open(stream)
 
-    def _say_what_goes_on(self, stream: BatchStream) -> None:
-        """Tell what of a stream is not as it was when its checkpoint was saved."""
+    def _note_changes(self, stream: BatchStream) -> None:
+        """Report what of a stream is not as it was when its checkpoint was saved."""
         if self._group.index != 0:
             return
         if stream.was_finished:
@@ -173,7 +127,8 @@ class TrainingLoop:
         is_finite: Callable[[], bool] | None,
         pipelined: PipelinePass | None = None,
     ) -> StepOutcome:
-        """Walk over a batch for a stepper; returns what all workers agreed on. `pipelined`: through stages."""
+        """Make a gradient pass over a batch for a stepper; returns what all workers agreed on. `pipelined`: through the
+        model's stages."""
 
         def run() -> Iterator[Any]:
             if pipelined is not None:
@@ -185,7 +140,7 @@ class TrainingLoop:
         return cast("StepOutcome", self.executor.outcome)
 
     def _plain_pass(self, batch: StepBatch) -> Iterator[Any]:
-        # With several models each walk of a plain loop is about one of them: the others are idle on purpose.
+        # With several models each pass of a plain loop is about one of them: the others are idle on purpose.
         models = list(self._models)
         if not models:
             raise RuntimeError("no model is prepared, so nothing would be averaged: model = worker.prepare(model)")
@@ -194,6 +149,12 @@ class TrainingLoop:
                 f"a plain loop over a batch under Layout(stages={self._plan.layout.stages}): forwards and backwards of "
                 "all micro-batches are one run through the stages. Write: step = worker.stepper(model, optim, loss), "
                 "and in the loop over batches: loss = step(batch)"
+            )
+        if self._has_servers:
+            raise RuntimeError(
+                "a plain loop over a batch under ParameterServer(...): optimizers run on the servers, so optim.step() "
+                "has nothing to do here. Write: step = worker.stepper(model, optim, loss), and in the loop over "
+                "batches: loss = step(batch)"
             )
         self.mode.check_plain_loop()
         gradients = self._models.reducers.sum_over(models)
@@ -204,7 +165,7 @@ class TrainingLoop:
     def _timed_pass(
         self, batch: StepBatch, gradients: GradientReducer, run: Callable[[], Iterator[Any]], *, names_unused: bool
     ) -> Iterator[Any]:
-        """Walk by `run`, again where a member was lost meanwhile, and book what it took."""
+        """Make a gradient pass by `run`, again where a member was lost meanwhile, and note the seconds that it took."""
         self.mode.before_step(batch)
         step = self.step_log.begin_pass(batch)
         if batch.num_passes == 0:
@@ -227,7 +188,7 @@ class TrainingLoop:
             self.streams[batch.stream].redeal(batch)
             began, data_s = time.perf_counter(), batch.data_s
         outcome = cast("StepOutcome", self.executor.outcome)
-        self._landed = gradients
+        self._last_pass = gradients
         if outcome.is_taken:
             self._unsettled.append(gradients)
         step.compute_s += time.perf_counter() - began - outcome.communication_s - (batch.data_s - data_s)
@@ -242,11 +203,11 @@ class TrainingLoop:
         self.step_log.end_pass(step, outcome, names_unused=names_unused)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Bound the global norm of the last walk's gradients; returns what it was."""
-        gradients = self._landed
+        """Bound the global norm of the last pass's gradients; returns what it was."""
+        gradients = self._last_pass
         if self.executor.under_way or gradients is None or self.executor.outcome is None:
             raise RuntimeError(
-                "worker.clip_gradients() belongs after a walk over a batch: for x, y in batch: worker.backward(...)   "
+                "worker.clip_gradients() belongs after the loop over a batch: for x, y in batch: worker.backward(...)  "
                 "then worker.clip_gradients(max_norm)   then optim.step()"
             )
         norm = gradients.norm()
@@ -256,23 +217,22 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Meanwhile a stepper calls prepared optimizers, and commits when all have stepped."""
-        self._is_stepping = True
+        """Meanwhile a stepper calls prepared optimizers, and commits when all have stepped. May be nested: a step of a
+        round's end may be taken inside another."""
+        was_stepping, self._is_stepping = self._is_stepping, True
         try:
             yield
         finally:
-            self._is_stepping = False
+            self._is_stepping = was_stepping
 
     def commit(self, batch: StepBatch, *, by: StepTaker | None = None) -> None:
         """End the transaction of a batch, taken by a stepper; without one it was a prepared optimizer in the plain
         loop."""
-        self.mode.before_commit(batch)
-        self.step_log.commit(batch)
+        self.mode.commit(batch, by)
         for gradients in self._unsettled:
             gradients.settle()
         self._unsettled.clear()
         self._agreement.committed()
-        self.mode.after_commit(batch, by)
 
     def extra_pass(
         self,
@@ -283,28 +243,28 @@ class TrainingLoop:
         is_finite: Callable[[], bool] | None,
         pipelined: PipelinePass | None = None,
     ) -> StepOutcome:
-        """Walk over what is in no book: a part of a batch that another replica should have walked over."""
+        """Make a gradient pass that no step log counts: over a part of a batch that a lost replica should have run."""
         if pipelined is not None:
             self.executor.run_pipeline(batch, gradients, pipelined, is_finite=is_finite)
         else:
             for micro in self.executor.run(batch, gradients, is_finite=is_finite):
                 self.executor.backward(loss_of(micro))
-        self._landed = gradients
+        self._last_pass = gradients
         return cast("StepOutcome", self.executor.outcome)
 
     def follow(self, optimizer: Optimizer) -> None:
         """A prepared optimizer's `step()` ends the transaction in plain loops, and is refused where it comes too
         early."""
         self._models.check(optimizer)
-        if self.mode.steps_on_servers:
-            return
+        if self._has_servers:
+            return  # it steps there
         optimizer.register_step_pre_hook(self._before_optimizer)
         optimizer.register_step_post_hook(self._after_optimizer)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.executor.under_way:
             raise RuntimeError(
-                "optim.step() was called inside the walk over a batch, before the gradients were averaged. "
+                "optim.step() was called inside the loop over a batch, before the gradients were averaged. "
                 "Put it after the loop: for x, y in batch: worker.backward(...)   then   optim.step()"
             )
         self._models.check(optimizer)
@@ -313,16 +273,16 @@ class TrainingLoop:
             return
         if self.executor.outcome is None:
             raise RuntimeError(
-                "the walk over this batch was left early (break, or an error that was caught), so its gradients "
-                "were not averaged and are dropped. Walk over the batch to its end before optim.step()"
+                "the loop over this batch was left early (break, or an error that was caught), so its gradients "
+                "were not averaged and are dropped. Run the loop over the batch to its end before optim.step()"
             )
         if self.executor.outcome.is_empty:
             raise RuntimeError(
-                "the last walk over this batch called no worker.backward(): there is nothing for optim.step() to apply"
+                "the last loop over this batch called no worker.backward(): there is nothing for optim.step() to apply"
             )
         self.mode.before_optimizer(is_stepping=self._is_stepping)
-        if self._landed is not None:
-            self._landed.check_unchanged()
+        if self._last_pass is not None:
+            self._last_pass.check_unchanged()
         if self._files.capture is not None:
             names = self._prepared.registry.parameter_names()
             parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]

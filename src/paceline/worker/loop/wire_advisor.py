@@ -1,7 +1,7 @@
 """Says when the wire costs more than it saves, and, where the network is slow, which one would pay.
 
 After some warm steps the first worker judges what it has measured in the last ones (`sync/compression_advice.py`), and
-again after twice as many, four times as many, and so on. It speaks when its verdict is another one than before.
+again after twice as many, four times as many, and so on. It reports a verdict that is another one than before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALTERNATIVES: tuple[Wire, ...] = (Cast(dtype="bf16"), Int8(), OneBit(), PowerSGD
 
 
 class WireAdvisor:
-    """One worker's judge; silent on all but the first one, and where servers or others than all-reduce sum."""
+    """One worker's judge. Only the first worker's reports, and only where all-reduce sums."""
 
     def __init__(
         self, plan: Plan, *, place: WorkerContext, models: PreparedModels, emit: Callable[[Event], None]
@@ -36,7 +36,7 @@ class WireAdvisor:
         self._replicas = 0
         self._num_steps, self._due = 0, FIRST_AT
         self._before = (0.0, 0.0)  # waited, encoding
-        self._told = "none"  # the kind of the last verdict
+        self._reported = "none"  # the kind of the last verdict
         self._last: StepDone | None = None
         self._prices: dict[str, WireCost] = {}
 
@@ -51,7 +51,7 @@ class WireAdvisor:
         if self._place.axes.replica_group.size != self._replicas:
             self._replicas = self._place.axes.replica_group.size
             self._recent.clear()
-        if self._replicas < 2:  # the table is about those who were here before
+        if self._replicas < 2:  # the table is about the replicas that were here before
             return
         self._recent.append(
             StepTimes(
@@ -91,9 +91,9 @@ class WireAdvisor:
             others=self._prices,
         )
         kind = "none" if verdict is None else verdict.kind
-        if kind == self._told:
+        if kind == self._reported:
             return
-        self._told = kind
+        self._reported = kind
         said: dict[str, Any] = {"kind": kind} if verdict is None else dataclasses.asdict(verdict)
         self._emit(WireJudged(step=step, **said))
 

@@ -66,7 +66,7 @@ class WorkerContext:
 
     group: WorkerGroup
     agreement: Consensus
-    prelude: SetupReplay
+    setup_replay: SetupReplay
     shared: dist.Store  # of the whole run
     attach: Callable[[StateHolder], None]  # to be called with the owner of the run's state, once there is one
     recorder: FlightRecorder  # of what this worker is doing
@@ -306,7 +306,7 @@ def _worker_context(
     return WorkerContext(
         group=group,
         agreement=consensus,
-        prelude=channels.setup_replay,
+        setup_replay=channels.setup_replay,
         shared=channels.shared,
         link=channels.link,
         attach=consensus.attach,

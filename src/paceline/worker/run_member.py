@@ -1,0 +1,87 @@
+"""A worker as a member of its run: which one it is, and what all workers do together between steps."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import Tensor
+
+from paceline.worker.parts import WorkerParts
+
+__all__ = ["RunMember"]
+
+T = TypeVar("T")
+
+
+class RunMember:
+    """The part of a `Worker` that knows nothing of models, data and steps."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self.rank, self.plan, self.device = parts.rank, parts.plan, parts.device
+        self._parts, self._collectives = parts, parts.collectives
+        self._place, self._group, self._agreement = parts.place, parts.place.group, parts.place.agreement
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first worker: worker 0, or, after that was lost, the next one."""
+        return self._place.is_first(self.rank)
+
+    @property
+    def workers(self) -> int:
+        """How many workers take part at present, in all replicas."""
+        return len(self._agreement.present) or self._group.size
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that this worker belongs to, from 0."""
+        return self.rank // self.plan.layout.workers_each
+
+    def average(self, value: Tensor | float) -> Tensor:
+        """Return the mean of `value` over all workers, equal on all of them, with one all-reduce.
+
+        A tensor must have the same shape on all workers, and the result has that shape; a number gives a 0-d float64
+        tensor. Raises RuntimeError inside a step, and SyncError when a peer is missing.
+
+        Example::
+
+            assert worker.average(2.0).item() == 2.0
+        """
+        return self._collectives.average(value)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every worker's value, in the order of their ranks, on every worker.
+
+        Values are pickled, and each travels to all workers. Raises RuntimeError inside a step, and SyncError when a
+        peer is missing.
+
+        Example::
+
+            ranks = worker.gather(worker.rank)
+            assert ranks == list(range(worker.workers))
+        """
+        return self._collectives.gather(value)
+
+    def broadcast(self, value: T, *, source: int | None = None) -> T:
+        """Return on every worker the value of the worker whose rank is `source`; None: of the first one (`is_first`).
+
+        The value is pickled, and travels from one worker to all others. Raises ValueError, on all workers, if there is
+        no such worker (any more). Raises RuntimeError inside a step, and SyncError when a peer is missing.
+
+        Example::
+
+            path = worker.broadcast("runs/first" if worker.is_first else None)
+        """
+        return self._collectives.broadcast(value, source=source)
+
+    def wait(self) -> None:
+        """Return when all workers have called this. No value moves between them.
+
+        Raises RuntimeError inside a step, and SyncError after `timeout_s` without a peer.
+
+        Example::
+
+            if worker.is_first:
+                ...  # for example: download the data
+            worker.wait()
+        """
+        self._collectives.wait()
