@@ -86,8 +86,11 @@ def test_a_replica_that_had_still_to_send_is_lost_and_nothing_else(tmp_path: Pat
 
 
 def test_a_killed_server_without_a_mirror_has_all_begin_again_from_disk(tmp_path: Path) -> None:
-    sync = "plan.sync=parameterserver(servers=2)"
-    report = drilled(tmp_path, "kill_server:worker=1,step=10", overrides=[*ELASTIC, sync])
+    waiting = tmp_path / "train.py"  # step 10 begins when each worker has seen the checkpoint of step 8 complete
+    wait = "        if worker.step == 9:\n            worker._parts.saver.wait()\n"
+    waiting.write_text(SCRIPT.replace("        step(batch)\n", f"        step(batch)\n{wait}"))
+    words = {**OPTIONS, "overrides": [*ELASTIC, "plan.sync=parameterserver(servers=2)"]}
+    report = run_with("kill_server:worker=1,step=11", waiting, folder=tmp_path / "run", limit_s=150, **words)
     assert_unharmed(report, undisturbed())
     assert len(report.starts) == 1 and report.resumed_from == (0, 8), "by itself, from the newest checkpoint"
 
