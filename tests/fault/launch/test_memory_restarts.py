@@ -57,7 +57,7 @@ def train(worker):
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
     model.register_forward_pre_hook(lambda *_: strike("forward", worker.step + 1))
     step = worker.stepper(model, optim, loss)
-    for batch in worker.batches(Text(), epochs=5):
+    for batch in worker.batches(Text(), epochs=4):
         worker.report(seen=float(step(batch)))
         strike("loop", worker.step)
         if worker.step % 3 == 1:

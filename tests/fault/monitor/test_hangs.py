@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
+import lasting
+import warm
 from network_hosts import NamespaceHost, free_port, two_hosts
 from programs import PACELINE, Program, command, record, run, the_run
 from slurm_cluster import Cluster, needs_slurm, slurm_cluster
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", "2", "python"]
 LAUNCHED = [*PACELINE, "run", "--workers", "3"]
 RUNS = {  # the last words are the program's: how it hangs, its timeout_s, and more
     "elastic": [*LAUNCHED, "train.py", "data", "24", "calm", "elastic"],
@@ -78,7 +80,7 @@ if HOW == "import" and os.environ.get("PACELINE_TEST_LOOPS") in open("/proc/self
 
 class Pictures:
     def __len__(self):
-        return 9600 if "elastic" in sys.argv else 4800 if HOW == "fast" else 960
+        return 3600 if "elastic" in sys.argv else 4800 if HOW == "fast" else 960
 
     def __getitem__(self, number):
         if HOW == "data" and here["rank"] == CULPRIT and here["step"] == BEFORE and not os.path.exists("looped"):
@@ -173,20 +175,30 @@ class Begun:
 
 
 @pytest.fixture(scope="module")
-def begun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Begun]]:
+def begun(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forked_python: Path
+) -> Iterator[Mapping[str, Begun]]:
     """Of RUNS, those whose tests are to run."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("parametrize")]
     wanted = {name for mark in marks if mark.args[0] == "hang" for name in mark.args[1]}
     found: dict[str, Begun] = {}
+    environment = ENVIRONMENT | {"PYTHON_EXEC": str(forked_python)}  # torchrun's own variable
     with contextlib.ExitStack() as stack:
         for name, words in RUNS.items():
             if name in wanted:
                 folder = tmp_path_factory.mktemp("hang")
                 (folder / "train.py").write_text(TRAIN)
-                program = stack.enter_context(command(*words, environment=ENVIRONMENT, cwd=folder))
+                told = [forked_python if word == "python" else word for word in words]
+                program = stack.enter_context(command(*told, environment=environment, cwd=folder))
                 found[name] = Begun(folder, program)
                 found[name].stand_still()
         yield found
+
+
+@pytest.fixture(scope="module")
+def forked_python() -> Path:
+    """What launchers start: how they start interpreters is not what a hang is about."""
+    return warm.interpreter(lasting.folder("python"))
 
 
 @pytest.fixture
@@ -250,7 +262,7 @@ def test_an_elastic_run_goes_on_without_a_worker_that_hangs(hang: Begun) -> None
     assert float(ended.group(3)) - told_to_s <= float(ended.group(4)), "they stood still before it was detected"
     assert float(ended.group(4)) < 24.0 + SILENCE_S, "after timeout_s nobody waits for silence_s, too"
     assert STACK.findall(output) == ["1", "0", "2"]
-    assert "finished at step 400" in output
+    assert "finished at step 150" in output
 
 
 @runs("data")
@@ -344,7 +356,7 @@ def test_an_elastic_run_over_two_hosts_goes_on_without_a_worker_that_hangs(progr
     assert [code for code, _ in ends] == [0, 0], ends
     sentence(ends[0][1] + ends[1][1], r"worker 2 \(\S+, pid \d+\) has not entered all_reduce .* in load_image")
     sentence(ends[0][1] + ends[1][1], r"worker 2 \(\S+, pid \d+\) was hanging at \S+ in load_image and was ended")
-    assert "finished at step 400" in ends[0][1] + ends[1][1]
+    assert "finished at step 150" in ends[0][1] + ends[1][1]
 
 
 @pytest.mark.parametrize("how", ["slow", "fast"])
@@ -408,10 +420,10 @@ def cluster(hosts: list[NamespaceHost], tmp_path_factory: pytest.TempPathFactory
 
 @needs_slurm
 def test_under_srun_a_hang_on_another_node_is_told_with_its_place_and_ends_the_job(
-    cluster: Cluster, program: Path
+    cluster: Cluster, forked_python: Path, program: Path
 ) -> None:
     """The workers of that node tell worker 0 what they do; without --kill-on-bad-exit srun itself would wait on."""
-    words = cluster.srun("-N2", "-n3", "--distribution=block", sys.executable, str(program), "data", "24", "last")
+    words = cluster.srun("-N2", "-n3", "--distribution=block", str(forked_python), str(program), "data", "24", "last")
     token = {"PACELINE_TOKEN": "0123456789abcdef0123456789abcdef"}
     code, output = run(*words, environment=cluster.environment | token, limit_s=ENDED_S)
     assert code != 0
