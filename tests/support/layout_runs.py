@@ -17,8 +17,10 @@ from paceline.plan import Batch, Compute, Layout, Plan
 
 __all__ = [
     "EXACT",
+    "HELD_OUT",
     "LENGTH",
     "RESUME",
+    "ROWS",
     "WORDS",
     "Net",
     "Text",

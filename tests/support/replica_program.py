@@ -148,6 +148,9 @@ def train(worker: paceline.Worker) -> None:
             worker.report(held_out=worker.evaluate(model, data, next_word)["loss"])
         time.sleep(float(OPTIONS.get("pause_s", 0)))
         while worker.step == OPTIONS.get("gate") and not left("open").exists():
+            snapshots = worker._memory_checkpointer._vault
+            if snapshots is not None and snapshots.is_replicated:
+                left(f"arrived_{worker.rank}").touch()  # the newest one is on the neighbor host too
             time.sleep(0.02)
     here = [tensor for tensor in [*model.parameters(), *model.buffers()] if not tensor.is_meta]
     if not worker.plan.is_local:  # otherwise each replica has its own

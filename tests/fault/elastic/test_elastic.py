@@ -110,7 +110,7 @@ def test_ten_random_kills_in_one_run_leave_the_losses_of_an_undisturbed_one(tmp_
 
 def test_a_large_state_is_handed_over_as_well(tmp_path: Path) -> None:
     """It takes longer than any slice of a wait."""
-    options = {"width": 300_000, "job": {"save_at_end": False, "save_every": None, "max_steps": 16}, "whole": [6, 4]}
+    options = {"width": 300_000, "job": {"save_at_end": False, "save_every": None, "max_steps": 9}, "whole": [6, 4]}
     plan = "replicas=2-4+batch(size=20,micro=2)"
     run = trained(tmp_path / "a", {"worker": 2, "step": 4, "where": "forward"}, plan=plan, **options)
     assert run.code == 0, run.output

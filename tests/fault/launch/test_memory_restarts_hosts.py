@@ -63,6 +63,12 @@ def test_a_worker_lost_on_one_host_and_then_the_whole_host_cost_the_steps_since_
         job.start(hosts[0])
         west = job.start(hosts[1])
         wait_for_snapshot(job, 6, attempt=2)
+        marks = [tmp_path / f"arrived_{rank}" for rank in range(2)]
+        until(
+            lambda: all(mark.exists() for mark in marks),
+            job.head.process,
+            "a snapshot did not arrive on the other host",
+        )
         west.process.kill()
         job.head.says("the hosts that are left have room for 1 of the 2 workers: waiting up to 60 s for another host")
         again = job.start(hosts[1])

@@ -38,7 +38,7 @@ from programs import (
 
 # As users start them; and forks that find their imports done, where the claim is on what is asked of a start.
 command, run = partial(programs.command, cold=True), partial(programs.run, cold=True)
-run_fork = programs.run
+command_fork, run_fork = programs.command, programs.run
 
 # At step 14 the checkpoint of step 4 is complete: the next one, of step 8, has waited for it.
 ENDLESS = ("--epochs", "100000", "--tell-at", "14")
@@ -172,7 +172,7 @@ def test_a_second_call_in_one_run_is_refused_and_python_makes_it_two_runs(tmp_pa
     )
     code, output = run_fork(*PACELINE, "run", "twice.py", "--run-dir", "run")
     assert code == 2 and "calls paceline.run() a second time" in output
-    code, output = run(sys.executable, "twice.py")
+    code, output = run_fork(sys.executable, "twice.py")
     assert code == 0, output
     assert [record(tmp_path / name)["state"] for name in ("one", "two")] == ["finished"] * 2
 
@@ -251,7 +251,7 @@ def test_inline_a_program_may_run_again_and_again(tmp_path: Path) -> None:
         "    print('second', paceline.run(train, workers=2))\n"
         "    print('third', paceline.run(train, workers=1, launcher='inline'))\n"
     )
-    code, output = run(sys.executable, program)
+    code, output = run_fork(sys.executable, program)
     assert code == 0, output
     assert "first [True, False]" in output and "second [True, False]" in output and "third [True]" in output
 
@@ -278,7 +278,7 @@ def test_a_signal_stops_the_run_and_the_next_start_continues(
 ) -> None:
     run_dir = tmp_path / "run"
     words = [*PACELINE, "run", train, "--workers", "2", "--run-dir", "run", *ENDLESS]
-    with command(*words, "--tell", pipe.path) as program:
+    with command_fork(*words, "--tell", pipe.path) as program:
         program.told(pipe, 2)
         code, output = run_fork(*words)
         assert (code, output.count("is in use")) == (2, 1)
@@ -325,7 +325,7 @@ def assert_stopped_and_continues(run_dir: Path, words: list[Any], code: int) -> 
 
 
 def test_sigterm_ends_a_plain_program_in_good_order(train: Path, tmp_path: Path, pipe: Announcements) -> None:
-    with command(sys.executable, train, *ENDLESS, "--tell", pipe.path) as program:
+    with command_fork(sys.executable, train, *ENDLESS, "--tell", pipe.path) as program:
         program.told(pipe, 2)
         program.signal(signal.SIGTERM)
         code, output = program.end(limit_s=GONE_S)

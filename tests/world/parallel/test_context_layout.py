@@ -12,6 +12,7 @@ from forked import World
 from layout_runs import (
     EXACT,
     RESUME,
+    ROWS,
     Text,
     assert_same,
     beside,
@@ -94,7 +95,7 @@ def test_models_of_transformers_work_as_they_are(world: World, tmp_path: Path, k
         step = worker.stepper(
             model, optim, forward=lambda one, micro: one(input_ids=micro[0], labels=micro[0], use_cache=False).loss
         )
-        return [float(step(batch)) for batch in worker.batches(Text())]
+        return [float(step(batch)) for batch in worker.batches(Text(ROWS))]
 
     batch = Batch(size=16, micro=4)
     expected = beside(tmp_path).one_process(run, Plan(batch=batch, compute=EXACT))

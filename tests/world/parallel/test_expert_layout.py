@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from expert_models import WIDTH, AttendingMoeNet, ListedExperts, MoeNet
 from forked import WorkersFailed, World
-from layout_runs import EXACT, RESUME, Text, assert_same, beside, next_word, plan_of, workers_of
+from layout_runs import EXACT, HELD_OUT, RESUME, ROWS, Text, assert_same, beside, next_word, plan_of, workers_of
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.comm.flight_recorder import read_flight_record
 from paceline.events import StepDone, decode
@@ -75,10 +75,10 @@ def with_auxiliary(worker: Any) -> dict[str, Any]:
 
 def steps_of(worker: Any, model: Any, step: Any) -> dict[str, Any]:
     losses, norms = [], []
-    for batch in worker.batches(Text()):
+    for batch in worker.batches(Text(ROWS)):
         losses.append(float(step(batch)))
         norms.append(float(step.grad_norm))
-    return {"losses": losses, "norms": norms, "evaluated": worker.evaluate(model, Text(23), next_word)["loss"]}
+    return {"losses": losses, "norms": norms, "evaluated": worker.evaluate(model, Text(HELD_OUT), next_word)["loss"]}
 
 
 def prepared(worker: Any, **net: Any) -> tuple[MoeNet, torch.optim.Optimizer]:
@@ -91,10 +91,10 @@ def trained(worker: Any) -> dict[str, Any]:
     model, optim = prepared(worker)
     step = worker.stepper(model, optim, forward=step_loss, clip_norm=0.5)
     losses, norms = [], []
-    for batch in worker.batches(Text(), epochs=2):
+    for batch in worker.batches(Text(ROWS), epochs=2):
         losses.append(float(step(batch)))
         norms.append(float(step.grad_norm))
-    found = worker.evaluate(model, Text(23), next_word)
+    found = worker.evaluate(model, Text(HELD_OUT), next_word)
     return {"losses": losses, "norms": norms, "evaluated": found["loss"], "seen": float(model.seen)}
 
 
@@ -136,12 +136,12 @@ def by_plain_loop(worker: Any) -> dict[str, Any]:
     """Experts that nobody asks for are of one worker alone: the others have their gradients to sum all the same."""
     model, optim = prepared(worker, favours=1, drop=0.0)
     norms = []
-    for batch in worker.batches(Text()):
+    for batch in worker.batches(Text(ROWS)):
         for micro in batch:
             worker.backward(step_loss(model, micro))
         norms.append(float(worker.clip_gradients(0.5)))
         optim.step()
-    return {"norms": norms, "evaluated": worker.evaluate(model, Text(23), next_word)["loss"]}
+    return {"norms": norms, "evaluated": worker.evaluate(model, Text(HELD_OUT), next_word)["loss"]}
 
 
 def test_a_plain_loop_with_idle_experts_and_recomputed_blocks(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_models_of_transformers_work_as_they_are(world: World, tmp_path: Path) -
             model = worker.prepare(hugging_face(kind, **settings))
             optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
             step = worker.stepper(model, optim, forward=loss_of)
-            found[kind] = [float(step(batch)) for batch in worker.batches(Text())]
+            found[kind] = [float(step(batch)) for batch in worker.batches(Text(ROWS))]
         return found
 
     for kind in ROUTED:

@@ -17,6 +17,7 @@ from forked import World
 from layout_runs import (
     EXACT,
     RESUME,
+    ROWS,
     Text,
     assert_same,
     beside,
@@ -234,7 +235,7 @@ def test_models_of_transformers_work_as_they_are(
             model = worker.prepare(hugging_face(kind, use_cache=False))
             optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
             step = worker.stepper(model, optim, forward=loss_of)
-            found.append([float(step(batch)) for batch in worker.batches(Text())])
+            found.append([float(step(batch)) for batch in worker.batches(Text(ROWS))])
         return found
 
     batch = Batch(size=16, micro=4)

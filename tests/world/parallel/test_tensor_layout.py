@@ -13,6 +13,7 @@ from forked import World
 from layout_runs import (
     EXACT,
     RESUME,
+    ROWS,
     Net,
     Text,
     assert_same,
@@ -225,7 +226,7 @@ def test_models_of_transformers_work_as_they_are(
         model = worker.prepare(hugging_face(kind, vocab_size=words))
         optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
         step = worker.stepper(model, optim, forward=lambda one, micro: one(input_ids=micro[0], labels=micro[0]).loss)
-        return [float(step(batch)) for batch in worker.batches(Text())]
+        return [float(step(batch)) for batch in worker.batches(Text(ROWS))]
 
     batch = Batch(size=16, micro=4)
     expected = beside(tmp_path).one_process(run, Plan(batch=batch, compute=EXACT))
