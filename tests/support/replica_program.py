@@ -148,7 +148,7 @@ def train(worker: paceline.Worker) -> None:
             worker.report(held_out=worker.evaluate(model, data, next_word)["loss"])
         time.sleep(float(OPTIONS.get("pause_s", 0)))
         while worker.step == OPTIONS.get("gate") and not left("open").exists():
-            snapshots = worker._memory_checkpointer._vault
+            snapshots = worker._memory_checkpointer._checkpoint
             if snapshots is not None and snapshots.is_replicated:
                 left(f"arrived_{worker.rank}").touch()  # the newest one is on the neighbor host too
             time.sleep(0.02)
