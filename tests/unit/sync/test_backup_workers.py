@@ -326,7 +326,7 @@ def test_weights_of_two_versions_are_not_computed_on_their_share_is_late() -> No
     gradients.begin(0)
     assert next_of(gradients) == BackupShare(4, 1, 3)
     assert servers.asked == ["turn", "weights"] * 2
-    assert gradients.bequests == [PendingCommit("train", 2, is_skipped=True)]  # of which it was told again
+    assert gradients.pending_commits == [PendingCommit("train", 2, is_skipped=True)]  # of which it was told again
     assert [weight.item() for weight in weights] == [5.0, 5.0]
 
 

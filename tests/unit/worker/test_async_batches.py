@@ -21,7 +21,7 @@ class Pretended:
     def __init__(self, **answers: Any) -> None:
         self.called: list[str] = []
         self._answers = {"next": iter([DealtBatch(0, 0), DealtBatch(1, 1), StreamEnd()]), **answers}
-        self.step, self.behind, self.bequests, self.is_sent, self.ranks = 0, None, [], False, (0,)
+        self.step, self.behind, self.pending_commits, self.is_sent, self.ranks = 0, None, [], False, (0,)
         self.max_steps = self.save_every = None
         self.is_newcomer = False
         self.cursor = SimpleNamespace(epoch=0, position=0)

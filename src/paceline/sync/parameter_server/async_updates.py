@@ -90,7 +90,7 @@ class AsyncGradients(GradientReducer):
         self.behind: int | None = None  # the last update: how many others its weights lacked, at most
         self.num_samples = 0  # of the batch in hand, that this replica has
         self.is_sent = False  # servers may have a part of its update, or all, and it was not `noted`
-        self.bequests: list[PendingCommit] = []  # to be noted by this worker, and taken from here
+        self.pending_commits: list[PendingCommit] = []  # to be noted by this worker, and taken from here
         self._servers, self._staleness, self._worker_rank = servers, sync.staleness, worker_rank
         self._name = _new_name(worker_rank)
         self._is_known = False  # to the servers
@@ -352,7 +352,7 @@ class AsyncGradients(GradientReducer):
         """Somebody is lost."""
         self._num_losses += len(losses)
         self._lost += [loss["name"] for loss in losses]
-        self.bequests += [PendingCommit(*loss["unnoted"]) for loss in losses if loss["unnoted"] is not None]
+        self.pending_commits += [PendingCommit(*loss["unnoted"]) for loss in losses if loss["unnoted"] is not None]
 
     def _about(self) -> dict[str, Any]:
         who = {"worker": self._worker_rank, "name": self._name}

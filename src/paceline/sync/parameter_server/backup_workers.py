@@ -91,7 +91,9 @@ class BackupWorkerGradients(AsyncGradients):
                 continue
             self._version = version
             # Whoever asks again before it has noted them is told of them again.
-            self.bequests += [PendingCommit(dealt.stream, number, is_skipped=True) for number in told["passed_over"]]
+            self.pending_commits += [
+                PendingCommit(dealt.stream, number, is_skipped=True) for number in told["passed_over"]
+            ]
             number = int(told["number"])
             match told["turn"]:
                 case "share":

@@ -241,7 +241,7 @@ class AsyncBatches:
 
     def _note_pending_commits(self, under_way: _OpenStream, gradients: AsyncGradients) -> None:
         """Note the batches that count, and may be in the ledger of a lost worker alone, or in none."""
-        for one in gradients.bequests:
+        for one in gradients.pending_commits:
             if one.stream != under_way.stream.source.name:
                 continue  # a newcomer hears of earlier ones, too
             batch = under_way.batch(one.number)
@@ -251,8 +251,8 @@ class AsyncBatches:
                 self._step_log.close(batch.stream)
                 continue
             self._files.ledger.committed(batch, (), step=batch.step, skipped=one.is_skipped, is_whole=True)
-        if gradients.bequests:
-            gradients.bequests.clear()
+        if gradients.pending_commits:
+            gradients.pending_commits.clear()
             gradients.noted()
 
     def _count_done(self, number: int) -> None:
