@@ -25,6 +25,8 @@ from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.job.outcome import JobOutcome
 from paceline.launch.local import launch
 from paceline.launch.supervisor import Observer
+from paceline.plan import Plan
+from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import Job
 
 SUPPORT = Path(__file__).resolve().parent
@@ -194,7 +196,7 @@ def main(options: dict[str, Any]) -> int:
     """`job`: fields of the Job; `run_dir`; `modules`: what the warm parent imports; `plan`."""
     job = Job(**{**options["job"], "args": tuple(options["job"].get("args", ()))})
     modules = options.get("modules", ())
-    plan = options.get("plan")
+    plan = CommandPlan.of(Plan.parse(options["plan"])) if options.get("plan") else None
     try:
         outcome = run_job(job, Path(options["run_dir"]), modules=modules, plan=plan, observer=_Printer())
     except LaunchError as error:
