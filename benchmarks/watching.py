@@ -96,7 +96,7 @@ def ring_costs(folder: Path, repeats: int) -> tuple[float, float]:
 
 def look_cost(attempt: Path, workers: int, repeats: int) -> float:
     """Seconds of one look at so many workers, all of whose rings are read whole: as while a worker is waited for."""
-    monitor = HangMonitor(attempt, host="here", local=range(workers), reach=None, say=print)
+    monitor = HangMonitor(attempt, host="here", local=range(workers), control=None, say=print)
     moments = iter(range(1 << 30))
     return timed(lambda: monitor.poll(next(moments) * (LOOK_INTERVAL_S + 1)), count=200, repeats=repeats)
 
