@@ -74,11 +74,7 @@ def run_worker(
     leaving: SystemExit | None = None
     value = cast("T", None)  # what sys.exit() returns
     try:
-        resolved = chosen.resolve(assignment.workers)
-        resolved.require(workers=assignment.workers)
-        _refuse_capture(resolved, job)
-        device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
-        refuse_useless(resolved.compute, device)
+        resolved, device = _checked(chosen, assignment, job)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
         with contextlib.ExitStack() as stack:
             recorder = stack.enter_context(recording_flight(assignment, job, function, layout=resolved.layout))
@@ -106,10 +102,8 @@ def run_worker(
             )
             stack.push(lifecycle.tell_lost)
             files.emit(_started(assignment, resolved, worker))
-            idle_gpus = why_gpus_are_idle(job.device, local_workers=assignment.local_workers)
-            if idle_gpus and assignment.local_rank == 0:
-                files.emit(Warned(text=idle_gpus))
-            _say_what_is_not_used(assignment, files, plan, fields or {})
+            _warn_of_idle_gpus(assignment, job, files)
+            _note_unused_values(assignment, files, plan, fields or {})
             try:
                 value = _call_function(function, worker, lifecycle, place)
             except CleanExit:
@@ -135,6 +129,22 @@ def run_worker(
     if leaving is not None:
         raise leaving
     return value
+
+
+def _checked(plan: Plan, assignment: Assignment, job: Job) -> tuple[Plan, torch.device]:
+    """Return the plan with nothing left open, and this worker's device; raise PlanError where they cannot work."""
+    resolved = plan.resolve(assignment.workers)
+    resolved.require(workers=assignment.workers)
+    _refuse_capture(resolved, job)
+    device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
+    refuse_useless(resolved.compute, device)
+    return resolved, device
+
+
+def _warn_of_idle_gpus(assignment: Assignment, job: Job, files: RunFiles) -> None:
+    idle_gpus = why_gpus_are_idle(job.device, local_workers=assignment.local_workers)
+    if idle_gpus and assignment.local_rank == 0:
+        files.emit(Warned(text=idle_gpus))
 
 
 def _refuse_capture(plan: Plan, job: Job) -> None:
@@ -179,9 +189,7 @@ def _inject_faults(assignment: Assignment, recorder: FlightRecorder, *, num_alik
         )
 
 
-def _say_what_is_not_used(
-    assignment: Assignment, files: RunFiles, plan: Plan | None, fields: Mapping[str, Any]
-) -> None:
+def _note_unused_values(assignment: Assignment, files: RunFiles, plan: Plan | None, fields: Mapping[str, Any]) -> None:
     if assignment.rank != 0:
         return
     idle = [
