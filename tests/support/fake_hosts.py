@@ -1,4 +1,4 @@
-"""A head and a member without a process: each with the other end of its links, and pretended local workers."""
+"""A coordinator and another host without processes: each with the other end of its links, and fake local workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.launch.job.outcome import WorkerExit
 from paceline.launch.job.restart_plan import StoredSnapshot
 from paceline.plan.job import Job
 
-__all__ = ["WELL", "HeadAndMember", "MemberAndHead", "PretendedCrew", "ended", "heard", "told"]
+__all__ = ["WELL", "FakeLocalWorkers", "HeadAndMember", "MemberAndHead", "ended", "heard", "told"]
 
 WELL = WorkerExit(
     worker=0, host="a", pid=10, exit_code=0, signal=None, peak_memory_bytes=1, error=None, sent_by_us=False
 )
 
 
-class PretendedCrew:
+class FakeLocalWorkers:
     """Notes what it is told."""
 
     def __init__(self, *workers: int) -> None:
@@ -60,7 +60,7 @@ class HeadAndMember:
     def __init__(self, **more: Any) -> None:
         self.loop, self.local_workers, self.said, self.events = (
             EventLoop(),
-            PretendedCrew(0, 1),
+            FakeLocalWorkers(0, 1),
             list[str](),
             list[Event](),
         )
@@ -145,7 +145,7 @@ class MemberAndHead:
     """A member with worker 2, and the other end of its link to the head."""
 
     def __init__(self, *, silence_s: float = 10.0) -> None:
-        self.loop, self.local_workers, self.said = EventLoop(), PretendedCrew(2), list[str]()
+        self.loop, self.local_workers, self.said = EventLoop(), FakeLocalWorkers(2), list[str]()
         ours, theirs = socket.socketpair()
         link = MessageStream(
             ours,

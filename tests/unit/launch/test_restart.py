@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fake_hosts import PretendedCrew, ended
+from fake_hosts import FakeLocalWorkers, ended
 from paceline.events import Event
 from paceline.launch.coordinator.coordinator import Coordinator
 from paceline.launch.coordinator.restart_decision import GONE_S
@@ -26,7 +26,7 @@ class OneHost:
 
     def __init__(self, run_dir: Path, *, replicas: int = 2) -> None:
         workers = range(2 * replicas)
-        self.local_workers, self.said, self.events = PretendedCrew(*workers), list[str](), list[Event]()
+        self.local_workers, self.said, self.events = FakeLocalWorkers(*workers), list[str](), list[Event]()
         self.head = Coordinator(
             host="a",
             address="127.0.0.1",
@@ -37,7 +37,7 @@ class OneHost:
             run_dir=str(run_dir),
             say=self.said.append,
         )
-        self.head.lead(self.local_workers, self.events.append)  # type: ignore[arg-type]  # a pretended crew
+        self.head.lead(self.local_workers, self.events.append)  # type: ignore[arg-type]  # fake local workers
         for worker in workers:
             self.head.request(worker, {"op": "elastic", "least": 1, "most": 2, "workers_each": 2})
         for worker in workers:
